@@ -1,4 +1,4 @@
-"""The learner's actor: one rank, its messages on the event loop and its training on a thread of its own.
+"""The learner's actor: one rank. Its messages are handled on the event loop, its training runs on a thread of its own.
 
 Only rank 0 is on the data paths: it takes groups, trains, publishes versions and reports every outcome (rank_0.py). The
 other ranks follow its collectives and keep only their connection to the controller.
@@ -28,7 +28,7 @@ from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.rpc.calls.server import REFUSED
 
 PHASE_STATES = {"copy": "publishing", "probe": "publishing"}
-"""State of a rank above 0 during a part of the work; it trains during all others."""
+"""State of a rank above 0 in a phase of the backend's work; in all other phases it is ``training``."""
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Learner(Actor):
         self._controller = ControllerLink(self)
         self._backend: Backend | None = None
         self._rank_0: Rank0 | None = None
-        """The parts of rank 0, once they are made."""
+        """The objects of rank 0; None before ``setup`` has made them, and on other ranks."""
 
     @property
     def _is_rank_0(self) -> bool:
@@ -59,6 +59,7 @@ class Learner(Actor):
     # --- life ---
 
     async def setup(self) -> None:
+        """Make the backend and meet the other ranks; on rank 0 also restore the run."""
         self.states.enter("starting", "imports")
         self._backend = backend = await self._on_thread(lambda: create(self.config, self.context.index))
         phases = self.trace.track("phases", PHASES)
@@ -75,16 +76,17 @@ class Learner(Actor):
         await rank_0.start()
 
     def _phase(self, track: Track, name: str) -> None:
-        """Note that this rank begins a part of the work, or ends the last one. Called by the training thread."""
+        """Enter a phase of the backend's work, or leave it if the name is empty. Runs on the training thread."""
         if name:
             track.enter(name)
         else:
             track.leave()
-        # The loop of rank 0 sets its states itself, and ``setup`` those of a start.
+        # On rank 0 the training loop sets the states, and during a start ``setup`` does.
         if not self._is_rank_0 and self.ready:
             self.states.enter(PHASE_STATES.get(name, "training") if name else "following", "" if name else RANK_0)
 
     async def run(self) -> None:
+        """Run the training loop on rank 0, follow it on other ranks, until the actor drains."""
         if self._rank_0 is None:
             assert self._backend is not None
             self.states.enter("following", RANK_0)
@@ -97,10 +99,11 @@ class Learner(Actor):
         draining = self.tasks.create_task(self.drained())
         await asyncio.wait({training, draining}, return_when=asyncio.FIRST_COMPLETED)
         if training.done():
-            # A learner that is done stays: rollouters and dataloader end before it (core/roles.py) and still call it.
+            # Stay until the drain: rollouters and dataloader end before the learner (core/roles.py) and still call it.
             await draining
 
     async def _follow(self, backend: Backend) -> None:
+        """Follow the commands of rank 0 until they end, or a step is not finite and may not be skipped."""
         while True:
             try:
                 await self._on_thread(backend.follow)
@@ -108,21 +111,21 @@ class Learner(Actor):
                 self.log.error("step was not finite", error=str(error))
                 if self.config.learner.on_nonfinite == "skip":
                     continue
-                # Rank 0 knows the groups and ends the run: an error from here could arrive before its own.
+                # Rank 0 knows the groups and ends the run. An error raised here could arrive before that.
                 await self.drained()
             return
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of this rank; those of the run once rank 0 has restored it."""
+        """Metrics of this rank; on rank 0 also those of the run, once it is restored."""
         return super().metrics() | (self._rank_0.metrics() if self._rank_0 is not None else {})
 
     def preempted(self) -> None:
-        """Stop at the next version boundary, with a checkpoint."""
+        """Let rank 0 stop at the next version boundary, with a checkpoint."""
         if self._rank_0 is not None:
             self._rank_0.preempt()
 
     async def close(self) -> None:
-        # ``setup`` may have failed anywhere: each part is closed that was made.
+        # ``setup`` may have failed at any point: close the parts that it made.
         if self._backend is not None:
             self._backend.interrupt()
             await self._on_thread(self._backend.stop)
@@ -145,7 +148,10 @@ class Learner(Actor):
 
     @handler
     def deliver(self, request: Deliver, caller: Caller) -> Delivered:
-        """Take a group, once; acknowledged means in memory, not durable. Raises NotLeased."""
+        """Take a group, once. Raises NotLeased.
+
+        Acknowledged means in memory, not durable.
+        """
         group, key = request.group, self.context.credentials.seal_key
         if key and not fits(key, group.lease, caller.name, caller.incarnation):
             self.counters.add(REFUSED)
@@ -155,11 +161,11 @@ class Learner(Actor):
 
     @handler
     def holds(self, request: Holds, caller: Caller) -> Held:
-        """Uids among the request's that must not be leased again."""
+        """Those of the request's uids that must not be leased again."""
         return Held(uids=[uid for uid in request.uids if self._deliveries.holds(uid)])
 
     @handler
     def rollout_stats(self, request: RolloutStats, caller: Caller) -> None:
-        """Take a rollouter's statistics since its last report."""
+        """Take the statistics of a rollouter since its last report."""
         if self._rank_0 is not None:
             self._rank_0.lines.stats(caller.name, caller.incarnation, request)

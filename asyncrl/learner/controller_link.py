@@ -1,6 +1,7 @@
-"""The learner's calls to the controller, which are repeated until this controller or its successor answers.
+"""The learner's calls to the controller; each is repeated until the controller or its successor answers.
 
-Invariant: a rank joins the store of its own generation of the learner, even if the controller knows others.
+A generation of the learner is one start of all its ranks; its number is their incarnation. The store is where they meet
+(torch.distributed). Invariant: a rank joins the store of its own generation, even if the controller knows others.
 
 Fails with RemoteError when the controller refuses, and with DeadlineExceeded when rank 0 is not found in time. Fails
 with Refused when rank 0 is of a newer generation: this rank must start again.
@@ -21,7 +22,7 @@ RANK_0 = "learner/0"
 
 
 class ControllerLink:
-    """The link of an actor to the controller."""
+    """Calls the controller for one actor."""
 
     def __init__(self, actor: Actor) -> None:
         self._actor, self._name = actor, actor.name
@@ -34,18 +35,18 @@ class ControllerLink:
                 pass
 
     async def find_store(self, generation: int, timeout_s: float) -> tuple[str, int]:
-        """Host and port of the store where the ranks of this generation of the learner meet."""
+        """Ask the controller for rank 0 of this generation until it is known. Returns host and port of its store."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while loop.time() < deadline:
-            # Rank 0 is ready only when all ranks have met; ``above`` skips those of earlier generations.
+            # ``unready``: rank 0 becomes ready only after all ranks have met. ``above`` skips earlier generations.
             reply: Resolved | None = await self._ask(Resolve(name=RANK_0, above=generation - 1, unready=True))
             if reply is not None and reply.record is not None:
                 return store_of(reply.record, generation)
         raise DeadlineExceeded(self._name, RANK_0, "the rendezvous of the ranks", timeout_s)
 
     async def _ask(self, request: Request) -> Any:
-        """The reply; None if the controller, or its successor, must be asked again. Raises RemoteError."""
+        """Call the controller once. Returns None, after a pause, if the call must be repeated. Raises RemoteError."""
         try:
             return await self._actor.peer(CONTROLLER).call(request)
         except (DeadlineExceeded, RemoteError) as error:
@@ -56,7 +57,7 @@ class ControllerLink:
 
 
 def store_of(rank_0: ActorRecord, generation: int) -> tuple[str, int]:
-    """Host and port of the store of ``rank_0``, which is of this generation or a newer one. Raises Refused."""
+    """Host and port of the store in the record of ``rank_0``. Raises Refused if that is of another generation."""
     if rank_0.incarnation != generation:
         raise Refused(RANK_0, "incarnation", ours=str(generation), theirs=str(rank_0.incarnation))
     return rank_0.facts["store_host"], rank_0.facts["store_port"]

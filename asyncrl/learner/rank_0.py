@@ -1,7 +1,7 @@
-"""Rank 0 of the learner: restores the run, makes the parts of the loop, each from those before it, and runs it.
+"""Rank 0 of the learner: restores the run, makes the objects of the training loop, and runs them.
 
-The order of a run: warm steps, the first version, the state of the run for the dataloader, the steps, the last
-evaluations, the last checkpoint and the exported model, the report of the end.
+The order of a run: warm steps, the first version, the state of the run for the dataloader, the steps. Then come the
+last evaluations, the last checkpoint and the exported model, and the report of the end.
 
 Fails with CannotLearn when there is no signal; no trained step is lost then. Other errors end the process, and all
 ranks start again.
@@ -55,13 +55,13 @@ T = TypeVar("T")
 
 
 class Rank0:
-    """The parts of rank 0. ``thread`` is that of ``backend``."""
+    """Makes and runs everything that only rank 0 has. All methods of ``backend`` run on ``thread``."""
 
     progress: TrainingProgress
     intake: Intake
     lines: StepLines
     deliveries: Deliveries
-    """All parts exist once ``setup`` has returned."""
+    """These exist once ``setup`` has returned."""
 
     def __init__(self, actor: Actor, backend: Backend, thread: ThreadPoolExecutor, controller: ControllerLink) -> None:
         self._actor, self._backend, self._thread, self._controller = actor, backend, thread, controller
@@ -69,14 +69,16 @@ class Rank0:
         self._group_log, self._grace_watch = GroupLog(actor.name), GraceWatch(actor.config)
 
     async def setup(self) -> None:
-        """Meet the other ranks, restore the run, and make the parts. Fails as Backend.setup and StepBack do."""
+        """Meet the other ranks, restore the newest checkpoint, and make all objects. Fails as Backend.setup and
+        StepBack do.
+        """
         actor, config, services = self._actor, self._config, self._services
-        # Before anything slow: without the mark nothing can be published.
-        mark = await self._on_thread(self._read_numbers)
-        start = await self._on_thread(mark.begin)
-        if mark.problem:
-            above = f"new versions are above {mark.version}, the highest in checkpoints and metrics"
-            actor.notify("version mark", f"{self._run_dir / FILE} {mark.problem}; {above}")
+        # Before anything slow, because no version can be published without the numbers.
+        numbers = await self._on_thread(self._read_numbers)
+        start = await self._on_thread(numbers.begin)
+        if numbers.problem:
+            above = f"new versions are above {numbers.version}, the highest in checkpoints and metrics"
+            actor.notify("version mark", f"{self._run_dir / FILE} {numbers.problem}; {above}")
         await self._meet()
         files = await asyncio.to_thread(RecordFiles, self._run_dir, start)
         self._reports = CheckpointReports(
@@ -96,13 +98,13 @@ class Rank0:
         restored = await self._writer.restore()
         origin = await asyncio.to_thread(Origin.recorded, config, self._run_dir)
         conversations = await self._load_conversations()
-        self._make(mark, start, files, restored, origin, conversations)
+        self._make(numbers, start, files, restored, origin, conversations)
 
     async def _meet(self) -> None:
-        """Open the store, and set up the backend together with the other ranks."""
+        """Open the store, publish where it is, and set up the backend together with the other ranks."""
         actor, backend = self._actor, self._backend
         host, port = await self._on_thread(lambda: backend.open_store(actor.context.host))
-        # The other ranks find the store by these facts; ``setup`` of the backend waits for them.
+        # The other ranks find the store by these facts, and backend.setup waits for the ranks.
         actor.facts = {"store_host": host, "store_port": port}
         await actor.publish_facts()
         actor.states.enter("starting", "model")
@@ -114,26 +116,30 @@ class Rank0:
         return VersionNumbers(self._run_dir, find_used(self._run_dir, checkpoint_dir(self._config, self._run_dir)))
 
     async def _load_conversations(self) -> Conversations | None:
-        """Conversations of sft.data; None without. Raises DataError."""
+        """Load the conversations of sft.data, and notify the user of rows left out; None without sft.data."""
         if self._config.sft.data is None:
             return None
         self._actor.states.enter("starting", "conversations")
-        found = await asyncio.to_thread(load_conversations, self._config)
-        if found.skipped:
-            rows = f"{found.skipped} of the {found.skipped + len(found.rows)} rows of {self._config.sft.data}"
-            text = f"{rows} are left out under sft.on_bad_row, the first: {found.first_skipped}"
+        loaded = await asyncio.to_thread(load_conversations, self._config)
+        if loaded.skipped:
+            rows = f"{loaded.skipped} of the {loaded.skipped + len(loaded.rows)} rows of {self._config.sft.data}"
+            text = f"{rows} are left out under sft.on_bad_row, the first: {loaded.first_skipped}"
             self._actor.notify("conversations", text)
-        return found
+        return loaded
 
     def _make(
         self,
-        mark: VersionNumbers,
+        numbers: VersionNumbers,
         start: int,
         files: RecordFiles,
         restored: Contents | None,
         origin: Origin,
         conversations: Conversations | None,
     ) -> None:
+        """Make the objects of the loop, each from those before it, with the restored state.
+
+        ``start`` counts the learner's starts in this folder.
+        """
         actor, config, services, backend = self._actor, self._config, self._services, self._backend
         thread, tasks, trace, writer = self._thread, actor.tasks, actor.trace, self._writer
         state = restored.state if restored is not None else None
@@ -190,7 +196,7 @@ class Rank0:
             config,
             backend,
             thread,
-            mark,
+            numbers,
             host=actor.context.host,
             call=self._call_parameter_server,
             tasks=tasks,
@@ -258,14 +264,17 @@ class Rank0:
         )
 
     def _restore_groups(self, restored: Contents | None, origin: Origin) -> IntakeState | None:
-        """The groups and outcomes of a checkpoint; groups that other settings made are generated again instead."""
+        """The state of the intake in a checkpoint; None without one.
+
+        If the configuration changed so that its groups no longer fit, they are dropped and generated again.
+        """
         if restored is None:
             self._group_log.write(RESTORED, step=0, uids=[])
             return None
         state, log = restored.state, self._services.log
         buffered, filtered = restored.buffered, restored.filtered
         failed, lengths = state.quarantined, list(state.delivered_lengths)
-        # Also after a crash within the run, until there is a checkpoint of this configuration.
+        # This holds also after a crash, until there is a checkpoint of this configuration.
         if reason := state.origin.compare(self._config, origin).gives_back:
             log.info("does not restore the groups of the checkpoint", groups=len(buffered), reason=reason)
             self._services.counters.add("groups/given_back", len(buffered))
@@ -277,11 +286,11 @@ class Rank0:
         return IntakeState(state.ledger, buffered, filtered, failed, lengths)
 
     async def start(self) -> None:
-        """Begin to distribute versions."""
+        """Begin to broadcast and publish versions."""
         await self._versions.start()
 
     async def run(self) -> None:
-        """Train from here to the end of the run, and report the end."""
+        """Run the whole training, in the order of the module's docstring, and report its end to the controller."""
         states, config = self._services.states, self._config
         for work in (self.lines.run(), self.lines.retry(), self._records.run()):
             self._actor.tasks.create_task(work)
@@ -291,7 +300,7 @@ class Rank0:
         states.enter("waiting", DATALOADER)
         await training.begin(await self._dataloader.sample_prompts())
         states.enter("waiting", DATALOADER)
-        # After the first publication, whose version the dataloader needs.
+        # After the first version, whose number the dataloader needs.
         await self._dataloader.restore()
         if warmed and config.checkpoint.every_versions:
             # A learner that starts again must not repeat the warm steps.
@@ -316,7 +325,7 @@ class Rank0:
                 text = "the last evaluations were given up: the run was preempted"
                 self._services.notify("last evaluations", text)
                 if not config.checkpoint.every_versions:
-                    # Otherwise it was begun above, and nothing was trained since.
+                    # With checkpoint.every_versions the call above began it, and no step was trained since.
                     await self._final_writes.begin(preempted=True)
         failure = await self._finish(preempted=preempted)
         await self._controller.report(RunFinished(preempted=preempted, failure=failure))
@@ -330,13 +339,13 @@ class Rank0:
         return failure
 
     def preempt(self) -> None:
-        """Stop at the next version boundary, with a checkpoint."""
+        """Let the loop stop at the next version boundary, with a checkpoint."""
         self._final_writes.preempted()
         self.progress.preempted = True
         self.progress.news.announce()
 
     async def close(self) -> None:
-        """End what ``run`` began; its tasks have ended."""
+        """Close everything; call it after the tasks of ``run`` have ended."""
         self._writer.close()
         await self._versions.close()
         if self._teacher is not None:
@@ -358,6 +367,7 @@ class Rank0:
             self.deliveries.notify([*self.deliveries.learning.after_step(line), *self._grace_watch.after_step(line)])
 
     def _lines_waiting(self, lost: int, error: OSError | None) -> None:
+        """Notify the user of lines that are lost, wait for room, or were written late."""
         files = "metrics.jsonl, quarantine.jsonl or samples/"
         where = f": {in_words(error, self._run_dir)}" if error is not None else ""
         if lost:
@@ -375,7 +385,7 @@ class Rank0:
 
     def _call_dataloader(self, request: Request, patience: float = 1.0) -> asyncio.Future[Any]:
         timeout_s = self._config.network.call_timeout_s
-        # With more patience, only while it says that it has the call.
+        # A call with more patience fails early if the dataloader stops confirming that it works on it.
         silence = timeout_s if patience > 1.0 else math.inf
         return self._actor.peer(DATALOADER).call(request, patience * timeout_s, silence=silence)
 

@@ -1,11 +1,11 @@
 """The built-in advantages: functions from the rewards of a step's groups to one advantage for each turn.
 
-Masked trajectories are included: they belong to the baseline. Every token of a turn has the advantage of its turn. If
-all rewards of a group are equal, its advantages are 0, except under ``reinforce``.
+Masked trajectories are included: they belong to the baseline. Every token of a turn has the advantage of its turn.
+Except under ``reinforce``, the advantages of a group are 0 if all its rewards are equal.
 
-The return of turn t of trajectory i is r_i - past_it, its reward to go: an action has no part in rewards that came
-before it (policy gradient theorem, Sutton and others, 2000). The baseline is that of the trajectory. If nothing is
-past, a turn has the advantage of its trajectory.
+The return of turn t of trajectory i is r_i - past_it, where past_it is the reward earned before the turn began. It is
+the reward to go: an action has no part in earlier rewards (policy gradient theorem, Sutton and others, 2000). The
+baseline is that of the trajectory. If every past_it is 0, all turns of a trajectory have the same advantage.
 
 A user's own function returns for each group float64 [n], one advantage for each trajectory, or n arrays [turns].
 
@@ -36,14 +36,14 @@ class Penalties:
     total: list[np.ndarray]
     """Penalty of each trajectory: for each group float64 [n]."""
     past: list[list[np.ndarray]]
-    """Penalty of the turns before each turn in its sequence: for each group and trajectory float64 [turns]."""
+    """Penalty of all earlier turns in a turn's sequence: for each group and trajectory float64 [turns]."""
     metrics: dict[str, float]
-    """``reward/kl_penalty``, the mean of a trajectory, and ``policy/reference_kl``, that of a sampled token, nats."""
+    """``reward/kl_penalty``: mean over trajectories. ``policy/reference_kl``: mean over sampled tokens, nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """The n trajectories of a group, as an advantage sees them."""
+    """The n trajectories of a group: the input of an advantage function."""
 
     uid: str
     rewards: np.ndarray
@@ -70,16 +70,17 @@ BUILT_IN = BuiltIn()
 def grpo(groups: Sequence[ScoredGroup]) -> Advantages:
     """A_it = (r_i - past_it - mean(r)) / (s + 1e-6).
 
-    DeepSeekMath (arXiv 2402.03300, section 4.1.2). s is the larger of two numbers: std(r) with n - 1, as in verl and
-    TRL (the paper does not say which), and the spread of the turns, sqrt(sum_i mean_t (r_i - past_it - mean(r))^2 / (n
-    - 1)). They are equal if nothing is past. The process supervision of GRPO takes the deviation of all rewards
-    likewise (section 4.1.3). With std(r) alone, nearly equal rewards would blow up different turns a million times.
+    DeepSeekMath (arXiv 2402.03300, section 4.1.2). s is the larger of two numbers. One is std(r) with n - 1, as in verl
+    and TRL (the paper does not say which). The other is the spread of the turns, sqrt(sum_i mean_t (r_i - past_it -
+    mean(r))^2 / (n - 1)). They are equal if every past_it is 0. The process supervision of GRPO takes the deviation of
+    all rewards likewise (section 4.1.3). With std(r) alone, nearly equal rewards would blow up different turns a
+    million times.
     """
-    found = []
+    advantages = []
     for group in groups:
         centred = _centred(group)
-        found.append(_scaled(_less_past(centred, group), _std(centred)))
-    return found
+        advantages.append(_scaled(_less_past(centred, group), _std(centred)))
+    return advantages
 
 
 @BUILT_IN.add(
@@ -99,10 +100,10 @@ def dr_grpo(groups: Sequence[ScoredGroup]) -> Advantages:
     "small groups",
 )
 def rloo(groups: Sequence[ScoredGroup]) -> Advantages:
-    """A_it = n / (n - 1) * (r_i - mean(r)) - past_it, which is r_i - mean of the other n - 1 rewards where nothing is
-    past.
+    """A_it = n / (n - 1) * (r_i - mean(r)) - past_it.
 
-    REINFORCE leave-one-out (arXiv 2402.14740, section 3.3).
+    If past_it is 0, this is r_i minus the mean of the other n - 1 rewards. REINFORCE leave-one-out (arXiv 2402.14740,
+    section 3.3).
     """
     return [
         [
@@ -130,11 +131,12 @@ def reinforce(groups: Sequence[ScoredGroup]) -> Advantages:
 
 
 def _less_past(centred: np.ndarray, group: ScoredGroup) -> list[np.ndarray]:
-    """The centred return of each turn."""
+    """The centred return of each turn: float64 [turns] for each trajectory."""
     return [value - turns for value, turns in zip(centred, group.past, strict=True)]
 
 
 def _scaled(returns: list[np.ndarray], std: float) -> list[np.ndarray]:
+    """Divide centred returns by s of ``grpo``; ``std`` is that of the rewards."""
     squares = np.array([(turns**2).sum() / len(turns) if len(turns) else 0.0 for turns in returns])
     spread = max(std, float(np.sqrt(squares.sum() / (len(returns) - 1))))
     return [turns / (spread + STD_EPSILON) for turns in returns]
@@ -145,6 +147,7 @@ def _std(centred: np.ndarray) -> float:
 
 
 def _centred(group: ScoredGroup) -> np.ndarray:
+    """Rewards less their mean, float64 [n]; exactly 0 if all are equal."""
     values = _finite(group)
     if len(values) < 2:
         raise ValueError(f"group {group.uid} has {len(values)} trajectories; this advantage needs at least 2")
@@ -163,17 +166,17 @@ def _finite(group: ScoredGroup) -> np.ndarray:
 
 
 def checked(name: str, function: Callable[..., Any]) -> Advantage:
-    """The advantage called ``name``, whose errors and results of the wrong shape are ConfigErrors.
+    """Wrap a ``function``, so that its errors and results of the wrong shape raise ConfigError.
 
-    Its result has one float64 [turns] for each trajectory.
+    ``name`` is that of the advantage, for the error. The wrapper returns one float64 [turns] for each trajectory.
     """
 
     def advantage(groups: Sequence[ScoredGroup]) -> Advantages:
         try:
-            found = function(groups=groups)
-            if len(found) != len(groups):
-                raise ValueError(f"it returned advantages of {len(found)} groups, of {len(groups)} given")
-            return [_by_turn(group, values) for group, values in zip(groups, found, strict=True)]
+            returned = function(groups=groups)
+            if len(returned) != len(groups):
+                raise ValueError(f"it returned advantages of {len(returned)} groups, of {len(groups)} given")
+            return [_by_turn(group, values) for group, values in zip(groups, returned, strict=True)]
         except Exception as error:
             raise ConfigError([f"learner.advantage: {name} failed: {describe(error)}"]) from error
 
@@ -181,14 +184,18 @@ def checked(name: str, function: Callable[..., Any]) -> Advantage:
 
 
 def _by_turn(group: ScoredGroup, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Check a group's advantages, one number or [turns] for each trajectory, and expand each to float64 [turns].
+
+    Raises ValueError.
+    """
     if len(values) != len(group.rewards):
         of = f"for the {len(group.rewards)} trajectories of group {group.uid}"
         raise ValueError(f"it returned {len(values)} advantages {of}")
-    found = [np.asarray(value, dtype=np.float64) for value in values]
-    for each, turns in zip(found, group.past, strict=True):
+    arrays = [np.asarray(value, dtype=np.float64) for value in values]
+    for each, turns in zip(arrays, group.past, strict=True):
         if each.shape not in ((), turns.shape):
             of = f"shape {each.shape} for a trajectory of {len(turns)} turns in group {group.uid}"
             raise ValueError(f"it returned an advantage of {of}; it must be one number, or one for each turn")
-    if not np.isfinite(np.concatenate([each.reshape(-1) for each in found])).all():
+    if not np.isfinite(np.concatenate([each.reshape(-1) for each in arrays])).all():
         raise ValueError(f"it returned an advantage that is not finite for group {group.uid}")
-    return [each if each.ndim else np.full(turns.shape, each) for each, turns in zip(found, group.past, strict=True)]
+    return [each if each.ndim else np.full(turns.shape, each) for each, turns in zip(arrays, group.past, strict=True)]

@@ -63,12 +63,12 @@ from asyncrl.messages.trajectories import (
 )
 
 GroupScores = list[list[np.ndarray]]
-"""A value for each sampled token: for each trajectory and each of its sequences, float64 [S]."""
+"""One value for each sampled token: [trajectory][sequence], each float64 [sampled tokens]."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceId:
-    """A sequence by its group's uid, its trajectory and its number in the trajectory."""
+    """Names a sequence: the uid of its group, its trajectory's ``sample`` number, its number in the trajectory."""
 
     uid: str
     sample: int
@@ -100,10 +100,12 @@ class UpdatePlan:
     denominator: float
     """Denominator of the sum of weighted token losses over the whole update."""
     sequences: list[SequenceId]
-    """Every sequence that has a loss, in the order of groups and trajectories, also if its advantages are 0; empty in a
-    warm step."""
+    """Every sequence that has a loss, also if its advantages are 0; ``MicroBatch.sequences`` are indices in this list.
+
+    In the order of groups and trajectories. Empty in a warm step.
+    """
     tokens: int
-    """Tokens computed by all ranks, prompts and conversations included; common beginnings in a row once."""
+    """Tokens computed by all ranks, prompts and conversations included. A beginning shared in a row counts once."""
     supervised: SupervisedPlan | None = None
 
     @property
@@ -114,18 +116,18 @@ class UpdatePlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: its updates, in order."""
+    """A step: its updates, in order."""
 
     updates: list[UpdatePlan]
-    """Updates with a loss; none where nothing has one."""
+    """Updates with at least one loss token; empty if no token of the step has a loss."""
     temperature: float
     """Divisor of the logits."""
     fresh: bool
-    """Whether the weights being trained are the newest published ones: no step was taken since."""
+    """Whether the weights that the step starts from are the newest published ones: no step was trained since."""
     metrics: dict[str, float]
-    """Metrics of the penalties and of the supervised term; step_metrics has those of its groups."""
+    """Metrics of the KL penalties and of the supervised term; ``step_metrics`` gives those of the groups."""
     warm: bool = False
-    """Whether this is a supervised step before the first of the run."""
+    """Whether this is a warm step: a supervised step before the first step of the run."""
 
     @property
     def tokens(self) -> int:
@@ -142,19 +144,20 @@ Aggregation = Literal["token", "sequence", "constant"]
 
 
 def token_weight(aggregation: Aggregation, loss_tokens: int) -> float:
-    """Weight of each of the ``loss_tokens`` (at least 1) of a trajectory.
+    """Weight of each token of a trajectory with ``loss_tokens`` (at least 1) of them.
 
-    token, constant: 1. sequence: 1 / loss_tokens, so that a trajectory counts by its mean.
+    It is 1 under "token" and "constant". Under "sequence" it is 1 / loss_tokens, so that a trajectory counts by its
+    mean.
     """
     return 1.0 / loss_tokens if aggregation == "sequence" else 1.0
 
 
 def step_denominator(aggregation: Aggregation, loss_tokens: Sequence[int], max_tokens: int) -> float:
-    """Denominator of the step's weighted sum; ``loss_tokens`` holds one count (>= 1) for each trajectory.
+    """Denominator of the step's weighted sum; ``loss_tokens`` holds one count (at least 1) for each trajectory.
 
-    token: all loss tokens (DAPO, arXiv 2503.14476, eq. 12). sequence: trajectories (GRPO, arXiv 2402.03300, eq.
-    3). constant: trajectories * max_tokens (Dr. GRPO, arXiv 2503.20783, section 3.2). 1 for a step without
-    any.
+    Under "token" it is the number of loss tokens (DAPO, arXiv 2503.14476, eq. 12). Under "sequence" it is the number of
+    trajectories (GRPO, arXiv 2402.03300, eq. 3). Under "constant" it is trajectories * max_tokens (Dr. GRPO, arXiv
+    2503.20783, section 3.2). Without trajectories it is 1.
     """
     if not loss_tokens:
         return 1.0
@@ -179,17 +182,18 @@ def build_step(
     shared: bool = False,
     skip_zero_advantages: bool = False,
 ) -> StepPlan:
-    """The plan of one optimizer step.
+    """Plan one step: compute advantages, split the groups among the updates, pack each update into rows.
 
-    ``groups`` are trained, in the order given (the caller orders them by (epoch, index)); ``advantage`` scores them.
-    ``penalties`` are subtracted from the rewards, in the advantages only; ``teacher`` holds log-probs of ``groups`` by
-    a teacher on a server. ``version`` is the newest published version, ``fresh`` whether no step was taken since.
-    ``packed`` False puts each sequence in a row of its own; ``shared`` lets rows compute the common beginning of a
-    group's sequences once. With ``skip_zero_advantages`` a token of advantage 0 has no gradient (objective.py): a
-    sequence of such tokens is not computed, unless the update has no other.
+    ``groups`` are trained in the order given (the caller orders them by (epoch, index)). ``penalties`` are subtracted
+    from the rewards, for the advantages only; ``teacher`` holds log-probs of ``groups`` by a teacher on a server.
+    ``version`` is the newest published version, ``fresh`` whether no step was trained since. ``packed`` False puts each
+    sequence in a row of its own; ``shared`` lets rows compute the common beginning of a group's sequences once.
+
+    With ``skip_zero_advantages`` a token of advantage 0 has no gradient (objective.py). A sequence of such tokens is
+    not computed, unless the update has no other.
     """
     learner = config.learner
-    # Groups of a checkpoint come here without the intake's check.
+    # Groups that a checkpoint restored have not passed the check of the intake.
     for group in groups:
         if problem := check_group(group):
             raise ValueError(f"group {group.lease.uid} cannot be trained: {problem}")
@@ -206,8 +210,8 @@ def build_step(
             for n, (trajectory, of_turns) in enumerate(zip(group.trajectories, advantages[i], strict=True)):
                 if masking and is_truncated(trajectory):
                     continue
-                taught = teacher[i][n] if teacher is not None else None
-                trained = _trained_sequences(group, trajectory, of_turns, version, oldest, taught)
+                teacher_logprobs = teacher[i][n] if teacher is not None else None
+                trained = _trained_sequences(group, trajectory, of_turns, version, oldest, teacher_logprobs)
                 if trained:
                     loss_tokens.append(sum(len(sequence.predict) for sequence in trained))
                     weights += [token_weight(learner.aggregation, loss_tokens[-1])] * len(trained)
@@ -243,7 +247,7 @@ def build_step(
 
 
 def step_metrics(trained: Sequence[Group], filtered: Sequence[Group], version: int, config: Config) -> dict[str, float]:
-    """Group-level metrics (group_metrics.py) of a step that trains these at ``version``.
+    """Metrics (group_metrics.py) of a step that trains the groups ``trained``, with ``version`` as the newest version.
 
     ``filtered`` were scored since the last step and are not trained.
     """
@@ -255,7 +259,7 @@ def step_metrics(trained: Sequence[Group], filtered: Sequence[Group], version: i
 
 
 def scored_group(group: Group) -> ScoredGroup:
-    """The trajectories of a group as an advantage sees them."""
+    """Collect the rewards, lengths and components of a group's trajectories, as the input of an advantage."""
     trajectories = group.trajectories
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.components)
     return ScoredGroup(
@@ -281,7 +285,10 @@ def _advantages(groups: Sequence[Group], penalties: Penalties | None, advantage:
 
 
 def _charged(group: ScoredGroup, total: np.ndarray, past: Sequence[np.ndarray]) -> ScoredGroup:
-    """The group with the penalties subtracted; those of earlier turns are past, like their rewards."""
+    """Subtract penalties from the rewards, ``total`` float64 [n], and from what was earned before each turn.
+
+    ``past`` is the penalty of the earlier turns, so a turn's return does not bear it.
+    """
     turns = [earned - lost for earned, lost in zip(group.past, past, strict=True)]
     return replace(group, rewards=group.rewards - total, past=turns)
 
@@ -294,9 +301,12 @@ def _trained_sequences(
     oldest: int | None,
     teacher: Sequence[np.ndarray] | None,
 ) -> list[SampledSequence]:
-    """Sequences that have a loss; ``advantages`` is float64 [turns]; tokens of versions before ``oldest`` have no
-    loss."""
-    found, turn = [], 0
+    """The sequences of a trajectory that have a loss token.
+
+    ``advantages`` is float64 [turns] over all its sequences. Tokens of versions before ``oldest`` have no loss.
+    ``teacher`` has log-probs for each sequence.
+    """
+    trained, turn = [], 0
     values = advantages.astype(np.float32)
     for number, sequence in enumerate(trajectory.sequences):
         lengths = past_rewards(sequence)[1]
@@ -305,7 +315,7 @@ def _trained_sequences(
         spans = list(sampled_spans(sequence))
         kept = _kept(spans, oldest)
         if spans and (kept is None or len(kept)):
-            found.append(
+            trained.append(
                 SampledSequence(
                     SequenceId(group.lease.uid, trajectory.sample, number),
                     _prompt_ids(group, sequence),
@@ -316,7 +326,7 @@ def _trained_sequences(
                     teacher[number] if teacher is not None else None,
                 )
             )
-    return found
+    return trained
 
 
 def _prompt_ids(group: Group, sequence: TokenSequence) -> np.ndarray:
@@ -324,14 +334,14 @@ def _prompt_ids(group: Group, sequence: TokenSequence) -> np.ndarray:
 
 
 def _kept(spans: Sequence[VersionSpan], oldest: int | None) -> np.ndarray | None:
-    """Indices of the sampled tokens of these spans that are not of a version before ``oldest``; None for all."""
+    """Indices of the sampled tokens in ``spans`` whose version is ``oldest`` or newer; None if that is all of them."""
     if oldest is None or all(span.version >= oldest for span in spans):
         return None
     return np.flatnonzero(np.repeat([span.version >= oldest for span in spans], _lengths(spans)))
 
 
 def _staleness(spans: Sequence[VersionSpan], version: int) -> np.ndarray:
-    """Staleness of each sampled token, as in MicroBatch."""
+    """Staleness of each sampled token, int32: -1 where its log-prob is of no single version (``mixed_kv``)."""
     stale = np.array([-1 if span.mixed_kv else version - span.version for span in spans], np.int32)
     return np.repeat(stale, _lengths(spans))
 
@@ -341,9 +351,10 @@ def _lengths(spans: Sequence[VersionSpan]) -> list[int]:
 
 
 class SampledSequence:
-    """A sequence of the policy as the learner computes it.
+    """A sampled sequence, cut and indexed as the learner computes it.
 
-    ``advantages`` float32, ``stale`` int32 and ``teacher`` are [S]; ``kept`` chooses among them, None all.
+    ``advantages`` float32, ``stale`` int32 and ``teacher`` float32 are [S] for S sampled tokens. ``kept`` are the
+    indices of those with a loss; None means all.
     """
 
     def __init__(
@@ -381,19 +392,19 @@ class SampledSequence:
 
     @classmethod
     def whole(cls, group: Group, sequence: TokenSequence) -> SampledSequence:
-        """The sequence with all of its sampled tokens, to be scored and not to be trained."""
+        """The sequence with a target at every sampled token: a scoring pass computes it, nothing trains it."""
         nothing = np.zeros(len(sequence.logprobs), np.float32)
         name = SequenceId(group.lease.uid, -1, -1)
         return cls(name, _prompt_ids(group, sequence), sequence, nothing, nothing.astype(np.int32), None)
 
 
 def _as(values: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
-    """``values`` themselves where they are of that type."""
+    """Convert ``values`` to ``dtype``; without a copy if they have that type already."""
     return values.astype(dtype, copy=False)
 
 
 def sharing_of(sequences: Sequence[SampledSequence], *, shared: bool) -> SharedPrompts:
-    """Common beginnings of sequences, group by group and prompt by prompt; none unless ``shared``."""
+    """Find the beginnings that sequences of a group share behind the same prompt; none unless ``shared``."""
     if not shared:
         return nothing_shared(len(sequences))
     return find_sharing([s.input_ids for s in sequences], [s.family for s in sequences])

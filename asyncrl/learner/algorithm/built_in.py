@@ -1,6 +1,7 @@
 """The built-in losses and advantages by name, with their rows of the tables in docs/algorithms.md.
 
-Each is declared where it is written, by ``BuiltIn.add``. user_functions.py finds the one that a run uses.
+Each function is registered where it is written, by the decorator ``BuiltIn.add``. user_functions.py looks up the one
+that a run uses.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class BuiltIn(dict[str, Any]):
-    """Functions by name, filled by a decorator."""
+    """A registry: functions by name, filled by the decorator ``add``."""
 
     def __init__(self) -> None:
         super().__init__()
         self._rows: dict[str, tuple[str, str]] = {}
 
     def add(self, formula: str, use: str) -> Callable[[_Function], _Function]:
-        """Decorate a function: its name is found from now on. ``formula`` and ``use`` are cells of the page."""
+        """Decorator: register a function under its own name. ``formula`` and ``use`` go into its row of the docs."""
 
         def enter(function: _Function) -> _Function:
             name = function.__name__
@@ -30,7 +31,7 @@ class BuiltIn(dict[str, Any]):
         return enter
 
     def document(self, *columns: str) -> str:
-        """The table of docs/algorithms.md: columns for the name, the formula, ``options`` or none, and the use."""
+        """The table of docs/algorithms.md with these headings. The column ``options`` lists keyword arguments."""
         rows = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         for name, (formula, use) in self._rows.items():
             options = [_options(self[name])] if "options" in columns else []

@@ -26,7 +26,7 @@ ABOVE_ZERO = 1e-3
 
 
 def check_group(group: Group) -> str | None:
-    """Reason that a group cannot be trained, its own ``failure`` first; None if it can."""
+    """Check that a group can be trained. Returns None if it can, else the reason, first its own ``failure``."""
     if group.failure is not None:
         return group.failure
     if len(group.trajectories) < 2:
@@ -73,13 +73,14 @@ def _check_logprobs(sequence: Sequence) -> str | None:
     sampled = sum(span.end - span.start for span in sampled_spans(sequence))
     if len(sequence.logprobs) != sampled:
         return f"{sampled} sampled tokens, {len(sequence.logprobs)} log-probs"
-    # NaN is neither.
+    # Written so that NaN fails, too.
     if sampled and not (sequence.logprobs.min() > -np.inf and sequence.logprobs.max() <= ABOVE_ZERO):
         return "a log-prob is not finite or above 0"
     return None
 
 
 def _check_turns(sequence: Sequence) -> str | None:
+    """Check that the turns are the sampled tokens, in order."""
     if not sequence.turns:
         return None
     places = [(turn.start, turn.end) for turn in sequence.turns]
@@ -92,8 +93,10 @@ def _check_turns(sequence: Sequence) -> str | None:
 
 
 def has_signal(group: Group, config: LearnerConfig) -> bool:
-    """Whether the trajectories differ by more than ``learner.signal_tolerance``; with the reward as signal, also
-    whether the returns of their turns do."""
+    """Whether the signals of the trajectories differ by more than ``learner.signal_tolerance``.
+
+    If the signal is the reward, a difference between the returns of turns (advantages.py) is enough.
+    """
     values = _values(group, config.signal)
     if _spread(values) > config.signal_tolerance:
         return True
@@ -107,22 +110,25 @@ def has_signal(group: Group, config: LearnerConfig) -> bool:
 
 
 def turns_past(trajectory: Trajectory) -> np.ndarray:
-    """Rewards earned before each turn: float64 [turns], over all sequences of the trajectory."""
+    """Reward that a trajectory had earned before each of its turns: float64 [turns], over all its sequences."""
     return np.concatenate([past_rewards(sequence)[0] for sequence in trajectory.sequences])
 
 
 def _values(group: Group, signal: str) -> np.ndarray:
-    """Signal of each trajectory: float64 [n]; the reward if a trajectory lacks the component."""
-    found = []
+    """Signal of each trajectory: float64 [n].
+
+    If a trajectory lacks the component, it is its reward before the overlong penalty. Raises ConfigError.
+    """
+    values = []
     for trajectory in group.trajectories:
         components = trajectory.components
         unshaped = float(trajectory.reward or 0.0) - components.get(PENALTY_COMPONENT, 0.0)
-        found.append(unshaped if signal == REWARD else components.get(signal, unshaped))
+        values.append(unshaped if signal == REWARD else components.get(signal, unshaped))
     named = {name for trajectory in group.trajectories for name in trajectory.components}
     if signal != REWARD and signal not in named and TIMED_OUT_COMPONENT not in named:
-        told = f"components {', '.join(sorted(named))}" if named else "no components"
-        raise ConfigError([f'learner.signal: is "{signal}", but the rewards of group {group.lease.uid} have {told}'])
-    return np.array(found)
+        given = f"components {', '.join(sorted(named))}" if named else "no components"
+        raise ConfigError([f'learner.signal: is "{signal}", but the rewards of group {group.lease.uid} have {given}'])
+    return np.array(values)
 
 
 def _spread(values: np.ndarray) -> float:

@@ -1,8 +1,8 @@
 """Metrics of a step that follow from its groups alone: rewards, staleness, lengths.
 
-Pure functions. ``reward/*`` and ``rollout/*`` speak of everything scored since the last step, filtered
-groups included, and ``reward/trained_mean`` and ``staleness/*`` of trained groups. A fraction or mean of nothing is
-left out rather than reported as 0.
+Pure functions. ``reward/*`` and ``rollout/*`` count everything scored since the last step, filtered groups included.
+``reward/trained_mean`` and ``staleness/*`` count trained groups only. If a fraction or a mean has nothing to count, its
+name is missing from the result; it is never reported as 0.
 """
 
 from __future__ import annotations
@@ -31,32 +31,30 @@ def rewards_of(group: Group) -> np.ndarray:
 
 
 def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], tolerance: float) -> dict[str, float]:
-    """``reward/mean``, ``reward/std``, ``reward/trained_mean``, the component means and the fractions without
-    signal.
+    """The metrics ``reward/*``.
 
-    ``reward/all_zero_fraction``: groups whose rewards all are 0 within ``tolerance``.
-    ``reward/all_max_fraction``: groups whose rewards all equal the best one: 1, or the largest of this step if
-    that is above 1.
+    ``reward/all_zero_fraction``: groups whose rewards all are 0 within ``tolerance``. ``reward/all_max_fraction``:
+    groups whose rewards all equal the best one: 1, or the largest of this step if that is above 1.
     """
     groups = [rewards_of(group) for group in (*trained, *filtered)]
     if not groups:
         return {}
     every = np.concatenate(groups)
     best = max(1.0, float(every.max()))
-    found = {
+    metrics = {
         "reward/mean": float(every.mean()),
         "reward/std": float(every.std()),
         "reward/all_zero_fraction": float(np.mean([np.all(np.abs(r) <= tolerance) for r in groups])),
         "reward/all_max_fraction": float(np.mean([np.all(r >= best - tolerance) for r in groups])),
     }
     if trained:
-        found["reward/trained_mean"] = float(np.concatenate(groups[: len(trained)]).mean())
+        metrics["reward/trained_mean"] = float(np.concatenate(groups[: len(trained)]).mean())
     means = component_means(t for group in (*trained, *filtered) for t in group.trajectories)
-    return found | {f"reward/component/{name}": value for name, value in means.items()}
+    return metrics | {f"reward/component/{name}": value for name, value in means.items()}
 
 
 def component_means(trajectories: Iterable[Trajectory]) -> dict[str, float]:
-    """Mean of each reward component, by name in order, over the trajectories that have it."""
+    """Mean of each reward component over the trajectories that have it, sorted by name."""
     components: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for name, value in trajectory.components.items():
@@ -65,8 +63,9 @@ def component_means(trajectories: Iterable[Trajectory]) -> dict[str, float]:
 
 
 def rollout_metrics(trained: Sequence[Group], filtered: Sequence[Group]) -> dict[str, float]:
-    """Lengths in sampled tokens, the fractions truncated, resumed and sampled under several versions, and of episodes
-    their turns, forks and stages.
+    """The metrics ``rollout/*``: lengths in sampled tokens, and shares of truncated and mixed-version trajectories.
+
+    Counts resumed trajectories, and adds turns, forks and stages of episodes.
     """
     trajectories = [t for group in (*trained, *filtered) for t in group.trajectories]
     if not trajectories:
@@ -82,7 +81,7 @@ def rollout_metrics(trained: Sequence[Group], filtered: Sequence[Group]) -> dict
 
 
 def _episode_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
-    """Turns, forks by cause, and shares of the time by stage; empty without episodes."""
+    """Turns, forks by cause, and each stage's share of the episodes' time; empty without episodes."""
     if not episodes:
         return {}
     turns = np.array([episode.turns for episode in episodes], dtype=np.float64)
@@ -101,7 +100,7 @@ def _episode_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def observe_staleness(histograms: Histograms, trained: Sequence[Group], version: int, config: StalenessConfig) -> None:
-    """Count the trained tokens and groups by their staleness under ``version``."""
+    """Add the trained tokens and groups to the histograms of staleness, when the newest version is ``version``."""
     for group in trained:
         for trajectory in group.trajectories:
             for stale, tokens in _staleness(trajectory, version):
@@ -113,25 +112,25 @@ def observe_staleness(histograms: Histograms, trained: Sequence[Group], version:
 
 
 def staleness_metrics(trained: Sequence[Group], *, version: int, config: StalenessConfig) -> dict[str, float]:
-    """Staleness, in versions, of the sampled tokens of the trained groups, and the late part of them.
+    """The metrics ``staleness/*`` of the sampled tokens of the trained groups, in versions.
 
-    ``staleness/late_groups`` counts groups with a token that is staler than the limit, ``late_fraction`` is the share
-    of such tokens among those sampled. Unless ``staleness.late`` is "train" they are not trained: ``masked_tokens``
-    counts them, and mean and maximum are of the others.
+    A token is late if it is staler than ``staleness.max``. ``late_groups`` counts groups with a late token,
+    ``late_fraction`` is the share of late tokens. Unless ``staleness.late`` is "train", late tokens are not trained:
+    ``masked_tokens`` counts them, and ``token_mean`` and ``token_max`` leave them out.
     """
     trajectories = [trajectory for group in trained for trajectory in group.trajectories]
     pairs = [pair for trajectory in trajectories for pair in _staleness(trajectory, version)]
     late = sum(tokens for stale, tokens in pairs if stale > config.max)
-    found = {"staleness/late_groups": float(sum(is_late(group, version, config.max) for group in trained))}
+    metrics = {"staleness/late_groups": float(sum(is_late(group, version, config.max) for group in trained))}
     if pairs:
-        found["staleness/late_fraction"] = late / sum(tokens for _, tokens in pairs)
+        metrics["staleness/late_fraction"] = late / sum(tokens for _, tokens in pairs)
     if config.hard:
-        found["staleness/masked_tokens"] = float(late)
+        metrics["staleness/masked_tokens"] = float(late)
     kept = [(stale, tokens) for stale, tokens in pairs if not _left_out(stale, config)]
     if kept:
-        found["staleness/token_mean"] = sum(stale * tokens for stale, tokens in kept) / sum(n for _, n in kept)
-        found["staleness/token_max"] = float(max(stale for stale, _ in kept))
-    return found
+        metrics["staleness/token_mean"] = sum(stale * tokens for stale, tokens in kept) / sum(n for _, n in kept)
+        metrics["staleness/token_max"] = float(max(stale for stale, _ in kept))
+    return metrics
 
 
 def _left_out(stale: int, config: StalenessConfig) -> bool:
@@ -139,6 +138,6 @@ def _left_out(stale: int, config: StalenessConfig) -> bool:
 
 
 def _staleness(trajectory: Trajectory, version: int) -> list[tuple[int, int]]:
-    """(versions, tokens) of each sampled span."""
+    """One (staleness in versions, number of tokens) for each sampled span."""
     spans = [span for sequence in trajectory.sequences for span in sampled_spans(sequence)]
     return [(version - span.version, span.end - span.start) for span in spans]

@@ -6,7 +6,8 @@ that is not finite stays so, and the step that it reaches is refused.
 
 A loss returns its token losses, float32 [N] with a gradient, and named sums over tokens, scalars without one. The sums
 appear as ``loss/NAME``, divided by the number of tokens. objective.py multiplies the token losses by the correction,
-unless the loss corrects itself, weights and sums them, and divides by the step's denominator.
+unless the loss corrects itself, weights and sums them, and divides by the step's denominator. A filler is a token of
+weight 0 that only keeps a rank busy (packing.py).
 
 A user's own loss is such a function too, named by MODULE:FUNCTION. The decorator ``traits`` declares what a loss needs.
 
@@ -40,7 +41,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """N tokens of S sequences. Log-probs are in nats, of the sampled token at the temperature of sampling."""
+    """N tokens of S sequences. Log-probs are of the sampled token, at the temperature of sampling, in nats."""
 
     logprobs: Tensor
     """Log-prob under the weights that are trained: float32 [N], with a gradient."""
@@ -49,13 +50,13 @@ class TokenBatch:
     behaviour: Tensor
     """Log-prob as the engine reported it, under the version that sampled the token: float32 [N]."""
     proximal: Tensor
-    """Log-prob under the weights before the first update from this batch, in which it is ``logprobs``: float32 [N]."""
+    """Log-prob under the weights before the first update, in which it equals ``logprobs``: float32 [N]."""
     advantages: Tensor
     """Advantage: float32 [N]."""
     weights: Tensor
-    """Share in the sum that is divided by the step's denominator (batch.py): float32 [N]; 0 in a filler."""
+    """Weight in the sum that is divided by the step's denominator (batch.py): float32 [N]; 0 in a filler."""
     segments: Tensor
-    """Sequence of each token: int64 [N], ascending from 0."""
+    """Index of the sequence that each token belongs to: int64 [N], ascending from 0."""
     sequences: int
     """Number of sequences, S."""
     staleness: Tensor
@@ -66,15 +67,15 @@ class TokenBatch:
     """Log-prob under the teacher, where the loss says ``teacher``: float32 [N]."""
 
     def sum_by_sequence(self, values: Tensor) -> Tensor:
-        """Sum of ``values`` over each token's sequence: [N] -> [N]."""
+        """Give each token the sum of ``values`` over its sequence: [N] -> [N]."""
         return values.new_zeros(self.sequences).index_add(0, self.segments, values)[self.segments]
 
     def mean_by_sequence(self, values: Tensor) -> Tensor:
-        """Mean of ``values`` over each token's sequence: [N] -> [N]."""
+        """Give each token the mean of ``values`` over its sequence: [N] -> [N]."""
         return self.sum_by_sequence(values) / self.sum_by_sequence(values.detach().new_ones(len(values)))
 
     def max_by_sequence(self, values: Tensor) -> Tensor:
-        """Largest of ``values`` in each token's sequence, without a gradient: [N] -> [N]."""
+        """Give each token the largest of ``values`` in its sequence, without a gradient: [N] -> [N]."""
         largest = values.detach().new_full((self.sequences,), float("-inf"))
         return largest.scatter_reduce(0, self.segments, values.detach(), "amax")[self.segments]
 
@@ -99,49 +100,53 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """The needs of a loss, and whether it may be corrected."""
+    """The needs of a loss, and how it may be used."""
 
     corrects: bool = False
-    """Whether the loss takes its ratio against the engine's own log-probs. A correction on top would correct twice."""
+    """Whether the loss itself uses the ratio to the engine's log-probs; the objective then adds no correction."""
     entropy_gradient: bool = False
-    """Whether the loss's batch has entropies with a gradient."""
+    """Whether the loss needs entropies with a gradient."""
     reference: bool = False
-    """Whether the loss's batch has the reference's log-probs."""
+    """Whether the loss needs the reference's log-probs."""
     teacher: bool = False
-    """Whether the loss's batch has the teacher's log-probs."""
+    """Whether the loss needs the teacher's log-probs."""
     multiple_of_advantage: bool = False
-    """Whether a token of advantage 0 has a loss without gradient: sequences of such tokens alone are not computed."""
+    """Whether a token of advantage 0 has no gradient. A sequence of only such tokens is then not computed."""
 
 
 class CheckedLoss:
-    """A loss whose errors and results of the wrong form are ConfigErrors."""
+    """Wraps a loss, so that its errors and results of the wrong form raise ConfigError."""
 
     def __init__(self, name: str, function: Callable[..., TokenLosses]) -> None:
         self._name, self._function = name, function
         self._names: frozenset[str] | None = None
-        """Names of the sums, from the first call on: sums are added up over batches and ranks."""
+        """Names of the sums in the first call. They must not change: sums are added up over batches and ranks."""
 
     def __call__(self, batch: TokenBatch) -> TokenLosses:
+        """Call the loss. Raises ConfigError if it fails, or returns a wrong shape or wrong names of sums.
+
+        The names must be few, short and the same for every batch.
+        """
         try:
             values, sums = self._function(batch=batch)
         except Exception as error:
             raise self._error(f"failed: {describe(error)}") from error
         if values.shape != batch.logprobs.shape:
-            found = f"{tuple(values.shape)} for {len(batch.logprobs)} tokens"
-            raise self._error(f"returned losses of shape {found}; it must be one for each")
+            returned = f"{tuple(values.shape)} for {len(batch.logprobs)} tokens"
+            raise self._error(f"returned losses of shape {returned}; it must be one for each")
         if len(sums) > MOST_NAMES or any(len(str(name)) > LONGEST_NAME for name in sums):
-            found = f"{len(sums)} sums, the longest name has {max(len(str(name)) for name in sums)} characters"
+            returned = f"{len(sums)} sums, the longest name has {max(len(str(name)) for name in sums)} characters"
             allowed = f"{MOST_NAMES} names of {LONGEST_NAME} characters are allowed: each becomes a metric"
             place = find_place(self._name)
-            raise self._error(f"{f'({place}) ' if place else ''}returned {found}; {allowed}")
+            raise self._error(f"{f'({place}) ' if place else ''}returned {returned}; {allowed}")
         for name, value in sums.items():
             if getattr(value, "shape", None) != ():
                 raise self._error(f"returned {name!r}, which is not a tensor of one number")
         names = frozenset(sums)
         self._names = names if self._names is None else self._names
         if names != self._names:
-            found = f"{sorted(self._names)} with one batch and {sorted(names)} with another"
-            raise self._error(f"returned the sums {found}; names must be the same")
+            returned = f"{sorted(self._names)} with one batch and {sorted(names)} with another"
+            raise self._error(f"returned the sums {returned}; names must be the same")
         return values, {name: value.detach() for name, value in sums.items()}
 
     def _error(self, problem: str) -> ConfigError:
@@ -152,7 +157,7 @@ _Function = TypeVar("_Function", bound=Callable[..., TokenLosses])
 
 
 def traits(**needs: bool) -> Callable[[_Function], _Function]:
-    """Decorate a loss with its needs, the fields of Traits; a loss without the decorator has none."""
+    """Decorator: declare the needs of a loss, as fields of Traits. A loss without the decorator has the defaults."""
 
     def mark(function: _Function) -> _Function:
         function.traits = Traits(**needs)  # type: ignore[attr-defined]

@@ -114,7 +114,7 @@ def kl_losses(batch: TokenBatch, estimator: str, cap: float) -> Tensor:
 
 
 def correction(batch: TokenBatch, config: CorrectionConfig, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """The factor of each token, float32 [N] without a gradient, and named sums over tokens."""
+    """Compute the factor of each token, float32 [N] without a gradient, and count masked and rejected tokens."""
     with torch.no_grad():
         ratio = log_ratio(batch.proximal.detach(), batch.behaviour)
         factor, sums = torch.ones_like(ratio), {}
@@ -122,7 +122,7 @@ def correction(batch: TokenBatch, config: CorrectionConfig, cap: float) -> tuple
         if config.weight == "token":
             factor = ratio.exp().clamp(max=cap)
         elif config.weight == "sequence":
-            # The sum leaves the limit that each of its terms keeps.
+            # Each term is clamped to the limit, but their sum may exceed it.
             whole = batch.sum_by_sequence(ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             factor = whole.exp().clamp(max=cap)
         if config.mask is not None:
@@ -138,10 +138,10 @@ def correction(batch: TokenBatch, config: CorrectionConfig, cap: float) -> tuple
 
 
 def rejected(batch: TokenBatch, ratio: Tensor, config: RejectConfig) -> Tensor:
-    """Whether each token's sequence is out of bounds, bool [N]; ``ratio`` is log rho, [N]."""
+    """Whether each token's sequence exceeds the limit of ``config``: bool [N]. ``ratio`` is log rho, float32 [N]."""
     values = ESTIMATORS[config.estimator](ratio)
     if config.over == "max":
-        # k1 is negative for a token that became likelier, which is just as far from the sampler.
+        # k1 is negative for a token that became likelier; it counts as just as far from the sampler.
         measure = batch.max_by_sequence(values.abs())
     else:
         whole = batch.sum_by_sequence(values) if config.over == "sum" else batch.mean_by_sequence(values)
@@ -151,7 +151,10 @@ def rejected(batch: TokenBatch, ratio: Tensor, config: RejectConfig) -> Tensor:
 
 @dataclass
 class TokenSums:
-    """Sums over loss tokens; r = pi_theta / pi_behaviour, not truncated. In the order of token_sums."""
+    """Sums over loss tokens; r = pi_theta / pi_behaviour, not truncated. In the order of ``token_sums``.
+
+    A fresh token was sampled by the very weights that are being trained.
+    """
 
     count: float = 0.0
     ratio: float = 0.0
@@ -162,8 +165,9 @@ class TokenSums:
     """Number of tokens with r > C."""
     entropy: float = 0.0
     fresh_count: float = 0.0
-    """Number of tokens sampled by the very weights that are being trained."""
+    """Number of fresh tokens."""
     fresh_kl: float = 0.0
+    """Sum of r - 1 - log r over the fresh tokens."""
     ratio_max: float = 0.0
     """The largest r, not a sum."""
 
@@ -174,16 +178,16 @@ class TokenSums:
             setattr(self, item.name, max(ours, theirs) if item.name == "ratio_max" else ours + theirs)
 
     def metrics(self) -> dict[str, float]:
-        """Means of the sums; empty without tokens.
+        """Means of the sums, as metrics; empty without tokens.
 
         ``policy/behaviour_kl``: KL(behaviour || theta) by the k3 estimator mean(r - 1 - log r)
-        (http://joschu.net/blog/kl-approx.html). ``policy/ess``: (sum r)^2 / (n sum r^2), the effective share
-        of the sample, 1 on policy (Kong 1992). ``policy/engine_kl``: the same KL on tokens that the very same
-        weights sampled, which shows how far engine and trainer differ; with its count, and absent without such tokens.
+        (http://joschu.net/blog/kl-approx.html). ``policy/ess``: (sum r)^2 / (n sum r^2), the effective share of the
+        sample, 1 on policy (Kong 1992). ``policy/engine_kl``: the same KL over fresh tokens, which shows how far engine
+        and trainer differ. With ``policy/engine_kl_tokens``, their number, it is absent if there are no fresh tokens.
         """
         if not self.count:
             return {}
-        found = {
+        metrics = {
             "policy/entropy": self.entropy / self.count,
             "policy/ess": self.ratio**2 / (self.count * self.ratio_squared),
             "policy/behaviour_kl": self.kl / self.count,
@@ -191,15 +195,16 @@ class TokenSums:
             "policy/ratio_max": self.ratio_max,
         }
         if self.fresh_count:
-            found["policy/engine_kl"] = self.fresh_kl / self.fresh_count
-            found["policy/engine_kl_tokens"] = self.fresh_count
-        return found
+            metrics["policy/engine_kl"] = self.fresh_kl / self.fresh_count
+            metrics["policy/engine_kl_tokens"] = self.fresh_count
+        return metrics
 
 
 def token_sums(batch: TokenBatch, *, fresh: bool, cap: float) -> Tensor:
-    """The fields of TokenSums for a micro-batch, float64, left on the device.
+    """Compute the fields of TokenSums for a micro-batch: float64 [9], left on the device.
 
-    ``fresh``: whether the newest published weights are the ones that are trained.
+    ``fresh``: whether the weights being trained are the newest published ones, so that tokens of staleness 0 come from
+    them.
     """
     r = log_ratio(batch.logprobs.detach(), batch.behaviour).double()
     ratio = r.exp()

@@ -9,9 +9,9 @@ is one longer sequence. Every rank has the same number of rows; the caller fills
 
 A MicroBatch is a row as a rank computes it: pieces of sequences, and the loss's arrays at each token that has one. A
 piece is a run of tokens: a whole sequence, the common beginning of several sequences, or the rest of one of them. The
-tokens of a sequence are those of the piece before its own, if it has one, and its own. A sequence that ends with its
-common beginning has no piece of its own. The tokens that a sequence predicts, and those before each, do not depend on
-other sequences of its row.
+tokens of a sequence are those of its family's common piece, if there is one, and then those of its own piece. A
+sequence that consists of the common beginning alone has no piece of its own. The tokens that a sequence predicts, and
+those before each, do not depend on other sequences of its row. A filler is a row of one token of weight 0.
 
 Ranks meet in every layer, so a micro-batch takes as long as its slowest rank: rows of similar cost run side by side. A
 family stays in one row, unless it does not fit, or the ranks would wait longer than its prefix takes in several rows.
@@ -27,46 +27,48 @@ from typing import Protocol
 import numpy as np
 
 LINEAR_TOKENS = 4096
-"""Length at which the quadratic part of attention costs as much as all matrix products: about 3 times the width of a
-layer, here 1,300."""
+"""Length at which attention's quadratic part costs as much as all matrix products.
+
+About 3 times the width of a layer, here 1,300.
+"""
 Ranks = list[list[list[int]]]
 """Indices of sequences: [rank][micro-batch][sequence], ascending in a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """Families of the sequences of an update, by their index."""
+    """The family of each sequence of an update, and the beginning that its members share."""
 
     family: np.ndarray
-    """Family of each sequence, counted from 0: int64 [n]."""
+    """Number of each sequence's family, from 0: int64 [n]."""
     prefix: np.ndarray
-    """Tokens with which all of the sequence's family begin: int64 [n]; 0 where the family has no other sequence."""
+    """Length of the family's prefix, for each sequence: int64 [n]; 0 in a family of one sequence."""
 
     def among(self, chosen: Sequence[int]) -> SharedPrompts:
-        """Families of these sequences alone, in this order."""
+        """The families and prefixes of these sequences alone, in this order."""
         indices = np.asarray(chosen, np.int64)
         return SharedPrompts(self.family[indices], self.prefix[indices])
 
 
 def nothing_shared(count: int) -> SharedPrompts:
-    """A family of its own for each of ``count`` sequences."""
+    """Put each of ``count`` sequences into a family of its own."""
     return SharedPrompts(np.arange(count), np.zeros(count, np.int64))
 
 
 def find_sharing(sequences: Sequence[np.ndarray], keys: Sequence[Hashable]) -> SharedPrompts:
-    """Families of sequences, given by their token ids: those of equal ``keys`` are one."""
+    """Group sequences with equal ``keys`` into families and find each family's prefix. Sequences are token ids."""
     families: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         families.setdefault(key, []).append(i)
-    found = nothing_shared(len(sequences))
+    sharing = nothing_shared(len(sequences))
     for number, members in enumerate(families.values()):
-        found.family[members] = number
-        found.prefix[members] = _common([sequences[i] for i in members]) if len(members) > 1 else 0
-    return found
+        sharing.family[members] = number
+        sharing.prefix[members] = _common([sequences[i] for i in members]) if len(members) > 1 else 0
+    return sharing
 
 
 def _common(sequences: Sequence[np.ndarray]) -> int:
-    """Length of the longest common prefix."""
+    """Length of the longest common prefix of these token ids."""
     shortest = min(map(len, sequences))
     stacked = np.stack([sequence[:shortest] for sequence in sequences])
     different = (stacked != stacked[0]).any(axis=0)
@@ -81,9 +83,10 @@ def cost(lengths: np.ndarray) -> np.ndarray:
 
 
 class Sizes:
-    """Tokens and cost of sequences in a row, by their indices: a common beginning of several counts once.
+    """Number of tokens and cost of a row, given by the indices of its sequences. A shared prefix counts once.
 
-    A rest of R tokens behind a prefix of P attends to P + R tokens: it costs a sequence of P + R less one of P.
+    The rest of a sequence, R tokens behind a prefix of P, attends to P + R tokens. So it costs as much as a sequence of
+    P + R tokens less one of P.
     """
 
     def __init__(self, lengths: Sequence[int], sharing: SharedPrompts) -> None:
@@ -91,39 +94,39 @@ class Sizes:
         sizes = np.asarray(lengths, dtype=np.int64)
         assert (sizes > 0).all()
         self.own: np.ndarray = sizes - self._prefix
-        self._alone, self._prefix_costs = cost(sizes), cost(self._prefix)
-        self._own_costs = self._alone - self._prefix_costs
+        self._whole_costs, self._prefix_costs = cost(sizes), cost(self._prefix)
+        self._own_costs = self._whole_costs - self._prefix_costs
 
     def tokens(self, row: Sequence[int]) -> int:
-        """Tokens that the row computes."""
+        """Number of tokens that the row computes."""
         return int(self.own[row].sum() + self._prefix[self._firsts(row)].sum()) if len(row) else 0
 
     def cost(self, row: Sequence[int]) -> float:
-        """Relative time of the row."""
+        """Relative time of the row, as ``cost``."""
         if len(row) == 1:
-            return float(self._alone[row[0]])
+            return float(self._whole_costs[row[0]])
         return float(self._own_costs[row].sum() + self._prefix_costs[self._firsts(row)].sum()) if len(row) else 0.0
 
     def families(self) -> list[list[int]]:
-        """Members of each family, ascending, in the order of their first ones."""
+        """Members of each family, ascending; families in the order of their first members."""
         found: dict[int, list[int]] = {}
         for i, number in enumerate(self._family.tolist()):
             found.setdefault(number, []).append(i)
         return list(found.values())
 
     def _firsts(self, row: Sequence[int]) -> np.ndarray:
-        """One sequence of each family in the row."""
+        """The first sequence of each family in the row."""
         return np.asarray(row)[np.unique(self._family[row], return_index=True)[1]]
 
 
 def pack(
     lengths: Sequence[int], *, budget: int, world_size: int, packed: bool = True, sharing: SharedPrompts | None = None
 ) -> Ranks:
-    """Rows of sequences of these lengths.
+    """Distribute sequences of these lengths over rows, and the rows over the ranks.
 
-    Takes the fewest rows that a balanced placement allows, a multiple of ``world_size`` and at least one for
-    each rank: the costliest family first, each to the cheapest row that has room. ``packed`` False: one
-    sequence a row, with nothing shared.
+    It uses as few rows as a balanced placement allows: a multiple of ``world_size``, at least one for each rank.
+    Families are cut into more and more parts while that may shorten the time; the fastest placement wins. ``packed``
+    False: one sequence a row, with nothing shared.
     """
     assert budget > 0
     assert world_size > 0
@@ -137,7 +140,7 @@ def pack(
     while True:
         units = [unit for family in families for unit in _split(family, sizes, budget, parts)]
         costs = np.array([sizes.cost(unit) for unit in units])
-        # Ranks that never wait would take as long for this work; cut up further it only grows.
+        # Even without any waits these parts take as long as the best so far, and smaller parts cost more.
         if costs.sum() >= least * world_size:
             return best
         ranks, time = _deal(_fit(units, costs, sizes, budget, world_size), sizes, world_size)
@@ -149,22 +152,25 @@ def pack(
 
 
 def _split(family: list[int], sizes: Sizes, budget: int, parts: int) -> list[list[int]]:
-    """A family in at least ``parts`` units that a row has room for; of one sequence each in the end."""
+    """Divide a family into ``parts`` units of similar size, or into more, until each fits into a row.
+
+    In the end each unit is one sequence.
+    """
     order = sorted(family, key=lambda i: (-sizes.own[i], i))
     for count in range(min(parts, len(family)), len(family)):
         units: list[list[int]] = [[] for _ in range(count)]
         load = [0] * count
         for i in order:
-            at = min(range(count), key=load.__getitem__)
-            units[at].append(i)
-            load[at] += int(sizes.own[i])
+            smallest = min(range(count), key=load.__getitem__)
+            units[smallest].append(i)
+            load[smallest] += int(sizes.own[i])
         if all(len(unit) == 1 or sizes.tokens(unit) <= budget for unit in units):
             return [sorted(unit) for unit in units if unit]
     return [[i] for i in family]
 
 
 def _fit(units: list[list[int]], costs: np.ndarray, sizes: Sizes, budget: int, world_size: int) -> list[list[int]]:
-    """Rows of these units: as few as have room."""
+    """Put the units into as few rows of at most ``budget`` tokens as have room."""
     tokens = np.array([sizes.tokens(unit) for unit in units], dtype=np.int64)
     count = _round_up(max(1, -(-int(tokens.sum()) // budget)), world_size)
     while (rows := _place(tokens, costs, budget, count)) is None:
@@ -173,7 +179,10 @@ def _fit(units: list[list[int]], costs: np.ndarray, sizes: Sizes, budget: int, w
 
 
 def _place(sizes: np.ndarray, costs: np.ndarray, budget: int, count: int) -> list[list[int]] | None:
-    """Longest processing time first into ``count`` rows; None if a unit finds no room."""
+    """Put units into ``count`` rows: the costliest first, each into the cheapest row with room.
+
+    ``sizes`` are their numbers of tokens. Returns the units of each row; None if one finds no room.
+    """
     rows: list[list[int]] = [[] for _ in range(count)]
     room = np.full(count, budget, dtype=np.int64)
     load = np.zeros(count)
@@ -190,9 +199,10 @@ def _place(sizes: np.ndarray, costs: np.ndarray, budget: int, count: int) -> lis
 
 
 def _deal(rows: Sequence[list[int]], sizes: Sizes, world_size: int) -> tuple[Ranks, float]:
-    """Rows in order of cost, ``world_size`` at a time; the costliest of each to the rank that has done least.
+    """Give each rank one row of every micro-batch: rows in order of cost, ``world_size`` at a time.
 
-    And the cost of the slowest rank of each micro-batch, all together.
+    The costliest goes to the rank with the least work so far. Returns the rows of each rank, and the total cost of the
+    slowest rank of each micro-batch.
     """
     load = [sizes.cost(row) for row in rows]
     order = sorted(range(len(rows)), key=lambda r: (-load[r], r))
@@ -220,23 +230,23 @@ class MicroBatch:
     lengths: np.ndarray
     """Lengths of the pieces, one after the other: int32 [P], sums to T."""
     prefixes: np.ndarray
-    """Piece whose tokens come before those of each piece, which has none itself: int32 [P]; -1 for none."""
+    """Index of the piece whose tokens come before those of each piece: int32 [P]; -1 for none."""
     sequences: np.ndarray
-    """Index of each sequence in ``UpdatePlan.sequences``: int32 [S]; -1 for a filler."""
+    """Index of each sequence in the plan's list of sequences: int32 [S]; -1 for a filler."""
     segments: np.ndarray
-    """Sequence (of the S) that has each position's target: int32 [N], ascending from 0. Each has one or more."""
+    """Index (among the S) of each target's sequence: int32 [N], ascending; every sequence has a target."""
     predict: np.ndarray
     """Positions in the row whose next token has a loss: int32 [N], ascending in a sequence."""
     targets: np.ndarray
-    """Token that each of these positions predicts: int32 [N]."""
+    """Token id that each of these positions predicts: int32 [N]."""
     behaviour: np.ndarray
     """Log-prob of the target when it was sampled, nats: float32 [N]."""
     advantages: np.ndarray
     """Advantage of the target: float32 [N]."""
     weights: np.ndarray
-    """Share of each token in the sum that is divided by the denominator: float32 [N]; 0 only in a filler."""
+    """Weight of each target in the sum that is divided by the denominator: float32 [N]; 0 only in a filler."""
     staleness: np.ndarray
-    """Versions between the newest published weights and those that sampled the target: int32 [N].
+    """Newest published version minus the version that sampled the target: int32 [N].
 
     -1 where the engine's log-prob is of no single version (mixed_kv).
     """
@@ -245,7 +255,7 @@ class MicroBatch:
 
 
 class Computed(Protocol):
-    """A sequence as the learner computes it: fields of a MicroBatch that holds it alone."""
+    """A sequence as the learner computes it. The fields are those of a MicroBatch that holds it alone."""
 
     input_ids: np.ndarray
     predict: np.ndarray
@@ -262,43 +272,44 @@ def make_micro_batches(
     ranks: Sequence[Sequence[Sequence[int]]],
     sharing: SharedPrompts,
 ) -> list[list[MicroBatch]]:
-    """Rows of each rank, given by the indices of their sequences; a filler for an empty one.
+    """Build the MicroBatch of each row; a filler for an empty one.
 
-    ``weights`` has the weight of each sequence's tokens.
+    ``ranks`` holds the indices of the sequences in each row, ``weights`` the weight of each sequence's tokens.
     """
     return [[_row(sequences, weights, row, sharing) if row else _filler() for row in rank] for rank in ranks]
 
 
 def count_tokens(ranks: Sequence[Sequence[MicroBatch]]) -> int:
-    """Tokens that all ranks compute, without fillers."""
+    """Number of tokens that all ranks compute, without fillers."""
     return sum(len(batch.input_ids) for rank in ranks for batch in rank if batch.sequences[0] >= 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A row's tokens, and the places of those of its sequences."""
+    """A row's tokens, cut into pieces, and the positions of each sequence's tokens in the row."""
 
     input_ids: np.ndarray
     """Token ids of the row: int32 [T]."""
     lengths: np.ndarray
     """Lengths of the pieces: int32 [P], as in MicroBatch."""
     prefixes: np.ndarray
-    """Piece before each piece: int32 [P], as in MicroBatch."""
+    """Index of the piece before each piece: int32 [P], as in MicroBatch."""
     places: list[np.ndarray]
-    """Place in the row of each token: for each sequence int64 [L]."""
+    """Position in the row of each of a sequence's tokens: for each sequence int64 [L]."""
 
 
 @dataclass(slots=True, eq=False)
 class _Piece:
     tokens: np.ndarray
     before: _Piece | None = None
+    """The piece with the family's common beginning, if this is the rest behind it."""
     number: int = -1
     start: int = 0
-    """Place in the row of the first token."""
+    """Position in the row of the first token."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of tokens before the piece, and of its own."""
+        """Number of tokens in the piece before, and in this one."""
         return len(self.before.tokens) if self.before is not None else 0, len(self.tokens)
 
     @property
@@ -307,25 +318,25 @@ class _Piece:
 
 
 def lay_out(sequences: Sequence[np.ndarray], sharing: SharedPrompts) -> Layout:
-    """A row of these sequences, given by their token ids.
+    """Cut sequences, given by their token ids, into pieces, and arrange these in a row.
 
-    Pieces of equal lengths behind as many shared tokens stand side by side, so that attention may take them together.
+    Pieces of equal length behind equally long prefixes stand side by side, so that attention may take them together.
     """
     families = sharing.family.tolist()
-    together = Counter(families)
-    begun: dict[int, _Piece] = {}
+    members = Counter(families)
+    prefix_pieces: dict[int, _Piece] = {}
     parts = list[list[_Piece]]()
     """Pieces of each sequence."""
     for family, prefix, tokens in zip(families, sharing.prefix.tolist(), sequences, strict=True):
         # A beginning that no other sequence of this row has is no piece of its own.
-        if not prefix or together[family] == 1:
+        if not prefix or members[family] == 1:
             parts.append([_Piece(tokens)])
             continue
-        before = begun.setdefault(family, _Piece(tokens[:prefix]))
+        before = prefix_pieces.setdefault(family, _Piece(tokens[:prefix]))
         rest = tokens[prefix:]
         parts.append([before, _Piece(rest, before)] if len(rest) else [before])
     pieces = list(dict.fromkeys(piece for part in parts for piece in part))
-    if begun:
+    if prefix_pieces:
         pieces.sort(key=lambda piece: piece.shape)
     end = 0
     for number, piece in enumerate(pieces):
@@ -363,7 +374,7 @@ def _row(
 
 
 def _filler() -> MicroBatch:
-    """A row of one token with no weight, for a rank that has nothing to do while the others have."""
+    """A row of one token with weight 0, for a rank that has no row in a micro-batch."""
     nothing, one = np.zeros(1, dtype=np.float32), np.ones(1, dtype=np.int32)
     return MicroBatch(
         input_ids=one * 0,

@@ -1,7 +1,7 @@
-"""Sequences by which engines are held against the learner: real prompts, and from the first step on responses to them.
+"""Probe sequences: the learner and the engines score them, and the log-probs must agree.
 
-Invariant: the same step chooses the same sequences; each fits into the smallest context that an engine may have, with a
-token to spare for the one that it samples. Pure.
+They are real prompts, and from the first step on responses to them. Invariant: the same step chooses the same
+sequences. Each fits into the smallest context that an engine may have, with room for one sampled token. Pure.
 """
 
 from __future__ import annotations
@@ -15,38 +15,39 @@ from asyncrl.config import Config
 from asyncrl.messages.groups import Group, Trajectory
 
 SEQUENCES = 8
+"""Number of sequences."""
 LENGTH = 128
 """Tokens of the longest sequence."""
 
 
 class ProbeSequence(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens, one or more, and the least number of them after which an engine is asked to sample the next."""
+    """Tokens of a prompt and a response, one or more. Engines are asked to sample the next token after some of them."""
 
     tokens: list[int]
     begin: int
-    """Least number of tokens before a sampled one: 1 or more, at most all."""
+    """Smallest number of tokens after which an engine samples one: at least 1, at most all."""
 
 
 def probe_length(config: Config) -> int:
-    """LENGTH, or less where the engines' context is shorter: it needs room for the token that they sample."""
+    """Largest length of a probe sequence: LENGTH, or less if the engines' context has no room for it and one more."""
     return min(LENGTH, config.data.max_prompt_tokens + config.rollout.max_tokens - 1)
 
 
 def from_prompts(prompts: Iterable[np.ndarray], length: int) -> list[ProbeSequence]:
-    """End of each prompt, at most ``length`` tokens. The second half counts as a response."""
-    found = []
+    """Take the last ``length`` tokens of each prompt; the second half of them counts as a response."""
+    sequences = []
     for prompt in prompts:
         tokens = prompt[-length:].tolist()
-        found.append(ProbeSequence(tokens, (len(tokens) + 1) // 2))
-    return found
+        sequences.append(ProbeSequence(tokens, (len(tokens) + 1) // 2))
+    return sequences
 
 
 def from_groups(groups: Sequence[Group], length: int) -> list[ProbeSequence]:
-    """One response of each of SEQUENCES groups, or several of fewer groups, after the end of its prompt.
+    """Choose SEQUENCES responses, from groups spread over the step; several of a group if there are fewer groups.
 
-    The response's beginning where it does not fit.
+    Each sequence is the end of a prompt and then its response. A response that does not fit loses its end.
     """
-    # Another sample of each group, and several of fewer groups.
+    # The sample's number changes from group to group; a group chosen again gives another sample.
     chosen = {(i * len(groups) // SEQUENCES, i) for i in range(SEQUENCES if groups else 0)}
     picked = {(g, i % len(groups[g].trajectories)) for g, i in chosen if groups[g].trajectories}
     return [_response(groups[g], groups[g].trajectories[sample], length) for g, sample in sorted(picked)]
@@ -55,9 +56,9 @@ def from_groups(groups: Sequence[Group], length: int) -> list[ProbeSequence]:
 def _response(group: Group, trajectory: Trajectory, length: int) -> ProbeSequence:
     sequence = trajectory.sequences[0]
     prompt = group.lease.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
-    # The prompt has half of the length at most, and always a token, from which the response's first is predicted.
+    # If both are long, the prompt gets half of the length. It keeps at least the token that predicts the response.
     response = sequence.tokens[: length - min(len(prompt), max(1, length // 2))]
-    # The number is never 0, which would take the whole prompt: the response has left room for a token.
+    # The slice is never [-0:], the whole prompt: the response has left room for at least one token.
     prompt = prompt[-(length - len(response)) :]
     tokens = [*prompt.tolist(), *response.tolist()]
     return ProbeSequence(tokens, len(prompt))

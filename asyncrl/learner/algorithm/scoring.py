@@ -11,8 +11,8 @@ With ``learner.kl.place = "reward"`` the divergence from a frozen reference is a
 pi_b is the policy that sampled the token, as the engine reported it; the mean of each estimator on its own samples is
 KL(pi_b || pi_ref) (k2 nearly; http://joschu.net/blog/kl-approx.html). The penalties of a trajectory are subtracted from
 its reward before the advantages are computed, as in InstructGPT (arXiv 2203.02155, eq. 2; arXiv 1909.08593, section 2),
-so they are in the baseline too. A turn is charged with all of them except those of earlier turns of its sequence. No
-gradient passes through the penalty, and dynamic sampling still compares the original rewards.
+so they are in the baseline too. The return of a turn bears all of them, except those of earlier turns of its sequence.
+No gradient passes through the penalty, and dynamic sampling still compares the original rewards.
 
 Fails with NonFiniteStep if a log-prob of the reference is not finite.
 """
@@ -49,26 +49,27 @@ class ScoringPlan:
     """A scoring pass. Every rank has the same number of micro-batches."""
 
     ranks: list[list[MicroBatch]]
-    """Micro-batches: [world size][micro-batches]; ``MicroBatch.sequences`` count sequences with a sampled token."""
+    """Micro-batches: [world size][micro-batches]; ``MicroBatch.sequences`` are indices in ``lengths``."""
     lengths: list[int]
-    """Number of sampled tokens of each of these sequences."""
+    """Number of sampled tokens of each sequence that has any, in the order of ``sampled_sequences``."""
     temperature: float
     """Divisor of the logits."""
 
     def in_order(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The values of each sequence, from those of each rank, [tokens of all of its micro-batches], fillers
-        included.
+        """Sort results by sequence: float64 [sampled tokens] each, in the order of ``lengths``.
+
+        ``values`` has one array for each rank: all its micro-batches in order, fillers included.
         """
-        found: list[np.ndarray] = [np.empty(0)] * len(self.lengths)
-        for batches, of_rank in zip(self.ranks, values, strict=True):
+        by_sequence: list[np.ndarray] = [np.empty(0)] * len(self.lengths)
+        for batches, rank_values in zip(self.ranks, values, strict=True):
             start = 0
             for index in (int(i) for batch in batches for i in batch.sequences):
                 # A filler has one token.
                 end = start + (self.lengths[index] if index >= 0 else 1)
                 if index >= 0:
-                    found[index] = np.asarray(of_rank[start:end], np.float64)
+                    by_sequence[index] = np.asarray(rank_values[start:end], np.float64)
                 start = end
-        return found
+        return by_sequence
 
 
 def sampled_sequences(groups: Iterable[Group]) -> Iterator[tuple[Group, TokenSequence]]:
@@ -81,7 +82,7 @@ def sampled_sequences(groups: Iterable[Group]) -> Iterator[tuple[Group, TokenSeq
 def build_scoring(
     groups: Sequence[Group], *, config: Config, world_size: int, packed: bool, shared: bool = False
 ) -> ScoringPlan:
-    """The pass over all sampled tokens of ``groups``; ``packed`` and ``shared`` as for build_step."""
+    """Plan the pass that scores all sampled tokens of ``groups``; ``packed`` and ``shared`` as for build_step."""
     sequences = [SampledSequence.whole(group, sequence) for group, sequence in sampled_sequences(groups)]
     lengths = [len(sequence.input_ids) for sequence in sequences]
     sharing, budget = sharing_of(sequences, shared=shared), config.learner.tokens_per_microbatch
@@ -94,7 +95,10 @@ def build_scoring(
 
 
 def by_group(groups: Sequence[Group], values: Sequence[np.ndarray]) -> list[GroupScores]:
-    """The values of ``sampled_sequences``, in its order, as GroupScores; a sequence without a sampled token has [0]."""
+    """Arrange scores by group, trajectory and sequence.
+
+    ``values`` follow the order of ``sampled_sequences``; a sequence without a sampled token gets an empty array.
+    """
     left = iter(values)
     return [
         [
@@ -108,7 +112,10 @@ def by_group(groups: Sequence[Group], values: Sequence[np.ndarray]) -> list[Grou
 def kl_penalties(
     groups: Sequence[Group], reference: Sequence[GroupScores], config: KLConfig, *, step: int
 ) -> Penalties:
-    """The penalties of a step from the reference's log-probs, nats. Raises NonFiniteStep."""
+    """Compute the penalties of a step from its log-probs under the ``reference``, nats. Raises NonFiniteStep.
+
+    ``past`` of a turn sums the penalties of earlier turns in its sequence.
+    """
     estimate = ESTIMATORS[config.estimator_used]
     total: list[np.ndarray] = []
     past: list[list[np.ndarray]] = []
@@ -123,7 +130,7 @@ def kl_penalties(
                     raise NonFiniteStep("log-probs by the reference", step=step, uids=[group.lease.uid])
                 values = estimate(np.clip(ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
                 ends = np.cumsum(past_rewards(sequence)[1])
-                # These are the sums up to the beginning of each turn, and up to the end of the last.
+                # Sums of the penalties up to the beginning of each turn, and up to the end of the last.
                 sofar = np.concatenate([np.zeros(1), np.cumsum(values)])[np.concatenate([np.zeros(1, np.int64), ends])]
                 turns.append(np.diff(sofar))
                 before.append(sofar[:-1])

@@ -22,13 +22,13 @@ from asyncrl.text.sft.encoding import Encoded
 
 
 class SupervisedSteps:
-    """Supervised plans by the number of the step."""
+    """Makes the supervised plan of each step by its number, from the conversations of sft.data."""
 
     def __init__(self, config: Config, conversations: Conversations, *, packed: bool) -> None:
         self._config, self._conversations, self._packed = config, conversations, packed
 
     def warm_step(self, number: int) -> StepPlan:
-        """Warm step ``number``, counted from 1."""
+        """Plan of warm step ``number``, counted from 1: one update with conversations and no groups."""
         term = self._term(self._conversations.of_step(number), 1.0)
         nothing: list[list[MicroBatch]] = [[] for _ in range(self._config.learner.ranks)]
         update = UpdatePlan(ranks=nothing, denominator=1.0, sequences=[], tokens=term.tokens, supervised=term)
@@ -42,7 +42,10 @@ class SupervisedSteps:
         )
 
     def beside(self, plan: StepPlan, step: int) -> StepPlan:
-        """Step ``step`` of the run, counted from 1, with the term in each of its updates."""
+        """Add the supervised term of step ``step``, counted from 1, to each update of ``plan``.
+
+        Without updates, or if sft.weight is 0, the plan does not change.
+        """
         sft = self._config.sft
         if not plan.updates or not sft.weight:
             return plan
@@ -57,6 +60,7 @@ class SupervisedSteps:
         return _with_terms(plan, terms, metrics)
 
     def _term(self, conversations: Sequence[TokenizedRow], coefficient: float) -> SupervisedPlan:
+        """Pack the sequences of these conversations into a supervised plan with this coefficient."""
         members = [(each.place, sequence) for each in conversations for sequence in each.sequences]
         sequences = [_Demonstration(sequence) for _, sequence in members]
         lengths = [len(sequence.input_ids) for sequence in sequences]
@@ -73,14 +77,17 @@ class SupervisedSteps:
 
 
 class _Demonstration:
-    """A conversation's sequence as the learner computes it: up to its last token with a loss, which is left out."""
+    """A sequence of a conversation as the learner computes it.
+
+    It is cut before its last token with a loss, which is only a target.
+    """
 
     def __init__(self, sequence: Encoded) -> None:
         count = len(sequence.trained)
         self.input_ids = sequence.ids[: sequence.trained[-1]]
         self.predict = sequence.trained - np.int32(1)
         self.targets = sequence.ids[sequence.trained]
-        # No policy has sampled the sequence, and these are not used.
+        # The policy did not sample the sequence, and the supervised loss uses none of these.
         self.behaviour = self.advantages = np.zeros(count, np.float32)
         self.staleness = np.full(count, -1, np.int32)
         self.teacher = np.empty(0, np.float32)

@@ -1,9 +1,10 @@
 """The loss and the advantage of a run: a built-in function by its name, or the user's own as MODULE:FUNCTION.
 
-They are found once, at the start. ``python -m asyncrl.learner.algorithm.user_functions`` tries them before a run on
-made-up tokens. It reads the section ``learner`` as JSON from standard input, and ``rollout.samples_per_prompt`` from
-its command line. It writes a JSON list of problems, each beginning with its key, to standard output; prints of the
-user's code go to standard error. It is a process of its own, since that code may do anything when it is imported.
+A run looks them up once, at its start. Before that the launcher tries them on made-up tokens in a process of its own,
+since the user's code may do anything when it is imported: ``python -m asyncrl.learner.algorithm.user_functions``. It
+reads the section ``learner`` as JSON from standard input, and ``rollout.samples_per_prompt`` from its command line. It
+writes a JSON list of problems, each beginning with its key, to standard output; prints of the user's code go to
+standard error.
 
 Fails with ConfigError, which names the key, for a function that does not exist or does not take its options. Both
 functions raise it when they are called and fail, or return something of the wrong shape.
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
 def find_function(
     key: str, spec: str, ours: Mapping[str, Callable[..., Any]], given: str, options: Mapping[str, Any]
 ) -> partial[Any]:
-    """The function that ``spec``, the value of ``key``, names, with ``options`` (the value of KEY_options) filled in.
+    """Look up the function that ``spec`` names, and bind its options. Raises ConfigError.
 
-    ``ours`` are the built-in ones; ``given`` is the keyword that the function is called with. Raises ConfigError.
+    ``spec`` is the value of the configuration key ``key``, ``options`` that of KEY_options. ``ours`` are the built-in
+    functions. ``given`` is the keyword argument with which the learner calls the function.
     """
     try:
         if ":" in spec:
@@ -56,7 +58,7 @@ def find_function(
 
 
 def find_advantage(config: LearnerConfig) -> Advantage:
-    """The advantage of a run. Raises ConfigError, as it does when it is called."""
+    """Look up the advantage of a run. Raises ConfigError, and so does the advantage when a call fails."""
     function = find_function(
         "learner.advantage", config.advantage, advantages.BUILT_IN, "groups", config.advantage_options
     )
@@ -64,7 +66,7 @@ def find_advantage(config: LearnerConfig) -> Advantage:
 
 
 def find_loss(config: LearnerConfig) -> tuple[CheckedLoss, Traits]:
-    """The loss of a run and its traits. Raises ConfigError, as the loss does when it is called."""
+    """Look up the loss of a run and its traits. Raises ConfigError, and so does the loss when a call fails."""
     from asyncrl.learner.algorithm import losses
 
     function = find_function("learner.loss", config.loss, losses.BUILT_IN, "batch", config.loss_options)
@@ -83,15 +85,15 @@ LENGTHS = (3, 2)
 
 
 def problems_of(config: LearnerConfig, samples: int) -> list[str]:
-    """Reasons that the advantage and the loss cannot be called, or return something wrong; none if they work.
+    """Try the advantage and the loss on made-up data. Returns the reasons why one cannot be used; empty if both work.
 
-    ``samples``: trajectories of a group.
+    ``samples`` is the number of trajectories in a group.
     """
     return [*_of_advantage(config, samples), *_of_loss(config)]
 
 
 class _AnyComponent(dict[str, np.ndarray]):
-    """Components of made-up rewards: one by any name, since that of the user's reward function is not known here."""
+    """Components of made-up rewards. Every name exists, since those of the user's reward function are not known."""
 
     def __init__(self, samples: int) -> None:
         super().__init__()
@@ -108,6 +110,7 @@ class _AnyComponent(dict[str, np.ndarray]):
 
 
 def _of_advantage(config: LearnerConfig, samples: int) -> list[str]:
+    """Call the advantage on two made-up groups. Returns the problems."""
     groups = [
         ScoredGroup(
             uid=f"trial-{number}",
@@ -126,6 +129,7 @@ def _of_advantage(config: LearnerConfig, samples: int) -> list[str]:
 
 
 def _of_loss(config: LearnerConfig) -> list[str]:
+    """Compute the objective of a made-up batch and its gradient. Returns the problems."""
     import torch
 
     from asyncrl.learner.algorithm.losses import TokenBatch
@@ -160,6 +164,6 @@ def _of_loss(config: LearnerConfig) -> list[str]:
 
 if __name__ == "__main__":
     with os.fdopen(os.dup(1), "w") as answer:
-        # The user's module may print, also from C and from processes of its own, and the answer is to stand alone.
+        # Standard output is for the answer alone: prints of the user's code, from C and subprocesses too, go to stderr.
         os.dup2(2, 1)
         answer.write(json.dumps(problems_of(LearnerConfig.model_validate_json(sys.stdin.read()), int(sys.argv[1]))))

@@ -11,7 +11,7 @@ Order of calls, rank 0::
     backend.setup(host, port)                   # blocks until every rank is there and the model is checked
     backend.load(folder)                        # to continue from a checkpoint; before everything else
     probe = backend.probe(sequences)
-    publishing = backend.publish(0, probe)      # runs in the background; its result is passed on, then released
+    publishing = backend.publish(0, probe)      # runs in the background; the caller releases its result
     scores = backend.score(scoring)             # where the rewards of a step need it
     plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed,
                       shared=backend.shares_prefixes)
@@ -51,125 +51,140 @@ from asyncrl.messages.weights import Probe
 from asyncrl.weights.held_version import HeldVersion, OnSealed
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Settings of CUDA's allocator. torch reads both when it is imported or later. torch 2.9 reads expandable segments only
-from the first; up to 2.11 it warns that this name is old."""
+"""Environment variables with the settings of CUDA's allocator, which torch reads when it is imported or later.
+
+torch 2.9 reads expandable segments only from the first; up to 2.11 it warns that this name is old.
+"""
 
 
 class Backend(Protocol):
     """One rank of a backend that trains."""
 
     packed: bool
-    """Whether several sequences may share a row; settled by ``setup``, the same on all ranks."""
+    """Whether several sequences may share a row. ``setup`` sets it, to the same value on all ranks."""
     shares_prefixes: bool
-    """Whether rows may compute the common beginning of several sequences once; settled by ``setup``, alike on all
-    ranks."""
+    """Whether rows may compute the common beginning of several sequences once.
+
+    ``setup`` sets it, to the same value on all ranks.
+    """
     skips_zero_advantages: bool
-    """Whether sequences whose advantages are all 0 need not be computed; settled by ``setup``, alike on all ranks."""
+    """Whether sequences whose advantages are all 0 need not be computed.
+
+    ``setup`` sets it, to the same value on all ranks.
+    """
     given_up: list[str]
-    """Faster ways of computing that the checks of ``setup`` gave up, with reason and cost, for the user."""
+    """Texts for the user: each faster way of computing that the checks of ``setup`` rejected, with reason and cost."""
     on_gpu: bool
-    """Whether the weights are on a GPU; settled by ``setup``."""
+    """Whether the weights are on a GPU; ``setup`` sets it."""
     warm_steps: int
-    """Supervised steps taken before the first of the run; ``load`` puts it back."""
+    """Supervised steps taken before the first step of the run; ``load`` restores the number."""
     on_phase: Callable[[str], None]
-    """Called with the name of each part of the work that this rank begins, and with an empty name at its end; set it
-    before ``setup``."""
+    """Callback for each phase of this rank's work: called with its name when it begins, and with "" when it ends.
+
+    Set it before ``setup``.
+    """
 
     def open_store(self, host: str) -> tuple[str, int]:
         """Rank 0: bind the rendezvous of the ranks to ``host`` and one of network.ports. Returns (host, port)."""
 
     def setup(self, host: str, port: int) -> None:
-        """Meet the other ranks, load the model, check it.
+        """Meet the other ranks, load the model and check it.
 
         Raises ConfigError, which names the key, when the model cannot be loaded or fails the check under ``packing =
-        "required"``, and DeadlineExceeded when a rank is late.
+        "required"``. Raises DeadlineExceeded when a rank is late.
         """
 
     def train(self, plan: StepPlan) -> dict[str, float]:
-        """Rank 0: one optimizer step from ``plan``. Returns metrics by name.
+        """Rank 0: train ``plan``, with one optimizer step for each of its updates. Returns metrics by name.
 
-        A plan without updates is no step: nothing changes and there are no metrics. The last of sft.warm_steps, and the
-        first step after any of them, reset the optimizer.
+        A plan without updates changes nothing and gives no metrics. The optimizer is reset by the last warm step, and
+        by the first step after any of them.
 
-        ``loss/sft`` (nats) if conversations are trained; a warm step also has ``policy/grad_norm`` and ``learner/lr``.
+        With a policy loss: ``loss/policy``, ``policy/entropy`` (nats), ``policy/ess`` (0 to 1), ``policy/behaviour_kl``
+        (nats), ``policy/tis_clipped_fraction``, ``policy/ratio_max``; ``policy/engine_kl`` (nats) and
+        ``policy/engine_kl_tokens`` if the weights being trained sampled some of the tokens. With conversations:
+        ``loss/sft`` (nats). Always: ``policy/grad_norm`` (before the clip) and ``learner/lr``; ``perf/mfu`` (0 to 1) if
+        the device's peak is known.
 
-        ``loss/policy``, ``policy/grad_norm`` (before the clip), ``policy/entropy`` (nats), ``policy/ess`` (0 to 1),
-        ``policy/behaviour_kl`` (nats), ``policy/tis_clipped_fraction``, ``policy/ratio_max``, ``learner/lr``.
-        ``perf/mfu`` (0 to 1) if the device's peak is known. ``policy/engine_kl`` (nats) and ``policy/engine_kl_tokens``
-        if the weights being trained sampled some of the tokens. Raises NonFiniteStep on all ranks when a loss or the
-        gradient is not finite; nothing was changed then.
+        Raises NonFiniteStep on all ranks when a loss or the gradient of an update is not finite. That update changes
+        nothing; updates before it stay.
         """
 
     def score(self, plan: ScoringPlan) -> list[np.ndarray]:
-        """Rank 0: float64 [S] for each sequence of ``plan``, nats: its sampled tokens' log-probs by the reference.
+        """Rank 0: score the sampled tokens of ``plan`` with the frozen reference, for learner.kl.place = "reward".
 
-        For learner.kl.place = "reward" alone. Nothing is changed.
+        Returns log-probs in nats: for each sequence of ``plan`` float64 [sampled tokens]. Changes nothing.
         """
 
     def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:
-        """Rank 0: log-probs of these sequences by the current weights; None without sequences or without a model."""
+        """Rank 0: score these sequences with the current weights: the log-probs that engines must match.
+
+        Returns None without sequences or without a model.
+        """
 
     def publish(
         self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
     ) -> Future[HeldVersion]:
-        """Rank 0: the current weights, or the adapters alone where a version is those, as sealed segments of shared
-        memory; the caller releases them.
+        """Rank 0: copy the weights, or only the adapters if a version is those, and seal them in segments of shared
+        memory.
 
-        Returns once every rank has copied its own, after the version before has been written; training that
-        follows changes nothing of it. ``probe`` goes along. The future ends with OSError when they cannot be written,
-        which leaves the ranks in step, as no other error does.
+        Returns once every rank has copied its own and the previous version is written; later training does not change
+        the copy. The result holds ``probe``, and its owner releases it; ``on_sealed`` gets each sealed segment. The
+        future ends with OSError if they cannot be written; only this error leaves the ranks in step.
         """
 
     def export(self, folder: Path) -> None:
-        """Rank 0: write the current weights to ``folder`` in Hugging Face layout, adapters added in and once more in a
-        folder of their own. Raises OSError."""
+        """Rank 0: write the current weights to ``folder`` in Hugging Face layout. Raises OSError.
+
+        Adapters are added into the weights, and also written to a folder of their own.
+        """
 
     def checkpoint_bytes(self) -> int:
-        """From any thread: about how much all ranks together write in a ``save``."""
+        """From any thread: estimated bytes that all ranks together write in a ``save``."""
 
     def export_bytes(self) -> int:
-        """From any thread: about how much an ``export`` writes."""
+        """From any thread: estimated bytes that an ``export`` writes."""
 
     def sees(self, folder: Path) -> None:
-        """Rank 0: make sure that every rank finds files that rank 0 puts into ``folder``. Raises CheckpointError."""
+        """Rank 0: check that every rank sees the files that rank 0 writes to ``folder``. Raises CheckpointError."""
 
     def save(self, folder: Path) -> Future[None]:
-        """Rank 0: write weights, optimizer, steps and generators of random numbers of all ranks into a new ``folder``.
+        """Rank 0: write the state of all ranks into a new ``folder``: weights, optimizer, steps and random generators.
 
-        Returns once they are copied; training that follows changes nothing of the files. The future ends when
-        everything is flushed, ``contents.json`` last, or with CheckpointError when any rank could not write its part.
-        The one before must have ended.
+        Returns once the state is copied; training that follows does not change the files. The future ends when
+        everything is flushed, ``contents.json`` last, or with CheckpointError when a rank could not write its part. The
+        previous ``save`` must have ended.
         """
 
     def load(self, folder: Path) -> None:
-        """Rank 0: put back on all ranks the state that ``save`` wrote, by however many ranks.
+        """Rank 0: restore on all ranks the state that ``save`` wrote, for any number of ranks that wrote it.
 
-        Comes after ``setup`` and before anything else. Raises CheckpointError naming a file, on all ranks alike; when
-        a file is not as it was written it is DamagedCheckpoint, and nothing was changed.
+        Call it after ``setup`` and before anything else. Raises CheckpointError naming a file, on all ranks alike. A
+        file that differs from what was written raises DamagedCheckpoint, and nothing was changed.
         """
 
     def follow(self) -> None:
-        """The other ranks: take part in the commands of rank 0 until it stops or ``interrupt`` is called.
+        """The other ranks: execute the commands of rank 0 until it stops or ``interrupt`` is called.
 
         The wait for the next command has no limit, since rank 0 may wait for groups. It ends at once with an error when
-        rank 0 is gone.
+        the process of rank 0 dies.
         """
 
     def interrupt(self) -> None:
-        """From any thread: let ``follow`` return the next time it waits for a command, within a few seconds."""
+        """From any thread: make ``follow`` return within a few seconds, the next time it waits for a command."""
 
     def stop(self) -> None:
-        """End this rank's part; rank 0 ends the followers too."""
+        """End this rank's part; on rank 0 also that of the followers."""
 
 
 def create(config: Config, rank: int) -> Backend:
-    """The backend that ``learner.backend`` names, for one rank of ``learner.ranks``."""
+    """Make the backend that ``learner.backend`` names, for one of the ``learner.ranks`` ranks."""
     if config.learner.backend == "sim":
         from asyncrl.learner.backends.sim import SimTrainer
 
         return SimTrainer(config, rank)
     if config.learner.device != "cpu" and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        # Rows are of all lengths; a segment that cannot grow is left in fragments.
+        # Rows differ in length, so segments of fixed size would leave memory in fragments.
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     from asyncrl.learner.fsdp.trainer import Trainer
 

@@ -29,7 +29,7 @@ from asyncrl.weights.segments import Segment, layout
 
 
 class SimTrainer:
-    """One rank of the ``sim`` backend."""
+    """One rank of the ``sim`` backend; backend.py documents its methods."""
 
     packed = True
     shares_prefixes = False
@@ -72,6 +72,7 @@ class SimTrainer:
         return self._background.start(lambda: self._assemble(version, probe, on_sealed))
 
     def _assemble(self, version: int, probe: Probe | None, on_sealed: OnSealed | None) -> HeldVersion:
+        """Write publish_bytes in sealed buckets, within ``learner.sim.gather_s``."""
         began = time.monotonic()
         buckets: list[Bucket] = []
         descriptors: list[int] = []
@@ -109,6 +110,7 @@ class SimTrainer:
         """Do nothing: rank 0 writes alone."""
 
     def save(self, folder: Path) -> Future[None]:
+        """Write ``contents.json`` with the number of steps; the future is done at once."""
         done: Future[None] = Future()
         contents = TrainerContents(steps=self._steps, world_size=self._config.learner.ranks)
         try:

@@ -13,7 +13,7 @@ from asyncrl.rpc.services import ActorServices
 
 
 class CheckpointReports:
-    """The reports of CheckpointWriter."""
+    """Reports what CheckpointWriter did: a ``Kept`` is a complete checkpoint, a ``FailedWrite`` one that failed."""
 
     def __init__(
         self,
@@ -25,23 +25,29 @@ class CheckpointReports:
     ) -> None:
         """``report`` sends a message to the controller until it is answered."""
         self.is_trained = False
-        """Whether nothing more is trained: the end of the run then reports a write that fails."""
+        """Whether the last step is trained. Then FinalWrites notifies the user of a failed write, not ``failed``."""
         self._counters, self._log, self._notify = services.counters, services.log, services.notify
         self._clock, self._report, self._tasks, self._track = services.clock, report, tasks, track
         self._failures = 0
-        """Checkpoints in a row that failed."""
+        """Number of failed checkpoints since the last complete one."""
         self._sending: set[asyncio.Task[None]] = set()
 
     def restored(self, kept: Kept, damaged: Mapping[str, str]) -> None:
-        """Report the checkpoint that the run continues from; ``damaged`` are newer ones, each with its text."""
+        """Report the checkpoint ``kept``, from which the run continues.
+
+        ``damaged`` has the name of each newer, damaged checkpoint with the text of its notice.
+        """
         for name, text in damaged.items():
             self._notify(f"damaged {name}", text)
         if damaged:
-            # The controller may have found the damaged one.
+            # The controller may still name a damaged one as the newest.
             self._announce(kept)
 
     def written(self, kept: Kept, *, staged_s: float, seconds: float) -> None:
-        """Report a checkpoint that is complete, for which training waited ``staged_s`` of these ``seconds``."""
+        """Report a complete checkpoint: counters, timeline, log, and a message to the controller.
+
+        It took ``seconds`` from its beginning; training waited for the first ``staged_s`` of them.
+        """
         self._counters["checkpoint/version"] = kept.version
         self._counters["checkpoint/stage_s"] = staged_s
         self._counters["checkpoint/write_s"] = seconds
@@ -59,7 +65,7 @@ class CheckpointReports:
         self._announce(kept)
 
     def failed(self, failed: FailedWrite, kept: Kept | None) -> None:
-        """Report a checkpoint that could not be written; ``kept`` is the newest complete one."""
+        """Report a checkpoint that could not be written; ``kept`` is the newest complete one, or None."""
         self._counters.add("checkpoint/failed")
         self._failures += 1
         self._log.error("no checkpoint; the last complete one stays", version=failed.version, error=failed.reason)

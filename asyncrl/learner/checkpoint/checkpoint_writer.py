@@ -4,8 +4,8 @@ Training waits only until the state is copied. Writing, flushing, committing and
 task. At most one checkpoint is written at a time: one that comes due meanwhile is skipped and counted, except a final
 one, which waits.
 
-A checkpoint without enough room is not begun, because a full disk would break metrics and logs too. A task then checks
-for room, and the checkpoint is ``overdue`` as soon as there is some.
+A checkpoint is not begun if the disk lacks room for it, because a full disk would break metrics and logs too. A task
+then checks the free space, and the writer is ``overdue`` as soon as there is enough.
 
 ``restore`` skips damaged checkpoints and fails with CheckpointError. A checkpoint that cannot be written is
 reported, its files are removed, the last complete one stays, and training continues.
@@ -43,13 +43,13 @@ from asyncrl.messages.groups import Group
 from asyncrl.rpc.services import Clock
 
 AROUND_BYTES = 1 << 16
-"""Bytes of state, checksums and folders, apart from the trainer's files, the groups and the ledger."""
+"""Estimated bytes of a checkpoint apart from the trainer's files, the groups and the ledger."""
 _FILES = (STATE, GROUPS, f"{TRAINER}/{CONTENTS}")
 _LOG = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """The writer of checkpoints. ``thread`` is the one from which all of ``backend`` is called."""
+    """The writer of checkpoints. All methods of ``backend`` run on ``thread``; ``tasks`` runs the writes."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class CheckpointWriter:
         clock: Clock,
     ) -> None:
         self.skipped = 0
-        """Checkpoints that came due while one was being written."""
+        """Checkpoints that were skipped because another one was being written."""
         self.newest: Kept | None = None
-        """The newest complete checkpoint, restored or written."""
+        """The newest complete checkpoint, restored or written; None before the first."""
         self.failed: FailedWrite | None = None
-        """Failure of the newest attempt; None while one is being written, and once it is complete."""
+        """Failure of the newest attempt; None while one is being written, and after a success."""
         self.overdue = False
-        """Whether a checkpoint failed for lack of room, and now there is room."""
-        self._looking: asyncio.Task[None] | None = None
+        """Whether the last attempt failed for lack of room and the disk now has enough."""
+        self._room_watch: asyncio.Task[None] | None = None
         self._folder = CheckpointFolder(folder)
         self._incarnation = incarnation
         self._backend = backend
@@ -89,12 +89,12 @@ class CheckpointWriter:
         return not self._idle.is_set()
 
     async def restore(self) -> Contents | None:
-        """Become the writer of the folder, and load the newest whole checkpoint into the backend; None without any.
+        """Claim the folder, and load the newest undamaged checkpoint into the backend. Returns its contents, or None.
 
         Damaged newer ones are renamed and reported. Comes after ``Backend.setup``. Raises CheckpointError.
         """
         loop = asyncio.get_running_loop()
-        # First: from here on an older learner can commit nothing.
+        # Before any reading: after the claim, an earlier incarnation of the learner can commit nothing.
         await asyncio.to_thread(self._folder.claim, self._incarnation)
         await loop.run_in_executor(self._thread, self._backend.sees, self._folder.folder)
         search = await asyncio.to_thread(StepBack, self._folder)
@@ -105,13 +105,13 @@ class CheckpointWriter:
             except DamagedCheckpoint as problem:
                 await asyncio.to_thread(search.pass_over, problem)
                 continue
-            aside = await asyncio.to_thread(search.set_aside)
+            new_names = await asyncio.to_thread(search.set_aside)
             self.newest = Kept(version=contents.state.version, step=contents.state.step, path=path)
             self._reports.restored(
                 self.newest,
                 {
                     damaged.path.name: damaged.describe(path, contents.state.step, now_at)
-                    for damaged, now_at in zip(search.damaged, aside, strict=True)
+                    for damaged, now_at in zip(search.damaged, new_names, strict=True)
                 },
             )
             return contents
@@ -126,24 +126,24 @@ class CheckpointWriter:
         *,
         final: bool = False,
     ) -> bool:
-        """Copy the state and begin to write it. False if it was skipped, or failed at once.
+        """Copy the state and begin to write a checkpoint. Returns False if it was skipped, or failed at once.
 
-        ``write_lines`` returns once the lines about everything in the checkpoint are written. A ``final`` one waits for
-        the one before. The groups must not change later.
+        While another one is being written, a ``final`` one waits; any other is skipped. The write calls ``write_lines``
+        before it commits; that returns once all lines about the contents are written. The groups must not change later.
         """
         if self.busy and not final:
             self.skipped += 1
             return False
         buffered, filtered = list(buffered), list(filtered)
-        # Another write may begin between the end of the wait and this task's turn.
+        # A loop, because another write may begin before this task runs again.
         while self.busy:
             await self._idle.wait()
         self._idle.clear()
-        self._stop_looking()
+        self._stop_room_watch()
         self.overdue, self.failed = False, None
         began = self._clock.now()
         groups = sum(map(_group_bytes, (*buffered, *filtered)))
-        # JSON has the bits in base64: 4 characters for 3 bytes.
+        # JSON holds the bits of the ledger in base64: 4 characters for 3 bytes.
         ledger = sum(len(epochs.bits) for epochs in state.ledger.concluded) * 4 // 3
         needed = self._backend.checkpoint_bytes() + groups + ledger + AROUND_BYTES
         try:
@@ -168,12 +168,12 @@ class CheckpointWriter:
         return True
 
     async def settle(self) -> None:
-        """Wait until none is being written. Cancelling the wait does not cancel the write."""
+        """Wait until no checkpoint is being written. Cancelling the wait does not cancel the write."""
         await self._idle.wait()
 
     def close(self) -> None:
         """Stop checking for room."""
-        self._stop_looking()
+        self._stop_room_watch()
 
     def _begin(self, version: int, needed: int) -> Path:
         folder = self._folder.folder
@@ -183,6 +183,11 @@ class CheckpointWriter:
         return self._folder.begin(version)
 
     async def _fail(self, state: CheckpointState, error: CheckpointError, needed: int) -> None:
+        """Report a failed checkpoint, whose files are removed already.
+
+        On a full disk, measure what is free and list older checkpoints for the advice. If the disk lacks room, begin to
+        wait for it.
+        """
         folder, reason, older, free = self._folder.folder, error.reason, list[str](), None
         if error.full:
             # Measured after the files of the attempt were removed.
@@ -203,10 +208,11 @@ class CheckpointWriter:
             older=older,
         )
         if self.failed.lacks_room:
-            self._looking = self._tasks.create_task(self._look_for_room(needed))
+            self._room_watch = self._tasks.create_task(self._watch_for_room(needed))
         self._reports.failed(self.failed, self.newest)
 
-    async def _look_for_room(self, needed: int) -> None:
+    async def _watch_for_room(self, needed: int) -> None:
+        """Check the disk every LOOK_S; set ``overdue`` once it has the ``needed`` bytes."""
         while True:
             await asyncio.sleep(LOOK_S)
             free = await asyncio.to_thread(free_bytes, self._folder.folder)
@@ -214,10 +220,10 @@ class CheckpointWriter:
                 self.overdue = True
                 return
 
-    def _stop_looking(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+    def _stop_room_watch(self) -> None:
+        if self._room_watch is not None:
+            self._room_watch.cancel()
+            self._room_watch = None
 
     async def _finish(
         self,
@@ -232,8 +238,12 @@ class CheckpointWriter:
         staged_s: float,
         needed: int,
     ) -> None:
+        """Write the contents while the backend writes its part; then commit the checkpoint and remove old ones.
+
+        If any part fails, discard the files and report it.
+        """
         try:
-            # Both run to their end: no file may be removed while another part still writes.
+            # Both run to their end, also if one fails: no file may be removed while the other still writes.
             ended = await asyncio.gather(
                 asyncio.to_thread(write_contents, partial, state, buffered, filtered),
                 asyncio.wrap_future(saving),

@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that transformers and vLLM load, made without the run that wrote it.
+"""Converts a checkpoint into a folder that transformers and vLLM load, without the run that wrote it.
 
 It runs on the CPU of one host, for a learner of any number of ranks, and needs memory for the weights in float32. The
 model's layout, buffers and tokenizer are those of model.path. The files equal, bit for bit, those that the learner
@@ -36,10 +36,10 @@ def export_checkpoint(
     *,
     adapter_alone: bool = False,
 ) -> None:
-    """Write ``found`` to ``target``, in place of the files there; ``dtype`` is float32 or bfloat16.
+    """Verify the checkpoint ``found``, and write its weights to the folder ``target``, whose files are replaced.
 
-    ``model`` names the present folder of the model of ``config``, the run's. ``adapter_alone``: the adapter in PEFT's
-    layout in place of the model that it is added into.
+    ``dtype`` is float32 or bfloat16. ``config`` is that of the run; ``model`` says where its model lies now.
+    ``adapter_alone``: write only the adapter, in PEFT's layout, not the model that it is added into.
     """
     import transformers
 

@@ -24,25 +24,25 @@ REFUSED_PAUSE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedWrite:
-    """A checkpoint or a model that could not be written."""
+    """A checkpoint or an exported model that could not be written."""
 
     version: int
     step: int
     folder: Path
-    """Its folder."""
+    """Folder of the checkpoints, or of the exported model."""
     reason: str
     full: int = 0
     """ENOSPC or EDQUOT if the disk is full, else 0."""
     needed: int = 0
     """Estimated bytes needed."""
     free: int | None = None
-    """Bytes free on a full disk, if it reports them."""
+    """Free bytes on the disk after the failure; None if the disk was not full or reports none."""
     older: Sequence[str] = ()
-    """Complete checkpoints except the newest."""
+    """Paths of the complete checkpoints except the newest, which the user may remove."""
 
     @property
     def lacks_room(self) -> bool:
-        """Whether the disk itself reports too little room. A quota, for example, may not show."""
+        """Whether the disk reports less room than is needed. A quota, for example, may not show in its report."""
         return self.free is not None and self.free < self.needed
 
 
@@ -56,7 +56,10 @@ class Kept:
 
 
 async def room(failed: FailedWrite, until: Callable[[], float], clock: Clock) -> bool:
-    """Wait until another attempt is worth while; False at ``until()``, which may change meanwhile."""
+    """Wait until another attempt makes sense: there is room, or, if the disk reported room, REFUSED_PAUSE_S are over.
+
+    Returns False at the time ``until()``, which may change meanwhile.
+    """
     retry_at = clock.now() + REFUSED_PAUSE_S
     while (left := until() - clock.now()) > 0:
         await asyncio.sleep(min(LOOK_S, left))
@@ -78,7 +81,10 @@ def advice(failed: FailedWrite) -> str:
 
 
 def checkpoint_failed(failed: FailedWrite, kept: Kept | None) -> tuple[str, str]:
-    """Notice of a checkpoint that failed while training continues: its text, and what holds meanwhile."""
+    """Notice of a checkpoint that failed while training continues.
+
+    Returns its text and the text about what happens meanwhile. ``kept`` is the newest complete checkpoint, or None.
+    """
     if kept is None:
         stays = f"no checkpoint is complete so far: all {failed.step} steps would be lost"
     else:
@@ -90,13 +96,16 @@ def checkpoint_failed(failed: FailedWrite, kept: Kept | None) -> tuple[str, str]
 
 
 def checkpoint_complete_again(failures: int, path: Path, step: int) -> str:
-    """Notice of a checkpoint that is complete after ``failures`` attempts failed."""
+    """Notice of a complete checkpoint after ``failures`` failed attempts."""
     what = "attempt at a checkpoint" if failures == 1 else "attempts at checkpoints"
     return f"{failures} {what} failed; {path} (step {step}) is complete"
 
 
 def waits_for_room(what: str, failed: FailedWrite, seconds: float) -> tuple[str, str, str]:
-    """Notice, at the end of the run, of a wait for room: its text, what holds meanwhile, and what is waited for."""
+    """Notice, at the end of the run, that a write waits for room.
+
+    Returns its text, the text about the wait, and the thing that is waited for.
+    """
     return (
         f"{what} of version {failed.version} could not be written: {failed.reason}",
         f"It waits for up to {seconds:.0f} s (checkpoint.room_wait_s). To do: {advice(failed)}",
@@ -109,7 +118,7 @@ def end_of_run(
 ) -> str:
     """Why a trained run ends as failed, what is lost, and what to do. Empty if nothing failed.
 
-    ``exported``: the weights of the last step are in export/.
+    ``kept`` is the newest complete checkpoint. ``exported``: export/ holds the weights of the last step.
     """
     parts = []
     if checkpoint is not None:

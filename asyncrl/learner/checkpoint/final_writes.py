@@ -3,8 +3,8 @@
 Both wait for room on a full disk, within ``checkpoint.room_wait_s``, or a share of ``preempt.grace_s`` in a preempted
 run. A failed export never restarts the learner while no checkpoint holds the last step: it would train steps twice.
 
-If a checkpoint holds the last step, an error of the export that is not the disk's is raised: the restarted learner only
-exports. Otherwise fails with ActorFailed, which ends the run.
+If the export fails, and not because of the disk, its error is raised if a checkpoint holds the last step: the restarted
+learner only exports. Otherwise fails with ActorFailed, which ends the run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GRACE_SHARE = 0.3
 
 
 class FinalWrites:
-    """The writer of the last files; ``thread`` is that of ``backend``."""
+    """Writes the last checkpoint and the exported model. All methods of ``backend`` run on ``thread``."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class FinalWrites:
         self._room_until = math.inf
 
     def preempted(self) -> None:
-        """Shorten the wait for room."""
+        """Shorten the wait for room to GRACE_SHARE of preempt.grace_s from now."""
         self._room_until = min(self._room_until, self._clock.now() + GRACE_SHARE * self._config.preempt.grace_s)
 
     async def begin(self, *, preempted: bool) -> None:
-        """Begin to write the last checkpoint, if the run writes any and there is anything new."""
+        """Begin to write the last checkpoint, if ``preempted``, or the run writes any and none holds the last step."""
         kept = self._writer.newest
         is_new = kept is None or kept.step < self._progress.step
         if preempted or (self._config.checkpoint.every_versions and is_new):
@@ -71,7 +71,10 @@ class FinalWrites:
             await self._checkpoints.begin(final=True)
 
     async def finish(self, *, preempted: bool) -> str:
-        """Wait for the end of all writes. Returns what failed, what is lost and what to do; empty if nothing failed."""
+        """Wait for the last checkpoint, then export the model, unless ``preempted``.
+
+        Returns what failed, what is lost and what to do; empty if nothing failed.
+        """
         self._room_until = min(self._room_until, self._clock.now() + self._config.checkpoint.room_wait_s)
         self._states.enter("checkpointing")
         # The checkpoint first, so that a failed export loses no step.
@@ -84,18 +87,21 @@ class FinalWrites:
         return end_of_run(checkpoint, export, kept, self._run_dir, exported=exports and export is None)
 
     async def _last_checkpoint(self) -> FailedWrite | None:
-        async def look() -> FailedWrite | None:
+        """Wait for the last checkpoint, and repeat it while it fails for lack of room."""
+
+        async def wait_for_write() -> FailedWrite | None:
             await self._writer.settle()
             # An earlier checkpoint may hold the last step.
-            return None if self._is_kept else self._writer.failed
+            return None if self._last_step_is_kept else self._writer.failed
 
         async def write() -> FailedWrite | None:
             await self._checkpoints.begin(final=True)
-            return await look()
+            return await wait_for_write()
 
-        return await self._persist("the last checkpoint", await look(), write)
+        return await self._persist("the last checkpoint", await wait_for_write(), write)
 
     async def _last_export(self) -> FailedWrite | None:
+        """Export the model; after a failure, rename the model that an earlier end of the run exported."""
         failed = await self._persist("the model", await self._export(), self._export)
         if failed is not None:
             try:
@@ -109,7 +115,10 @@ class FinalWrites:
     async def _persist(
         self, what: str, failed: FailedWrite | None, write: Callable[[], Awaitable[FailedWrite | None]]
     ) -> FailedWrite | None:
-        """Repeat a write that ended in ``failed`` while there is room in time."""
+        """Repeat a write that ended in ``failed``, each time the disk has room, until the wait is over.
+
+        Returns its last failure, None after a success.
+        """
         waited = False
         while failed is not None and failed.full and (left := self._room_until - self._clock.now()) > 0:
             waited = True
@@ -124,12 +133,16 @@ class FinalWrites:
         return failed
 
     @property
-    def _is_kept(self) -> bool:
-        """Whether a checkpoint holds the last step."""
+    def _last_step_is_kept(self) -> bool:
+        """Whether the newest complete checkpoint holds the last step."""
         kept = self._writer.newest
         return kept is not None and kept.step == self._progress.step
 
     async def _export(self) -> FailedWrite | None:
+        """Write the model to export/. Returns the failure if the disk refuses, else None.
+
+        Other errors are raised, as ActorFailed if no checkpoint holds the last step.
+        """
         folder = self._run_dir / "export"
         needed = self._backend.export_bytes()
         free = await asyncio.to_thread(free_bytes, folder)
@@ -141,7 +154,7 @@ class FinalWrites:
             self._log.error("the model is not exported", error=str(error))
             if isinstance(error, OSError) and not isinstance(error, AsyncRLError):
                 return await self._failed(folder, needed, full_errno(error), in_words(error, folder))
-            if self._is_kept:
+            if self._last_step_is_kept:
                 raise
             failed = await self._failed(folder, needed, 0, f"{type(error).__name__}: {error}")
             reason = end_of_run(None, failed, self._writer.newest, self._run_dir, exported=False)
@@ -165,7 +178,7 @@ class FinalWrites:
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename the model of an earlier end of the run, so that it is not taken for that of this end. Raises OSError."""
+    """Rename the model of an earlier end of the run, so that it is not taken for the new one. Raises OSError."""
     count, aside = 1, folder.with_name(f"{folder.name}-earlier")
     while os.path.lexists(aside):
         count += 1

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the state that each of them holds.
+"""The checkpoints of a run: collects the state that each of them holds.
 
 Invariant: ledger, groups and numbers of a checkpoint are of one moment, a version boundary. All lines about its
 contents are written before it is complete, so that a learner that continues from it does not write them again.
@@ -20,7 +20,7 @@ from asyncrl.rpc.services import ActorServices
 
 
 class RunCheckpoints:
-    """Begins the checkpoints of a run."""
+    """Collects the state of the run for each checkpoint and gives it to the writer."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class RunCheckpoints:
         start: int,
         incarnation: int,
     ) -> None:
-        """``conversations`` is their fingerprint, ``start`` the number of the learner's start in this run."""
+        """``conversations`` is their fingerprint, ``start`` counts the learner's starts in this folder."""
         self._config, self._counters, self._writer = config, services.counters, writer
         self._progress, self._intake, self._dataloader = progress, intake, dataloader
         self._components, self._records, self._lines = components, records, lines
@@ -47,12 +47,15 @@ class RunCheckpoints:
 
     @property
     def overdue(self) -> bool:
-        """Whether a checkpoint failed for lack of room, and now there is room."""
+        """Whether the last attempt failed for lack of room and the disk now has enough."""
         return self._writer.overdue
 
     async def begin(self, *, final: bool = False) -> None:
-        """Begin to write a checkpoint of a version boundary. A ``final`` one waits for one that is being written."""
-        # Nothing is awaited before ``write``, so that ledger, groups and numbers are of one moment.
+        """Collect the state at a version boundary and begin to write it as a checkpoint.
+
+        If another checkpoint is being written, a ``final`` one waits for its end, and any other is skipped.
+        """
+        # No await before ``write``, so that ledger, groups and numbers are of one moment.
         snapshot, progress, dataloader = self._intake.snapshot(), self._progress, self._dataloader
         state = CheckpointState(
             version=progress.version,
@@ -79,6 +82,6 @@ class RunCheckpoints:
         self._counters["checkpoint/skipped"] = self._writer.skipped
 
     async def _write_lines(self, state: CheckpointState) -> None:
-        """Write the records of everything in the checkpoint before it is committed: a resume writes none again."""
+        """Write the lines about everything in the checkpoint, which a resumed run will not write again."""
         await self._records.write_untrained()
         await self._lines.written(state.step)

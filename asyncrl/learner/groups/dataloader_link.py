@@ -1,9 +1,11 @@
-"""The learner's side of its exchange with the dataloader: the state of the run, outcomes of groups, prompts to come.
+"""The learner's link to the dataloader: it sends the state of the run and outcomes of groups, and follows the supply.
 
-After a start of either side the dataloader first gets the state of the run (``Restored``). Then outcomes are reported
-in order, numbered, and repeated until they are acknowledged. If the dataloader acknowledges less than was reported, it
-gets the state of the run again; outcomes in its ledger are not reported a second time. Either side may ask for this at
-any moment, so either may die at any moment.
+After a start of either side the learner first sends the state of the run (``Restored``). Then it reports outcomes in
+order, numbered, and repeats each report until it is acknowledged. If the dataloader acknowledges less than was
+reported, it gets the state of the run again; outcomes in its ledger are not reported a second time. Either side may ask
+for this at any moment, so either may die at any moment.
+
+The supply (``Supply``) is the dataloader's report on prompts to come and on open evaluation rounds.
 
 Fails with ConfigError when the prompts or their order are not those of the ledger.
 """
@@ -37,17 +39,17 @@ from asyncrl.rpc.services import ActorServices
 
 DATALOADER = "dataloader/0"
 MOST_PATIENCE = 64.0
-"""Most deadlines of a call that a dataloader may take to read its data."""
+"""Largest factor by which the deadline of a call grows while the dataloader reads its data."""
 
 
 class DataloaderCall(Protocol):
-    """A call of the dataloader, whose deadline is ``patience`` times that of any call."""
+    """Sends a request to the dataloader. ``patience`` multiplies the usual deadline of a call."""
 
     def __call__(self, request: Request, patience: float = 1.0) -> asyncio.Future[Any]: ...
 
 
 class DataloaderLink:
-    """The link to the dataloader; ``call`` sends it one request. Everything that changes ``supply`` is announced."""
+    """The link to the dataloader; ``call`` sends it one request. Each new ``supply`` is announced."""
 
     def __init__(
         self,
@@ -61,15 +63,15 @@ class DataloaderLink:
         restored: CheckpointState | None = None,
     ) -> None:
         self.supply = Supply(number=-1, exhausted=False, outstanding=0)
-        """The dataloader's last report on prompts to come."""
+        """The newest supply; number -1 before the first and after a restore."""
         self.limit = 0.0
-        """The working limit of the gate, in versions, from its last report."""
+        """The working limit of the staleness gate, in versions, from the dataloader's last answer."""
         self.fingerprint = restored.fingerprint if restored is not None else ""
-        """Fingerprint of the prompts of the ledger; empty until the dataloader has named it."""
+        """Fingerprint of the prompts of the ledger; empty until the dataloader has sent it."""
         self.seed = restored.seed if restored is not None else -1
-        """Seed of the prompts' order."""
+        """Seed of the prompts' order; -1 until it is known."""
         self.prompts = restored.prompts if restored is not None else 0
-        """Number of the prompts."""
+        """Number of prompts; 0 until it is known."""
         self._call, self._learner, self._progress = call, learner, progress
         self._intake, self._evals = intake, evals
         self._awaits, self._log = services.awaits, services.log
@@ -77,31 +79,36 @@ class DataloaderLink:
         self._acknowledged = asyncio.Event()
         self._restoring = asyncio.Lock()
         self._restored = 0
-        """Times that the dataloader got the state of the run."""
+        """Number of times that the dataloader has restored the run."""
 
     def changed(self) -> None:
         """Wake ``report``: there is something to report."""
         self._changed.set()
 
     async def restore(self) -> None:
-        """Send the dataloader the state of the run until it has restored it. Raises ConfigError."""
-        seen, late = self._restored, 0
+        """Send the dataloader the state of the run until it has restored it. Raises ConfigError if the prompts changed.
+
+        After each missed deadline the next one is longer, since reading the data may take long.
+        """
+        restored_before, missed_deadlines = self._restored, 0
         async with self._restoring:
-            if self._restored != seen:
-                # The other task has restored the same new dataloader.
+            if self._restored != restored_before:
+                # Another task has restored this dataloader during the wait for the lock.
                 return
             with self._awaits.on(DATALOADER, "Restored"):
                 while True:
                     try:
-                        resumed: Resumed = await self._call(self._message(), backoff(1.0, late, MOST_PATIENCE))
+                        resumed: Resumed = await self._call(
+                            self._message(), backoff(1.0, missed_deadlines, MOST_PATIENCE)
+                        )
                     except DeadlineExceeded as error:
                         log_away(self._log, "dataloader", error)
-                        late += 1
+                        missed_deadlines += 1
                     except RemoteError as error:
                         if error.code == RunChanged.code:
                             raise ConfigError([error.message]) from error
-                        # It is alive and its data are large: each request makes it read them again.
-                        late += error.code == DEADLINE
+                        # It is alive but reads large data, which each request begins again: allow more time.
+                        missed_deadlines += error.code == DEADLINE
                         self._log.warning("dataloader cannot restore the run", error=str(error))
                         await asyncio.sleep(AWAY_S)
                     else:
@@ -109,13 +116,13 @@ class DataloaderLink:
             self.fingerprint, self.seed, self.limit = resumed.fingerprint, resumed.seed, resumed.limit
             self.prompts = resumed.prompts
             self._intake.ledger.first_epoch = resumed.first_epoch
-            # A new dataloader numbers its reports from 0: it must answer the next question at once.
+            # A new dataloader numbers its supplies from 0. With -1, it answers the next WatchSupply at once.
             self.supply = Supply(number=-1, exhausted=False, outstanding=0)
             self._restored += 1
             self._log.info("dataloader has restored the run", fingerprint=resumed.fingerprint, seed=resumed.seed)
 
     async def sample_prompts(self) -> list[np.ndarray]:
-        """A few prompts, int32 [P] each, once the dataloader has read its data."""
+        """Get SEQUENCES prompts, int32 [P] each; waits until the dataloader has read its data."""
         with self._awaits.on(DATALOADER, "SamplePrompts"):
             while True:
                 try:
@@ -126,6 +133,7 @@ class DataloaderLink:
                     return sample.prompts
 
     def _message(self) -> Restored:
+        """The state of the run. Pending outcomes are dropped, since the ledger has them."""
         intake, progress, learner = self._intake, self._progress, self._learner
         return Restored(
             version=progress.version,
@@ -144,9 +152,9 @@ class DataloaderLink:
         )
 
     async def report(self) -> None:
-        """Report outcomes until cancelled."""
+        """Report outcomes, each report until it is acknowledged, until cancelled. ``changed`` wakes it."""
         while True:
-            # A restore drops the report that it meets, so none is taken meanwhile: its ledger may be older.
+            # A restore makes this report obsolete. Taken meanwhile, it could hold outcomes that the sent ledger lacks.
             async with self._restoring:
                 report, restored = self._intake.outcomes.next_report(), self._restored
             if report is None:
@@ -155,12 +163,12 @@ class DataloaderLink:
                 await self._changed.wait()
                 continue
             with self._awaits.on(DATALOADER, "Outcomes"):
-                # After a restore, the ledger has reported these outcomes.
+                # After a restore, this report is obsolete: the ledger that was sent has its outcomes.
                 while self._restored == restored:
                     try:
                         seen: OutcomesSeen = await self._call(report)
                     except (DeadlineExceeded, RemoteError) as error:
-                        await self._after(error)
+                        await self._handle_failure(error)
                         continue
                     self.limit = seen.limit
                     if seen.number >= report.number:
@@ -170,19 +178,23 @@ class DataloaderLink:
                     await self.restore()
 
     async def all_acknowledged(self) -> None:
-        """Wait until everything that is known now has been reported and acknowledged."""
+        """Wait until all outcomes known now are reported and acknowledged."""
         self._acknowledged.clear()
         self._changed.set()
         await self._acknowledged.wait()
 
     async def watch(self) -> None:
-        """Follow the supply until cancelled: evaluation rounds, prompts without a lease, the end of the data."""
+        """Follow the supply until cancelled.
+
+        Each supply is kept and announced. Its evaluation rounds go to ``evals``; its prompts that get no lease count as
+        rejected.
+        """
         while True:
             try:
                 with self._awaits.on(DATALOADER, "WatchSupply", idle=True):
                     supply: Supply = await self._call(WatchSupply(seen=self.supply.number))
             except (DeadlineExceeded, RemoteError) as error:
-                await self._after(error)
+                await self._handle_failure(error)
                 continue
             self.supply = supply
             self._evals.opened(supply.evals)
@@ -196,16 +208,16 @@ class DataloaderLink:
             self._progress.news.announce()
 
     async def rounds_over(self) -> bool:
-        """Whether no round is open; always asked again, since an older answer may lack the last outcome."""
+        """Ask the dataloader whether all evaluation rounds are over. ``supply`` may lack the last outcome."""
         while True:
             try:
                 supply: Supply = await self._call(WatchSupply(seen=-1))
             except (DeadlineExceeded, RemoteError) as error:
-                await self._after(error)
+                await self._handle_failure(error)
             else:
                 return not supply.evals
 
-    async def _after(self, error: DeadlineExceeded | RemoteError) -> None:
+    async def _handle_failure(self, error: DeadlineExceeded | RemoteError) -> None:
         if isinstance(error, RemoteError) and error.code == RestoreNeeded.code:
             await self.restore()
             return

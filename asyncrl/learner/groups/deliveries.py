@@ -1,12 +1,12 @@
-"""Takes delivered groups: to training or to an evaluation, each once, with the notices that they cause.
+"""Takes delivered groups into training or into an evaluation, each once, and gives the notices that they cause.
 
 Invariant (exactly once): a group that was taken is never taken again; intake.py and evals.py decide. An acknowledged
 group is in memory, not on disk.
 
 Each name of a reward component becomes a metric of every step, an array of every group and a series in every sink. A
 function whose names follow from the data would grow them without bound. So the groups that a learner takes have at most
-``MOST_NAMES`` names in all; values under all further names are left out. Names that the configuration or asyncrl itself
-reads are kept as well. The reward of a trajectory does not change.
+``MOST_NAMES`` names in all; values under further names are left out. Names that the configuration or asyncrl itself
+reads are always kept, in addition. The reward of a trajectory does not change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncrl.workers.user_code import find_place
 
 
 class ComponentNames:
-    """The names of a run. ``known`` are those of its checkpoint."""
+    """The names of reward components that a run keeps. ``known`` are those of its checkpoint."""
 
     def __init__(self, config: Config, known: Iterable[str] = ()) -> None:
         learner = config.learner
@@ -40,17 +40,17 @@ class ComponentNames:
         self._names = dict.fromkeys(list(known)[:MOST_NAMES])
         self._config = config
         self.left_out = 0
-        """Values that were left out."""
+        """Number of values that were left out."""
         self._first = ""
-        """The first name that was left out."""
+        """The first name that was left out; empty before."""
 
     @property
     def names(self) -> list[str]:
-        """The names that are kept, in the order in which they came."""
+        """The names that are kept, in the order in which they came first."""
         return list(self._names)
 
     def trim(self, group: Group) -> bool:
-        """Leave out components under further names; whether there were any."""
+        """Remove from a group the components under names that are not kept. Returns whether it removed any."""
         before = self.left_out
         for trajectory in group.trajectories:
             further = [name for name in trajectory.components if not self._is_kept(name)]
@@ -62,9 +62,9 @@ class ComponentNames:
         return self.left_out > before
 
     def notice(self) -> str:
-        """The text for the user: whose names they are, what follows, and what to do.
+        """Compose the text for the user: whose names they are, what follows, and what to do.
 
-        After ``trim`` has found any. It parses the file of the user's function, so call it once, in a thread.
+        Call it once, after ``trim`` returned True, and in a thread: it parses the file of the user's function.
         """
         episode, reward = self._config.episode, self._config.reward
         spec = reward.function
@@ -89,7 +89,7 @@ class ComponentNames:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All text in a value of the configuration: an advantage may name components in its options."""
+    """Yield all texts in a configuration value: an advantage may name components in its options."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -101,7 +101,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 class Deliveries:
-    """The entrance of groups into the learner."""
+    """Takes the groups that rollouters deliver, and passes each to the intake or to the evaluations."""
 
     def __init__(
         self,
@@ -125,10 +125,14 @@ class Deliveries:
         self._components, self._dataloader, self._teacher = components, dataloader, teacher
         self._group_log = group_log
         self._components_notice: asyncio.Task[str] | None = None
-        """Text of the notice that components are left out, once there are any."""
+        """Task that composes the notice about components; None until one was left out."""
 
     def take(self, group: Group, sender: str) -> bool:
-        """Take a group; False for a duplicate."""
+        """Take a group. Returns False for a duplicate.
+
+        A training group goes to the intake, which buffers, filters or quarantines it. Then come the notices, the
+        teacher if it is buffered, and the announcement.
+        """
         if self._components.trim(group):
             self._counters["reward/components_left_out"] = self._components.left_out
             self._notify_components()
@@ -156,7 +160,7 @@ class Deliveries:
         return True
 
     def holds(self, uid: str) -> bool:
-        """Whether this prompt must not be leased again."""
+        """Whether the prompt of this uid must not be leased again: its group is held, or it has an outcome."""
         # Uids of evaluations are NAME@ROUND-INDEX, those of training EPOCH-INDEX.
         return self._evals.holds(uid) if "@" in uid else self._intake.has(uid)
 
@@ -166,7 +170,7 @@ class Deliveries:
             self._notify(notice.key, notice.text)
 
     def _notify_components(self) -> None:
-        """Notify the user that components are left out, and of how many."""
+        """Give the notice that components are left out and how many, once its text is composed."""
         notice = self._components_notice
         if notice is None:
             notice = self._tasks.create_task(asyncio.to_thread(self._components.notice))

@@ -1,7 +1,8 @@
-"""Evaluation rounds: their groups as they come in, and their metrics when a round is complete. Pure.
+"""Evaluation rounds: collects their groups, and computes the metrics of each complete round. Pure.
 
-The spans of a round's tokens give the versions that sampled it. A group that failed has no rewards and counts as
-failed, not as a reward of 0.
+A round is one run of an evaluation, called NAME@ROUND; the uids of its prompts are NAME@ROUND-INDEX. The version spans
+of its tokens give the versions that sampled it. A failed group has no rewards; it counts as failed, not as a reward of
+0.
 """
 
 from __future__ import annotations
@@ -19,38 +20,38 @@ from asyncrl.messages.trajectories import is_truncated, sampled_tokens, versions
 
 
 class EvalCollector:
-    """Groups of eval rounds, by round (``NAME@ROUND``)."""
+    """Groups of evaluation rounds. ``closed`` are the rounds that a checkpoint names as over."""
 
     def __init__(self, closed: Iterable[str] = ()) -> None:
         self._sizes: dict[str, int] = {}
         self._groups: dict[str, dict[str, Group]] = {}
         self._closed = set(closed)
-        self._unknown: set[str] = set()
-        """Rounds with groups here that the dataloader did not name the last time."""
+        self._missing_rounds: set[str] = set()
+        """Rounds with groups here that were missing in the dataloader's last list of open rounds."""
 
     @property
     def closed(self) -> list[str]:
-        """Rounds that are over."""
+        """Rounds that are over, sorted."""
         return sorted(self._closed)
 
     @property
     def open(self) -> list[EvalRound]:
-        """Rounds that are not over, with the groups that are here."""
+        """Open rounds, each with the uids of its groups that have come."""
         return [EvalRound(name=round, held=list(self._groups.get(round, ()))) for round in self._sizes]
 
     def opened(self, sizes: dict[str, int]) -> None:
-        """Take the rounds that are open, as ``Supply.evals`` names them, with the number of their prompts.
+        """Take the dataloader's list of open rounds: ``Supply.evals``, with the number of prompts of each.
 
-        Groups of a round that is missing twice in a row are dropped: it ended with an earlier learner.
+        Groups of a round that is missing in two lists in a row are dropped: the round ended with an earlier learner.
         """
         named = {purpose.removeprefix("eval/"): size for purpose, size in sizes.items()}
         self._sizes = {round: size for round, size in named.items() if round not in self._closed}
-        for round in self._unknown - named.keys():
+        for round in self._missing_rounds - named.keys():
             self._groups.pop(round, None)
-        self._unknown = self._groups.keys() - named.keys()
+        self._missing_rounds = self._groups.keys() - named.keys()
 
     def add(self, group: Group) -> bool:
-        """Take a group; False for one that is held or was counted before."""
+        """Take a group. Returns False if it is held already or its round is over."""
         round = round_of(group.lease.uid)
         if self.holds(group.lease.uid):
             return False
@@ -59,7 +60,7 @@ class EvalCollector:
         return True
 
     def reject(self, uid: str, reason: str) -> None:
-        """Count a prompt without a lease as failed. Ignored if it is known."""
+        """Count a prompt that gets no lease as failed, by a group without trajectories; ignored if it is known."""
         round, _, index = uid.rpartition("-")
         name, _, version = round.rpartition("@")
         lease = Lease(
@@ -79,23 +80,23 @@ class EvalCollector:
         self.add(Group(lease=lease, trajectories=[], failure=reason))
 
     def holds(self, uid: str) -> bool:
-        """Whether this group is held or was counted before."""
+        """Whether this group is held already or its round is over."""
         round = round_of(uid)
         return round in self._closed or uid in self._groups.get(round, {})
 
     def complete(self) -> list[tuple[str, list[Group]]]:
-        """Rounds whose last group has come, each once, as (NAME@ROUND, groups)."""
+        """Close the rounds whose groups all have come. Returns each once, as (NAME@ROUND, groups)."""
         done = [round for round, size in self._sizes.items() if len(self._groups.get(round, {})) >= size]
-        found = []
+        completed = []
         for round in done:
             del self._sizes[round]
             self._closed.add(round)
-            found.append((round, list(self._groups.pop(round, {}).values())))
-        return found
+            completed.append((round, list(self._groups.pop(round, {}).values())))
+        return completed
 
 
 def round_of(uid: str) -> str:
-    """NAME@ROUND of NAME@ROUND-INDEX."""
+    """The round of a uid: NAME@ROUND from NAME@ROUND-INDEX."""
     return uid.rpartition("-")[0]
 
 
@@ -114,28 +115,29 @@ def pass_at_ks(samples: int) -> list[int]:
 
 
 def eval_metrics(name: str, groups: list[Group], pass_at: float = 1.0) -> dict[str, Any]:
-    """Metrics of one complete round.
+    """Compute the metrics of one complete round.
 
     ``mean`` is the mean reward over samples, and ``component/*`` the mean of each component over the samples that have
     it. A sample passes if its reward is ``pass_at`` or more. ``pass_at/K`` is the mean of estimate_pass_at over the
-    prompts with K scored samples or more. ``pass_at_k`` is the share of prompts with a sample that passes, and ``k``
-    the samples of a prompt. Lengths are in sampled tokens.
+    prompts with K scored samples or more. ``pass_at_k`` is the share of prompts with a passing sample, and ``k`` the
+    largest number of samples of a prompt. Lengths are in sampled tokens. If no group has a reward, only ``prompts`` and
+    ``failed`` are returned.
     """
     scored = [group for group in groups if group.failure is None]
     trajectories = [trajectory for group in scored for trajectory in group.trajectories]
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         f"eval/{name}/prompts": len(groups),
         f"eval/{name}/failed": len(groups) - len(scored),
     }
     if not trajectories:
-        return found
+        return metrics
     versions = [version for trajectory in trajectories for version in versions_of(trajectory)]
     if versions:
-        found |= {"weights/version": max(versions), f"eval/{name}/version_min": min(versions)}
+        metrics |= {"weights/version": max(versions), f"eval/{name}/version_min": min(versions)}
     counts = [(len(g.trajectories), sum((t.reward or 0) >= pass_at for t in g.trajectories)) for g in scored]
     most = max(samples for samples, _ in counts)
     lengths = np.array([sampled_tokens(t) for t in trajectories], dtype=np.float64)
-    found |= {
+    metrics |= {
         f"eval/{name}/mean": float(np.mean([t.reward for t in trajectories])),
         f"eval/{name}/pass_at_k": float(np.mean([passed > 0 for _, passed in counts])),
         f"eval/{name}/k": most,
@@ -145,6 +147,6 @@ def eval_metrics(name: str, groups: list[Group], pass_at: float = 1.0) -> dict[s
     }
     for k in pass_at_ks(most):
         each = [estimate_pass_at(k, samples, passed) for samples, passed in counts if samples >= k]
-        found[f"eval/{name}/pass_at/{k}"] = float(np.mean(each))
+        metrics[f"eval/{name}/pass_at/{k}"] = float(np.mean(each))
     means = component_means(trajectories)
-    return found | {f"eval/{name}/component/{component}": value for component, value in means.items()}
+    return metrics | {f"eval/{name}/component/{component}": value for component, value in means.items()}

@@ -1,12 +1,13 @@
-"""The outcome of every prompt: taken once, concluded once, reported once. Pure.
+"""Takes each group once, gives each prompt one outcome, and reports each outcome once. Pure.
 
-Invariant (exactly once): a prompt that has an outcome, is in training or in the buffer is never taken again. So a group
-that is delivered twice, by any senders, is trained at most once, and a group that was taken leaves only by an outcome.
-Ledger, buffer and pending reports change together: ``snapshot`` is consistent at any moment.
+The outcomes are trained, filtered, quarantined and left out; the ledger records them. Invariant (exactly once): a
+prompt that has an outcome, is in training or in the buffer is never taken again. So a group that is delivered twice, by
+any senders, is trained at most once. A group that was taken leaves only by an outcome. Ledger, buffer and pending
+reports change together: ``snapshot`` is consistent at any moment.
 
 The groups of a step are those of the oldest leases, so that none waits for ever. Within a step the order is that of
-(epoch, index), not of arrival, so a step is a function of its groups. The gate bounds the buffer: it allows only so
-many leases.
+(epoch, index), not of arrival, so a step is a function of its groups. The buffer is bounded, since the dataloader's
+gate bounds the number of leases.
 
 A group that cannot be trained is quarantined with its reason. Under dynamic sampling a group is filtered if all its
 rewards are equal, and those of its turns too. The groups of a step whose trajectories are all masked are filtered as
@@ -32,12 +33,12 @@ from asyncrl.messages.trajectories import sampled_tokens
 
 
 class GroupBuffer:
-    """Groups that are held, by uid."""
+    """Groups that wait for a step, by uid."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
         self._by_age: list[tuple[tuple[int, int, int], str]] = []
-        """Ages and uids, the oldest first."""
+        """The age of each group and its uid, the oldest first."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -47,16 +48,16 @@ class GroupBuffer:
 
     @property
     def uids(self) -> list[str]:
-        """Uids of the groups that are held."""
+        """Uids of all groups, in the order of arrival."""
         return list(self._groups)
 
     @property
     def groups(self) -> list[Group]:
-        """Groups that are held."""
+        """All groups, in the order of arrival."""
         return list(self._groups.values())
 
     def add(self, group: Group) -> None:
-        """Hold a group that is not held yet."""
+        """Add a group that is not in the buffer."""
         assert group.lease.uid not in self._groups
         self._groups[group.lease.uid] = group
         insort(self._by_age, (_age(group), group.lease.uid))
@@ -66,7 +67,7 @@ class GroupBuffer:
         return [uid for _, uid in self._by_age[:count]]
 
     def look_up(self, uids: Iterable[str]) -> list[Group]:
-        """Groups of these uids, in the order in which they are trained."""
+        """Return the groups of these uids, in the order in which they are trained; they stay in the buffer."""
         return in_order([self._groups[uid] for uid in uids])
 
     def take(self, uids: Iterable[str]) -> list[Group]:
@@ -80,11 +81,12 @@ class GroupBuffer:
 
 
 def in_order(groups: Iterable[Group]) -> list[Group]:
-    """Groups in the order of (epoch, index)."""
+    """Sort groups by (epoch, index), the order in which they are trained."""
     return sorted(groups, key=_position)
 
 
 def _age(group: Group) -> tuple[int, int, int]:
+    """Sort key: the version at the lease, then (epoch, index)."""
     return (group.lease.param_version, *_position(group))
 
 
@@ -93,12 +95,12 @@ def _position(group: Group) -> tuple[int, int]:
 
 
 FRACTION_FROM = 100
-"""Number of concluded groups from which on ``learner.max_quarantined_fraction`` counts."""
+"""Number of concluded groups, or taken groups, from which on ``learner.max_quarantined_fraction`` applies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A prompt that will not be trained; ``group`` is None if it was never generated."""
+    """A prompt that will not be trained, with the reason; ``group`` is None if it was never generated."""
 
     uid: str
     reason: str
@@ -107,7 +109,7 @@ class Quarantined:
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
-    """A filtered group whose text is kept, and the reason."""
+    """A filtered group whose text is written to samples/, with the reason."""
 
     group: Group
     reason: str
@@ -119,7 +121,7 @@ MASKED = "every trajectory of its step is masked"
 
 @dataclass(frozen=True, slots=True)
 class IntakeState:
-    """Everything that a successor needs to continue."""
+    """State of an intake between two steps, from which a new learner continues."""
 
     ledger: LedgerState
     buffered: list[Group]
@@ -132,10 +134,10 @@ class IntakeState:
 
 
 class OutcomeQueue:
-    """Collects outcomes and makes numbered reports to the dataloader.
+    """Collects what the dataloader must know, and makes numbered reports of it.
 
-    An unacknowledged outcome is either in the report that is being sent or pending for the next one; none is in both,
-    and none is dropped.
+    An unacknowledged outcome is either in the report that is being sent or pending for the next one. It is never in
+    both, and never dropped.
     """
 
     def __init__(self) -> None:
@@ -153,32 +155,35 @@ class OutcomeQueue:
         self._dirty = True
 
     def published(self, version: int, trained: int) -> None:
-        """Add that ``trained`` groups were trained when ``version`` was published."""
+        """Add that ``version`` was published, after ``trained`` groups were trained in all."""
         self._version, self._trained_at_version = version, trained
         self._dirty = True
 
     def step_began(self, buffered_groups: int, *, waited: bool) -> None:
-        """Add that a step has begun, with so many groups left in the buffer, after waiting for groups or not."""
-        # A report of two steps has waited if either did.
+        """Add that a step has begun.
+
+        ``buffered_groups`` are left in the buffer; ``waited`` says whether the step had to wait for groups.
+        """
+        # If a report covers two steps, it says ``waited`` if either step waited.
         self._step = (buffered_groups, waited or (self._step is not None and self._step[1]))
         self._dirty = True
 
     def finished(self) -> None:
-        """Add that nothing more is leased for training."""
+        """Add that no more groups are leased for training."""
         self._finished = self._dirty = True
 
     def restart(self) -> int:
         """Drop the pending outcomes, because the dataloader gets the ledger, which has them.
 
-        Returns the number before that of the next report. Each call gives a larger number, so that the dataloader knows
-        the later of two ledgers.
+        Returns the number before that of the next report. It grows with each call, so that the dataloader knows the
+        later of two ledgers.
         """
         self._number += 1
         self._pending, self._step, self._dirty = [], None, False
         return self._number
 
     def next_report(self) -> Outcomes | None:
-        """The next report, to be repeated until it is acknowledged; None if there is nothing new."""
+        """Make the next report, which the caller repeats until it is acknowledged; None if there is nothing new."""
         if not self._dirty:
             return None
         self._number += 1
@@ -197,7 +202,7 @@ class OutcomeQueue:
 
 
 class Intake:
-    """The groups of a learner, from delivery to outcome.
+    """Takes a learner's groups at delivery, passes them to steps, and gives each an outcome.
 
     ``samples`` is the number of filtered groups between two steps whose text is kept.
     """
@@ -211,55 +216,61 @@ class Intake:
         self.filtered: list[Group] = []
         """Groups filtered since the last step."""
         self.quarantined: list[Quarantined] = []
-        """Prompts that are still to be written; the caller takes them."""
+        """Prompts that must still be written to quarantine.jsonl; the caller empties the list."""
         self.left_out: list[Rejected] = []
-        """Prompts left out by a rule of the data that are still to be logged; the caller takes them."""
+        """Prompts that a rule of the data left out and that must still be logged; the caller empties the list."""
         self.filtered_samples: list[Filtered] = []
-        """Filtered groups whose text is still to be written; the caller takes them."""
+        """Filtered groups whose text must still be written; the caller empties the list."""
         self.delivered_lengths: list[int] = []
-        """Lengths of the responses taken since the last step."""
+        """Lengths of the responses taken since the last step, in sampled tokens."""
         self.dropped_trajectories = 0
-        """Trajectories left out of the groups taken here."""
+        """Number of trajectories that rollouters dropped from the groups taken here."""
         self._taken, self._kept_trajectories = 0, 0
-        """Groups taken here, and the trajectories in them."""
+        """Number of groups taken here, and of the trajectories in them."""
         self.failed_attempts = 0
-        """Failed attempts at trajectories of the groups taken here."""
-        self._failed = 0
+        """Number of failed attempts at trajectories of the groups taken here."""
+        self._quarantined_groups = 0
         """Number of groups quarantined since the last step."""
-        self._masked = 0
-        """Number of filtered groups of steps without a token to train."""
-        self._begun: tuple[list[Group], int, int] = ([], 0, 0)
-        """Groups filtered, masked and quarantined before the step that is in training."""
+        self._masked_groups = 0
+        """How many of ``filtered`` were filtered because their step had no token to train."""
+        self._counts_before_step: tuple[list[Group], int, int] = ([], 0, 0)
+        """``filtered``, ``_masked_groups`` and ``_quarantined_groups`` before the step in training.
+
+        They are restored if the step does not count.
+        """
         self._last_problem = ""
-        self._misnamed = ""
-        """Reason that the signal cannot be found in any group."""
+        self._signal_problem = ""
+        """Text about a ``learner.signal`` that names no existing component; empty otherwise."""
         self._in_training: dict[str, Group] = {}
-        self._came: dict[str, float] = {}
-        """Times (s) at which the buffered groups were delivered to this learner, by uid."""
+        self._delivered_at: dict[str, float] = {}
+        """Time (s) at which each buffered group was delivered to this learner, by uid."""
         if restored is not None:
             self.filtered = list(restored.filtered)
-            self._failed = restored.failed
+            self._quarantined_groups = restored.failed
             self.delivered_lengths = list(restored.delivered_lengths)
             for group in restored.buffered:
                 if not self.has(group.lease.uid):
                     self.buffer.add(group)
 
     def has(self, uid: str) -> bool:
-        """Whether this prompt must not be leased again."""
+        """Whether the prompt of this uid must not be leased again: it is in training, in the buffer, or concluded."""
         return uid in self._in_training or uid in self.buffer or not self.ledger.is_open(*position_of(uid))
 
     @property
     def claims(self) -> list[str]:
-        """Uids in training and in the buffer."""
+        """Uids of the groups in training and in the buffer."""
         return [*self._in_training, *self.buffer.uids]
 
     @property
     def without_signal(self) -> int:
-        """Groups filtered since the last step because all rewards in them are equal."""
-        return len(self.filtered) - self._masked
+        """Number of groups filtered since the last step because all rewards in them are equal."""
+        return len(self.filtered) - self._masked_groups
 
     def deliver(self, group: Group, now: float = 0.0) -> Literal["duplicate", "buffered"] | Kind:
-        """Take a group, once; ``now`` is the time (s)."""
+        """Take a group, once: quarantine it if it cannot be trained, filter it if it has no signal, else buffer it.
+
+        ``now`` is the time (s).
+        """
         uid = group.lease.uid
         if self.has(uid):
             return "duplicate"
@@ -278,11 +289,11 @@ class Intake:
             self._conclude(uid, "filtered")
             return "filtered"
         self.buffer.add(group)
-        self._came[uid] = now
+        self._delivered_at[uid] = now
         return "buffered"
 
     def reject(self, rejected: Rejected) -> None:
-        """Leave out or quarantine a prompt that gets no lease; ignored if it is known."""
+        """Conclude a prompt that gets no lease, as left out or quarantined; ignored if it is known."""
         if self.has(rejected.uid):
             return
         if rejected.kind == "left_out":
@@ -292,23 +303,24 @@ class Intake:
             self._quarantine(Quarantined(rejected.uid, rejected.reason))
 
     def begin_step(self) -> tuple[list[Group], list[Group]]:
-        """The oldest groups, which the next step trains, and those filtered since the last one; both in order, not in
-        that of arrival.
+        """Move the oldest groups from the buffer into training.
+
+        Returns them, and the groups filtered since the last step; both in the order of (epoch, index).
         """
         assert not self._in_training
         groups = self.buffer.take(self.buffer.oldest(self._learner.groups_per_step))
         self._in_training = {group.lease.uid: group for group in groups}
         filtered = in_order(self.filtered)
-        self._begun = (filtered, self._masked, self._failed)
-        self.filtered, self._masked, self._failed = [], 0, 0
+        self._counts_before_step = (filtered, self._masked_groups, self._quarantined_groups)
+        self.filtered, self._masked_groups, self._quarantined_groups = [], 0, 0
         return groups, filtered
 
     def take_ages(self, now: float) -> list[float]:
-        """Seconds that each group of the step was in the buffer, if known; each group counts once."""
-        return [now - came for uid in self._in_training if (came := self._came.pop(uid, None)) is not None]
+        """Seconds that each group of the step was in the buffer. Each is returned once; unknown after a restore."""
+        return [now - came for uid in self._in_training if (came := self._delivered_at.pop(uid, None)) is not None]
 
     def end_step(self) -> list[int]:
-        """Conclude the step. Returns the lengths of the responses delivered since the last one."""
+        """Conclude the groups in training as trained. Returns the lengths of responses taken since the last step."""
         for uid in self._in_training:
             self._conclude(uid, "trained")
         self._in_training = {}
@@ -317,17 +329,18 @@ class Intake:
         return lengths
 
     def filter_step(self) -> None:
-        """Filter the groups of a step that has no token to train; others replace them."""
-        self._take_back(self._in_training.values())
+        """Conclude the groups in training as filtered: no token of the step is trained, and it does not count."""
+        self._restore_counts(self._in_training.values())
         self._keep_text(self._in_training.values(), MASKED)
         for uid in self._in_training:
             self._conclude(uid, "filtered")
         self._in_training = {}
 
     def spoil_step(self, uids: Collection[str], reason: str, *, trained: Collection[str] = ()) -> None:
-        """Quarantine the groups that made an update not finite.
+        """Quarantine the groups ``uids``, which made an update not finite.
 
-        Groups that earlier updates have ``trained`` stay in the step; all others may be trained again.
+        Groups that earlier updates have ``trained`` stay in the step; all others return to the buffer. If none was
+        trained, the step does not count.
         """
         groups, self._in_training = self._in_training, {}
         for uid, group in groups.items():
@@ -338,32 +351,35 @@ class Intake:
             else:
                 self.buffer.add(group)
         if not self._in_training:
-            self._take_back()
+            self._restore_counts()
 
     def _keep_text(self, groups: Iterable[Group], reason: str) -> None:
-        """Keep the text of the first groups that are filtered after each step."""
+        """Keep groups for samples/, up to ``samples`` of them after each step."""
         kept = [Filtered(group, reason) for group in groups][: self._sample_room]
         self._sample_room -= len(kept)
         self.filtered_samples += kept
 
-    def _take_back(self, filtered: Iterable[Group] = ()) -> None:
-        """Count with the next step the groups filtered before a step that did not count, and these of its own."""
-        before, masked, failed = self._begun
-        now = list(filtered)
-        self.filtered = [*before, *now, *self.filtered]
-        self._masked += masked + len(now)
-        self._failed += failed
+    def _restore_counts(self, filtered: Iterable[Group] = ()) -> None:
+        """Undo the reset of the counts by ``begin_step``, because the step does not count.
+
+        The groups filtered before it, and those ``filtered`` in it, count with the next step.
+        """
+        before, masked, failed = self._counts_before_step
+        own = list(filtered)
+        self.filtered = [*before, *own, *self.filtered]
+        self._masked_groups += masked + len(own)
+        self._quarantined_groups += failed
 
     def problem(self) -> str | None:
-        """Reason that the run must end, or None."""
+        """The reason that the run must end, for example too many filtered groups; None if it may continue."""
         learner = self._learner
-        if self._misnamed:
-            return self._misnamed
-        if len(self.filtered) + self._failed > learner.max_filtered_ratio * learner.groups_per_step:
+        if self._signal_problem:
+            return self._signal_problem
+        if len(self.filtered) + self._quarantined_groups > learner.max_filtered_ratio * learner.groups_per_step:
             flat = [group for group in self.filtered if self._is_flat(group)]
             has_trained = self.ledger.count("trained") > 0
             masked = len(self.filtered) - len(flat)
-            return no_signal(flat, masked, self._failed, self._last_problem, has_trained=has_trained)
+            return no_signal(flat, masked, self._quarantined_groups, self._last_problem, has_trained=has_trained)
         quarantined = self.ledger.count("quarantined")
         concluded = quarantined + self.ledger.count("trained") + self.ledger.count("filtered")
         if concluded >= FRACTION_FROM and quarantined > learner.max_quarantined_fraction * concluded:
@@ -385,15 +401,15 @@ class Intake:
         return None
 
     def _is_flat(self, group: Group) -> bool:
-        """Whether a group is filtered because its rewards do not differ."""
+        """Whether dynamic sampling filters this group. If the signal does not exist, record that as a problem."""
         try:
             return self._learner.dynamic_sampling and not has_signal(group, self._learner)
         except ConfigError as error:
-            self._misnamed = "; ".join(error.problems)
+            self._signal_problem = "; ".join(error.problems)
             return False
 
     def counts(self) -> dict[str, int]:
-        """Numbers of prompts by outcome, and of failures, by the names of their metrics."""
+        """Number of prompts by outcome, and of failures, by the names of their metrics."""
         ledger: dict[str, int] = {f"ledger/{kind}": self.ledger.count(kind) for kind in KINDS}
         return ledger | {
             "rollout/dropped_trajectories": self.dropped_trajectories,
@@ -401,14 +417,18 @@ class Intake:
         }
 
     def snapshot(self) -> IntakeState:
-        """State between two steps."""
+        """The state between two steps, for a checkpoint."""
         assert not self._in_training
         return IntakeState(
-            self.ledger.state, self.buffer.groups, list(self.filtered), self._failed, list(self.delivered_lengths)
+            self.ledger.state,
+            self.buffer.groups,
+            list(self.filtered),
+            self._quarantined_groups,
+            list(self.delivered_lengths),
         )
 
     def _quarantine(self, quarantined: Quarantined) -> None:
-        self._failed += 1
+        self._quarantined_groups += 1
         self._last_problem = quarantined.reason
         self.quarantined.append(quarantined)
         self._conclude(quarantined.uid, "quarantined")

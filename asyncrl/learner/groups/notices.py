@@ -2,15 +2,15 @@
 
     LearningWatch     the run cannot learn: no learning rate, no gradient, no signal in rewards
     TruncationWatch   limits cut most responses, with the key of the limit
-    GraceWatch        a measured step is longer than preempt.grace_s allows
+    GraceWatch        steps take so long that preempt.grace_s is too short
     no_signal         the reason with which a run without a signal ends
 
 A notice that the run cannot learn needs an exact condition over STEPS steps, or as many groups, so a run that learns
-gets none. It is given once. A missing number in a line changes nothing.
+gets none. It is given once. If a line of metrics lacks a number, it changes nothing.
 
 A response that is cut has no end: its reward says little, and training makes it no shorter. The share of cut responses
-is taken over the last WINDOW groups, or those of one step if these are more. The notice comes up once when the share
-reaches HIGH_TRUNCATION, and ends once when it falls to OVER. A share between the two changes nothing.
+is taken over the last WINDOW groups, or those of one step if these are more. A notice is given once when the share
+reaches HIGH_TRUNCATION, and another once it has fallen to OVER. A share between the two changes nothing.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ from asyncrl.messages.trajectories import is_truncated, last_answer_tokens
 from asyncrl.observe.metrics_line import HIGH_TRUNCATION, busy_s, number_in
 
 REWARDS_SHOWN = 5
-"""Rewards that the text of a run without a signal names."""
+"""Number of different rewards that the text of ``no_signal`` lists."""
 STEPS = 3
-"""Steps in a row, or groups of as many steps, before a notice."""
+"""Number of steps in a row that must show a condition; for groups, as many as these steps train."""
 LEAST_GROUPS = 32
-"""Least number of groups: equal rewards of fewer groups may be chance."""
+"""Smallest number of groups with equal rewards that gives a notice: in fewer it may be chance."""
 FILTERED_SHARE = 0.5
-"""Share of the limit of filtered groups from which on a notice says that the run will end."""
+"""Share of the limit of filtered groups that gives the notice that the run may end."""
 
 
 class LearningWatch:
-    """Watches whether the run can learn."""
+    """Notices that the run cannot learn."""
 
     def __init__(self, config: Config) -> None:
         self._obstacles = obstacles(config)
         self._learner = config.learner
         self._max_tokens = config.rollout.max_tokens
-        self._given: set[str] = set()
-        self._still = 0
-        """Steps in a row with a gradient of 0."""
-        self._groups = 0
-        """Groups in a row whose rewards all lie between the next two, and these are equal."""
+        self._given_keys: set[str] = set()
+        self._zero_gradients = 0
+        """Number of steps in a row whose gradient was exactly 0."""
+        self._equal_groups = 0
+        """Number of groups in a row whose rewards all lie from ``_low`` to ``_high``, and so count as equal."""
         self._low = self._high = 0.0
 
     def at_start(self) -> list[Notice]:
-        """Notices before the first step."""
-        found: list[Notice] = []
-        for each in self._obstacles:
-            found += self._once(each.key, f"{each.key}: {each.detail}. To do: {each.fix}")
-        return found
+        """Notices about a configuration under which nothing can be learned, before the first step."""
+        notices: list[Notice] = []
+        for obstacle in self._obstacles:
+            notices += self._once(obstacle.key, f"{obstacle.key}: {obstacle.detail}. To do: {obstacle.fix}")
+        return notices
 
     def after_step(self, line: Mapping[str, Any]) -> list[Notice]:
-        """Notices after a trained step with this line of metrics."""
+        """Count steps without a gradient; ``line`` is the metrics line of the step."""
         step = line.get("step", "?")
-        self._still = self._still + 1 if number_in(line, "policy/grad_norm") == 0.0 else 0
-        if self._still < STEPS:
+        self._zero_gradients = self._zero_gradients + 1 if number_in(line, "policy/grad_norm") == 0.0 else 0
+        if self._zero_gradients < STEPS:
             return []
         return self._once(
             "no gradient",
@@ -75,24 +75,30 @@ class LearningWatch:
         )
 
     def group_came(self, rewards: np.ndarray, *, filtered: int) -> list[Notice]:
-        """Notices after the delivery of a group with these rewards ([n]); ``filtered`` groups have
-        been filtered since the last step because their rewards are equal.
+        """Notices after the delivery of a group with these rewards, float64 [n].
+
+        ``filtered`` is the number of groups filtered since the last step because their rewards are equal.
         """
         return [*self._equal_rewards(rewards), *self._mostly_filtered(filtered)]
 
     def _equal_rewards(self, rewards: np.ndarray) -> list[Notice]:
+        """Count groups in a row with one and the same reward; give the notice at enough of them."""
         low, high = float(rewards.min()), float(rewards.max())
-        if self._groups and max(high, self._high) - min(low, self._low) <= self._learner.signal_tolerance:
-            self._groups, self._low, self._high = self._groups + 1, min(low, self._low), max(high, self._high)
+        if self._equal_groups and max(high, self._high) - min(low, self._low) <= self._learner.signal_tolerance:
+            self._equal_groups, self._low, self._high = (
+                self._equal_groups + 1,
+                min(low, self._low),
+                max(high, self._high),
+            )
         elif high - low <= self._learner.signal_tolerance:
-            self._groups, self._low, self._high = 1, low, high
+            self._equal_groups, self._low, self._high = 1, low, high
         else:
-            self._groups = 0
-        if self._groups < max(LEAST_GROUPS, STEPS * self._learner.groups_per_step):
+            self._equal_groups = 0
+        if self._equal_groups < max(LEAST_GROUPS, STEPS * self._learner.groups_per_step):
             return []
         return self._once(
             "equal rewards",
-            f"every reward of the last {self._groups} groups is {fixed(high, 3)}: nothing is learnt from equal "
+            f"every reward of the last {self._equal_groups} groups is {fixed(high, 3)}: nothing is learnt from equal "
             "rewards. Either reward.function gives this to every response (call it by hand on a right and a wrong "
             "one), or the prompts are all too hard or all too easy for this model (data.path), or responses are cut "
             f"before their answer (rollout.max_tokens = {self._max_tokens}), or the reward function fails on all "
@@ -100,28 +106,28 @@ class LearningWatch:
         )
 
     def _mostly_filtered(self, filtered: int) -> list[Notice]:
-        most = self._learner.max_filtered_ratio * self._learner.groups_per_step
-        if filtered < FILTERED_SHARE * most:
+        limit = self._learner.max_filtered_ratio * self._learner.groups_per_step
+        if filtered < FILTERED_SHARE * limit:
             return []
         return self._once(
             "mostly filtered",
             f"{filtered} groups were filtered since the last step, as all rewards in each of them are equal; the run "
-            f"ends once {most:g} (learner.max_filtered_ratio times groups_per_step) are passed, with those that are "
+            f"ends once {limit:g} (learner.max_filtered_ratio times groups_per_step) are passed, with those that are "
             "quarantined. Prompts of medium difficulty "
             "(data.path), more rollout.samples_per_prompt or a finer reward.function give a signal",
         )
 
     def _once(self, key: str, text: str) -> list[Notice]:
-        if key in self._given:
+        if key in self._given_keys:
             return []
-        self._given.add(key)
+        self._given_keys.add(key)
         return [Notice(key=key, text=text)]
 
 
 WINDOW = 8
-"""Least number of groups over which the share is taken."""
+"""Smallest number of groups over which the share of cut responses is taken."""
 OVER = 0.25
-"""Share of cut responses at which the notice ends."""
+"""Share of cut responses at which the second notice says that the share is no longer high."""
 KEY = "truncation"
 ADVICE = {
     "rollout.max_tokens": "raise rollout.max_tokens, ask for shorter answers in the prompt, or end responses with "
@@ -131,20 +137,21 @@ ADVICE = {
     "episode.max_turns": "raise episode.max_turns, or ask in the prompt for fewer turns",
     "episode.timeout_s": "raise episode.timeout_s, or make tools and environment faster",
 }
-"""Advice by the key of the limit."""
+"""Advice by the configuration key of the limit."""
 
 
 class TruncationWatch:
-    """The watch for runs whose responses are cut."""
+    """Notices that limits cut most responses."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._groups: deque[tuple[int, Counter[str]]] = deque(maxlen=max(WINDOW, config.learner.groups_per_step))
-        """Responses of a group, and how many of them each limit cut."""
-        self._up = False
+        """For each of the last groups, the number of its responses, and how many each limit cut."""
+        self._is_high = False
+        """Whether the share was last reported as high."""
 
     def group_came(self, group: Group) -> list[Notice]:
-        """Notices after the delivery of a group of training."""
+        """Count the cut responses of a training group. Gives a notice when the share becomes high, or low again."""
         if not group.trajectories:
             return []
         cut = Counter(limit_of(each, self._config) for each in group.trajectories if is_truncated(each))
@@ -155,11 +162,11 @@ class TruncationWatch:
         for _, each in self._groups:
             limits.update(each)
         share = limits.total() / sum(responses for responses, _ in self._groups)
-        if not self._up and share >= HIGH_TRUNCATION:
-            self._up = True
-            return [Notice(key=KEY, text=self._words(share, limits))]
-        if self._up and share <= OVER:
-            self._up = False
+        if not self._is_high and share >= HIGH_TRUNCATION:
+            self._is_high = True
+            return [Notice(key=KEY, text=self._text(share, limits))]
+        if self._is_high and share <= OVER:
+            self._is_high = False
             return [Notice(key=KEY, text=f"{percent(share)} of {self._responses} were cut, which is no longer high")]
         return []
 
@@ -167,7 +174,7 @@ class TruncationWatch:
     def _responses(self) -> str:
         return f"the responses of the last {len(self._groups)} groups"
 
-    def _words(self, share: float, limits: Counter[str]) -> str:
+    def _text(self, share: float, limits: Counter[str]) -> str:
         (limit, _), *others = limits.most_common()
         which = f", most of them at {limit}" if others else f" at {limit}"
         advice = ADVICE.get(key := limit.partition(" ")[0], f"raise {key}")
@@ -178,7 +185,7 @@ class TruncationWatch:
 
 
 def limit_of(trajectory: Trajectory, config: Config) -> str:
-    """The limit that cut a trajectory of training: the key with its value."""
+    """The limit that cut this trajectory, as the text KEY = VALUE."""
     if trajectory.finish_reason == "turns":
         return f"episode.max_turns = {config.episode.max_turns}"
     if trajectory.finish_reason == "time":
@@ -194,35 +201,42 @@ def limit_of(trajectory: Trajectory, config: Config) -> str:
 
 
 class GraceWatch:
-    """The watch of the duration of steps: the median of STEPS, because the first step compiles and is slow."""
+    """Notices that preempt.grace_s is too short for the measured steps, once.
+
+    It takes the median of STEPS, because the first step compiles and is slow.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._steps_s: deque[float] = deque(maxlen=STEPS)
-        self._said = False
+        self._is_given = False
 
     def after_step(self, line: Mapping[str, Any]) -> list[Notice]:
-        """Notices after a trained step with this line of metrics."""
+        """Take the duration of a step from its metrics line; give the notice if it is too long."""
         step_s = busy_s(line)
-        if step_s is None or self._said:
+        if step_s is None or self._is_given:
             return []
         self._steps_s.append(step_s)
         if len(self._steps_s) < STEPS:
             return []
         problem, fix = self._config.preempt.too_short(statistics.median(self._steps_s))
-        self._said = bool(problem)
+        self._is_given = bool(problem)
         return [Notice(key="grace", text=f"{problem}. To do: {fix}")] if problem else []
 
 
 def no_signal(flat: Sequence[Group], masked: int, failed: int, last_problem: str, *, has_trained: bool) -> str:
-    """Text about groups with equal rewards, without a token to train, and quarantined ones; the largest part first."""
+    """Compose why a run without a signal ends and what to do, the largest part first.
+
+    ``flat`` have equal rewards, ``masked`` groups had no token to train, ``failed`` were quarantined. ``has_trained``:
+    the run trained a group before.
+    """
     rewards = Counter(round(float(t.reward or 0.0), 4) for group in flat for t in group.trajectories)
     see = "asyncrl-top --samples and reward.function" if has_trained else "reward.function"
     parts = [
         (
             len(flat),
-            f"had equal rewards in themselves ({_counted(rewards)})",
-            _tell_apart(rewards, see, alone=not failed, has_trained=has_trained),
+            f"had equal rewards in themselves ({_reward_counts(rewards)})",
+            _reward_advice(rewards, see, alone=not failed, has_trained=has_trained),
         ),
         (
             masked,
@@ -236,21 +250,22 @@ def no_signal(flat: Sequence[Group], masked: int, failed: int, last_problem: str
             "mend what failed (quarantine.jsonl has each with its reason)",
         ),
     ]
-    found = sorted((part for part in parts if part[0]), key=lambda part: -part[0])
-    told = "; ".join(f"{count} {words}" for count, words, _ in found)
-    to_do = "; ".join(remedy for _, _, remedy in found)
-    total = sum(count for count, _, _ in found)
-    return f"no signal: none of the last {total} groups could be trained: {told}. To do: {to_do}"
+    causes = sorted((part for part in parts if part[0]), key=lambda part: -part[0])
+    listed = "; ".join(f"{count} {words}" for count, words, _ in causes)
+    to_do = "; ".join(remedy for _, _, remedy in causes)
+    total = sum(count for count, _, _ in causes)
+    return f"no signal: none of the last {total} groups could be trained: {listed}. To do: {to_do}"
 
 
-def _counted(rewards: Counter[float]) -> str:
-    """Rewards with the number of times that each was given, the most frequent first."""
+def _reward_counts(rewards: Counter[float]) -> str:
+    """Text that lists the rewards and how often each was given, the most frequent first."""
     named = [f"{reward:g} ({times} times)" for reward, times in rewards.most_common(REWARDS_SHOWN)]
     more = len(rewards) - len(named)
     return f"reward {', '.join(named)}" + (f" and {more} other rewards" if more > 0 else "")
 
 
-def _tell_apart(rewards: Counter[float], see: str, *, alone: bool, has_trained: bool) -> str:
+def _reward_advice(rewards: Counter[float], see: str, *, alone: bool, has_trained: bool) -> str:
+    """Advice for groups with equal rewards; ``alone``: no group failed. ``see`` names where to look."""
     if len(rewards) <= 1:
         reward = next(iter(rewards), 0.0)
         learned = f"if {reward:g} is the best reward, the model has learned these prompts, so take harder ones; else "

@@ -1,10 +1,11 @@
 """Scores groups with a teacher on a server, during training: each group as soon as it is in the buffer.
 
-Invariant: a group is scored once, however often it returns to the buffer. At most
-``learner.teacher_server.concurrency`` requests are open. Scores are kept only for the groups in the buffer and the
-step, which the gate bounds. Not thread-safe: it runs on the event loop of rank 0.
+A score is a log-prob of the teacher for each sampled token. Invariant: a group is scored once, however often it returns
+to the buffer. At most ``learner.teacher_server.concurrency`` requests are open. Scores are kept only for the groups in
+the buffer and the step, which the gate bounds. Not thread-safe: it runs on the event loop of rank 0.
 
-Fails with ActorFailed, which names the URL, when a request has failed ``tries`` times, or once for good.
+Fails with ActorFailed, which names the URL, after ``tries`` requests for a sequence, or after a failure that a
+repetition cannot mend.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 
 class ServedTeacher:
-    """The teacher on a server."""
+    """Scores groups with a teacher on a server, in tasks of ``tasks``."""
 
     def __init__(
         self,
@@ -42,34 +43,34 @@ class ServedTeacher:
         tasks: asyncio.TaskGroup,
         news: News,
     ) -> None:
-        """Every scored group is announced to ``news``."""
+        """``news`` announces each scored group."""
         self._client = TeacherClient(url, config)
         self._config, self._name, self._tasks = config, services.name, tasks
         self._counters, self._awaits, self._log = services.counters, services.awaits, services.log
         self._news = news
-        self._places = asyncio.Semaphore(config.concurrency)
+        self._request_slots = asyncio.Semaphore(config.concurrency)
         self._scores: dict[str, asyncio.Future[GroupScores]] = {}
-        """Log-probs of each group by uid; done or under way."""
+        """Scores by the uid of their group; a future that is not done is being computed."""
 
     def begin(self, group: Group) -> None:
-        """Ask for the log-probs of a group's sampled tokens, if that is not done."""
+        """Begin to score a group in a task, unless it is scored or being scored."""
         uid = group.lease.uid
         if uid not in self._scores:
             self._scores[uid] = answer = asyncio.get_running_loop().create_future()
             self._tasks.create_task(self._score(group, answer))
 
     def has_done(self, groups: Iterable[Group]) -> bool:
-        """Whether each of these groups is scored, or cannot be."""
+        """Whether each of these groups is scored, or has failed."""
         return all((scores := self._scores.get(group.lease.uid)) is not None and scores.done() for group in groups)
 
     async def scores(self, groups: Sequence[Group]) -> list[GroupScores]:
-        """Log-probs of all sampled tokens of these groups, nats, at temperature 1. Raises ActorFailed."""
+        """Wait for the scores of these groups: log-probs in nats, at temperature 1. Raises ActorFailed."""
         for group in groups:
             self.begin(group)
         return [await self._scores[group.lease.uid] for group in groups]
 
     def keep(self, uids: Collection[str]) -> None:
-        """Forget all groups but these."""
+        """Forget the scores of all groups but these."""
         held = set(uids)
         self._scores = {uid: scores for uid, scores in self._scores.items() if uid in held}
 
@@ -78,32 +79,34 @@ class ServedTeacher:
         await self._client.close()
 
     async def _score(self, group: Group, answer: asyncio.Future[GroupScores]) -> None:
-        asked = [self._ask(group, sequence) for _, sequence in sampled_sequences([group])]
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        failed = next((each for each in found if isinstance(each, BaseException)), None)
-        # A step that waited for it was cancelled, and the future with it.
+        """Score a group, put the result or the first failure into ``answer``, and announce it."""
+        requests = [self._ask(group, sequence) for _, sequence in sampled_sequences([group])]
+        results = await asyncio.gather(*requests, return_exceptions=True)
+        failed = next((each for each in results if isinstance(each, BaseException)), None)
+        # The step that awaited the future was cancelled, which cancelled the future.
         if answer.done():
             return
         if failed is not None:
             answer.set_exception(failed)
-            # The step that needs the group has it raised; a group that no step needs any more fails nothing.
+            # Mark it as retrieved: the step that needs the group raises it; if no step does, it does no harm.
             answer.exception()
         else:
-            (scores,) = by_group([group], [each for each in found if isinstance(each, np.ndarray)])
+            (scores,) = by_group([group], [each for each in results if isinstance(each, np.ndarray)])
             answer.set_result(scores)
         self._news.announce()
 
     async def _ask(self, group: Group, sequence: TokenSequence) -> np.ndarray:
+        """Log-probs of a sequence's sampled tokens, float64 [S]; repeats requests that may succeed."""
         prompt = group.lease.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
-        places = sampled_positions(sequence) + len(prompt)
-        # Tokens behind the last sampled one have no part in any of the log-probs.
-        ids = np.concatenate([prompt, sequence.tokens])[: int(places[-1]) + 1].tolist()
+        positions = sampled_positions(sequence) + len(prompt)
+        # Tokens behind the last sampled one change none of the log-probs.
+        ids = np.concatenate([prompt, sequence.tokens])[: int(positions[-1]) + 1].tolist()
         for attempt in range(1, self._config.tries + 1):
             try:
-                async with self._places:
+                async with self._request_slots:
                     self._counters.add(REQUESTS)
                     with self._awaits.on(self._client.url, "log-probs by the teacher"):
-                        return await self._client.logprobs(ids, places)
+                        return await self._client.logprobs(ids, positions)
             except TeacherFailed as error:
                 self._counters.add(FAILED)
                 self._log.warning("the teacher did not score", uid=group.lease.uid, attempt=attempt, error=str(error))

@@ -1,10 +1,12 @@
-"""A teacher on a server: one request, the log-probs of the tokens of a sequence.
+"""A client of a teacher on a server: it requests the log-probs of tokens of a sequence.
 
-The client calls ``/completions`` of an OpenAI-compatible server that returns log-probs of a prompt of ids, as vLLM does
-(``prompt_logprobs``, https://docs.vllm.ai/en/latest/api/vllm/entrypoints/openai/completion/protocol/). They are those
-of the model at temperature 1. Invariant: the result is one finite number, at most 0, for each requested token and of
-the same id; anything else is an error that names the URL. Redirects are not followed, so that no other server gets the
-key, and no more than MOST_BYTES of a reply are read.
+The client calls ``/completions`` of an OpenAI-compatible server that returns log-probs of a prompt of token ids, as
+vLLM does (``prompt_logprobs``, https://docs.vllm.ai/en/latest/api/vllm/entrypoints/openai/completion/protocol/). They
+are those of the model at temperature 1.
+
+Invariant: the result has for each requested token the log-prob of the same id, a finite number of at most 0. Anything
+else is an error that names the URL. Redirects are not followed, so that no other server gets the key. No more than
+MOST_BYTES of a reply are read.
 
 Fails with TeacherFailed, which says whether the request may be repeated.
 """
@@ -28,13 +30,13 @@ if TYPE_CHECKING:
 MOST_BYTES = 256 << 20
 CONNECT_S = 10.0
 ABOVE_ZERO = 1e-4
-"""Rounding may leave a log-prob above 0 by this much."""
+"""Largest log-prob that counts as 0: rounding may leave one above 0."""
 PASSING = (408, 409, 425, 429, 500, 502, 503, 504, 529)
-"""Statuses that say nothing about the request."""
+"""HTTP statuses after which the same request may succeed later."""
 
 
 class TeacherFailed(Exception):
-    """No log-probs. ``passing``: the request may be repeated."""
+    """The server gave no log-probs. ``passing``: the same request may succeed later."""
 
     def __init__(self, reason: str, *, passing: bool) -> None:
         self.reason, self.passing = reason, passing
@@ -67,7 +69,7 @@ class _Text(msgspec.Struct):
 
 
 class TeacherClient:
-    """A client of one server. Made and used in one event loop; ``close`` ends it."""
+    """A client of the server at ``url``. Make it and use it in one event loop; ``close`` ends it."""
 
     def __init__(self, url: str, config: TeacherServerConfig) -> None:
         import aiohttp
@@ -79,64 +81,71 @@ class TeacherClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def model(self) -> tuple[str, int | None]:
-        """The name of the teacher, and the longest sequence that its server accepts, if it says so."""
-        found: _Models = _read(await self._ask("GET", f"{self.url}/models"), _Models, f"{self.url}/models")
-        named = [each for each in found.data if self._model in (None, each.id)]
+        """The configured model, or the only one of the server. Raises TeacherFailed.
+
+        Returns its name, and the longest sequence that the server accepts, None if it does not say.
+        """
+        models: _Models = _read(await self._ask("GET", f"{self.url}/models"), _Models, f"{self.url}/models")
+        named = [each for each in models.data if self._model in (None, each.id)]
         if not named:
-            there = ", ".join(each.id for each in found.data) or "none"
-            raise TeacherFailed(f"{self.url} serves no model {self._model!r}; it serves {there}", passing=False)
+            served = ", ".join(each.id for each in models.data) or "none"
+            raise TeacherFailed(f"{self.url} serves no model {self._model!r}; it serves {served}", passing=False)
         if self._model is None and len(named) > 1:
-            there = ", ".join(each.id for each in named)
-            told = f"{self.url} serves several models ({there}); name one in learner.teacher_server.model"
-            raise TeacherFailed(told, passing=False)
+            served = ", ".join(each.id for each in named)
+            problem = f"{self.url} serves several models ({served}); name one in learner.teacher_server.model"
+            raise TeacherFailed(problem, passing=False)
         self._model = named[0].id
         return named[0].id, named[0].max_model_len
 
     async def text(self, ids: Sequence[int]) -> str | None:
-        """The text of ids; None from a server that has no ``/detokenize``."""
+        """Let the server decode token ids into text; None if it has no ``/detokenize``."""
         if self._model is None:
             await self.model()
         url = f"{self.url.removesuffix('/v1')}/detokenize"
         body = {"model": self._model, "tokens": list(ids)}
         try:
-            found: _Text = _read(await self._ask("POST", url, body), _Text, url)
+            decoded: _Text = _read(await self._ask("POST", url, body), _Text, url)
         except TeacherFailed:
             return None
-        return found.prompt
+        return decoded.prompt
 
     async def logprobs(self, ids: Sequence[int], places: np.ndarray) -> np.ndarray:
-        """float64 [S], nats: log-prob of the tokens of ``ids`` at ``places``, each above 0. Raises TeacherFailed."""
+        """Request log-probs of the tokens of ``ids`` at these positions, which are above 0: float64 [S], nats.
+
+        Raises TeacherFailed.
+        """
         if self._model is None:
             await self.model()
         url = f"{self.url}/completions"
-        # Servers want at least one token to sample; it is thrown away.
+        # Servers require at least one token to sample; it is not used.
         body = {"model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         answer: _ScoredPrompts = _read(await self._ask("POST", url, body), _ScoredPrompts, url)
-        found = answer.choices[0].prompt_logprobs if answer.choices else None
-        if found is None:
-            told = "answers without prompt_logprobs: it must be a server that scores prompts, as vLLM's"
-            raise TeacherFailed(f"{url} {told}", passing=False)
-        if len(found) != len(ids):
-            told = f"answers with log-probs of {len(found)} tokens where {len(ids)} were asked for"
-            raise TeacherFailed(f"{url} {told}", passing=True)
-        return np.array([self._value(url, ids, found, int(place)) for place in places], np.float64)
+        scored = answer.choices[0].prompt_logprobs if answer.choices else None
+        if scored is None:
+            problem = "answers without prompt_logprobs: it must be a server that scores prompts, as vLLM's"
+            raise TeacherFailed(f"{url} {problem}", passing=False)
+        if len(scored) != len(ids):
+            problem = f"answers with log-probs of {len(scored)} tokens where {len(ids)} were asked for"
+            raise TeacherFailed(f"{url} {problem}", passing=True)
+        return np.array([self._value(url, ids, scored, int(place)) for place in places], np.float64)
 
     async def close(self) -> None:
         """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
-    def _value(self, url: str, ids: Sequence[int], found: Sequence[dict[str, _Logprob] | None], place: int) -> float:
-        of_token = (found[place] or {}).get(str(ids[place]))
+    def _value(self, url: str, ids: Sequence[int], scored: Sequence[dict[str, _Logprob] | None], place: int) -> float:
+        of_token = (scored[place] or {}).get(str(ids[place]))
         if of_token is None:
             raise TeacherFailed(f"{url} answers without the log-prob of token {place}, id {ids[place]}", passing=False)
         value = of_token.logprob
         if value is None or not math.isfinite(value) or value > ABOVE_ZERO:
-            told = f"answers with {value} as the log-prob of token {place}, id {ids[place]}"
-            raise TeacherFailed(f"{url} {told}", passing=value is None or not math.isfinite(value))
+            problem = f"answers with {value} as the log-prob of token {place}, id {ids[place]}"
+            raise TeacherFailed(f"{url} {problem}", passing=value is None or not math.isfinite(value))
         return min(value, 0.0)
 
     async def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> bytes:
+        """Send an HTTP request and return the body of the reply. Raises TeacherFailed for every failure."""
         headers = {"Content-Type": "application/json"}
         if self._config.api_key_env:
             # A key that was read from a file may end with a newline, which a header cannot hold.
@@ -151,18 +160,18 @@ class TeacherClient:
         except self._http.ServerTimeoutError as error:
             raise TeacherFailed(f"{url} takes no connection within {CONNECT_S:g} s", passing=True) from error
         except TimeoutError as error:
-            told = f"has not answered within learner.teacher_server.timeout_s = {self._config.timeout_s:g} s"
-            raise TeacherFailed(f"{url} {told}", passing=True) from error
+            problem = f"has not answered within learner.teacher_server.timeout_s = {self._config.timeout_s:g} s"
+            raise TeacherFailed(f"{url} {problem}", passing=True) from error
         except (self._http.ClientError, OSError) as error:
-            told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise TeacherFailed(f"{url} cannot be reached: {told}", passing=True) from error
+            problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise TeacherFailed(f"{url} cannot be reached: {problem}", passing=True) from error
         except ValueError as error:
-            # aiohttp's for a header that it does not send, or that an entry of .netrc for the host contradicts.
-            told = f"cannot be asked: {error}; look at learner.teacher_server.api_key_env, and at the host in .netrc"
-            raise TeacherFailed(f"{url} {told}", passing=False) from error
+            # aiohttp raises it for an invalid header, or one that conflicts with the host's entry in .netrc.
+            problem = f"cannot be asked: {error}; look at learner.teacher_server.api_key_env, and at the host in .netrc"
+            raise TeacherFailed(f"{url} {problem}", passing=False) from error
         if status != 200:
-            said = " ".join(answer[:400].decode(errors="replace").split())
-            raise TeacherFailed(f"{url} answers with status {status}: {said}", passing=status in PASSING)
+            body_text = " ".join(answer[:400].decode(errors="replace").split())
+            raise TeacherFailed(f"{url} answers with status {status}: {body_text}", passing=status in PASSING)
         return answer
 
     def _open(self) -> aiohttp.ClientSession:

@@ -1,7 +1,7 @@
-"""The numbers that the parts of the learner's loop share.
+"""The numbers of the run's progress that the parts of the learner's loop share.
 
-Training counts steps, VersionSchedule counts versions, the actor sets ``preempted``; all other parts only read. A
-change that others wait for is followed by ``news.announce``.
+Training counts steps, VersionSchedule counts versions, the actor sets ``preempted``; all other parts only read. After a
+change that others wait for, the writer calls ``news.announce``.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from dataclasses import dataclass, field
 
 
 class News:
-    """A signal to several waiters. Each has its own event and clears it itself."""
+    """A signal to several waiters. Each gets an event of its own from ``listen`` and clears it itself."""
 
     def __init__(self) -> None:
         self._events: list[asyncio.Event] = []
 
     def listen(self) -> asyncio.Event:
-        """A new event that every announcement sets."""
+        """Make a new event, which every later announcement sets."""
         self._events.append(event := asyncio.Event())
         return event
 
     def announce(self) -> None:
-        """Wake all waiters: groups or prompts have come, a teacher has scored, a version was lost, or the run ends."""
+        """Wake all waiters: groups or prompts came, a teacher has scored, a version was lost, or the run ends."""
         for event in self._events:
             event.set()
 
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """Progress of the training of a run."""
+    """Progress of a run: its steps, its newest version, and whether it ends."""
 
     step: int = 0
     """Steps trained so far."""
     version: int = -1
-    """The newest version; -1 before the first."""
+    """The newest version of the weights; -1 before the first."""
     trained_at_version: int = 0
-    """Groups that were trained when that version was published."""
+    """Number of groups that were trained when that version was published."""
     unpublished: int = 0
     """Steps trained since that version."""
     preempted: bool = False

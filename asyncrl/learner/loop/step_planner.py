@@ -1,11 +1,11 @@
-"""The groups and the plan of each step.
+"""Waits for the groups of each step and plans it.
 
 The learner waits for groups, never for a replica or a disk. The wait ends when a step's groups are in the buffer, or
 when no more will come. Meanwhile an overdue version is tried again, at times that no other event postpones.
 
-A step is planned while the step before is trained, or when it begins. Its groups are chosen when it begins. An early
-plan is a guess: it takes the groups that would be chosen now, and is made again if older groups come meanwhile.
-Planning takes at most half of the time.
+A step is planned when it begins, or early, while the step before is trained. Its groups are chosen when it begins. So
+an early plan is a guess: it takes the groups that would be chosen now, and is made again if older groups come. Early
+planning takes at most half of the time.
 
 Invariant: an early plan is used only if the step begins with the very same groups under the same version. A plan is a
 function of these, so every step is the same as without early plans. If a model has to score the groups first, nothing
@@ -43,7 +43,7 @@ from asyncrl.rpc.services import ActorServices
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """A step to come."""
+    """A future step: its number, and the version under which it will begin."""
 
     step: int
     """Number of the step, counted from 1."""
@@ -54,33 +54,33 @@ class NextStep:
 
     @classmethod
     def of(cls, progress: TrainingProgress) -> NextStep:
-        """The step that comes next, if it began now."""
+        """The step that would begin now."""
         return cls(progress.step + 1, progress.version, progress.unpublished)
 
     def after(self, steps_per_version: int, next_version: int) -> NextStep:
-        """The step after this one, if version ``next_version`` can be published when it is due."""
+        """The step after this one, if ``next_version`` is published as soon as it is due."""
         trained = self.unpublished + 1
         if trained < steps_per_version:
             return NextStep(self.step + 1, self.version, trained)
         return NextStep(self.step + 1, next_version, 0)
 
     def groups_wanted(self, config: Config) -> int:
-        """Groups that must be in the buffer before the step begins."""
+        """Number of groups that must be in the buffer before the step begins."""
         learner = config.learner
         if config.staleness.max:
             return learner.groups_per_step
-        # All groups of the version: otherwise the choice for a step would depend on the order of arrival. While a
-        # version is overdue, more steps may be unpublished than make one; the next step still needs its own groups.
+        # On policy, wait for all groups of the version: otherwise a step's groups would depend on the order of arrival.
+        # While a version is overdue, ``unpublished`` may exceed its steps; the next step still needs its own groups.
         return learner.groups_per_step * max(1, learner.steps_per_version - self.unpublished)
 
     def inputs(self, buffer: GroupBuffer, config: Config) -> PlanInputs | None:
-        """The inputs of the step's plan if it began now; None while there are too few groups."""
+        """The inputs of the step's plan with the oldest groups now in the buffer; None if there are too few."""
         if len(buffer) < self.groups_wanted(config):
             return None
         return self.inputs_of(buffer.look_up(buffer.oldest(config.learner.groups_per_step)))
 
     def inputs_of(self, groups: Sequence[Group]) -> PlanInputs:
-        """The inputs of the step's plan if it trains these groups."""
+        """The inputs of the step's plan with these groups."""
         return PlanInputs(self.step, self.version, self.unpublished == 0, tuple(groups))
 
 
@@ -91,12 +91,15 @@ class PlanInputs:
     step: int
     version: int
     fresh: bool
-    """Whether no step was trained since the version."""
+    """Whether no step was trained since the version was published."""
     groups: tuple[Group, ...]
     """Groups in the order in which they are trained."""
 
     def make_same_plan(self, other: PlanInputs) -> bool:
-        """Whether both give the same plan. A group that came again under the uid of another is not the same."""
+        """Whether both inputs give the same plan.
+
+        Groups must be the same objects: a group that was generated again has the same uid and other tokens.
+        """
         return (
             (self.step, self.version, self.fresh) == (other.step, other.version, other.fresh)
             and len(self.groups) == len(other.groups)
@@ -116,10 +119,10 @@ def plan_step(
     teacher: Sequence[GroupScores] | None = None,
     supervised: SupervisedSteps | None = None,
 ) -> StepPlan:
-    """Plan of step ``step``, counted from 1: reference scores first if needed, the updates, the supervised term.
+    """Plan step ``step``, counted from 1: reference scores first if needed, the updates, the supervised term.
 
-    The rest as for build_step. Runs on the backend's thread if the backend has to score first (``needs_scores``), else
-    on any. Raises NonFiniteStep or ConfigError.
+    If ``needs_scores``, call it on the backend's thread. The other arguments are those of build_step. Raises
+    NonFiniteStep or ConfigError.
     """
     plan = build_step(
         groups,
@@ -138,7 +141,7 @@ def plan_step(
 
 
 def needs_scores(config: Config) -> bool:
-    """Whether a model has to score a step's groups before they can be planned."""
+    """Whether a reference or a teacher must score a step's groups before the step can be planned."""
     learner = config.learner
     return learner.backend != "sim" and (learner.kl.in_reward or learner.teacher_url is not None)
 
@@ -164,7 +167,7 @@ class _Early:
 
 
 class StepPlanner:
-    """The planner of steps. ``thread`` is that of ``backend``; early plans have a thread of their own."""
+    """Waits for groups and makes plans. ``thread`` is the backend's; early plans have a thread of their own."""
 
     def __init__(
         self,
@@ -183,7 +186,7 @@ class StepPlanner:
         teacher: ServedTeacher | None,
     ) -> None:
         self.waited = False
-        """Whether the step that begins had to wait for groups."""
+        """Whether the newest step had to wait for groups."""
         self._config, self._name = config, services.name
         self._states, self._clock, self._counters = services.states, services.clock, services.counters
         self._log, self._awaits = services.log, services.awaits
@@ -192,13 +195,16 @@ class StepPlanner:
         self._intake, self._dataloader, self._schedule, self._track = intake, dataloader, schedule, track
         self._advantage, self._supervised, self._teacher = advantage, supervised, teacher
         self._next: NextStep | None = None
-        """The step that is to be planned early."""
+        """The step to plan early, or None."""
         self._changed = progress.news.listen()
         self._early: _Early | None = None
         self._early_thread = ThreadPoolExecutor(1, thread_name_prefix="plan")
 
     async def wait(self) -> bool:
-        """Wait until a step's groups, or the last ones, are in the buffer; False when the run is preempted instead."""
+        """Wait until the next step's groups, or the run's last ones, are in the buffer and scored.
+
+        Returns False if the run is preempted, after a limited wait for groups under way.
+        """
         with self._awaits.on("rollouter", "groups"):
             return await self._wait()
 
@@ -213,7 +219,7 @@ class StepPlanner:
             if problem := intake.problem():
                 raise CannotLearn(self._name, problem)
             if self._progress.preempted:
-                await self._take_the_last()
+                await self._wait_for_last_groups()
                 return False
             supply = self._dataloader.supply
             are_last = supply.exhausted and supply.outstanding == len(intake.buffer) > 0
@@ -223,47 +229,47 @@ class StepPlanner:
                 await self._news.wait()
                 continue
             try:
-                # A deadline, so that a stream of news does not postpone the version.
+                # ``retry_at`` is fixed, so that frequent news does not postpone the version.
                 async with asyncio.timeout(max(0.0, retry_at - self._clock.now())):
                     await self._news.wait()
             except TimeoutError:
                 await self._schedule.retry(give_up_at)
-                # Under the new version the step may wait for more groups.
+                # A step under a new version may need more groups.
                 wanted = self._begin_wait()
                 retry_at = self._schedule.next_try
 
     def _begin_wait(self) -> int:
-        """Have the next step planned early; the number of groups that it waits for."""
+        """Choose the next step for early planning. Returns the number of groups that it waits for."""
         self._states.enter("waiting", "groups")
         step = NextStep.of(self._progress)
         self.plan_early(step)
         return step.groups_wanted(self._config)
 
     def _are_scored(self, wanted: int) -> bool:
-        """Whether a teacher on a server has scored the groups that come next."""
+        """Whether the teacher on a server, if there is one, has scored the ``wanted`` oldest groups."""
         buffer = self._intake.buffer
         uids = set(buffer.oldest(wanted))
         return self._teacher is None or self._teacher.has_done([g for g in buffer.groups if g.lease.uid in uids])
 
-    async def _take_the_last(self) -> None:
-        """Wait, for a limited time, until the rollouters have delivered or returned their groups."""
+    async def _wait_for_last_groups(self) -> None:
+        """Wait, for a share of preempt.grace_s, until rollouters have delivered or returned all groups under way."""
         self._states.enter("waiting", "last groups")
-        within, dataloader = LAST_GROUPS_SHARE * self._config.preempt.grace_s, self._dataloader
+        limit_s, dataloader = LAST_GROUPS_SHARE * self._config.preempt.grace_s, self._dataloader
         try:
-            async with asyncio.timeout(within):
+            async with asyncio.timeout(limit_s):
                 while not (dataloader.supply.exhausted and dataloader.supply.outstanding <= len(self._intake.buffer)):
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
-            self._log.warning("not all groups came in before the checkpoint", waited_s=within)
+            self._log.warning("not all groups came in before the checkpoint", waited_s=limit_s)
 
     def plan_early(self, step: NextStep | None) -> None:
-        """Plan this step early from now on, or none."""
+        """Set the step that is planned early from now on; None for no early plans."""
         self._next = step if not needs_scores(self._config) else None
         self._changed.set()
 
     async def run(self) -> None:
-        """Make early plans, until cancelled."""
+        """Make early plans until cancelled; after each, pause for as long as it took."""
         clock = asyncio.get_running_loop().time
         while True:
             await self._changed.wait()
@@ -272,14 +278,14 @@ class StepPlanner:
             inputs = self._next.inputs(self._intake.buffer, self._config) if self._next is not None else None
             if inputs is not None and not (self._early is not None and self._early.inputs.make_same_plan(inputs)):
                 self._discard()
-                # ``wait`` raises no error of the plan: the step that uses the plan does.
-                await asyncio.wait([self._begin(inputs)])
+                # asyncio.wait does not raise the plan's error; the step that uses the plan raises it.
+                await asyncio.wait([self._begin_early_plan(inputs)])
             await asyncio.sleep(clock() - began)
 
     async def plan(self, inputs: PlanInputs) -> StepPlan:
-        """The plan of the step that begins."""
+        """The plan of the step that begins: the early one if its inputs are the same, else a new one."""
         if self._early is not None and self._early.inputs.make_same_plan(inputs):
-            # Taken before the wait, in which ``run`` may discard what it finds here.
+            # Clear it before the await: during the await ``run`` may discard ``_early``.
             early, self._early = self._early, None
             self._counters.add("learner/plans_ahead")
             return await early.plan
@@ -288,14 +294,14 @@ class StepPlanner:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, inputs, teacher)
 
     def close(self) -> None:
-        """Plan nothing more; ``run`` has ended."""
+        """Stop planning; call it after ``run`` has ended."""
         if self._early is not None:
             self._early.plan.cancel()
         self._early_thread.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, inputs: PlanInputs) -> asyncio.Future[StepPlan]:
+    def _begin_early_plan(self, inputs: PlanInputs) -> asyncio.Future[StepPlan]:
         plan = asyncio.get_running_loop().run_in_executor(self._early_thread, self._make, inputs, None)
-        # The error of a plan that no step uses is ignored.
+        # Retrieve the error, so that asyncio logs nothing about a plan that no step uses.
         plan.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self._early = _Early(inputs, plan)
         return plan

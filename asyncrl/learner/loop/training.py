@@ -6,8 +6,9 @@ The loop waits for groups, never for a replica, the parameter server or a disk. 
 step is trained, one at a time. version_schedule.py retries versions that cannot be published; checkpoint_writer.py
 handles checkpoints that cannot be written.
 
-A preempted run takes the groups that rollouters still deliver, stops at a version boundary and writes a checkpoint. If
-the version there cannot be published, the checkpoint holds its steps, and the resumed run publishes them.
+A version boundary is the moment between two steps at which all trained steps are published. A preempted run takes the
+groups that rollouters still deliver, stops at a version boundary and writes a checkpoint. If the version there cannot
+be published, the checkpoint holds its steps, and the resumed run publishes them.
 
 If every trajectory of a step is masked, the step does not count: the optimizer, the step number and the version do not
 change. Its groups are filtered, and others take their places.
@@ -55,7 +56,7 @@ T = TypeVar("T")
 
 
 class Training:
-    """The loop of rank 0. ``thread`` is that of ``backend``."""
+    """The loop of rank 0. All methods of ``backend`` run on ``thread``."""
 
     def __init__(
         self,
@@ -107,16 +108,16 @@ class Training:
         await self._planner.run()
 
     def close(self) -> None:
-        """End the planning; the tasks have ended."""
+        """End the planning; call it after the tasks have ended."""
         self._planner.close()
 
     async def warm_up(self) -> bool:
-        """Take the supervised warm steps that no checkpoint holds; whether there were any.
+        """Take the supervised warm steps that the restored checkpoint lacks. Returns whether it took any.
 
-        A preempted run stops between two of them, and continues there when it is resumed. A run that has trained a
-        step takes no more, even if its configuration now asks for more.
+        A preempted run stops between two of them, and continues there when it is resumed. A run that has trained a step
+        takes no more, even if its configuration now asks for more.
         """
-        steps, first = self._config.sft.warm_steps if not self._progress.step else 0, self._backend.warm_steps
+        steps, taken_before = self._config.sft.warm_steps if not self._progress.step else 0, self._backend.warm_steps
         while self._backend.warm_steps < steps and not self._progress.preempted:
             supervised, number = self._supervised, self._backend.warm_steps + 1
             assert supervised is not None
@@ -132,18 +133,19 @@ class Training:
             line |= plan.metrics | trained
             await self._lines.emit(line | {"time/train_s": self._clock.now() - began})
             self._mark_progress()
-        return self._backend.warm_steps > first
+        return self._backend.warm_steps > taken_before
 
     async def begin(self, prompts: Sequence[np.ndarray]) -> None:
-        """Publish the weights at the start; engines are checked with ``prompts``. Raises ActorFailed."""
+        """Publish the weights at the start; engines that load them are checked with ``prompts``. Raises ActorFailed."""
         self._schedule.probed = from_prompts(prompts, probe_length(self._config))
         await self._schedule.first()
         self._first_version = self._progress.version
 
     async def run(self) -> None:
-        """Train to the last step, or to the boundary at which a preempted run stops.
+        """Train to the last step, or to the version boundary at which a preempted run stops.
 
-        Then all steps are published, except for a version that a preempted run cannot publish at once.
+        Versions and checkpoints follow when they are due. Then all steps are published; a preempted run tries that
+        once.
         """
         learner, progress = self._config.learner, self._progress
         last_boundary = progress.step
@@ -153,7 +155,7 @@ class Training:
                 if not await self._planner.wait():
                     break
             except CannotLearn as problem:
-                # A checkpoint of all trained steps needs a version boundary.
+                # The last checkpoint needs a version boundary.
                 try:
                     await self._publish_the_rest()
                 except ActorFailed as failed:
@@ -175,7 +177,7 @@ class Training:
             await self._lines.put(step)
             self._mark_progress()
             if boundary:
-                # FinalWrites writes the checkpoint after the last step.
+                # After the last step FinalWrites writes the checkpoint.
                 if progress.step < learner.steps and self._checkpoint_is_due(last_boundary):
                     self._states.enter("checkpointing")
                     await self._checkpoints.begin()
@@ -184,7 +186,10 @@ class Training:
         await self._publish_the_rest()
 
     def _checkpoint_is_due(self, last_boundary: int) -> bool:
-        """Whether the interval ended since the step ``last_boundary``; a run may be resumed inside a version."""
+        """Whether an interval of checkpoints ended after the step ``last_boundary``, or a checkpoint is overdue.
+
+        Steps are compared, since a run may be resumed inside a version.
+        """
         every = self._config.checkpoint.every_versions * self._config.learner.steps_per_version
         is_due = bool(every and self._progress.step // every > last_boundary // every)
         return is_due or self._checkpoints.overdue
@@ -192,8 +197,8 @@ class Training:
     async def finish(self) -> None:
         """Wait for the last evaluations, after the last step.
 
-        Their leases go only to engines that serve the last version, so this waits until the parameter server has it. A
-        preempted run does not wait.
+        Their leases go only to engines that serve the last version, so this waits until the parameter server has it. If
+        no engine can load that version, it is published again. A preempted run does not wait.
         """
         self._progress.finished = True
         self._intake.outcomes.finished()
@@ -202,7 +207,7 @@ class Training:
         give_up_at = self._schedule.give_up_at
         with self._awaits.on("rollouter", "last evaluations"):
             while True:
-                # Before the question, so that no news that comes meanwhile is lost.
+                # Clear before asking, so that news during the call is not lost.
                 self._news.clear()
                 if self._progress.preempted or await self._dataloader.rounds_over():
                     return
@@ -212,14 +217,18 @@ class Training:
                     await self._news.wait()
 
     async def _train_step(self, began: float) -> TrainedStep | None:
-        """Train one step; None if it does not count, because its groups were filtered or quarantined."""
+        """Train one step: take its groups, get the plan, train, conclude the groups, compose the line of metrics.
+
+        The wait for the groups began at ``began`` (s). Returns None if the step does not count: its groups were
+        filtered or quarantined.
+        """
         learner, intake, version = self._config.learner, self._intake, self._progress.version
         groups, filtered = intake.begin_step()
         step = NextStep.of(self._progress)
         following = step.after(learner.steps_per_version, self._versions.next_number)
         self._planner.plan_early(following if following.step <= learner.steps else None)
         self._histograms.observe_all("groups/age_s", intake.take_ages(self._clock.now()))
-        # Under the first version every learner waits: engines begin only with it.
+        # A wait under the first version does not count: engines begin only with it.
         intake.outcomes.step_began(len(intake.buffer), waited=self._planner.waited and version > self._first_version)
         self._dataloader.changed()
         train_began, train_wall = self._clock.now(), self._clock.wall()
@@ -231,14 +240,14 @@ class Training:
             if not plan.sequences:
                 self._filter_step(groups)
                 return None
-            self._track.enter("train", step=step.step, version=version, **_sampled(groups))
+            self._track.enter("train", step=step.step, version=version, **_sampling_versions(groups))
             trained, metrics = await asyncio.gather(
                 self._on_thread(lambda: self._backend.train(plan)),
                 asyncio.to_thread(step_metrics, groups, filtered, version, self._config),
             )
         except NonFiniteStep as error:
             if learner.on_nonfinite != "skip" or error.places:
-                # Only the user can mend conversations: the next step would use them again.
+                # Conversations cannot be quarantined like groups: a later step would use them again.
                 raise
             self._log.error("update was not taken", error=str(error))
             self._counters.add("learner/skipped_steps")
@@ -249,7 +258,7 @@ class Training:
                 return None
             trained = dict(error.metrics)
             groups = [group for group in groups if group.lease.uid in error.trained]
-            plan = _taken(plan, error.trained)
+            plan = _trained_part(plan, error.trained)
             metrics = step_metrics(groups, filtered, version, self._config)
         await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
         train_ended = self._clock.now()
@@ -260,7 +269,7 @@ class Training:
             self._teacher.keep(intake.claims)
         self._group_log.write(TRAINED, step=step.step, version=version, uids=[group.lease.uid for group in groups])
         self._dataloader.changed()
-        self._count(metrics, plan, trained)
+        self._update_counters(metrics, plan, trained)
         line = {
             "kind": "train",
             "step": step.step,
@@ -279,7 +288,7 @@ class Training:
         }
         return TrainedStep(line=line, train_began=train_wall, train_ended=self._clock.wall(), groups=groups)
 
-    def _count(self, metrics: dict[str, float], plan: StepPlan, trained: dict[str, Any]) -> None:
+    def _update_counters(self, metrics: dict[str, float], plan: StepPlan, trained: dict[str, Any]) -> None:
         hard = self._config.staleness.hard
         late = "staleness/late_masked_groups" if hard else "staleness/late_trained_groups"
         self._counters.add(late, metrics["staleness/late_groups"])
@@ -289,7 +298,10 @@ class Training:
             self._counters["perf/mfu"] = trained["perf/mfu"]
 
     def _filter_step(self, groups: list[Group]) -> None:
-        """Filter the groups of a step without a token to train: momentum alone would move the weights."""
+        """Filter the groups of a step without a token to train, and notify the user.
+
+        To train it all the same would move the weights by momentum alone.
+        """
         self._track.leave()
         self._intake.filter_step()
         self._counters.add("learner/empty_steps")
@@ -297,7 +309,7 @@ class Training:
         for group in groups:
             self._group_log.write(NOT_TRAINED, uid=group.lease.uid, reason=MASKED, outcome="filtered")
         count = int(self._counters["learner/empty_steps"])
-        text = _masked(groups, self._progress.step + 1, self._progress.version, self._config)
+        text = _masked_text(groups, self._progress.step + 1, self._progress.version, self._config)
         self._notify("empty_step", text, count=count)
         self._dataloader.changed()
         self._mark_progress()
@@ -306,7 +318,7 @@ class Training:
         give_up_at = self._schedule.give_up_at
         while self._progress.unpublished or not await self._versions.settled():
             if self._progress.preempted:
-                # Once: no engine will load it, and the checkpoint, which must be in time, holds the steps.
+                # No engine will load it, and the checkpoint, which must be in time, holds the steps.
                 await self._schedule.retry(math.inf)
                 return
             await self._schedule.insist(give_up_at)
@@ -315,8 +327,8 @@ class Training:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _masked(groups: list[Group], step: int, version: int, config: Config) -> str:
-    """Text for the user: why a step has no token to train, and what to change."""
+def _masked_text(groups: list[Group], step: int, version: int, config: Config) -> str:
+    """Compose the text for the user: why a step has no token to train, and what to change."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     text = f"step {step} was not taken: all of its {len(trajectories)} trajectories are masked"
     cut = sum(map(is_truncated, trajectories)) if config.reward.truncated == "mask" else 0
@@ -334,13 +346,13 @@ def _masked(groups: list[Group], step: int, version: int, config: Config) -> str
     return f"{text}. Its {len(groups)} groups count as filtered, and others take their places"
 
 
-def _taken(plan: StepPlan, uids: Sequence[str]) -> StepPlan:
-    """The trained part of a plan: the updates of these groups."""
+def _trained_part(plan: StepPlan, uids: Sequence[str]) -> StepPlan:
+    """The part of a plan that was trained: the updates whose groups are all among ``uids``."""
     updates = [update for update in plan.updates if set(uids).issuperset(update.uids)]
     return replace(plan, updates=updates, metrics={})
 
 
-def _sampled(groups: list[Group]) -> dict[str, int]:
-    """Oldest and newest version that sampled tokens of these groups, if there are any."""
+def _sampling_versions(groups: list[Group]) -> dict[str, int]:
+    """Oldest and newest version that sampled tokens of these groups, for the timeline; empty without sampled tokens."""
     versions = [version for group in groups for trajectory in group.trajectories for version in versions_of(trajectory)]
     return {"sampled_oldest": min(versions), "sampled_newest": max(versions)} if versions else {}

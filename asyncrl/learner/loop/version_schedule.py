@@ -1,8 +1,8 @@
 """When versions of the weights are published: after each ``learner.steps_per_version`` steps, and again after failures.
 
 A version that cannot be begun or assembled, for example on a full disk, is reported and becomes overdue: it is tried
-again. Training continues with the groups that the last version admits. The run ends with the reason only when nothing
-is left to train and nothing can be published for ``checkpoint.room_wait_s``.
+again. Training continues with the groups that the last version admits. The run ends only when no group is left to train
+and no version could be published for ``checkpoint.room_wait_s``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOTICE = "publish"
 
 
 class VersionSchedule:
-    """The schedule of versions; it writes their numbers to ``progress`` and calls ``published`` with each."""
+    """Decides when versions are published. Their numbers go to ``progress`` and to ``published``."""
 
     def __init__(
         self,
@@ -43,49 +43,52 @@ class VersionSchedule:
     ) -> None:
         self._versions: VersionMaker
         self.probed: Sequence[ProbeSequence] = []
-        """Sequences that engines score to prove that they serve the learner's weights."""
+        """Sequences that engines score to prove that they serve the learner's weights (probe_sequences.py)."""
         self._config, self._name = config, services.name
         self._states, self._counters, self._clock = services.states, services.counters, services.clock
         self._log, self._notify = services.log, services.notify
         self._progress = progress
         self._intake, self._dataloader, self._published = intake, dataloader, published
         self._reason = ""
-        """Reason that the last attempt to publish failed."""
+        """Why the last attempt to publish failed; empty after a success."""
         self._error: OSError | None = None
         """Error of the last version that failed."""
 
     def use(self, versions: VersionMaker) -> None:
-        """Publish by ``versions``, which reports to ``failed`` and ``assembled``."""
+        """Set the maker of versions, which reports back to ``failed`` and ``assembled``."""
         self._versions = versions
 
     @property
     def is_due(self) -> bool:
-        """Whether enough steps were trained for a new version."""
+        """Whether enough steps were trained since the last version for a new one."""
         return self._progress.unpublished >= self._config.learner.steps_per_version
 
     @property
     def is_overdue(self) -> bool:
-        """Whether a version of the present weights must be published: it is due, or no engine can load the newest."""
+        """Whether the present weights must be published: a version is due, or no engine can load the newest one."""
         return self.is_due or self._versions.spoiled
 
     @property
     def next_try(self) -> float:
-        """Time at which an overdue version is tried again."""
+        """Time (s) of the next attempt at an overdue version, if it fails now."""
         return self._clock.now() + RETRY_S
 
     @property
     def give_up_at(self) -> float:
-        """Time until which a run without anything left to train waits for a version."""
-        # The key of the end of the run: here, too, a run waits for room on a full disk, and would lose trained steps.
+        """Time (s) at which a run that has nothing left to train gives up, if it begins to wait for a version now."""
+        # The same key as at the end of the run: in both cases it waits for room, and may lose trained steps.
         return self._clock.now() + self._config.checkpoint.room_wait_s
 
     async def first(self) -> None:
-        """Publish the weights at the start. Raises ActorFailed."""
+        """Publish the weights at the start and wait until they are assembled. Raises ActorFailed."""
         if not await self.publish() or not await self._versions.settled():
             raise ActorFailed(self._name, f"the weights at the start cannot be published: {self._reason}")
 
     async def publish(self) -> bool:
-        """Begin a new version of the present weights, which then needs nothing from here; False if it is overdue."""
+        """Begin a version of the present weights. Returns False if that fails; then it is reported and overdue.
+
+        The assembly needs nothing from here.
+        """
         self._states.enter("publishing")
         try:
             version = await self._versions.make(self.probed)
@@ -98,14 +101,17 @@ class VersionSchedule:
         progress = self._progress
         progress.version, progress.unpublished = version, 0
         progress.trained_at_version = self._intake.ledger.count("trained")
-        # It does no harm before the parameter server has the version: the gate counts by what engines serve.
+        # This may precede the parameter server's copy: the gate counts by the versions that engines serve.
         self._intake.outcomes.published(version, progress.trained_at_version)
         self._published(version)
         self._dataloader.changed()
         return True
 
     async def retry(self, give_up_at: float) -> bool:
-        """Try an overdue version, to its end. Raises ActorFailed if it fails after ``give_up_at``."""
+        """Publish an overdue version and wait until it is assembled. Returns whether that succeeded.
+
+        Raises ActorFailed if it fails after the time ``give_up_at``.
+        """
         if await self.publish() and await self._versions.settled():
             return True
         if self._clock.now() >= give_up_at:
@@ -118,12 +124,12 @@ class VersionSchedule:
         return False
 
     async def insist(self, give_up_at: float) -> None:
-        """``retry``, with a pause after a failure."""
+        """Call ``retry`` once, with a pause after a failure."""
         if not await self.retry(give_up_at):
             await asyncio.sleep(RETRY_S)
 
     def failed(self, error: OSError) -> None:
-        """Report a version that could not be begun or assembled."""
+        """Report a version that could not be begun or assembled: counter, log, notice to the user."""
         self._reason, self._error = why_not_published(error), error
         self._counters.add("weights/not_published")
         self._log.error("no version published; training continues as long as it can", error=str(error))
@@ -138,7 +144,7 @@ class VersionSchedule:
             self._notify(NOTICE, text, meanwhile=meanwhile, waits_for=waits_for)
 
     def assembled(self) -> None:
-        """Report that the newest version is assembled, if one before it failed."""
+        """Note that the newest version is assembled; notify the user if attempts before it failed."""
         if self._reason:
             self._reason = ""
             self._notify(NOTICE, f"versions are published again, from {self._versions.whole} on")
@@ -150,14 +156,17 @@ class VersionSchedule:
 
 
 def why_not_published(error: OSError) -> str:
-    """Reason that a version could not be published. Errors of files name the file; memory has no name."""
+    """Compose why a version could not be published: the file for a disk error, else shared memory."""
     if isinstance(error.filename, str):
         return in_words(error, Path(error.filename))
     return f"shared memory for the weights: {error.strerror or error}"
 
 
 def _advice(error: OSError, version_bytes: float) -> tuple[str, str]:
-    """Advice for the user, and the thing that the run waits for; a version takes ``version_bytes`` of memory."""
+    """Advice for the user about ``error``, and the resource that the run waits for, which may be empty.
+
+    ``version_bytes`` is the memory that a version takes.
+    """
     if isinstance(error.filename, str):
         if full_errno(error):
             # Only the number of a version is written to the disk.

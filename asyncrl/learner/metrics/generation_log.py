@@ -1,8 +1,8 @@
-"""The rollouters' reports on their work, by step: sampled tokens, updates, overlap. Pure.
+"""Collects the rollouters' reports on their work, and gives each step its sampled tokens, updates and overlap. Pure.
 
-Reports arrive up to an interval late; ``covers`` returns whether all reports up to a time are here. The tokens of a
-report count evenly over the time since the previous one, so a step between two reports gets its part. To bound memory,
-two consecutive reports may be joined. Invariant: each token counts in at most one step.
+A report arrives up to one report interval after the work; ``covers`` returns whether all reports up to a time are here.
+The tokens of a report are spread evenly over the time since the previous one, so a step between two reports gets its
+part. To bound memory, two consecutive reports may be joined. Invariant: each token counts in at most one step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 
 MOST_HELD = 1 << 15
-"""Reports, and intervals, above which some are joined."""
+"""Number of reports, and of sampling intervals, above which some are joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class Tokens:
 class _Source:
     incarnation: int
     tokens: Tokens
-    heard: float
+    last_report: float
     idle: bool = False
-    """Whether it reported that it generates nothing."""
+    """Whether its last report says that it generates nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """Tokens between two reports of a rollouter."""
+    """Tokens of a rollouter in the time from ``since`` to ``until``."""
 
     name: str
     tokens: Tokens
@@ -45,7 +45,7 @@ class _Report:
     until: float
 
     def joined(self, following: _Report) -> _Report:
-        """This report and the next one of its rollouter as one."""
+        """Join this report and the next one of its rollouter."""
         ours, theirs = self.tokens, following.tokens
         both = Tokens(ours.sampled + theirs.sampled, ours.reprefill + theirs.reprefill)
         return _Report(self.name, both, self.since, following.until)
@@ -54,7 +54,7 @@ class _Report:
         """Share of the report's time that lies in [start, end)."""
         seconds = self.until - self.since
         if seconds <= 0.0:
-            # The bounds are those by which ``take_tokens`` looks at a report and forgets it, so that it counts once.
+            # The same bounds as in ``take_tokens``, so that the report counts exactly once.
             return 1.0 if start < self.until <= end else 0.0
         return max(0.0, min(end, self.until) - max(start, self.since)) / seconds
 
@@ -63,7 +63,8 @@ class _Report:
 class GenerationLog:
     """Statistics of all rollouters. Times are wall clock, in seconds.
 
-    ``succeeds``: an earlier learner had reports too. So tokens of a new rollouter since its last report are unknown.
+    ``succeeds``: an earlier learner got reports, too, and has counted the tokens in them. Then the first report of a
+    rollouter only sets the number from which its later tokens are counted.
     """
 
     succeeds: bool = False
@@ -73,16 +74,16 @@ class GenerationLog:
     _updates: list[tuple[str, UpdateTimes]] = field(default_factory=list)
 
     def add(self, name: str, incarnation: int, stats: RolloutStats, now: float) -> None:
-        """Take a rollouter's statistics, which came at ``now``."""
+        """Take the statistics that a rollouter sent; they came at the time ``now``."""
         source, tokens = self._sources.get(name), Tokens(stats.sampled_tokens, stats.reprefill_tokens)
         if source is None or source.incarnation != incarnation:
-            # A new incarnation counts from 0; one that an earlier learner knew from its first report.
-            known = Tokens(0, 0) if source is not None or not self.succeeds else tokens
+            # A new incarnation counts from 0. One that an earlier learner knew counts from this report on.
+            counted = Tokens(0, 0) if source is not None or not self.succeeds else tokens
             began = now - _extent(stats.sampling)
-            source = self._sources[name] = _Source(incarnation, known, began)
-        more = Tokens(tokens.sampled - source.tokens.sampled, tokens.reprefill - source.tokens.reprefill)
-        self._reports.append(_Report(name, more, source.heard, now))
-        source.tokens, source.heard, source.idle = tokens, now, stats.idle
+            source = self._sources[name] = _Source(incarnation, counted, began)
+        new_tokens = Tokens(tokens.sampled - source.tokens.sampled, tokens.reprefill - source.tokens.reprefill)
+        self._reports.append(_Report(name, new_tokens, source.last_report, now))
+        source.tokens, source.last_report, source.idle = tokens, now, stats.idle
         self._intervals += stats.sampling
         if len(self._reports) > max(MOST_HELD, 2 * len(self._sources)):
             self._reports = in_pairs(self._reports)
@@ -91,36 +92,37 @@ class GenerationLog:
         self._updates += [(name, update) for update in stats.updates]
 
     def covers(self, time: float, *, now: float, patience_s: float) -> bool:
-        """Whether each rollouter that generates has reported since ``time``, or was silent for ``patience_s``."""
+        """Whether each rollouter that generates has reported since ``time``, or has been silent for ``patience_s``."""
         return all(
-            source.idle or source.heard >= time or source.heard < now - patience_s for source in self._sources.values()
+            source.idle or source.last_report >= time or source.last_report < now - patience_s
+            for source in self._sources.values()
         )
 
     def take_tokens(self, start: float, end: float) -> Tokens | None:
-        """Tokens of [start, end); None if no report covers any of it. Forgets reports before ``end``."""
-        told = [each for each in self._reports if each.until > start]
-        self._reports = [each for each in told if each.until > end]
-        if not told and not any(source.idle for source in self._sources.values()):
+        """Tokens sampled in [start, end); None if that is unknown. Forgets reports that end by ``end``."""
+        reports = [each for each in self._reports if each.until > start]
+        self._reports = [each for each in reports if each.until > end]
+        if not reports and not any(source.idle for source in self._sources.values()):
             return None
         return Tokens(
-            sampled=round(sum(each.within(start, end) * each.tokens.sampled for each in told)),
-            reprefill=round(sum(each.within(start, end) * each.tokens.reprefill for each in told)),
+            sampled=round(sum(each.within(start, end) * each.tokens.sampled for each in reports)),
+            reprefill=round(sum(each.within(start, end) * each.tokens.reprefill for each in reports)),
         )
 
     def take_updates(self) -> list[tuple[str, UpdateTimes]]:
-        """Updates since the last call, as (rollouter, times)."""
+        """Return the weight updates that were reported since the last call, as (rollouter, times)."""
         taken, self._updates = self._updates, []
         return taken
 
     def overlap(self, start: float, end: float) -> float:
-        """Share of [start, end) in which any engine sampled tokens; forgets intervals before ``start``."""
+        """Share of [start, end) in which any engine sampled tokens. Forgets intervals that end by ``start``."""
         self._intervals = merge([(a, b) for a, b in self._intervals if b > start])
         covered = sum(max(0.0, min(b, end) - max(a, start)) for a, b in self._intervals)
         return covered / (end - start) if end > start else 0.0
 
 
 def in_pairs(reports: Sequence[_Report]) -> list[_Report]:
-    """The reports with consecutive pairs of a rollouter joined; those of each rollouter in order of time."""
+    """Join consecutive reports of each rollouter in pairs. Each rollouter's reports stay in order of time."""
     found: list[_Report] = []
     single: dict[str, _Report] = {}
     for report in reports:
@@ -140,7 +142,7 @@ def _extent(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def merge(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of intervals, as sorted disjoint ones."""
+    """The union of intervals: sorted, without overlaps."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -156,20 +158,20 @@ SUMS = ("stall_s", "bytes", "encoded_bytes")
 
 
 def update_metrics(updates: Sequence[UpdateTimes]) -> dict[str, float]:
-    """Metrics of the weight updates of a step: means, or sums of lost time and of bytes. Without updates no mean."""
-    found: dict[str, float] = {"weights/updates": len(updates)}
-    found |= {f"weights/{key}": sum(getattr(times, key) for times in updates) for key in SUMS}
+    """Metrics of a step's weight updates: their number, sums, means and largest values. Without updates no means."""
+    metrics: dict[str, float] = {"weights/updates": len(updates)}
+    metrics |= {f"weights/{key}": sum(getattr(times, key) for times in updates) for key in SUMS}
     if updates:
-        found |= {f"weights/{key}": sum(getattr(times, key) for times in updates) / len(updates) for key in MEANS}
+        metrics |= {f"weights/{key}": sum(getattr(times, key) for times in updates) / len(updates) for key in MEANS}
     for key in LARGEST:
         measured = [getattr(times, key) for times in updates if getattr(times, key) is not None]
         if measured:
-            found[f"policy/{key}"] = max(measured)
-    return found
+            metrics[f"policy/{key}"] = max(measured)
+    return metrics
 
 
 def update_line(replica: str, times: UpdateTimes) -> dict[str, Any]:
-    """The line of one replica's update."""
+    """The line of metrics.jsonl for one weight update of one replica."""
     line: dict[str, Any] = {
         "kind": "update",
         "replica": replica,

@@ -1,8 +1,8 @@
-"""Writes what became of groups that are not trained, and the results of evaluation rounds.
+"""Writes records of groups that are not trained, and the results of evaluation rounds.
 
-Prompts that were left out or quarantined, and the text of filtered groups, are written as they come. A round is
-concluded when its last group is here. Its line is written before its outcomes are reported, because these end the
-round, and with the last round the run.
+Prompts that were left out or quarantined, and the text of filtered groups, are written as they come. When the last
+group of a round is here, its line is written first and its outcomes are reported afterwards. Outcomes end the round,
+and those of the last round the run.
 
 Invariant: lines are written in order, one task at a time, so that all lines of a checkpoint are written before it is
 complete.
@@ -23,7 +23,7 @@ from asyncrl.observe.group_log import EVALUATED, NOT_TRAINED, GroupLog
 
 
 class GroupRecords:
-    """The writer of these records."""
+    """Writes these records with ``lines`` and to the group log."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class GroupRecords:
         self._writing = asyncio.Lock()
 
     async def run(self) -> None:
-        """Write records as they come, until cancelled."""
+        """Write records whenever news is announced, until cancelled."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -52,7 +52,7 @@ class GroupRecords:
             await self._conclude_rounds()
 
     async def write_untrained(self) -> None:
-        """Write all prompts and groups that were not trained so far."""
+        """Write all prompts and groups that became untrained since the last call."""
         async with self._writing:
             left_out, self._intake.left_out = self._intake.left_out, []
             quarantined, self._intake.quarantined = self._intake.quarantined, []

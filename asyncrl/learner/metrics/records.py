@@ -1,8 +1,8 @@
 """The files that the learner writes: metrics.jsonl, quarantine.jsonl and samples/.
 
 Each file is append-only and has one JSON object a line, with the learner's start number. A reader keeps the last line
-of a step, and skips torn lines of a killed process. ``samples/`` holds the text of a few groups: trained in
-``step_N.jsonl``, filtered in ``filtered_N.jsonl``, of an evaluation in ``eval_NAME_N.jsonl``.
+of a step, and skips torn lines of a killed process. ``samples/`` holds the text of a few groups: ``step_N.jsonl`` those
+that step N trained, ``filtered_N.jsonl`` filtered ones, ``eval_NAME_N.jsonl`` those of an evaluation.
 
 Lines that cannot be written, for example on a full disk, stay in memory in order and are written later. The oldest
 beyond MOST_BYTES are lost and counted. No method raises OSError. One thread at a time may use it.
@@ -28,43 +28,43 @@ from asyncrl.observe.metrics import check_name
 from asyncrl.observe.samples import TRAINED, SampleKind, sample_file
 
 MOST_BYTES = {"metrics": 16 << 20, "quarantine": 4 << 20, "samples": 32 << 20}
-"""Bytes of lines that wait in memory, by kind of file: samples are large, and must not push out metrics."""
+"""Bytes of lines that may wait in memory, by kind of file: samples are large, and must not displace metrics."""
 
 
 class RecordFiles:
-    """The files of one run folder."""
+    """The three files of one run folder. Lines that the disk refuses wait in memory."""
 
     def __init__(self, run_dir: Path, start: int) -> None:
         self._metrics = run_dir / "metrics.jsonl"
         self._quarantine = run_dir / "quarantine.jsonl"
         self._samples = run_dir / "samples"
         self.start = start
-        """Number of the learner's start, in every line."""
+        """Number of the learner's starts in this folder; every line holds it."""
         self._samples.mkdir(exist_ok=True)
         self._kept = {kind: KeptWrites(most) for kind, most in MOST_BYTES.items()}
 
     @property
     def waiting(self) -> int:
-        """Lines that wait for room."""
+        """Number of lines that wait in memory for room on the disk."""
         return sum(kept.records for kept in self._kept.values())
 
     @property
     def lost(self) -> int:
-        """Lines that were dropped because too many waited."""
+        """Number of lines that were dropped because too many waited."""
         return sum(kept.lost for kept in self._kept.values())
 
     @property
     def error(self) -> OSError | None:
-        """Reason that the last try to write lines failed; None if it did not."""
+        """Error of the last attempt to write lines; None if it succeeded."""
         return next((kept.error for kept in self._kept.values() if kept.error is not None), None)
 
     def retry(self) -> None:
-        """Write the lines that wait."""
+        """Try to write the waiting lines."""
         for kept in self._kept.values():
             kept.retry()
 
     def give_up(self) -> None:
-        """Count the lines that wait as lost."""
+        """Drop the waiting lines and count them as lost."""
         for kept in self._kept.values():
             kept.give_up()
 
@@ -76,7 +76,7 @@ class RecordFiles:
         self._append("metrics", self._metrics, [line | {"start": self.start} for line in lines])
 
     def quarantined(self, step: int, found: Sequence[Quarantined]) -> None:
-        """Append prompts that will not be trained, with the reason, to quarantine.jsonl."""
+        """Append a line for each prompt that will not be trained, with the reason, to quarantine.jsonl."""
         leases = [item.group.lease if item.group is not None else None for item in found]
         self._append(
             "quarantine",
@@ -97,9 +97,9 @@ class RecordFiles:
     def samples(
         self, step: int, version: int, groups: Sequence[Group], *, kind: SampleKind = TRAINED, name: str = ""
     ) -> None:
-        """Write the trajectories of some groups of a step.
+        """Append the trajectories of these groups to a file in samples/.
 
-        For evaluations and filtered groups ``step`` is the last trained one. ``name`` is the name of the evaluation,
+        For evaluations and filtered groups ``step`` is the last trained step. ``name`` is the name of the evaluation,
         or the reason why the groups were filtered.
         """
         fields = {"evaluation": {"name": name}, "filtered": {"reason": name}}.get(kind, {})
@@ -113,7 +113,7 @@ class RecordFiles:
         """Append the lines. Without lines, no file is made."""
         if not lines:
             return
-        # Fast, because a step has many tokens; numbers that JSON cannot say (nan, inf) become null.
+        # msgspec is fast, which matters for a step's many tokens; it writes nan and inf as null.
         data = b"".join(msgspec.json.encode(line, enc_hook=_number) + b"\n" for line in lines)
         append = _append_sample if kind == "samples" else _append_data
         self._kept[kind].add(partial(append, path, data), len(data), len(lines))
@@ -126,7 +126,10 @@ def _append_sample(path: Path, data: bytes) -> None:
 
 
 def _append_data(path: Path, data: bytes) -> None:
-    """Append all of the data, or none and raise OSError. A line that a dead process left torn stays one of its own."""
+    """Append all of the data, or none and raise OSError.
+
+    If a killed process left the last line torn, the data begin on a new line.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         size = os.fstat(descriptor).st_size
@@ -166,9 +169,9 @@ def _sample(step: int, version: int, group: Group, kind: SampleKind) -> dict[str
 
 
 def _sequence(sequence: TokenSequence) -> dict[str, Any]:
-    """Spans as [version, start, end, role], turns as [start, end, past reward], log-probs of the sampled tokens.
+    """A sequence as JSON; without ``prompt_ids`` its prompt is that of the group.
 
-    Without prompt_ids its prompt is that of the group.
+    Spans are [version, start, end, role], turns [start, end, past reward]; log-probs are those of the sampled tokens.
     """
     prompt = {} if sequence.prompt_ids is None else {"prompt_ids": sequence.prompt_ids.tolist()}
     return prompt | {
@@ -180,7 +183,7 @@ def _sequence(sequence: TokenSequence) -> dict[str, Any]:
 
 
 def _number(value: Any) -> int | float:
-    """A number of NumPy's as one of Python's."""
+    """Convert a NumPy scalar to a Python number."""
     assert isinstance(value, np.generic), f"{value!r} cannot be written as JSON"
     number: int | float = value.item()
     return number

@@ -27,15 +27,16 @@ from asyncrl.rpc.services import ActorServices
 STATS_WAIT_S = 3.0
 """Longest wait of a metrics line for the rollouters' reports on its step (s)."""
 LINES_PENDING = 64
+"""Number of steps whose lines may wait; then ``put`` waits."""
 RETRY_S = 1.0
 """Pause between two attempts to write waiting lines (s)."""
 LAST_TRY_S = 10.0
-"""Longest wait at the end of a run for writing such lines (s)."""
+"""Longest time at the end of a run for writing such lines (s)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
-    """Facts of a trained step for its metrics line. The times are wall clock, in seconds."""
+    """A trained step: its metrics, the time of its training (wall clock, s), and its groups."""
 
     line: dict[str, Any]
     train_began: float
@@ -44,7 +45,10 @@ class TrainedStep:
 
 
 class StepLines:
-    """Writer of the lines. ``tell`` gets each line of a step, then those of its evaluations and updates."""
+    """Writes the lines of a run.
+
+    ``tell`` gets each written line: that of a step, then those of its evaluations and updates.
+    """
 
     def __init__(
         self,
@@ -56,9 +60,10 @@ class StepLines:
         notify: Callable[[int, OSError | None], object],
         step: int = 0,
     ) -> None:
-        """``step`` is the last one whose line is written already. ``notify`` is called when lines begin to wait, when
-        all have been written, and when lines are lost: with the number of lines lost so far, and the reason, or None
-        if no lines wait.
+        """``step`` is the last step whose line is written already.
+
+        ``notify`` is called when lines begin to wait, when all are written, and when lines are lost. It gets the number
+        of lines lost so far, and the error, None if no lines wait.
         """
         self._records = records
         self._samples_per_step = samples_per_step
@@ -69,52 +74,55 @@ class StepLines:
         self._stats_came = asyncio.Event()
         self._steps: asyncio.Queue[TrainedStep] = asyncio.Queue(LINES_PENDING)
         self._counted_until: float | None = None
-        """Time (wall clock, s) at which the training of the newest step that has a line ended."""
+        """Time (wall clock, s) up to which sampled tokens are counted: the end of the last step's training."""
         self._written = step
         """The last step whose line is written."""
         self._line_written = asyncio.Event()
-        self._writing = threading.Lock()
-        self._looking = asyncio.Lock()
+        self._thread_lock = threading.Lock()
+        self._write_lock = asyncio.Lock()
         self._reported: tuple[bool, int] = False, 0
-        """Whether lines wait, and how many are lost, as was reported."""
-        self._early: list[dict[str, Any]] = []
-        """Lines that are written and not told: of steps whose own line is not written yet."""
+        """Whether lines wait, and how many are lost, at the last call of ``notify``."""
+        self._unreported: list[dict[str, Any]] = []
+        """Written lines to report later, after the line of their step."""
 
     def stats(self, name: str, incarnation: int, stats: RolloutStats) -> None:
-        """Take a rollouter's statistics since its last report."""
+        """Take the statistics that a rollouter sent."""
         self._generation.add(name, incarnation, stats, self._clock.wall())
         self._stats_came.set()
 
     @property
     def pending(self) -> int:
-        """Lines that wait to be written, for the rollouters' reports or for room on the disk."""
+        """Number of lines that wait for the rollouters' reports or for room on the disk."""
         return self._steps.qsize() + self._records.waiting
 
     async def put(self, step: TrainedStep) -> None:
-        """Write the line of this step; waits only when too many are pending."""
+        """Queue the line of a step, which ``run`` writes; waits only if LINES_PENDING are queued."""
         await self._steps.put(step)
 
     async def emit(self, line: dict[str, Any]) -> None:
-        """Write a line now."""
+        """Write a line other than a step's at once."""
         await self._write(lambda: self._records.metrics(line))
         if line["step"] > self._written:
-            self._early.append(line)
+            self._unreported.append(line)
         else:
-            self._tell_lines([line])
+            self._report_lines([line])
 
     async def quarantined(self, step: int, found: Sequence[Quarantined]) -> None:
-        """Write prompts that will not be trained, after ``step`` steps."""
+        """Write prompts that will not be trained to quarantine.jsonl; ``step`` steps are trained so far."""
         if found:
             await self._write(partial(self._records.quarantined, step, found))
 
     async def samples(self, kind: SampleKind, name: str, step: int, version: int, groups: Sequence[Group]) -> None:
-        """Write the text of the first of these groups; the arguments are those of ``RecordFiles.samples``."""
+        """Write the first ``samples_per_step`` of these groups; the arguments are those of ``RecordFiles.samples``."""
         kept = groups[: self._samples_per_step]
         if kept:
             await self._write(partial(self._records.samples, step, version, kept, kind=kind, name=name))
 
     async def run(self) -> None:
-        """Write lines until cancelled."""
+        """Write the lines of queued steps until cancelled.
+
+        A line waits up to STATS_WAIT_S for reports; without them it has no sampling metrics.
+        """
         while True:
             step = await self._steps.get()
             complete = True
@@ -129,20 +137,20 @@ class StepLines:
             await self._write_step(step, complete=complete)
             self._written = step.line["step"]
             self._line_written.set()
-            told = [line for line in self._early if line["step"] <= self._written]
-            self._early = [line for line in self._early if line["step"] > self._written]
-            self._tell_lines(told)
+            due = [line for line in self._unreported if line["step"] <= self._written]
+            self._unreported = [line for line in self._unreported if line["step"] > self._written]
+            self._report_lines(due)
             self._steps.task_done()
 
     async def retry(self) -> None:
-        """Write lines that could not be written, until cancelled."""
+        """Try again to write waiting lines, every RETRY_S, until cancelled."""
         while True:
             await asyncio.sleep(RETRY_S)
             if self._records.waiting:
                 await self._write(self._records.retry)
 
     async def written(self, step: int) -> None:
-        """Wait until the line of this step, which was put, is written, or waits for room after another try."""
+        """Wait until the line of this step, which must be queued, is written. Then try again to write waiting lines."""
         while self._written < step:
             self._line_written.clear()
             await self._line_written.wait()
@@ -150,12 +158,12 @@ class StepLines:
             await self._write(self._records.retry)
 
     async def finish(self) -> None:
-        """Wait until all lines are written, with the updates that ended after the last step.
+        """Wait until all queued lines are written, and write those of updates that ended after the last step.
 
-        Lines that find no room within LAST_TRY_S are lost.
+        Lines that cannot be written within LAST_TRY_S are lost.
         """
         await self._steps.join()
-        self._tell_lines(await self._write_updates(self._generation.take_updates(), self._written))
+        self._report_lines(await self._write_updates(self._generation.take_updates(), self._written))
         until = self._clock.now() + LAST_TRY_S
         while self._records.waiting and self._clock.now() < until:
             await asyncio.sleep(RETRY_S)
@@ -168,7 +176,7 @@ class StepLines:
         await self._write(lambda: self._records.metrics(*lines))
         return lines
 
-    def _tell_lines(self, lines: Sequence[dict[str, Any]]) -> None:
+    def _report_lines(self, lines: Sequence[dict[str, Any]]) -> None:
         for line in lines:
             self._tell(line | {"start": self._records.start})
 
@@ -179,16 +187,16 @@ class StepLines:
         updates = self._generation.take_updates()
         sampling = self._sampling_metrics(step)
         line = step.line | (sampling if complete else {}) | update_metrics([times for _, times in updates])
-        ended = await self._write_updates(updates, line["step"])
+        update_lines = await self._write_updates(updates, line["step"])
         await self._write(lambda: self._records.metrics(line))
-        self._tell_lines([line, *ended])
+        self._report_lines([line, *update_lines])
         await self.samples(TRAINED, "", line["step"], line["weights/version"], step.groups)
 
     def _sampling_metrics(self, step: TrainedStep) -> dict[str, float]:
-        """Metrics of the sampling; empty where nothing is known, which is not the same as nothing sampled."""
+        """Tokens sampled since the last step, and the overlap with this step's training; empty if unknown."""
         end, start = step.train_ended, self._counted_until
         if start is None:
-            # The first step of this learner counts from when it began to wait for its groups.
+            # The first step of this learner counts from the beginning of its wait for groups.
             start = step.train_began - step.line["time/wait_for_groups_s"]
         self._counted_until = end
         tokens = self._generation.take_tokens(start, end)
@@ -202,21 +210,22 @@ class StepLines:
         }
 
     async def _write(self, write: Callable[[], None]) -> None:
-        # What waits is looked at while nobody writes: a line that is being written is not one that waits for room.
-        async with self._looking:
-            await asyncio.to_thread(self._alone, write)
+        """Run ``write`` in a thread; report to ``notify`` if lines begin or cease to wait, or are lost."""
+        # The lock keeps other writes out: a line that is being written would count as waiting for room.
+        async with self._write_lock:
+            await asyncio.to_thread(self._write_exclusively, write)
             records = self._records
             waits, lost = records.waiting > 0, records.lost
         if (waits, lost) == self._reported:
             return
-        more, self._reported = lost > self._reported[1], (waits, lost)
+        lost_more, self._reported = lost > self._reported[1], (waits, lost)
         self._counters["records/lost"] = lost
-        if waits or more:
+        if waits or lost_more:
             self._log.error("records are not written", waiting=records.waiting, lost=lost, error=str(records.error))
         self._notify(lost, records.error)
 
-    def _alone(self, write: Callable[[], None]) -> None:
-        """Write, in a thread, while no other does, also one whose caller was cancelled."""
-        # One that fails puts the file back to where it was, and would cut off what another has written since.
-        with self._writing:
+    def _write_exclusively(self, write: Callable[[], None]) -> None:
+        """Run ``write`` in this thread while no other write runs, not even one whose task was cancelled."""
+        # A write that fails truncates the file to its old length, and would cut off what another has appended.
+        with self._thread_lock:
             write()

@@ -1,13 +1,14 @@
 """Broadcasts new versions to the engines during the training, bucket by bucket as they are sealed.
 
-A version is announced to the parameter server when its first bucket is sealed; engines generate until then. When every
-member of the group is paused, a thread sends the sealed buckets and then the rest. So one bucket is gathered while the
-one before is sent. The training thread hands its buckets over and waits for nothing.
+A bucket is a sealed segment of shared memory with some of the weights. A version is announced to the parameter server
+when its first bucket is sealed; engines generate until then. When every member of the broadcast group has paused, a
+thread sends the sealed buckets and then the rest. So one bucket is gathered while the one before is sent. The training
+thread hands its buckets over and waits for nothing.
 
-Invariants: one version at a time is announced or sent, and one that comes meanwhile goes by shm or stream. A descriptor
-is this module's own and stays open until the send is over. A send that fails is reported to the parameter server. A
-send stops when the parameter server says that the broadcast is broken. A broadcast that fails is logged; the version
-then goes by shm or stream.
+Invariants: one version at a time is announced or sent; a version that comes meanwhile goes by shm or stream. This
+module duplicates each descriptor and keeps its own open until the send is over. A send that fails is logged and
+reported to the parameter server; the version then goes by shm or stream. A send stops when the parameter server says
+that the broadcast is broken.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | None:
-    """Backend of broadcasts, or None; ``on_gpu`` says whether the learner's weights are on GPUs."""
+    """Backend of broadcasts; None for no broadcasts. ``on_gpu``: the learner's weights are on GPUs."""
     transport = config.weights.transport
     if transport in ("nccl", "gloo"):
         return transport
@@ -52,22 +53,23 @@ def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | N
 
 
 class BucketQueue:
-    """The buckets of one version: put on the thread that assembles, read on the thread that sends."""
+    """The buckets of one version: the assembling thread puts them, the sending thread reads them."""
 
     def __init__(self, version: int, layouts: list[BucketLayout], timeout_s: float) -> None:
         self.version, self.layouts = version, layouts
         self._timeout_s = timeout_s
         self._sealed: list[tuple[Bucket, int]] = []
-        """Buckets, each with a descriptor of its segment."""
-        self._gathered = False
+        """The buckets so far, each with this queue's own descriptor of its segment."""
+        self._is_complete = False
+        """Whether the version is complete and will be published."""
         self._changed = threading.Condition()
         self.problem = ""
-        """Reason that the version cannot be sent whole, or not any more."""
+        """Why no further bucket may be sent; empty if there is no reason."""
         self._loop = asyncio.get_running_loop()
         self._begun = asyncio.Event()
 
     async def begun(self) -> bool:
-        """Wait until the first bucket is there; False if none comes."""
+        """Wait until the first bucket is put. Returns False if the queue fails or none comes in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._begun.wait()
@@ -76,12 +78,15 @@ class BucketQueue:
         return not self.problem
 
     def put(self, bucket: Bucket, descriptor: int) -> None:
-        """Take the next sealed bucket. Returns at once; an error with it fails the broadcast alone."""
+        """Add the next sealed bucket. Returns at once.
+
+        If it is not as announced or its descriptor cannot be copied, only the broadcast fails.
+        """
         with self._changed:
             if self.problem:
                 return
             index = len(self._sealed)
-            # The slice is empty for a bucket more than were announced.
+            # The slice is empty if more buckets come than were announced.
             if BucketLayout(size=bucket.size, tensors=bucket.tensors) not in self.layouts[index : index + 1]:
                 self.fail(f"bucket {index} is not what was announced")
                 return
@@ -96,13 +101,13 @@ class BucketQueue:
                 self._loop.call_soon_threadsafe(self._begun.set)
 
     def gathered(self) -> None:
-        """Note that the version is whole and will be published: its last bucket may go."""
+        """Note that the version is complete and will be published, so that the last bucket may be sent."""
         with self._changed:
-            self._gathered = True
+            self._is_complete = True
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """Note, from any thread, that no further bucket comes."""
+        """From any thread: end the queue for this reason; ``buckets`` raises it."""
         with self._changed:
             if not self.problem:
                 self.problem = reason
@@ -110,9 +115,10 @@ class BucketQueue:
                 self._loop.call_soon_threadsafe(self._begun.set)
 
     def buckets(self) -> Iterator[tuple[Bucket, int]]:
-        """Buckets in order, each as soon as it is there. Raises BroadcastFailed when one does not come.
+        """Yield the buckets in order, each as soon as it is put. Raises BroadcastFailed.
 
-        The last one is held back until all is gathered, because no engine may serve a version that is never published.
+        It waits with the last bucket until the version is complete: no engine may serve a version that is never
+        published.
         """
         for index in range(len(self.layouts)):
             self._wait(lambda: index < len(self._sealed), f"waited {{}} for its own bucket {index}")  # noqa: B023
@@ -128,7 +134,7 @@ class BucketQueue:
                 raise BroadcastFailed(self.version, self.problem)
 
     def close(self) -> None:
-        """Close the descriptors; nothing is sent any more."""
+        """Close the descriptors; nothing may be sent any more."""
         with self._changed:
             self.problem = self.problem or "it is over"
             while self._sealed:
@@ -136,7 +142,7 @@ class BucketQueue:
 
 
 def make_sender(backend: CollectiveBackend, config: Config, host: str) -> Sender:
-    """The sender, bound to ``host``. Raises its errors."""
+    """Make the sender, bound to ``host``. Raises the errors of Sender."""
     # This import loads torch, which a simulated learner does not need.
     from asyncrl.weights.broadcast import Sender
 
@@ -144,8 +150,10 @@ def make_sender(backend: CollectiveBackend, config: Config, host: str) -> Sender
 
 
 class Broadcaster:
-    """The broadcasts, none without a ``backend``. ``call`` calls the parameter server; members find rank 0 at
-    ``host``."""
+    """Runs the broadcasts of a learner; there are none without a ``backend``.
+
+    ``call`` calls the parameter server. Members of a broadcast find rank 0 at ``host``.
+    """
 
     def __init__(
         self,
@@ -161,24 +169,25 @@ class Broadcaster:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
         self._sender: Sender | None = None
         self._layouts: list[BucketLayout] = []
+        """Layout of the buckets of the last gathered version; empty before."""
         self._queue: BucketQueue | None = None
-        """The version that is announced or sent."""
+        """Buckets of the version that is announced or sent, or None."""
 
     async def start(self) -> None:
-        """Bind the store at which members meet. Raises the sender's errors."""
+        """Bind the store at which members meet. Raises the errors of Sender."""
         if (backend := self._backend) is not None:
             self._sender = await self._on_thread(lambda: make_sender(backend, self._config, self._host))
 
     def gathered(self, manifest: Manifest) -> None:
-        """Note that a version was gathered; the next one has the same layout."""
+        """Note that a version is gathered, so its last bucket may be sent. The next version has the same layout."""
         self._layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
         if self._queue is not None and self._queue.version == manifest.version:
             self._queue.gathered()
 
     def begin(self, version: int, probe: Probe | None, tasks: asyncio.TaskGroup) -> BucketQueue:
-        """Announce a version once its first bucket is put into the result, and send its buckets.
+        """Return a queue for a version's buckets, and start the task that announces and sends them.
 
-        The result is closed if it is not broadcast: it is the first, or an earlier one is still being sent.
+        The queue is closed, and nothing sent, for the first version and while another one is being sent.
         """
         queue = BucketQueue(version, self._layouts, self._config.weights.broadcast_timeout_s)
         sender = self._sender
@@ -201,12 +210,12 @@ class Broadcaster:
         return queue
 
     async def close(self, within_s: float) -> None:
-        """End. The tasks that ``begin`` made have ended.
+        """End the broadcasts, after the tasks of ``begin`` have ended.
 
-        A send under way is stopped. If all is sent, the members first have ``within_s`` to receive it.
+        If all buckets are sent, the members have ``within_s`` to receive them. Otherwise the send stops.
         """
         if self._sender is not None:
-            # Behind a send under way.
+            # On the sending thread, so it runs after a send that is under way.
             closing = asyncio.ensure_future(self._on_thread(self._sender.close))
             if self._queue is not None:
                 self._queue.fail("the learner ends")
@@ -220,7 +229,11 @@ class Broadcaster:
             self._queue.close()
 
     async def _broadcast(self, queue: BucketQueue, sender: Sender, announcement: AnnounceBroadcast) -> None:
-        announced = await self._state(announcement) if await queue.begun() else None
+        """Announce the version once its first bucket is here, then send to the group, watched by ``_watch``.
+
+        A failed send is reported to the parameter server.
+        """
+        announced = await self._decided_state(announcement) if await queue.begun() else None
         if announced is not None and (group := announced.group) is not None:
             watch = WatchBroadcast(version=queue.version, epoch=group.epoch)
             async with asyncio.TaskGroup() as tasks:
@@ -234,7 +247,7 @@ class Broadcaster:
         self._queue = None
 
     async def _send(self, queue: BucketQueue, sender: Sender, group: BroadcastGroup) -> str:
-        """The reason that the send failed, or an empty text."""
+        """Send the buckets to the group on the thread. Returns why it failed, or an empty text."""
         try:
             await self._on_thread(lambda: sender.send(group, queue.version, queue.buckets()))
         except (AsyncRLError, OSError, RuntimeError) as problem:
@@ -245,8 +258,8 @@ class Broadcaster:
         return ""
 
     async def _watch(self, queue: BucketQueue, sender: Sender, watch: WatchBroadcast) -> None:
-        """Stop the send when the parameter server knows that the broadcast is broken."""
-        state = await self._state(watch)
+        """Stop the send when the parameter server reports that the broadcast is broken."""
+        state = await self._decided_state(watch)
         if state is not None and state.error:
             queue.fail(state.error)
             sender.abort(state.error)

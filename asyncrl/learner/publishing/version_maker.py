@@ -1,20 +1,20 @@
 """Makes the versions of the weights: number, probe, copy, assembly. Publishes them to the parameter server.
 
 ``make`` takes as long as every rank needs to copy its own shards, and waits for no other actor. The copies are
-assembled during the training, one version after the other. The publisher gives a whole version to the parameter server.
-Where versions are broadcast, the broadcaster sends sealed buckets while the rest is still being gathered. A number is
-durable before any other process hears of it, and is used up even if nothing comes of it.
+assembled during the training, one version after the other. Then the publisher gives the version to the parameter
+server. If versions are broadcast, the broadcaster sends sealed buckets while the rest is still being gathered. A number
+is durable before any other process hears of it, and is used up even if nothing comes of it.
 
-The publisher publishes a version until the parameter server has answered; then a call is parked there. If another
-parameter server takes its place, the call returns and the same version is published again, from the same segments. A
-version whose bytes have changed has to be gathered again. A version stays open while it is the newest, the last
-acknowledged one, or part of a call; at most these three are held. A thread closes the others at once: the kernel takes
-a tenth of a second for each gigabyte that it gets back.
+The publisher repeats the call for a version until the parameter server acknowledges it. Then it keeps a call waiting
+there. If another parameter server takes over, that call returns, and the same version is published again from the same
+segments. A version is spoiled if no engine can load it: it could not be assembled, or its bytes in memory have changed.
+Then the weights need a new version. A version stays open while it is the newest, the last acknowledged one, or part of
+a call; at most these three are held. A thread closes the others, since the kernel takes a tenth of a second for each
+gigabyte that it gets back.
 
 Fails with RemoteError when the parameter server refuses a version. OSError says that a version cannot be begun, for
-example on a full disk; another can be tried. A version that could not be assembled, for example without memory, is
-reported by ``on_failed``: ``spoiled`` until another one is made. Any other error, DeadlineExceeded among them, leaves
-the ranks out of step.
+example on a full disk; another can be tried. If a version cannot be assembled, for example without memory,
+``on_failed`` gets the error. Any other error, DeadlineExceeded among them, leaves the ranks out of step.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ T = TypeVar("T")
 
 
 class VersionMaker:
-    """Versions of one run, on rank 0. ``thread`` is the backend's; ``call`` calls the parameter server; members of a
-    broadcast find rank 0 at ``host``. ``on_whole`` is called when a version is assembled; ``on_failed`` when it could
-    not be, and then ``on_spoiled``, as when the newest version is lost. In the timeline ``track`` is that of the
-    learner's steps, and ``assemblies`` another.
+    """Makes the versions of one run, on rank 0. All methods of ``backend`` run on ``thread``.
+
+    ``call`` calls the parameter server; members of a broadcast find rank 0 at ``host``. ``on_whole`` is called when a
+    version is assembled, ``on_failed`` when it could not be. ``on_spoiled`` is called when the newest version is
+    spoiled. In the timeline ``track`` holds the learner's steps, ``assemblies`` the assemblies.
     """
 
     def __init__(
@@ -74,10 +75,11 @@ class VersionMaker:
         self._publisher = Publisher(call, log, on_spoiled)
         self._on_spoiled = on_spoiled
         self._assembling: asyncio.Task[None] | None = None
+        """Task that assembles the newest version; it may have ended."""
         self._failed = False
         """Whether the newest version could not be assembled."""
         self.whole = -1
-        """The newest version that was assembled."""
+        """The newest version that was assembled; -1 before the first."""
         self.metrics: dict[str, float] = {}
         """``weights/gather_s`` and ``weights/publish_bytes`` of that version; empty before the first."""
         self._broadcaster = Broadcaster(
@@ -86,36 +88,36 @@ class VersionMaker:
 
     @property
     def spoiled(self) -> bool:
-        """Whether no engine can load the newest version, so that the same weights need another one."""
+        """Whether no engine can load the newest version, so that the weights need a new one."""
         return self._failed or self._publisher.spoiled
 
     @property
     def next_number(self) -> int:
-        """Number of the next version, unless it cannot be made."""
+        """Number that the next version gets."""
         return self._numbers.version + 1
 
     async def settled(self) -> bool:
-        """Wait until the newest version is assembled; False if that failed."""
+        """Wait for the assembly of the newest version. Returns False if it failed."""
         if self._assembling is not None:
             await asyncio.wait([self._assembling])
         return not self._failed
 
     async def start(self) -> None:
-        """Begin to publish versions."""
+        """Begin to broadcast and publish versions."""
         await self._broadcaster.start()
         self._tasks.create_task(self._publisher.run())
 
     async def make(self, probed: Sequence[ProbeSequence]) -> int:
-        """Number of a new version of the weights, with their log-probs of ``probed``, once they are copied.
+        """Copy the present weights for a new version, and return its number. A task assembles it.
 
-        Raises OSError when it cannot be begun.
+        ``probed`` are the sequences of its probe. Raises OSError if the version cannot be begun.
         """
         self._track.enter("publish")
         try:
-            # On the thread that an ending actor waits for: no number is given after its successor has begun.
+            # An ending actor waits for this thread, so no number is given after its successor has begun.
             version = await self._on_thread(self._numbers.advance)
             probe = await self._on_thread(lambda: self._backend.probe(probed))
-            # The new copy overwrites the one before, so an assembly slower than a step is waited for here.
+            # The new copy overwrites the last one, so its assembly must have ended.
             await self.settled()
             queue = self._broadcaster.begin(version, probe, self._tasks)
             self._track.enter(f"copy v{version}", version=version)
@@ -133,6 +135,10 @@ class VersionMaker:
         return version
 
     async def _assemble(self, version: int, assembly: Future[HeldVersion], queue: BucketQueue) -> None:
+        """Wait until a version is assembled and give it to the publisher.
+
+        An OSError is reported as a failed version; others are raised.
+        """
         self._assemblies.enter(f"gather v{version}", version=version)
         try:
             held = await asyncio.wrap_future(assembly)
@@ -153,8 +159,8 @@ class VersionMaker:
         self._on_whole()
 
     async def close(self) -> None:
-        """Close the held versions. The tasks have ended."""
-        # The actor gives all that it closes ``drain_s``.
+        """End the broadcasts and close the held versions; call it after the tasks have ended."""
+        # The actor has ``drain_s`` for closing everything.
         await self._broadcaster.close(self._config.supervision.drain_s / 4)
         self._publisher.close()
 
@@ -167,8 +173,10 @@ def _not_assembled(error: Exception) -> str:
 
 
 class Publisher:
-    """The publisher. ``call`` calls the parameter server; ``on_spoiled`` is called when the newest version is
-    spoiled."""
+    """Publishes the newest version to the parameter server, which ``call`` calls.
+
+    ``on_spoiled`` is called when the newest version is spoiled.
+    """
 
     def __init__(
         self,
@@ -179,9 +187,9 @@ class Publisher:
         self._call = call
         self._on_spoiled = on_spoiled
         self.spoiled = False
-        """Whether the newest version is corrupt in memory: gather and publish the weights again."""
+        """Whether the bytes of the newest version changed in memory, so that the weights need a new version."""
         self._log = log
-        self._closing = ThreadPoolExecutor(1, thread_name_prefix="release")
+        self._release_thread = ThreadPoolExecutor(1, thread_name_prefix="release")
         self._newest: HeldVersion | None = None
         self._sending: HeldVersion | None = None
         self._acknowledged: HeldVersion | None = None
@@ -189,71 +197,75 @@ class Publisher:
 
     @property
     def acknowledged(self) -> int:
-        """The newest version that a parameter server has confirmed; -1 before the first."""
+        """The newest version that a parameter server has acknowledged; -1 before the first."""
         return -1 if self._acknowledged is None else self._acknowledged.version
 
     def offer(self, version: HeldVersion) -> None:
-        """Publish a version next, instead of one that was not sent yet."""
+        """Make this the newest version, which ``run`` publishes next. An older one that was not sent is skipped."""
         before, self._newest = self._newest, version
         self.spoiled = False
-        self._let_go(before)
+        self._close_unused(before)
         self._offered.set()
 
     async def run(self) -> None:
-        """Publish until cancelled."""
+        """Publish the newest version, then watch it until there is a newer one; repeat until cancelled."""
         while True:
             self._offered.clear()
             if self._newest is None:
                 await self._offered.wait()
             elif self._newest is self._acknowledged:
-                await self._keep(self._newest)
+                await self._watch_published(self._newest)
             else:
                 await self._publish(self._newest)
 
     def close(self) -> None:
-        """Close everything. ``run`` has ended."""
+        """Close all versions; call it after ``run`` has ended."""
         held = self._newest, self._sending, self._acknowledged
         self._newest = self._sending = self._acknowledged = None
-        self._let_go(*held)
-        self._closing.shutdown()
+        self._close_unused(*held)
+        self._release_thread.shutdown()
 
     async def _publish(self, version: HeldVersion) -> None:
-        # Never given up for a newer one: if the learner is faster than the answers, no version would get through.
+        # The call continues when a newer version comes. Otherwise a fast learner would get no version through.
         self._sending, before = version, self._acknowledged
         try:
-            if await self._answer(self._call(Publish(manifest=version.manifest))) is not None:
+            if await self._reply_of(self._call(Publish(manifest=version.manifest))) is not None:
                 self._acknowledged = version
         finally:
             self._sending = None
-            self._let_go(version, before)
+            self._close_unused(version, before)
 
-    async def _keep(self, version: HeldVersion) -> None:
-        """Wait until the parameter server has lost it or there is a newer one; or for the length of a parked call."""
+    async def _watch_published(self, version: HeldVersion) -> None:
+        """Keep a call waiting at the parameter server until it lost the version, or a newer one is offered.
+
+        If the bytes are corrupt, the version is spoiled. If another parameter server answers, ``run`` publishes the
+        version again. A waiting call has a time limit.
+        """
         call = self._call(KeepPublished(version=version.version))
         offered = asyncio.ensure_future(self._offered.wait())
         try:
             await asyncio.wait({call, offered}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 return
-            reply: Published | None = await self._answer(call)
+            reply: Published | None = await self._reply_of(call)
             if reply is not None and reply.corrupt:
-                # The parameter server holds the very same segments, so there is nothing to send again.
+                # The parameter server shares these segments, so sending them again would not help.
                 self._log.error("published weights are no longer what was sealed", version=self.acknowledged)
                 self.spoiled = True
                 self._on_spoiled()
-                # Asked again, the parameter server would say the same until another version is there.
+                # Until there is a newer version, every further call would get the same reply.
                 await offered
             elif reply is not None and not reply.held:
                 self._log.info("published again: the parameter server is another one", version=self.acknowledged)
                 lost, self._acknowledged = self._acknowledged, None
-                self._let_go(lost)
+                self._close_unused(lost)
         finally:
             offered.cancel()
             if not call.done():
                 call.cancel()
 
-    async def _answer(self, call: asyncio.Future[Any]) -> Any:
-        """The reply; None while the parameter server is away."""
+    async def _reply_of(self, call: asyncio.Future[Any]) -> Any:
+        """Wait for the reply of a call. None, after a pause, if the parameter server is away."""
         try:
             return await call
         except (DeadlineExceeded, RemoteError) as error:
@@ -262,8 +274,8 @@ class Publisher:
             await wait_out(self._log, "parameter server", error)
             return None
 
-    def _let_go(self, *versions: HeldVersion | None) -> None:
-        """Close those of the versions that are needed no more."""
+    def _close_unused(self, *versions: HeldVersion | None) -> None:
+        """Close those of ``versions`` that are neither newest, nor being sent, nor acknowledged last."""
         for version in {*versions} - {self._newest, self._sending, self._acknowledged}:
             if version is not None:
-                self._closing.submit(version.close)
+                self._release_thread.submit(version.close)

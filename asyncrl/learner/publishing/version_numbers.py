@@ -4,11 +4,11 @@ A version names one set of weights everywhere: in leases, cache salts, engine la
 durable before any other process hears of it. It is not given again, also after a death between the two and after a new
 start in the same folder. A number that was given and never published is left out.
 
-The file may get lost, come from a backup, or be damaged. So it is never trusted alone: other durable files hold version
-numbers too (``find_used``), and new numbers are above all of them.
+The highest numbers are in a file, the mark. It may get lost, come from a backup, or be damaged. So it is never trusted
+alone: other durable files hold version numbers too (``find_used``), and new numbers are above all of them.
 
-Fails with ConfigError naming the file if this user may not read it, and with OSError if a number cannot be made
-durable; do not use it then.
+Fails with ConfigError naming the file if this user may not read it. Fails with OSError if a number cannot be made
+durable; do not use the number then.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.core.files import replace_file
 
 FILE = "version_mark.json"
-"""Name of the file in the run's folder: ``{"version": ..., "start": ...}``."""
+"""Name of the mark in the run's folder: ``{"version": ..., "start": ...}``."""
 TAIL_BYTES = 4 << 20
-"""Bytes of metrics.jsonl that are read: versions and starts only rise in it."""
+"""Bytes of metrics.jsonl that are read from its end, where the highest numbers are."""
 _MISSING = "is not there"
 
 
 class Used(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The highest numbers that were given."""
+    """The highest numbers given so far; the content of the mark."""
 
     version: int = -1
     start: int = 0
 
 
 class VersionNumbers:
-    """The numbers of one run. Reading and writing them blocks."""
+    """Gives the numbers of one run. Its methods block while they read and write the mark."""
 
     def __init__(self, folder: Path, used: Used | None = None) -> None:
-        """``used`` are the numbers that other files in the run's folder hold; new numbers are above them."""
+        """``used`` are the highest numbers in other files of the run's folder; new numbers are above them."""
         self._path = folder / FILE
         used = used or Used()
         mark, self.problem = self._read()
-        """Problem with the file, for the user; empty if it has none."""
+        """Problem with the mark, for the user; empty if it has none."""
         is_new_run = self.problem == _MISSING and used == Used()
         if is_new_run:
             self.problem = ""
@@ -54,15 +54,15 @@ class VersionNumbers:
         self.version = max(mark.version, used.version)
         """The highest number given so far; -1 before the first."""
         self.start = max(mark.start, used.start)
-        """Number of starts of a learner in this folder."""
+        """Number of the learner's starts in this folder."""
 
     def begin(self) -> int:
-        """The number of this start of a learner, from 1, durable now. Raises OSError."""
+        """Count a start of the learner and return its number, from 1, which is durable now. Raises OSError."""
         self._write(Used(self.version, self.start + 1))
         return self.start
 
     def advance(self) -> int:
-        """A number that was never given before, durable now. Raises OSError."""
+        """Give the next version number, which is durable now. Raises OSError."""
         self._write(Used(self.version + 1, self.start))
         return self.version
 
@@ -71,7 +71,7 @@ class VersionNumbers:
         self.version, self.start = mark.version, mark.start
 
     def _read(self) -> tuple[Used, str]:
-        """The numbers in the file, and what is wrong with it. Raises ConfigError."""
+        """Read the mark. Returns its numbers, and its problem or an empty text. Raises ConfigError."""
         try:
             mark = msgspec.json.decode(self._path.read_bytes(), type=Used)
         except FileNotFoundError:
@@ -92,16 +92,13 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def find_used(run_dir: Path, checkpoints: Path) -> Used:
-    """The highest numbers in the names in the folder of checkpoints and in metrics.jsonl.
-
-    Raises CheckpointError or OSError.
-    """
+    """Find the highest numbers in the names of checkpoints and in metrics.jsonl. Raises CheckpointError or OSError."""
     version, start = CheckpointFolder(checkpoints).highest_version(), 0
     for line in _last_lines(run_dir / "metrics.jsonl"):
         # The first line of the tail may be cut, and the last one incomplete because its writer died.
         with contextlib.suppress(msgspec.DecodeError):
-            found = msgspec.json.decode(line, type=_Line)
-            version, start = max(version, -1 if found.version is None else found.version), max(start, found.start)
+            numbers = msgspec.json.decode(line, type=_Line)
+            version, start = max(version, -1 if numbers.version is None else numbers.version), max(start, numbers.start)
     return Used(version, start)
 
 
