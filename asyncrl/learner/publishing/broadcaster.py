@@ -123,7 +123,7 @@ class BucketQueue:
         for index in range(len(self.layouts)):
             self._wait(lambda: index < len(self._sealed), f"waited {{}} for its own bucket {index}")  # noqa: B023
             if index == len(self.layouts) - 1:
-                self._wait(lambda: self._gathered, "did not end gathering within {}")
+                self._wait(lambda: self._is_complete, "did not end gathering within {}")
             yield self._sealed[index]
 
     def _wait(self, condition: Callable[[], bool], problem: str) -> None:
@@ -241,7 +241,7 @@ class Broadcaster:
                 error = await self._send(queue, sender, group)
                 watching.cancel()
             if error:
-                await self._state(FailBroadcast(version=queue.version, epoch=group.epoch, error=error))
+                await self._decided_state(FailBroadcast(version=queue.version, epoch=group.epoch, error=error))
         # Its descriptors may be the last of a version, and the kernel takes its time to get the memory back.
         await self._on_thread(queue.close)
         self._queue = None
@@ -264,7 +264,9 @@ class Broadcaster:
             queue.fail(state.error)
             sender.abort(state.error)
 
-    async def _state(self, request: AnnounceBroadcast | WatchBroadcast | FailBroadcast) -> BroadcastState | None:
+    async def _decided_state(
+        self, request: AnnounceBroadcast | WatchBroadcast | FailBroadcast
+    ) -> BroadcastState | None:
         """The answer once it is decided, however late; None when the parameter server refuses."""
         while True:
             try:

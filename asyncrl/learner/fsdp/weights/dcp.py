@@ -254,8 +254,8 @@ def load(folder: Path, policy: nn.Module, optimizer: Optimizer, ranks: Ranks) ->
             check_file(folder / name, contents.files[name])
         return contents
 
-    contents = _together(folder, check, ranks, "the check of a checkpoint")
-    anew = _together(folder, lambda: _read(folder, policy, optimizer), ranks, "reading a checkpoint")
+    contents = _on_all_ranks(folder, check, ranks, "the check of a checkpoint")
+    anew = _on_all_ranks(folder, lambda: _read(folder, policy, optimizer), ranks, "reading a checkpoint")
     if anew and ranks.rank == 0:
         told = "%s: written under another learner.optimizer: the states of %d parameters begin anew, the first %s"
         _LOG.warning(told, folder, len(anew), anew[0])
@@ -305,7 +305,7 @@ def _read(folder: Path, policy: nn.Module, optimizer: Optimizer | None) -> list[
         if optimizer is None:
             continue
         optimizer.state.pop(parameter, None)
-        held = tuple(key for key in STATES if f"{key}/{name}" in there)
+        held = tuple(key for key in STATES if f"{key}/{name}" in saved_tensors)
         if held not in ((), ADAMW_STATE, MUON_STATE):
             raise CheckpointError(str(folder), f"has {', '.join(held)} alone of the optimizer's state of {name}")
         # DCP reads into tensors that are there, and optimizers make their own in the first step only.
