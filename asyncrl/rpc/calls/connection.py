@@ -264,8 +264,8 @@ class PeerConnection(ABC):
         record, now = self._record, self._loop.time()
         if self._closed or record is None or record.incarnation < self._adopted:
             return 0.0
-        # ``_mark_unreached`` writes the time first and ``ready`` last. Read in the other order, the time of an absence that
-        # ended long ago could be taken for the present one.
+        # ``_mark_unreached`` writes the time first and ``ready`` last. Read in the other order, the time of an absence
+        # that ended long ago could be taken for the present one.
         is_reached = self.ready and (not self._flaps or now - self._welcomed >= PROVEN_S)
         missed = self._unreached_since
         return 0.0 if missed is None or is_reached else now - missed
