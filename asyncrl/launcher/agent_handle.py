@@ -1,4 +1,4 @@
-"""A living agent as its follower has it: its events, the commands to it, and how it ends.
+"""The follower's handle on one running agent: reads its events, sends it commands and records how it ends.
 
 An agent is asked to end, then to kill its actors, and then its connection is cut, each step with a deadline. Its log
 lines are appended to those of the run, and all other lines of a connection are shown.
@@ -39,38 +39,39 @@ from asyncrl.rpc.lifecycle.registry import FIRST_WORD_S
 from asyncrl.rpc.lifecycle.supervision import describe_exit
 
 LOOK_S = 0.5
-"""Time between two looks at an agent."""
+"""Seconds between two checks whether an agent has sent anything."""
 REPORT_SHARE = 0.5
-"""Silence of an agent that is reported, as a share of supervision.silence_s."""
+"""An agent that is silent for this share of supervision.silence_s is reported."""
 PARTING_S = 20.0
-"""Time in which a guard ends what its agent has left; it gives up after half of it."""
+"""Seconds that a guard has to end the actors of its dead agent, and between two cuts. The guard gives up after half."""
 SLACK_S = 1.5
-"""Time beyond ``drain_s`` that an agent has before it is to kill its actors, and then before it is killed."""
+"""Seconds after ``drain_s`` until an agent is asked to kill its actors, and again until it is killed itself."""
 
 
 @dataclass(eq=False)
 class AgentHandle:
-    """A host of the run with its living agent."""
+    """One host of the run, the connection to its agent, and what the launcher knows of that agent."""
 
     index: int
     contact: Contact
     ended: EndedEvent | None = None
-    """The last event; None before it has come."""
+    """The agent's last event, which says how its part of the run ended; None until it arrives."""
     exit_code: int | None = None
     lost: bool = False
-    """Whether its connection ended, and its own end is unknown."""
+    """True if the connection ended before the agent reported its end."""
     silence: Silence = field(default_factory=lambda: Silence(LOOK_S))
     _heard: bool = False
-    """Whether anything came since the last look."""
+    """True if the agent sent a line since the last ``look``."""
     _spoken: bool = False
-    """Whether anything has ever come."""
+    """True once the agent has sent a line; until then it has longer before its silence is reported."""
     _reported: bool = False
-    """Whether its silence was reported."""
+    """True while a reported silence lasts."""
     _cuts: int = 0
+    """How often ``cut`` was called."""
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will be heard of it."""
+        """True once the connection has ended: no more events come, and ``exit_code`` is known."""
         return self.exit_code is not None
 
     @property
@@ -90,7 +91,7 @@ class AgentHandle:
 
     @property
     def exit_words(self) -> str:
-        """Words for the end of its process."""
+        """Describes how the agent's process ended, for messages."""
         assert self.exit_code is not None
         # The guard reports the signal that killed its agent as 128 and the signal's number.
         words = describe_exit(self.exit_code if self.exit_code < 128 else 128 - self.exit_code)
@@ -102,21 +103,22 @@ class AgentHandle:
 
     @property
     def loss_words(self) -> str:
-        """Words for the loss of its connection, with the reason where it is known."""
+        """Describes the loss of the connection, with the reason if it is known, for messages."""
         why = f" ({self.contact.last_error})" if self.contact.last_error else ""
         if self._cuts:
             why = f" (no sign of life for {self.silence.seconds:.0f} s)"
         return f"{self.host}: the connection is lost{why}"
 
     def send(self, command: bytes) -> None:
-        """Send a command; lost if its standard input is not there any more."""
+        """Write a command to the agent's standard input. The command is lost if the connection has ended."""
         if not self.over:
             self.contact.send(command)
 
     async def hear(self, logs: Path, progress: TerminalProgress, take: Callable[[Any], None]) -> None:
-        """Read until nothing more comes, every event that is no log given to ``take``; then it is known how it ended.
+        """Read the agent's events until its connection ends, then set ``exit_code`` and ``lost``.
 
-        Its log lines are appended to the files in ``logs``.
+        Log lines are appended to files in ``logs``, lines that are no event are shown, heartbeats only end a silence.
+        ``take`` is called with every other event.
         """
         output = self.contact.process.stdout
         assert output is not None
@@ -143,7 +145,10 @@ class AgentHandle:
         self.exit_code = code
 
     def look(self, config: Config, progress: TerminalProgress) -> None:
-        """Look, every LOOK_S, whether anything has come; report a silence, and cut a connection that stays silent."""
+        """Check whether the agent sent anything since the last call; the caller does so every LOOK_S.
+
+        Reports a silence and its end. If the silence is much longer than the guard allows, cuts the connection.
+        """
         if self.over:
             return
         supervision = config.supervision
@@ -174,7 +179,7 @@ class AgentHandle:
 
 
 async def watch_silence(members: Sequence[AgentHandle], config: Config, progress: TerminalProgress) -> None:
-    """Look at the agents until cancelled."""
+    """Call ``look`` on every agent each LOOK_S, until cancelled."""
     while True:
         await asyncio.sleep(LOOK_S)
         for member in members:
@@ -182,7 +187,10 @@ async def watch_silence(members: Sequence[AgentHandle], config: Config, progress
 
 
 async def end_in_steps(members: Sequence[AgentHandle], drain_s: float) -> None:
-    """End those that have not heard that the run is over, each step with the next one's deadline."""
+    """End agents that have not ended by themselves: ask them to stop, then to kill their actors, then cut them off.
+
+    Waits ``drain_s`` plus SLACK_S after the first step and SLACK_S after the second.
+    """
     for command, timeout in ((STOP, drain_s + SLACK_S), (KILL, SLACK_S)):
         for member in members:
             member.send(command)
@@ -191,7 +199,7 @@ async def end_in_steps(members: Sequence[AgentHandle], drain_s: float) -> None:
 
 
 async def kill_members(members: Sequence[AgentHandle], interrupts: Interrupts) -> None:
-    """End everything at once; connections that are left are cut after a moment, or at another signal."""
+    """Ask all agents to kill their actors; after SLACK_S, or at another signal, cut the connections that are left."""
     for member in members:
         member.send(KILL)
     await interrupts.next(SLACK_S)
@@ -199,14 +207,14 @@ async def kill_members(members: Sequence[AgentHandle], interrupts: Interrupts) -
 
 
 def hang_up(members: Sequence[AgentHandle]) -> None:
-    """Cut the connections that are left. On this host kill the agent, and its guard ends the rest."""
+    """Cut the connections of agents that have not ended. On this host, kill the agent; its guard ends its actors."""
     for member in members:
         if not member.over:
             member.cut()
 
 
 def _append(logs: Path, event: LogEvent) -> None:
-    # The name comes from another host, and is to lead to no other folder.
+    # The file name comes from another host: a name that leads out of ``logs`` is ignored.
     if Path(event.file).name == event.file and event.file.endswith(".log"):
         with contextlib.suppress(OSError), (logs / event.file).open("a") as file:
             file.write(event.text)

@@ -51,16 +51,16 @@ from asyncrl.launcher.terminal.interrupts import Interrupts
 from asyncrl.launcher.terminal.progress import TerminalProgress
 
 CONFIRM_S = 30.0
-"""Longest time in which a host is reached again."""
+"""Seconds after which the launcher stops trying to connect to a host again."""
 ENDED_BY_CODE = {
     0: EndedEvent(result="done"),
     PREEMPTED_EXIT_CODE: EndedEvent(
         result="preempted", reason="asked to end; the launcher did not hear by what", exit_code=PREEMPTED_EXIT_CODE
     ),
 }
-"""Ends that an agent's exit code alone describes."""
+"""How a run ended, by the agent's exit code, if the agent's last event did not arrive."""
 LOOK_AGAIN_S = 2.0
-"""Time of one look at a head whose connection is lost, and pause after one that failed."""
+"""Seconds for one try to ask a head whose connection is lost, and the pause after a failed try."""
 
 
 @dataclass
@@ -73,11 +73,11 @@ class Follower:
     progress: TerminalProgress
     interrupts: Interrupts = field(default_factory=Interrupts)
     on_running: Callable[[], None] = lambda: None
-    """Called when the run runs."""
+    """Called when the run enters its running phase."""
     phase: str = ""
-    """Phase of the run, as last heard of."""
+    """The run's phase in the last event that names one."""
     has_run: bool = False
-    """Whether it ran once: a controller that is started again begins with a run that starts."""
+    """True once the run was in its running phase; stays true when a restarted controller reports a start again."""
     _failure: EndedEvent | None = None
     """The first unexpected end of an agent."""
     _killing: bool = False
@@ -88,7 +88,7 @@ class Follower:
         return self.members[0]
 
     async def main(self) -> EndedEvent:
-        """Show the agents' events until all have ended; how the run ended."""
+        """Show the agents' events until all agents have ended, and return how the run ended."""
         self.interrupts.listen()
         ending = asyncio.create_task(self._end())
         try:
@@ -115,19 +115,23 @@ class Follower:
         if member.ended is None and not member.lost and not self._killing:
             member.ended = await self._unread_end(member)
         elif member.ended is None and member is self._head and self._killing and self.interrupts.second:
-            # It was killed because it hung, and that is what the user wanted.
+            # The user's second signal asked for this: the head hung and was killed.
             member.ended = await asyncio.to_thread(self._end_at_once)
         self._take_end(member)
         self._news.set()
 
     def _end_at_once(self) -> EndedEvent:
-        """The end of a run whose user did not wait for it: as always, a checkpoint decides how it can be resumed."""
+        """Return the end of a run that the user ended at once: preempted if it left a checkpoint, else stopped."""
         if find_left(self.config, self.folder).checkpoint is None:
             return EndedEvent(result="stopped", reason=AT_ONCE, exit_code=STOPPED_EXIT_CODE)
         return EndedEvent(result="preempted", reason=AT_ONCE, exit_code=PREEMPTED_EXIT_CODE)
 
     async def _unread_end(self, member: AgentHandle) -> EndedEvent | None:
-        """The end of an agent whose last event did not arrive, as where this process was stopped meanwhile."""
+        """Find out how an agent ended whose last event did not arrive, as when this process was stopped meanwhile.
+
+        For the head, reads the record in the run folder, then asks its host. Otherwise its exit code decides; None
+        if that does not say.
+        """
         ended = None
         if member is self._head:
             with contextlib.suppress(OSError):

@@ -328,7 +328,7 @@ class Launch:
             members.append(start_agent(contacts[host.name], folder, spec))
 
     async def _undo(self, folder: RunFolder, members: Sequence[AgentHandle]) -> None:
-        """Nothing of a launch that came to nothing is left."""
+        """Clean up after a failed launch: kill the agents, close the connections, delete the folder of a new run."""
         for member in members:
             member.send(KILL)
         for member in members:
@@ -339,7 +339,7 @@ class Launch:
             shutil.rmtree(folder.path, ignore_errors=True)
 
     def _files(self, keyring: Keyring, index: int) -> dict[str, Any]:
-        """The credentials of a host: those of its own actors and agent."""
+        """Return the key files of a host: its actors and agent, and on the head also launcher and viewer."""
         name = self.hosts[index].name
         own = [*(actor.name for actor in self.placed if actor.host == name), agent_name(index)]
         # Hosts are let in, and a run is watched, from its head.
@@ -356,7 +356,7 @@ class Launch:
             self.progress.warn(self.resumption.warnings)
 
     def _host_rows(self) -> list[str]:
-        """A row for each host with the command that starts its part; none for a run on this host alone."""
+        """Return a row for each host with the command that starts its agent; no rows for a run on this host alone."""
         rows = []
         for index, host in enumerate(self.hosts if self.start is not None else []):
             here = index == 0 and self.head_is_here
@@ -366,7 +366,10 @@ class Launch:
 
 
 def _for_hosts(config: Config, count: int) -> Config:
-    """The configuration of a run on as many hosts. Raises ConfigError."""
+    """Return the configuration for ``count`` hosts: several hosts require CURVE unless it is set. Raises ConfigError.
+
+    ``network.host`` may not be set for several hosts.
+    """
     if count == 1:
         return config
     if config.network.host != NetworkConfig().host:
@@ -386,9 +389,9 @@ def _for_hosts(config: Config, count: int) -> Config:
 def begin(
     folder: RunFolder, resumption: Resumption | None, config: Config, progress: TerminalProgress, command: str = ""
 ) -> int:
-    """Say which run begins, or make it the next attempt of the one that is resumed. Raises CheckpointError, OSError.
+    """Print the folder of a new run, or begin the next attempt of a resumed one. Raises CheckpointError, OSError.
 
-    Returns the number that the incarnations of this attempt are above.
+    Returns a number; every incarnation (rpc/lifecycle/incarnations.py) of this attempt is above it.
     """
     if resumption is None:
         progress.say(f"run folder: {folder.path}")

@@ -35,7 +35,7 @@ SPEAKING = {
     "cpus": ("--cpus-per", "-c", "--mincpus", "--ntasks", "-n", "--exclusive", "--tres-per"),
     "time": ("--time", "-t"),
 }
-"""Beginnings of the options of sbatch that say how much of it a job gets."""
+"""By resource, the first letters of the options of sbatch that set its amount."""
 SPEAKING_VARIABLES = {
     "gpus": ("SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SBATCH_GPUS_PER_TASK", "SBATCH_GRES"),
     "cpus": ("SBATCH_CPUS_PER_GPU", "SBATCH_CPUS_PER_TASK", "SBATCH_EXCLUSIVE"),
@@ -44,7 +44,7 @@ SPEAKING_VARIABLES = {
 SCRIPT = Path(__file__).with_name("train.sbatch")
 """The batch script for jobs that users describe themselves."""
 OF_THE_JOB = ("--job-name=", "--nodes=", "--output=")
-"""Beginnings of its options that a job has of its own."""
+"""Options of train.sbatch that ``batch_script`` replaces with its own."""
 BODY_BEGINS = "# SLURM sends USR2"
 
 
@@ -60,7 +60,12 @@ def job_hosts(env: Mapping[str, str] = os.environ) -> list[HostLine]:
 
 
 def start_of(container: str | None) -> SlurmStart:
-    """The way to start the nodes' parts; ``container`` leads to another Python than ours. Raises UsageError."""
+    """Return how srun starts the agents; ``container`` is the user's --container: options of srun, then a command.
+
+    With ``container``, the container's Python runs the agents.
+
+    Raises UsageError.
+    """
     if container is None:
         return SlurmStart()
     try:
@@ -81,7 +86,7 @@ def resume_of(config: Config, given: str | None) -> str | None:
 
 
 def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: str = "") -> str:
-    """The script of a job that runs ``argv`` on its first node; ``options`` are further ones of sbatch, and win.
+    """Return the batch script of a job that runs ``argv`` on its first node. ``options`` of sbatch override ours.
 
     Raises UsageError.
     """
@@ -103,7 +108,7 @@ def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: st
 
 
 def left_open(config: Config, *, nodes: int, options: str, env: Mapping[str, str] = os.environ) -> list[str]:
-    """A line for each thing that the job does not ask for, so that the defaults of the cluster decide."""
+    """Return a line for each of GPUs, CPUs and time that the job does not request: the cluster's default applies."""
     said, gpus = _said(options, env), gpus_of_a_node(config, nodes)
     found = []
     if gpus is None and "gpus" not in said:
@@ -118,7 +123,10 @@ def left_open(config: Config, *, nodes: int, options: str, env: Mapping[str, str
 
 
 def gpus_of_a_node(config: Config, nodes: int) -> int | None:
-    """The fewest GPUs on each of so many nodes with which the run has a place; None if only the nodes know."""
+    """Return the fewest GPUs per node with which the actors fit on ``nodes`` nodes.
+
+    Returns None if the configuration uses GPUs only where there are some, so that only the nodes can answer.
+    """
     learner, rollout = config.learner, config.rollout
     each = rollout.gpus_per_replica if rollout.traits.gpus else 0
     if each is None or (learner.backend != "sim" and learner.device == "auto" and not each):
@@ -134,7 +142,10 @@ def gpus_of_a_node(config: Config, nodes: int) -> int | None:
 
 
 def _placed(config: Config, nodes: int, gpus: int) -> list[int] | None:
-    """The processes of each of so many nodes with so many GPUs each; None if the run has no place there."""
+    """Place the actors on ``nodes`` nodes with ``gpus`` GPUs each, and return the number of processes on each node.
+
+    Returns None if the actors do not fit.
+    """
     hosts = [PlacementHost(name=str(node), cpus=1, gpus=tuple(map(str, range(gpus)))) for node in range(nodes)]
     try:
         placed = place(with_episode_hosts(config, hosts), hosts)
@@ -148,7 +159,7 @@ def _placed(config: Config, nodes: int, gpus: int) -> list[int] | None:
 
 
 def _asked(config: Config, nodes: int, options: str) -> list[str]:
-    """The options by which the job asks for what its processes take for certain and the user says nothing of."""
+    """Return the options of sbatch that request GPUs and CPUs, unless the user's own options set them."""
     said, gpus = _said(options, os.environ), gpus_of_a_node(config, nodes)
     if not gpus:
         return []
@@ -160,7 +171,7 @@ def _asked(config: Config, nodes: int, options: str) -> list[str]:
 
 
 def _said(options: str, env: Mapping[str, str]) -> set[str]:
-    """The keys of SPEAKING that the user's options of sbatch, or their environment variables, speak of."""
+    """Return the resources (keys of SPEAKING) that the user sets, by options of sbatch or environment variables."""
     try:
         words = shlex.split(options)
     except ValueError as error:
@@ -170,18 +181,18 @@ def _said(options: str, env: Mapping[str, str]) -> set[str]:
 
 
 def submit(config: Config, script: str) -> tuple[str, Path, str]:
-    """Keep the script in the folder of run folders and hand it to sbatch: (job, the script, where the output goes).
+    """Write the script to ``run.dir`` and submit it with sbatch. Raises HostFailed or OSError.
 
-    Raises HostFailed or OSError.
+    Returns the job's id, the path of the script, and the path of the job's output.
     """
     _find("sbatch")
     folder = Path(config.run.dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{config.run.name}.sbatch"
     path.write_text(script)
-    # It says JOB, or JOB;CLUSTER.
+    # sbatch prints JOB, or JOB;CLUSTER.
     job = _call(["sbatch", "--parsable", str(path)]).strip().partition(";")[0]
-    # Only SLURM knows what the options have made of it.
+    # The user's options may change the output's path: SLURM reports the final one.
     said = _call(["scontrol", "--oneliner", "show", "job", job])
     output = next((word.partition("=")[2] for word in said.split() if word.startswith("StdOut=")), "")
     return job, path, output or str(folder / f"{config.run.name}-{job}.out")

@@ -67,7 +67,7 @@ class CheckedHost:
 
     @cached_property
     def config(self) -> Config | None:
-        """None if asyncrl-doctor has no configuration: checks that need one find nothing."""
+        """The run's configuration; None if asyncrl-doctor has none, and then checks that need one return nothing."""
         return config_from_json(self.order.config) if self.order.config else None
 
     def has(self, role: str) -> bool:
@@ -76,7 +76,7 @@ class CheckedHost:
 
     @property
     def computes(self) -> bool:
-        """Whether torch or vLLM computes here."""
+        """True if a learner or an engine on this host runs torch or vLLM, not a simulation."""
         if self.config is None:
             return True
         engines = self.has("rollouter") and not self.config.rollout.traits.makes_up
@@ -197,7 +197,10 @@ async def _grace(host: CheckedHost) -> list[Finding]:
 
 
 def check_grace(config: Config, resumed: str = "") -> list[Finding]:
-    """Compare preempt.grace_s with the time of a step, if a simulated learner or the run in ``resumed`` shows it."""
+    """Warn if preempt.grace_s, in which a preempted run must write its checkpoint, is too short for a step.
+
+    The step's time is known only from the metrics of the run in ``resumed`` or from a simulated learner.
+    """
     lines = read_metrics(Path(resumed) / METRICS, ("train",)) if resumed else []
     steps_s = [step_s for line in lines[-LAST_STEPS:] if (step_s := busy_s(line)) is not None]
     if not steps_s and config.learner.backend == "sim":
@@ -212,7 +215,7 @@ async def _folders(host: CheckedHost) -> list[Finding]:
 
 
 def check_folders(host: CheckedHost, size: ModelSize | None) -> list[Finding]:
-    """Whether the run folder and the folder of checkpoints can be written to, and have room."""
+    """Check that the run folder and the checkpoint folder can be written to and have enough space."""
     config, run, found, shared = host.config, Path(host.order.run).absolute(), list[Finding](), False
     if config is None:
         return [check_folder("run_dir", "run.dir", run, Need(least=0, wanted=0))]

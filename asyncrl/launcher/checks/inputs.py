@@ -126,7 +126,7 @@ async def check_inputs(
 def read_inputs(
     config: Config, *, with_rows: bool, for_learner: bool = False, known: KnownPrompts | None = None
 ) -> Inputs:
-    """The answer of check_inputs, found in this process."""
+    """Run the checks of check_inputs in this process; see there for the arguments."""
     findings, samples, tokenizer = list[Finding](), list[Sample](), None
     # The check of the model reports a folder that is missing.
     if config.model.path is None or Path(config.model.path).is_dir():
@@ -218,7 +218,10 @@ def _check_set(
     known: KnownPrompts | None,
     config: Config,
 ) -> list[Finding]:
-    """Read and tokenize a set as the dataloader does, for about so many seconds at most."""
+    """Read and tokenize a set as the dataloader does, for about ``seconds`` at most; return the findings.
+
+    If the time ends first, the finding says how far the check came. ``known`` are the prompts before a resume.
+    """
     end = time.monotonic() + seconds
     try:
         name, rows = open_source(data)
