@@ -186,7 +186,7 @@ class Holders:
         return lease
 
     def hold(self, lease: PromptLease, rollouter: str | None = None) -> None:
-        """Record that a prompt is out: held by ``rollouter``, or with the learner if that is None."""
+        """Record that a prompt is out: held by ``rollouter``, or with the learner without one."""
         uid = lease.prompt.uid
         assert uid not in self._out, f"{uid} is leased to two"
         self._out[uid] = lease

@@ -299,7 +299,7 @@ class PromptSet:
         return ids, text
 
     def _complete(self) -> None:
-        """Finish the set: compute its fingerprint anew if rows were left out, check that enough prompts are usable."""
+        """Finish the set: recompute its fingerprint if rows were left out, and check that enough prompts are usable."""
         path = self._rows[0].path
         if self._left_out:
             self.fingerprint = fingerprint_of(
