@@ -33,9 +33,10 @@ _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
 def find_files(pattern: str, *, kind: Kind | None = None, split: str = "train") -> tuple[Kind, list[str]]:
-    """The kind of source that reads ``pattern``, and its files by name; of "hf" the folder alone.
+    """Find the files of ``pattern`` (a file, a glob or a folder), and the kind of source that reads them.
 
-    ``pattern`` is a file, a glob or a folder. With ``kind`` only that one is meant. Raises DataError.
+    Returns (kind, paths sorted by name); for "hf" the only path is the folder. ``kind`` sets the kind instead of having
+    it found from the files. Raises DataError.
     """
     folder = Path(pattern)
     if kind == "hf" or (kind is None and _is_saved_to_disk(folder)):
@@ -51,7 +52,7 @@ def find_files(pattern: str, *, kind: Kind | None = None, split: str = "train") 
 
 
 def files_of(pattern: str) -> list[str]:
-    """The files of a path or glob, by name. Raises DataError."""
+    """The files of a path or glob, sorted by name. Raises DataError."""
     if Path(pattern).is_file():
         return [pattern]
     if Path(pattern).is_dir():
@@ -63,7 +64,7 @@ def files_of(pattern: str) -> list[str]:
 
 
 def no_such(what: str, path: str) -> DataError:
-    """The error of a path that is not there; it names the command that downloads the data set of the hub."""
+    """The error of a missing path; if the path looks like a name of the hub, it gives the command that downloads it."""
     advice = fetch_advice(path, is_dataset=True)
     if not advice:
         return DataError(what, path=path)
@@ -90,7 +91,11 @@ def _kind_of(file: str) -> Kind:
 
 
 def _of_folder(folder: Path, kind: Kind | None, split: str) -> list[str]:
-    """The files of one split in a folder and the folders in it. Raises DataError."""
+    """Find the files of one split in a folder and its direct subfolders.
+
+    If no file is named like any split, all files count. Raises DataError without a file, for a missing split, and if
+    the files lie in several folders.
+    """
     path = str(folder)
     candidates = [*folder.glob("*"), *folder.glob("*/*")]
     files = [file.relative_to(folder) for file in sorted(candidates) if _holds_rows(file.relative_to(folder), kind)]
@@ -117,7 +122,7 @@ def _of_folder(folder: Path, kind: Kind | None, split: str) -> list[str]:
 
 
 def _holds_rows(file: Path, kind: Kind | None) -> bool:
-    """Whether a file, by its path in the folder of a data set, can hold rows of this kind."""
+    """Whether a file can hold rows of this kind, or of any if None. ``file`` is relative to the data set's folder."""
     found = _KINDS.get(Path(file.name.lower().removesuffix(".gz")).suffix)
     is_hidden = any(part.startswith(".") for part in file.parts)
     return found is not None and kind in (None, found) and not is_hidden and file.name not in _DESCRIPTIONS
@@ -148,7 +153,7 @@ def fetch_command(path: str, *, is_dataset: bool = False) -> str:
 
 
 def fetch_advice(path: str, key: str = "the path", *, is_dataset: bool = False) -> str:
-    """The way to get what a ``path`` names on the hub; empty if it does not look like a name of the hub."""
+    """Advice to download what ``path`` names on the hub and to set ``key``; "" if it does not look like such a name."""
     command = fetch_command(path, is_dataset=is_dataset)
     if not command:
         return ""

@@ -1,10 +1,10 @@
 """Rows of JSON files, their columns by name, and the order in which the prompts of an epoch are drawn.
 
-JSON lines are read as a stream; a JSON list is held in memory whole. Either may be compressed by gzip: the first bytes
-of a file say so. A file that cannot be read raises DataError. The check of the rows reports a single row that cannot be
-read.
+JSON lines are read as a stream; a JSON list is held in memory whole. Either may be compressed by gzip, which the first
+bytes of a file show. A file that cannot be read raises DataError. A single row that cannot be read becomes a RawRow
+with a ``problem``.
 
-Columns may be nested: ``reward_model.ground_truth``. A column whose own name holds the dots wins over the nested one.
+Columns may be nested: ``reward_model.ground_truth``. A column whose own name contains the dots has precedence.
 
 The order is a pure function of (dataset fingerprint, seed, epoch). Position 0, 1, 2, … runs through epoch 0, then epoch
 1, and so on without a seam. Invariant: within an epoch every index occurs exactly once, and the result depends on
@@ -45,9 +45,9 @@ _MIN_ROUNDS = 32
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row that a source found at ``path``:``line`` (1-based), or the problem with it.
+    """A row that a source read at ``path``:``line``, or the problem with it.
 
-    Lines of a JSON list and of a Parquet file count its records.
+    ``line`` counts from 1; in a JSON list or a Parquet file it counts records.
     """
 
     path: str
@@ -55,7 +55,7 @@ class RawRow:
     value: Any = None
     problem: str = ""
     typed: bool = False
-    """Whether it is from a table with typed columns: a field that an object was written without is null there."""
+    """Whether it is from a table with typed columns, where a field that an object does not have is null."""
 
 
 def read_jsonl(pattern: str) -> Iterator[RawRow]:
@@ -64,7 +64,7 @@ def read_jsonl(pattern: str) -> Iterator[RawRow]:
 
 
 def read_json_rows(paths: Iterable[str]) -> Iterator[RawRow]:
-    """One row a line, without blank lines; or one for each item of a file that is a JSON list. Raises DataError."""
+    """Read JSON files: one row for each line that is not blank, or for each item of a JSON list. Raises DataError."""
     for path in paths:
         try:
             with _open(path) as file:
@@ -100,7 +100,10 @@ def _lines(path: str, file: BufferedIOBase) -> Iterator[RawRow]:
 
 
 def _items(path: str, first: bytes, rest: bytes) -> Iterator[RawRow]:
-    """The items of a file that is one JSON list; its lines if only the first one is a list. Raises DataError."""
+    """Read a file whose first line begins with "[": one JSON list, or JSON lines whose first line is a whole list.
+
+    ``first`` is that line, ``rest`` the bytes after it. Raises DataError if the file is neither.
+    """
     try:
         for number, value in enumerate(_decode(first + rest), 1):
             yield RawRow(path, number, value)
@@ -120,7 +123,7 @@ def _row(path: str, number: int, line: bytes) -> RawRow:
 
 
 def column_of(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value of the column ``key``, or ``default`` if the row has no such column. Dots lead into objects."""
+    """The value of the column ``key``, or ``default`` if the row has none. A dotted key names a field of an object."""
     found = _find(row, key)
     return default if found is _MISSING else found
 
@@ -136,6 +139,7 @@ def column_names(row: Mapping[str, Any]) -> list[str]:
 
 
 def _find(row: Mapping[str, Any], key: str) -> Any:
+    """The value of a column, or _MISSING. Tries the key as it stands, then each dot as the way into an object."""
     if key in row:
         return row[key]
     dot = key.find(".")
@@ -157,7 +161,7 @@ def _names(row: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class EpochOrder:
-    """The order of ``size`` prompts in every epoch; as they stand without ``shuffle``."""
+    """The order of ``size`` prompts in every epoch; without ``shuffle`` that of the data."""
 
     fingerprint: str
     seed: int
@@ -173,13 +177,16 @@ class EpochOrder:
         return epoch, self._swap_or_not(offset, self._rounds(epoch))
 
     def position(self, epoch: int, index: int) -> int:
-        """Position at which ``at`` gives this prompt."""
+        """The inverse of ``at``: the position of this prompt, counted from 0 over all epochs."""
         assert 0 <= index < self.size
         offset = self._swap_or_not(index, reversed(self._rounds(epoch))) if self.shuffle else index
         return epoch * self.size + offset
 
     def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Indices at these offsets of an epoch, int64 [stop - start], for a small part of the cost of ``at``."""
+        """Prompt indices at the offsets ``start`` to ``stop`` of an epoch, int64 [N]; far cheaper than calls of ``at``.
+
+        N is ``stop - start``, or less at the end of the epoch.
+        """
         import numpy as np
 
         index = np.arange(start, min(stop, self.size), dtype=np.int64)
@@ -187,7 +194,7 @@ class EpochOrder:
             return index
         for pivot, key in self._rounds(epoch):
             partner = pivot - index
-            # This is the remainder, since pivot and index lie in [0, size).
+            # Equals (pivot - index) % size, since both lie in [0, size).
             partner += (partner < 0) * self.size
             index = np.where(_coins(key, np.maximum(index, partner)), partner, index)
         return index
@@ -198,7 +205,7 @@ class EpochOrder:
     def _swap_or_not(self, index: int, rounds: Iterable[tuple[int, int]]) -> int:
         for pivot, key in rounds:
             partner = (pivot - index) % self.size
-            # Both of a pair have one coin, so that either both are swapped or none.
+            # Index and partner share one coin, so that either both are swapped or neither.
             if _coin(key, max(index, partner)):
                 index = partner
         return index
@@ -206,7 +213,7 @@ class EpochOrder:
 
 @lru_cache(maxsize=8)
 def _rounds(fingerprint: str, seed: int, epoch: int, size: int) -> tuple[tuple[int, int], ...]:
-    """(pivot, key) of each round."""
+    """(pivot, key) of each round of the swap-or-not shuffle, derived from the run's data, seed and epoch."""
     found = []
     for number in range(_MIN_ROUNDS + 4 * size.bit_length()):
         digest = hashlib.blake2b(f"{fingerprint}/{seed}/{epoch}/{number}".encode(), digest_size=24).digest()
@@ -215,7 +222,7 @@ def _rounds(fingerprint: str, seed: int, epoch: int, size: int) -> tuple[tuple[i
 
 
 def _coin(key: int, value: int) -> int:
-    """A bit of the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """A pseudorandom bit: the highest one of SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
     mixed = (value ^ key) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK

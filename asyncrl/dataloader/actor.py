@@ -3,9 +3,10 @@
 All decisions are made in ``lease_book`` and the modules under it; ``prompts`` reads and tokenizes before the actor is
 ready. Orphans of a dead rollouter are leased again only after the learner has said which it holds.
 
-The gate is shut until the learner says where the run stands (``Restored``); then each rollouter is asked what it holds,
-under a deadline, and one that does not answer counts as holding nothing: what it holds all the same is generated twice
-and trained once, since the learner takes every group once. Until then calls are parked.
+The gate (``gate``) is shut until the learner says where the run stands (``Restored``). The dataloader then asks each
+rollouter which leases it holds. A rollouter that does not answer in time counts as holding nothing: groups that it does
+hold are generated twice and trained once, since the learner takes every group once. A call that cannot be answered yet
+is parked: it waits here and is tried again after each change. An *orphan* is a prompt whose rollouter has died.
 """
 
 from __future__ import annotations
@@ -61,25 +62,27 @@ class Dataloader(Actor):
         self._book: LeaseBook | None = None
         """Leases of the run; None while the gate is shut."""
         self._previous: LeaseBook | None = None
-        """Leases as they were when the gate was shut last."""
+        """The last book before the gate was shut; None while it is open."""
         self._learner = 0
-        """Newest incarnation of the learner that has said where the run stands."""
+        """Newest incarnation of the learner that has sent ``Restored``."""
         self._last_word: Restored | None = None
+        """The last ``Restored`` from which a book was rebuilt."""
         self._restoring = asyncio.Lock()
         self._preempted = False
         self._opened = ParkingLot()
         self._parked = ParkingLot()
         self._watchers = ParkingLot()
         self._supply_number = numbers_begin_above(context.incarnation)
-        """Number of the supply, above every number of an earlier incarnation."""
+        """Number of the newest ``Supply``; it starts above every number of an earlier incarnation."""
         self._orphaned = asyncio.Event()
         self._leavers: dict[str, int] = {}
-        """Incarnations of rollouters that take no more leases; their parked requests get none."""
+        """Rollouters that leave, by name, with their incarnation; their parked requests get no lease."""
         self._known_orphans: set[str] = set()
+        """Orphans that are in the group log already."""
         self._leased: dict[str, float] = {}
-        """Time at which each training prompt that is out was leased by this incarnation; the oldest first."""
+        """Time of the lease of each outstanding training prompt, if this incarnation leased it; the oldest first."""
         self._counts: Counter[str] = Counter()
-        """Counts of the leases before the present ones."""
+        """Sums of the counts of earlier books."""
 
     # --- life ---
 
@@ -99,7 +102,10 @@ class Dataloader(Actor):
         )
 
     def _check_chat(self, tokenizer: Tokenizer) -> None:
-        """Check the chat template for the whole run, in the log and in the run folder. Raises ConfigError."""
+        """Check the chat template once for the whole run, and write the report to the log and the run folder.
+
+        Raises ConfigError.
+        """
         report = make_renderer(self.config, tokenizer).report
         for line in report.lines():
             self.log.info("chat template", found=line)
@@ -119,9 +125,13 @@ class Dataloader(Actor):
             self._changed()
 
     async def _settle_orphans(self) -> None:
+        """Ask the learner, whenever there are orphans, which of them it holds; the book leases the others again.
+
+        Runs until cancelled, and repeats the question while the learner does not answer.
+        """
         while True:
             await self._orphaned.wait()
-            # Before the look: an orphan that comes while the learner is asked sets it again.
+            # Cleared before the orphans are read: an orphan that comes during the call sets it again.
             self._orphaned.clear()
             book = self._book
             if book is None or not book.orphans:
@@ -135,7 +145,7 @@ class Dataloader(Actor):
                 await asyncio.sleep(AWAY_S)
                 continue
             if book is not self._book:
-                # The answer may be of a learner that is no more.
+                # The book was rebuilt meanwhile, so the answer may come from a learner that has been replaced.
                 self._orphaned.set()
                 continue
             book.settle(orphans, held.uids)
@@ -150,22 +160,22 @@ class Dataloader(Actor):
 
     @handler
     async def restored(self, request: Restored, caller: Caller) -> Resumed:
-        """Continue from the learner's state.
+        """Shut the gate, rebuild the leases from the learner's state, open the gate. A repeated call changes nothing.
 
         Raises RunChanged, and InvalidRequest for a learner that has a successor.
         """
         self._restorer.check_unchanged(request)
         async with self._restoring:
-            # Looked at under the lock: a newer learner may have been served while this call waited.
+            # Checked under the lock: a newer learner may have been served while this call waited.
             if caller.incarnation < self._learner:
                 raise InvalidRequest(f"a newer {LEARNER} has said where the run stands")
             if not self._is_known(request, caller):
                 self._shut()
-                # Before the restore, in which the rollouters hear which learner lives.
+                # Before the restore, which names this learner to the rollouters.
                 self._learner = caller.incarnation
                 self.peer(LEARNER).adopt(caller.incarnation)
                 book = await self._restore(request)
-                # Only now: a word whose restore has failed is not known, and is taken again.
+                # Only after the restore: if it fails, the learner repeats the request and it is restored again.
                 self._last_word = request
                 self._open(book)
             assert self._book is not None
@@ -180,31 +190,35 @@ class Dataloader(Actor):
 
     @handler
     def sample_prompts(self, request: SamplePrompts, caller: Caller) -> PromptSample:
-        """Prompts from all over the data."""
+        """A sample of training prompts, spread evenly over the data."""
         return PromptSample(prompts=self._prompts.sample(request.count))
 
     def _is_known(self, request: Restored, caller: Caller) -> bool:
-        """Whether the run continues from there already, or from a later state of the same learner."""
+        """Whether the book already continues from ``request``, or from a later state of the same learner."""
         if self._book is None or caller.incarnation != self._learner:
             return False
         return request == self._last_word or request.outcomes_number < self._book.number
 
     def _shut(self) -> None:
         if self._book is not None:
-            # After a failed restore there is no book, and the previous one stays that of before it.
+            # After a failed restore there is no book, and ``_previous`` stays as it is.
             self._previous, self._book = self._book, None
             self._counts.update(self._previous.counts)
 
     async def _restore(self, request: Restored) -> LeaseBook:
-        # A rollouter that is dead and has no successor yet would be waited for in vain.
+        """Rebuild the book: ask the rollouters what they hold, then the learner which prompts without a holder it has.
+
+        Neither question can fail the restore; a missing answer counts as "nothing held".
+        """
+        # A dead rollouter without a successor would not answer.
         dead = {actor.name for actor in self.run_state.dead}
         names = [name for name in self.roster.actors if name.startswith("rollouter/") and name not in dead]
         found = await asyncio.gather(*(self._ask_rollouter(name) for name in names))
         answers = {name: answer for name, answer in zip(names, found, strict=True) if answer is not None}
         previous = self._previous
         book = await asyncio.to_thread(self._restorer.rebuild, request, answers, previous, self._supply_number + 1)
-        # Groups that were delivered after the learner spoke and before their rollouter did.
-        # The gate admits no more than this, so unknown groups are among the next in the order.
+        # A group may be delivered after the learner sent its state and before its rollouter answered: neither names it.
+        # The gate never admits more groups than its capacity, so such groups are among the next ones in the order.
         asked = await asyncio.to_thread(book.to_come, self.config.gate_capacity)
         if previous is not None:
             asked = list(dict.fromkeys([*book.missing(previous), *asked]))
@@ -249,18 +263,18 @@ class Dataloader(Actor):
 
     @property
     def _patience_s(self) -> float:
-        """Deadline of a question (s): both together end before the learner gives up."""
+        """Deadline of each of the two questions of a restore (s), so that both end before the learner's call does."""
         return self.config.network.call_timeout_s / 3
 
     def _open(self, book: LeaseBook) -> None:
-        # Deaths while the gate was shut: an answer may be of an incarnation that is dead by now.
+        # A rollouter may have died since it answered.
         for name, incarnation in self.dead.items():
             if name.startswith("rollouter/"):
                 book.died(name, incarnation)
         if self._preempted:
             book.stop()
         self._book, self._previous = book, None
-        # The others have their outcome in the learner's checkpoint, and no report of it will come.
+        # The others have their outcome in the learner's checkpoint already, so no report of them will come.
         self._leased = {uid: at for uid, at in self._leased.items() if book.is_out(uid)}
         self.param_version = book.gate.newest_version
         self._note_orphans("")
@@ -285,7 +299,7 @@ class Dataloader(Actor):
             self._parked.wake()
 
     def _note_orphans(self, rollouter: str) -> None:
-        """The learner is to be asked about the orphans that there are."""
+        """Log new orphans of ``rollouter``, and wake ``_settle_orphans`` if there are any orphans."""
         assert self._book is not None
         orphans = self._book.orphans
         if orphans:
@@ -296,7 +310,10 @@ class Dataloader(Actor):
 
     @handler
     async def request_leases(self, request: RequestLeases, caller: Caller) -> NewLeases:
-        """Lease the prompts that may be leased; parked until there are some, answered before half of the deadline."""
+        """Lease prompts to the calling rollouter.
+
+        The call is parked until something can be leased, at most until half of its deadline; then the reply is empty.
+        """
         ask = Ask(
             caller.name,
             caller.incarnation,
@@ -317,17 +334,18 @@ class Dataloader(Actor):
                 self._note_orphans(ask.rollouter)
 
     def _answer(self, ask: Ask) -> NewLeases | None:
+        """The reply to a request for leases; None while it has to stay parked."""
         if self._asks_no_more(ask):
             return NewLeases()
         book = self._book
         if book is None:
             return None
         if not book.knows(ask.rollouter):
-            # It has asked before the gate was opened.
+            # The call came before the gate was opened.
             self._meet(ask)
         leases = book.take(ask)
         if leases or book.supply_number != self._supply_number:
-            # A prompt may be rejected in its turn, and nothing be leased.
+            # ``take`` may have rejected a prompt without leasing anything.
             self._count()
         if leases:
             self.progress()
@@ -354,9 +372,12 @@ class Dataloader(Actor):
 
     @handler
     async def return_leases(self, request: ReturnLeases, caller: Caller) -> Done:
-        """Take groups back, for another rollouter. Parked while the gate is shut."""
+        """Take back the leases that a rollouter returns, and note if it leaves. Parked while the gate is shut.
+
+        Raises RestoreNeeded if the gate stays shut.
+        """
         if request.leaving:
-            # At once, also while the gate is shut: calls of it that are parked are to be leased nothing.
+            # At once, even while the gate is shut: the rollouter's parked calls must get no lease.
             self._leavers[caller.name] = caller.incarnation
             self._parked.wake()
         book = await self._opened.until(lambda: self._book, caller.park_s)
@@ -376,7 +397,7 @@ class Dataloader(Actor):
 
     @handler
     def outcomes(self, request: Outcomes, caller: Caller) -> OutcomesSeen:
-        """Take in the outcomes of groups. Raises RestoreNeeded, and ProtocolError for one that cannot be."""
+        """Record outcomes that the learner reports. Raises RestoreNeeded, and ProtocolError for an impossible one."""
         book = self._for_learner(caller)
         number = book.report(request)
         for age in self._forget_ages(book, [outcome.uid for outcome in request.outcomes]):
@@ -399,7 +420,7 @@ class Dataloader(Actor):
     # --- within ---
 
     def _forget_ages(self, book: LeaseBook, uids: Iterable[str]) -> list[float]:
-        """The ages (s) of those of these prompts that are out no more; those of the others are kept."""
+        """Drop the lease times of those ``uids`` that are no longer out; returns the ages of their leases (s)."""
         ended = [uid for uid in uids if not book.is_out(uid)]
         leased = [self._leased.pop(uid) for uid in ended if uid in self._leased]
         return [self.clock.now() - at for at in leased]
@@ -413,12 +434,12 @@ class Dataloader(Actor):
         }
 
     def _changed(self) -> None:
-        """Have every parked call for leases ask again."""
+        """Try every parked call for leases again, and update the counters."""
         self._parked.wake()
         self._count()
 
     def _count(self) -> None:
-        """Show the state, and wake the watchers of the supply if that has changed."""
+        """Copy the book's counts to the metrics, and wake the learner's ``watch_supply`` if the supply has changed."""
         book = self._book
         if book is None:
             return

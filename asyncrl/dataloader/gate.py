@@ -5,10 +5,11 @@ published. A group is leased while
 
     trained + outstanding < T(u) + (eta_t + 1) * G
 
-where a group is outstanding from its lease until the learner has reported its outcome or it is returned. Its
-delivery changes nothing. Then the number of groups that can be trained before it is below T(u) + (eta + 1) * G, so
-that in the order of leases it is trained under version u + eta at the latest. Freeing the place at delivery,
-counting with the newest published version, or taking trained = v * G would each break that.
+where eta_t is the working limit (versions) and G the number of groups of a version. A group is outstanding from its
+lease until the learner has reported its outcome or it is returned; its delivery changes nothing. Then the number of
+groups that can be trained before it is below T(u) + (eta + 1) * G, so that in the order of leases it is trained under
+version u + eta at the latest. Freeing the place at delivery, counting with the newest published version, or taking
+trained = v * G would each break that.
 
 Further: never more than the run still needs, nothing before the engines serve a version of the present learner, and
 no rollouter generates more than its share of the groups, so that the one whose weights arrive first does not leave
@@ -26,11 +27,16 @@ once for each step that begins (G = groups of a version, g = groups of a step):
 Up is fast because each wait is lost time. Down is slow, and starts only after several full steps, because the buffer
 also swings with the lengths of responses.
 
-The queue gives first a prompt that came back, then the next one of the order. It is a function of the order, the ledger
-and what is out. Invariant: every prompt of an epoch is in at most one place: out (leased, or with the learner),
-returned, rejected and not yet reported by the learner, or concluded in the ledger; those in none of these are still to
-come, in the order. So the next place in the order needs no record of its own, and a prompt that was concluded, or found
-with a holder, before its turn is passed over.
+The queue gives first a prompt that was returned, then the next one of the order. Invariant: every prompt of an epoch is
+in exactly one state:
+
+- out: leased, or with the learner;
+- returned: to be leased again;
+- rejected: never leased again, until the learner has reported it;
+- concluded: its outcome is in the ledger;
+- to come: none of these.
+
+So the queue keeps no record of its position in the order: it skips each prompt that is not to come.
 """
 
 from __future__ import annotations
@@ -84,13 +90,16 @@ class WorkingLimit:
         self._refused = True
 
     def step_began(self, buffered_groups: int, *, waited: bool) -> None:
-        """A step began with so many groups left in the buffer, after waiting for groups or not."""
+        """Adapt the limit at the start of a learner step, by the rule in the module's docstring.
+
+        ``buffered_groups`` are left in the learner's buffer; ``waited`` says whether the learner waited for groups.
+        """
         refused, self._refused = self._refused, False
         if not self._adapt:
             return
         self._full_steps = self._full_steps + 1 if buffered_groups >= self._step and not waited else 0
         if waited and refused:
-            # From whole groups on: a level that had shrunk by a part of one would take that off the raise.
+            # Raised from the level rounded up, so that an earlier fractional decrease does not reduce the raise.
             self._level = min(self._max, self.groups + math.ceil(GROW_VERSIONS * self._version))
         elif self._full_steps >= PATIENCE:
             self._level = max(0.0, self._level - SHRINK_STEPS * self._step)
@@ -99,8 +108,9 @@ class WorkingLimit:
 class Gate:
     """Counts trained groups and versions; the caller counts what is outstanding.
 
-    When it is made, ``trained`` groups are trained and ``groups_left`` are still to be. ``first_version`` is the oldest
-    that may be served, published when ``trained_at_version`` groups were trained (``trained`` by default).
+    At its creation ``trained`` groups are trained and ``groups_left`` are still to be trained. Rollouters that serve a
+    version below ``first_version`` get no lease; that version was published when ``trained_at_version`` groups were
+    trained (``trained`` by default).
     """
 
     def __init__(
@@ -129,13 +139,13 @@ class Gate:
         return self._versions[-1]
 
     def needed(self, outstanding: int) -> int:
-        """Groups that are still to be leased until the end of the run, if every outstanding one is trained."""
+        """Groups that still have to be leased for the run, if every outstanding group is trained."""
         return 0 if self.finished else max(0, self._groups_of_run - self.trained - outstanding)
 
     def room(self, served_version: int, outstanding: int) -> int:
-        """Groups that staleness admits for a rollouter whose engines serve this version or newer ones.
+        """Further groups that the staleness limit allows a rollouter whose engines serve this version or newer ones.
 
-        A version whose publication was not reported yet counts as the newest one before it that was.
+        A version that the learner has not reported yet counts as the newest reported one before it.
         """
         at = bisect_right(self._versions, served_version) - 1
         if at < 0:
@@ -149,13 +159,16 @@ class Gate:
         return may and self.room(served_version, outstanding) > 0
 
     def admits(self, served_version: int, *, outstanding: int, generating: int, rollouters: int) -> bool:
-        """Whether one of so many rollouters, with ``generating`` groups in generation, may be leased another one."""
+        """Whether a rollouter that generates ``generating`` groups, one of ``rollouters``, may be leased another group.
+
+        If the staleness limit is the reason for a refusal, the limit is notified.
+        """
         if served_version < self._first_version or not self.needed(outstanding):
             return False
         share = -(-(self.limit.groups + self._groups_per_version) // rollouters)
         if generating < share and self.room(served_version, outstanding):
             return True
-        # A share that is used up is the limit's doing, too: it grows with the limit.
+        # A used-up share counts as refused by the limit, because the share grows with the limit.
         self.limit.refused()
         return False
 
@@ -198,7 +211,7 @@ class PromptQueue:
         self.ledger = ledger
         """Ledger of the outcomes, changed here alone."""
         self.rejected: dict[str, Rejected] = {}
-        """Prompts that will not be leased, by uid, until the learner has reported them; in order."""
+        """Rejected prompts by uid, until the learner has reported them; the oldest first."""
         self.rejections = 0
         """Prompts rejected so far."""
         self._order = order
@@ -206,16 +219,20 @@ class PromptQueue:
         self._out: set[str] = set()
         self._returned: dict[str, TrainingPrompt] = {}
         self._oldest: list[tuple[int, str]] = []
-        """Heap over the returned prompts, and some that have been finished since."""
+        """Heap of (position, uid) of the returned prompts; entries of prompts concluded since then stay in it."""
         self._cursor = next(self._unconcluded(ledger.first_epoch * order.size)).position
-        """Position below which nothing is still to come."""
+        """Position in the order before which no prompt is to come."""
         self._still_to_come = self._unconcluded(self._cursor)
+        """Iterator over prompts from the cursor on; some of them may be out, returned, rejected or concluded by now."""
 
     def take(self) -> TrainingPrompt:
-        """The next prompt; it is out from here on."""
+        """Mark the next prompt as out and return it: the oldest returned prompt, else the next one of the order.
+
+        Rejects the prompts on its way that are too long.
+        """
         while self._oldest:
             _, uid = heappop(self._oldest)
-            # Others have had their outcome since: the heap keeps their entries until they come up.
+            # Skip the entry of a prompt that was concluded after its return.
             if uid in self._returned:
                 self._out.add(uid)
                 return self._returned.pop(uid)
@@ -230,12 +247,12 @@ class PromptQueue:
             self._reject(Rejected(prompt.uid, TOO_LONG, "left_out"))
 
     def ahead(self, count: int) -> list[TrainingPrompt]:
-        """The next prompts that are still to come, left where they are."""
+        """The next ``count`` prompts to come; their state does not change."""
         to_come = (p for p in self._unconcluded(self._cursor) if self._is_to_come(p) and p.index not in self._oversize)
         return list(islice(to_come, count))
 
     def hold(self, epoch: int, index: int) -> TrainingPrompt | None:
-        """A prompt with a holder is out from here on; None if it is not to come."""
+        """Mark a prompt that was found with a holder as out, and return it; None if it is not to come."""
         if not self.knows(epoch, index):
             return None
         position = -1 if epoch < self.ledger.first_epoch else self._order.position(epoch, index)
@@ -246,19 +263,19 @@ class PromptQueue:
         return prompt
 
     def give_back(self, prompt: TrainingPrompt) -> None:
-        """A prompt that was out comes back; the oldest goes first. One of an epoch before the first is dropped."""
+        """Return a prompt that is out, to be leased again. One of an epoch before the ledger's first is dropped."""
         self._come_back(prompt)
         if prompt.epoch >= self.ledger.first_epoch:
             self._returned[prompt.uid] = prompt
             heappush(self._oldest, (prompt.position, prompt.uid))
 
     def reject(self, prompt: TrainingPrompt, reason: str) -> None:
-        """A prompt that was out will not be leased again."""
+        """Reject a prompt that is out: it is not leased again."""
         self._come_back(prompt)
         self._reject(Rejected(prompt.uid, reason))
 
     def finish(self, kind: Kind, epoch: int, index: int) -> None:
-        """The learner has reported the outcome of a prompt that had none, wherever it is."""
+        """Record the outcome of a prompt that had none, in any state."""
         self.ledger.record(kind, epoch, index)
         uid = f"{epoch}-{index}"
         self._out.discard(uid)
@@ -287,11 +304,14 @@ class PromptQueue:
         )
 
     def _unconcluded(self, position: int) -> Iterator[TrainingPrompt]:
-        """The prompts from a position on that had no outcome when they were looked up."""
+        """Iterate for ever over the prompts from ``position`` on, without those that have an outcome in the ledger.
+
+        The ledger is read LOOKED_UP_AT_ONCE positions ahead, so a prompt may be concluded by the time it is yielded.
+        """
         order = self._order
         while True:
             epoch, offset = divmod(position, order.size)
-            # A whole epoch is passed over in one step, without its order being drawn.
+            # A concluded epoch is skipped without computing its order.
             if offset == 0 and self.ledger.concluded(epoch) == order.size:
                 position += order.size
                 continue

@@ -1,12 +1,12 @@
 """The prompts that are out, the rollouters that hold them by numbered leases, and suspect prompts. Pure.
 
-Invariants: a prompt is leased at most once at a time; numbers grow within an incarnation of a rollouter, and are never
-those of a lease that it may have received from a lost dataloader. A prompt without a holder is with the learner, or its
-holder has died; it stays outstanding until it is released.
+A prompt is *out* from its lease until it is returned or its outcome is reported. Invariants: a prompt is leased at most
+once at a time; numbers grow within an incarnation of a rollouter, and are never those of a lease that it may have
+received from a lost dataloader. A prompt without a holder is with the learner, or its holder has died.
 
-A suspect (messages/groups.py) is leased only to a rollouter that holds nothing, and runs there alone. A
-busy rollouter never holds nothing, so while a prompt waits to run alone one rollouter is set aside: it gets no lease
-until it has delivered everything, then it gets the prompt.
+A suspect is a prompt whose rollouter died while it generated it (messages/groups.py). It is leased only to a rollouter
+that holds nothing, and runs there alone. A busy rollouter always holds something, so while a prompt waits to run alone
+one rollouter is set aside: it gets no lease until it has delivered everything, then it gets the prompt.
 
 This is the dataloader's view and is derived: each restore rebuilds it from the learner's ledger and
 buffer and from the answers of the rollouters.
@@ -46,40 +46,43 @@ class PromptLease:
     """Holder of the prompt; None when the learner has it, or the holder has died."""
     number: int = 0
     param_version: int = -1
-    """The newest published version at the lease."""
+    """The newest published version at the time of the lease."""
     attempt: int = 0
-    """Deaths of the prompt at the lease."""
+    """Number of deaths counted against the prompt at the time of the lease."""
     alone: bool = False
-    """Whether it runs alone."""
+    """Whether the rollouter runs no other prompt with it."""
     suspect: bool = False
-    """Whether its holder died while it generated the prompt."""
+    """Whether its holder died while it generated the prompt; that death is not counted yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallNumbers:
-    """The numbers of an incarnation's requests for leases."""
+    """The numbers of one rollouter incarnation's requests for leases, counted by the rollouter from 1."""
 
     incarnation: int
     newest: int = 0
-    """The latest call that has arrived."""
+    """Number of the latest request that has arrived."""
     answered: int = 0
-    """The latest call that got a lease."""
+    """Number of the latest request that got a lease."""
 
 
 @dataclass(slots=True)
 class Holder:
-    """A rollouter, as of its last call."""
+    """A rollouter, as of its last request."""
 
     incarnation: int
     seen: int
+    """The highest lease number that the rollouter has received."""
     last_number: int
+    """The highest lease number that may have been given to it."""
     served_version: int
     holding: frozenset[str] = frozenset()
+    """Uids that it still held at its last request; a received lease that is not in it was delivered."""
     leases: dict[int, PromptLease] = field(default_factory=dict)
     """Leases by number, ascending; until the outcome is reported or the prompt is returned."""
 
     def running(self, ask: Ask) -> list[PromptLease]:
-        """Leases that it generates, or may never have received."""
+        """The leases that the rollouter has not delivered: it holds them, or may never have received them."""
         return [lease for lease in self.leases.values() if lease.number > ask.seen or lease.prompt.uid in ask.holding]
 
 
@@ -89,12 +92,12 @@ class Holders:
     def __init__(self) -> None:
         self._rollouters: dict[str, Holder] = {}
         self._leaving: set[str] = set()
-        """Rollouters that ask no more, and live until they are removed."""
+        """Rollouters that request no more leases; they stay holders until they are removed."""
         self._out: dict[str, PromptLease] = {}
         self._calls: dict[str, CallNumbers] = {}
-        """Requests by rollouter."""
+        """Request numbers by rollouter."""
         self.outstanding = 0
-        """Training prompts among those that are out."""
+        """Number of training prompts that are out."""
 
     def __contains__(self, uid: str) -> bool:
         return uid in self._out
@@ -109,7 +112,7 @@ class Holders:
 
     @property
     def asking(self) -> int:
-        """Number of rollouters that are known to live, and may ask for more."""
+        """Number of living rollouters that may request more leases."""
         return len(self._rollouters) - len(self._leaving)
 
     @property
@@ -124,9 +127,9 @@ class Holders:
     # --- requests ---
 
     def current(self, ask: Ask) -> Holder | None:
-        """The rollouter that asks; None if it leaves, or a later call or a newer incarnation of it was heard."""
+        """The rollouter that sent ``ask``; None if it leaves, has sent a later request or was restarted."""
         holder = self._rollouters.get(ask.rollouter)
-        # The answer to an overtaken call would repeat leases that a later call has seen.
+        # The answer to an outdated request would repeat leases that the rollouter has received since.
         if holder is None or (holder.incarnation, holder.seen) != (ask.incarnation, ask.seen):
             return None
         if ask.rollouter in self._leaving or ask.number < self._calls_of(ask).newest:
@@ -134,23 +137,22 @@ class Holders:
         return holder
 
     def is_answered(self, ask: Ask) -> bool:
-        """Whether a call got a lease before.
+        """Whether a copy of this request, or a later request, got a lease before.
 
-        The caller may have received that, so ``holding`` no longer names everything that the caller holds. A call that
-        was neither answered nor overtaken names everything that its rollouter can hold, since a rollouter receives
-        leases only as the answer to its latest call.
+        The rollouter may have received that lease, so ``ask.holding`` may be incomplete. Otherwise ``holding`` names
+        everything that the rollouter can hold, since it receives leases only as the answer to its latest request.
         """
         return 0 < ask.number <= self._calls_of(ask).answered
 
     def note_answer(self, ask: Ask) -> None:
-        """Record that a call got a lease."""
+        """Record that a request got a lease."""
         self._calls[ask.rollouter] = replace(self._calls_of(ask), answered=ask.number)
 
     def recall_calls(self, before: Holders) -> None:
-        """Take over the numbers of the calls that ``before`` knows: some of these may be parked, or arrive again.
+        """Copy the request numbers from ``before``: its requests may still be parked, or arrive again.
 
-        If a rollouter does not answer the restore, its lease numbers are unknown. A copy of an answered call would get
-        a number that the rollouter has seen, and the prompt would be lost.
+        If a rollouter does not answer the restore, its lease numbers are unknown. A copy of an answered request would
+        then get a number that the rollouter has seen, and the prompt would be lost.
         """
         self._calls = dict(before._calls)
 
@@ -159,7 +161,7 @@ class Holders:
         return found if found is not None and found.incarnation == ask.incarnation else CallNumbers(ask.incarnation)
 
     def update(self, ask: Ask) -> None:
-        """Take note of a call of a rollouter whose older incarnations have been ``remove``d."""
+        """Record what a request says of its rollouter. ``remove`` must have removed an older incarnation before."""
         holder = self._rollouters.get(ask.rollouter)
         if holder is None or ask.incarnation == holder.incarnation:
             calls = self._calls_of(ask)
@@ -178,13 +180,13 @@ class Holders:
     # --- leases ---
 
     def lease(self, rollouter: str, lease: PromptLease) -> PromptLease:
-        """Give out a lease under the next number."""
+        """Give ``lease`` the rollouter's next number, and record the rollouter as its holder."""
         lease.number = self._rollouters[rollouter].last_number + 1
         self.hold(lease, rollouter)
         return lease
 
     def hold(self, lease: PromptLease, rollouter: str | None = None) -> None:
-        """A prompt is out from here on, with the learner where no rollouter is named."""
+        """Record that a prompt is out: held by ``rollouter``, or with the learner without one."""
         uid = lease.prompt.uid
         assert uid not in self._out, f"{uid} is leased to two"
         self._out[uid] = lease
@@ -197,12 +199,12 @@ class Holders:
             leases[lease.number] = lease
 
     def skip_to(self, rollouter: str, number: int) -> None:
-        """The next lease of a rollouter has a number above this one."""
+        """Make the next lease number of a rollouter larger than ``number``."""
         holder = self._rollouters[rollouter]
         holder.last_number = max(holder.last_number, number)
 
     def release(self, uid: str) -> PromptLease:
-        """A prompt is not out any more."""
+        """Remove a prompt from those that are out, and return its lease."""
         lease = self._out.pop(uid)
         if lease.rollouter is not None:
             del self._rollouters[lease.rollouter].leases[lease.number]
@@ -210,11 +212,12 @@ class Holders:
         return lease
 
     def remove(self, rollouter: str) -> list[PromptLease]:
-        """A rollouter is dead: its prompts have no holder. Suspect are those that it generated and may have received.
+        """Remove a dead rollouter and return its leases, which have no holder now.
 
-        A rollouter confirms a lease only when it asks again, and a full one does not ask before it has finished
-        something. So a lease that it may have received counts as received, unless the prompt ran alone: running alone
-        by mistake costs time, quarantine by mistake costs the prompt.
+        Marks as suspect each prompt that the rollouter may have been generating. A rollouter confirms a lease only with
+        its next request, and a busy one requests nothing until it has finished something. So an unconfirmed lease
+        counts as received, unless the prompt was to run alone: running alone by mistake costs time, but quarantine by
+        mistake costs the prompt.
         """
         holder = self._rollouters.pop(rollouter)
         self._leaving.discard(rollouter)
@@ -224,11 +227,11 @@ class Holders:
         return list(holder.leases.values())
 
     def leaves(self, rollouter: str) -> None:
-        """A rollouter asks no more; it is a holder until it is removed, and takes no share of the gate."""
+        """Record that a rollouter requests no more leases. It stays a holder, but no longer counts in ``asking``."""
         self._leaving.add(rollouter)
 
     def keep(self, rollouter: str, uids: Collection[str]) -> list[PromptLease]:
-        """A rollouter that takes no more holds at most these: its other prompts have no holder."""
+        """Record that a leaving rollouter holds at most ``uids``. Returns its other leases, without a holder."""
         leases = self._rollouters[rollouter].leases
         lost = [lease for lease in leases.values() if lease.prompt.uid not in uids]
         for lease in lost:
@@ -238,35 +241,38 @@ class Holders:
 
 
 class SuspectPrompts:
-    """``attempts`` are the deaths of each prompt by uid; changed here and where an outcome is recorded."""
+    """Counts the deaths of prompts, and queues the suspects that wait to run alone.
+
+    ``attempts`` maps a uid to its number of deaths; it is the ledger's own and is changed here.
+    """
 
     def __init__(self, attempts: dict[str, int], max_attempts: int) -> None:
         self._attempts = attempts
         self._max_attempts = max_attempts
         self._waiting: dict[str, Prompt] = {}
         self.reserved = 0
-        """Training prompts that wait to run alone: places that no other prompt may take."""
+        """Number of training prompts that wait to run alone; the gate counts them as outstanding."""
         self.set_aside: str | None = None
         """The rollouter that gets no lease until it holds nothing."""
         self.changes = 0
-        """Deaths counted so far."""
+        """Number of changes to the death counts so far."""
 
     def attempt(self, uid: str) -> int:
-        """Deaths of a prompt."""
+        """Number of deaths counted against a prompt."""
         return self._attempts.get(uid, 0)
 
     def raise_to(self, uid: str, attempt: int) -> None:
-        """Count at least this many deaths of a prompt."""
+        """Raise the number of deaths of a prompt to ``attempt``, if it is lower."""
         if attempt > self.attempt(uid):
             self._attempts[uid] = attempt
             self.changes += 1
 
     def died(self, uid: str, *, alone: bool) -> None:
-        """A rollouter died while it generated this prompt."""
+        """Count the death of a rollouter that generated this prompt, ``alone`` or with others."""
         self.raise_to(uid, after_death(self.attempt(uid), alone=alone))
 
     def forget(self, uid: str) -> None:
-        """The prompt has an outcome."""
+        """Drop the deaths of a prompt that has an outcome."""
         if self._attempts.pop(uid, None) is not None:
             self.changes += 1
         self.discard(uid)
@@ -292,5 +298,5 @@ class SuspectPrompts:
         self.reserved -= isinstance(prompt, TrainingPrompt)
 
     def next(self, may_run: Callable[[Prompt], bool]) -> Prompt | None:
-        """The prompt that has waited longest of those that may run."""
+        """The prompt that has waited longest among those for which ``may_run`` is true; None without any."""
         return next((prompt for prompt in self._waiting.values() if may_run(prompt)), None)

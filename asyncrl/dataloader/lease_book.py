@@ -3,14 +3,14 @@
 Invariants:
 
 - every prompt is leased to at most one rollouter at a time, and to none once its outcome is reported;
-- a lease is numbered by rollouter incarnation from 1, and given again, first of all, until a later call of that
-  incarnation says that it has seen it: a lost reply loses nothing;
-- a training prompt is outstanding from its lease until the learner reports its outcome or it is returned, with any
-  holder meanwhile. When its holder has died it is an *orphan*, outstanding all the same, until the learner has
-  said whether it holds it (``settle``); only what it does not hold is leased again;
+- leases are numbered from 1 for each rollouter incarnation. A lease is repeated in each reply until a later request of
+  that incarnation says that it has seen the number: a lost reply loses nothing;
+- a training prompt is outstanding from its lease until the learner reports its outcome or it is returned;
+- a prompt whose holder has died is an *orphan*. It stays outstanding until the learner has said whether it holds the
+  prompt (``settle``). If the learner does not, it is leased again;
 - a request gets new leases once, and only while it is the latest request of its rollouter. So its ``holding`` names
   everything that the rollouter can hold, even if the request, or a copy of it, arrives late;
-- a suspect prompt is leased only to a rollouter that holds nothing, and runs there alone.
+- a suspect prompt (``holders``) is leased only to a rollouter that holds nothing, and runs there alone.
 
 All of it follows from the order, the ledger, what the learner claims and what the rollouters hold: ``restoring``
 rebuilds it from these. So an outcome may be reported for a prompt without a known holder.
@@ -33,9 +33,9 @@ from asyncrl.messages.ledger import position_of
 
 
 class LeaseBook:
-    """A run's leases. ``number`` is that of the learner's last report, ``supply_number`` that of the last supply.
+    """A run's leases. ``number`` is that of the learner's last report, ``supply_number`` that of the last Supply.
 
-    ``gate`` and ``ledger`` are there to be looked at.
+    Callers read ``gate`` and ``ledger``, and change neither.
     """
 
     def __init__(
@@ -53,15 +53,17 @@ class LeaseBook:
         self._holders = Holders()
         self._suspects = SuspectPrompts(queue.ledger.attempts, max_attempts)
         self._orphans: dict[str, None] = {}
-        """Prompts whose holder has died, until the learner says whether it holds them; oldest first."""
+        """Uids of the orphans, the oldest death first."""
         self._eval_turn = False
+        """Whether evaluation is next where training and evaluation both have prompts to lease."""
         self._stopped = False
         self._forget_deaths()
         self.number = number
-        """The last report of the learner without a gap before it."""
+        """Number of the newest report of the learner that was applied; there is no gap before it."""
         self.supply_number = supply_number
-        """Number of the present ``supply``."""
+        """Number of the present ``supply``; it grows with each change that the learner must hear of."""
         self._supply_key: tuple[object, ...] = ()
+        """The parts of the supply that make it a new one when they change."""
         self.counts: Counter[str] = Counter()
         self._note_supply()
 
@@ -88,7 +90,10 @@ class LeaseBook:
 
     @property
     def supply(self) -> Supply:
-        """The supply that is still to come. ``outstanding`` moves its number only when nothing is left to lease."""
+        """Describes to the learner what it can still expect: outstanding groups, rejected prompts, evaluation rounds.
+
+        A change of ``outstanding`` alone gives it a new number only when nothing is left to lease.
+        """
         of_evals = [Rejected(uid, reason) for uid, reason in self._evals.rejected.items()]
         return Supply(
             number=self.supply_number,
@@ -102,7 +107,7 @@ class LeaseBook:
     # --- rollouters ---
 
     def meet(self, ask: Ask) -> None:
-        """Take note of a rollouter's call. Prompts that an older incarnation of it held become orphans."""
+        """Record a rollouter's request. Prompts that an older incarnation of the rollouter held become orphans."""
         holder = self._holders.get(ask.rollouter)
         if holder is not None and ask.incarnation > holder.incarnation:
             self.died(ask.rollouter, holder.incarnation)
@@ -114,9 +119,10 @@ class LeaseBook:
         return self._holders.get(rollouter) is not None
 
     def take(self, ask: Ask) -> list[PromptLease]:
-        """Lease as much as may be leased now; may be asked again with the same ``ask`` until it gives something.
+        """Lease as much as may be leased now. The result starts with the leases that the rollouter has not confirmed.
 
-        Nothing is leased to a rollouter that leaves, nor to a call that a later one of the same has overtaken.
+        May be called again with the same ``ask`` until it returns a lease. Returns nothing to a rollouter that leaves,
+        or whose later request has arrived.
         """
         holder = self._holders.current(ask)
         if holder is None or self._stopped:
@@ -124,9 +130,9 @@ class LeaseBook:
         running = holder.running(ask)
         lone = any(lease.alone for lease in running)
         if lone and ask.holding:
-            # A late copy of a call was leased it, whose rollouter has received something since.
+            # The lone prompt was leased to a late copy of an earlier request; the rollouter got others since.
             return []
-        # First of all, and past the gate, in which these have their places already.
+        # Unconfirmed leases come first. They bypass the gate, which counts them already.
         found = [lease for lease in running if lease.number > ask.seen][: ask.free_groups]
         self.counts["granted_again"] += len(found)
         if not lone and not self._holders.is_answered(ask):
@@ -137,9 +143,12 @@ class LeaseBook:
         return found
 
     def _lease_new(self, ask: Ask, running: list[PromptLease], found: list[PromptLease]) -> None:
-        """Add new leases to ``found``, up to the number that was asked for."""
+        """Append new leases to ``found``, up to ``ask.free_groups`` in all. ``running`` are not delivered yet.
+
+        Stops at a prompt that runs alone.
+        """
         generating = sum(isinstance(lease.prompt, TrainingPrompt) for lease in running)
-        # A rollouter that did not answer a restore may hold groups without a lease here.
+        # A rollouter that did not answer a restore may hold groups that have no lease in this book.
         empty = not running and not ask.holding
         while len(found) < ask.free_groups:
             prompt = self._next_prompt(ask, generating, empty=empty and not found)
@@ -157,7 +166,7 @@ class LeaseBook:
                 break
 
     def give_back(self, rollouter: str, incarnation: int, uids: Iterable[str]) -> None:
-        """A rollouter returns prompts; those that it does not hold are ignored."""
+        """Take back the prompts that a rollouter returns; uids that it does not hold are ignored."""
         holder = self._holders.get(rollouter)
         if holder is None or holder.incarnation != incarnation:
             return
@@ -168,26 +177,27 @@ class LeaseBook:
         self._note_supply()
 
     def died(self, rollouter: str, incarnation: int) -> None:
-        """An incarnation of a rollouter is dead: the prompts that it held become orphans."""
+        """Remove a dead rollouter: the prompts that it held become orphans."""
         for held in self._remove(rollouter, incarnation):
             self._orphan(held)
 
     def left(self, rollouter: str, incarnation: int, holding: Collection[str] = ()) -> None:
-        """A rollouter asks no more and holds only this: what else it has here, the learner may have.
+        """Record that a rollouter leaves and holds only the uids ``holding``.
 
-        Nothing of that is suspect of anybody's death.
+        Its other prompts become orphans, since the learner may have received them. None of them becomes suspect, since
+        no rollouter has died.
         """
         holder = self._holders.get(rollouter)
         if holder is None or holder.incarnation > incarnation:
             return
         found = self._holders.keep(rollouter, holding)
-        # One that still holds something stays a holder: its death is to make orphans of that.
+        # It stays a holder while it holds something, so that its death makes orphans of those prompts.
         if not holding:
             found += self._remove(rollouter, incarnation)
         else:
             self._holders.leaves(rollouter)
             if self._suspects.set_aside == rollouter:
-                # Nothing would be leased to it once it holds nothing.
+                # A leaving rollouter gets no lease, so the suspect must wait for another one.
                 self._suspects.set_aside = None
         for held in found:
             held.suspect = False
@@ -195,14 +205,14 @@ class LeaseBook:
         self._note_supply()
 
     def settle(self, asked: Iterable[str], held: Collection[str]) -> None:
-        """The learner has said which of the orphans it was asked about it holds; the others are leased again."""
+        """Apply the learner's answer about the orphans ``asked``: it holds ``held``; others are leased again."""
         kept = set(held)
         for uid in asked:
-            # An outcome may have been reported meanwhile.
+            # Its outcome may have been reported meanwhile.
             if uid in self._orphans:
                 del self._orphans[uid]
                 if uid in kept:
-                    # It was delivered, and did not end its rollouter.
+                    # It was delivered before its rollouter died, so it did not cause the death.
                     self._holders[uid].suspect = False
                 else:
                     self._take_back(uid)
@@ -217,23 +227,24 @@ class LeaseBook:
     # --- the state of the run ---
 
     def claim(self, uid: str) -> None:
-        """The learner has a prompt. Ignored where that is known."""
+        """Record that the learner holds a prompt. Ignored if the prompt is out already, or does not exist."""
         prompt = self._hold(uid)
         if prompt is not None:
             self._holders.hold(PromptLease(prompt))
         self._note_supply()
 
     def adopt(self, rollouter: str, incarnation: int, held: LeasesHeld, previous: LeaseBook | None) -> None:
-        """A rollouter has said what it holds; what else ``previous`` leased it, it may still receive unless it leaves.
+        """Record the leases that a rollouter says it holds, after a restart or restore.
 
-        Prompts that the learner has, or another rollouter was found with, stay theirs.
+        Unless the rollouter leaves, it also keeps the leases of ``previous`` that may still be on their way to it.
+        Prompts that the learner or another rollouter was recorded with before stay with that holder.
         """
         uids = frozenset(held.attempts)
         self._holders.update(Ask(rollouter, incarnation, held.seen, 0, held.served_version, uids))
         if held.leaving:
             self._holders.leaves(rollouter)
-        # A lease that was received needs no number. A death of its engine may have made something suspect that has
-        # company.
+        # A received lease is not repeated, so any unused number will do: these are negative. A prompt that became
+        # suspect by the death of the rollouter's engine may be one of several, and then does not run alone.
         found = [
             (-1 - at, uid, attempt, runs_alone(attempt) and len(uids) == 1)
             for at, (uid, attempt) in enumerate(held.attempts.items())
@@ -242,7 +253,7 @@ class LeaseBook:
         if known is not None and known.incarnation == incarnation and not held.leaving:
             on_their_way = [(number, lease) for number, lease in known.leases.items() if number > held.seen]
             found += [(number, lease.prompt.uid, lease.attempt, lease.alone) for number, lease in on_their_way]
-            # Leases up to this number may still be on their way, and a number is that of one lease.
+            # Leases up to this number may still be on their way, and no number may be used twice.
             self._holders.skip_to(rollouter, known.last_number)
         for number, uid, attempt, alone in found:
             prompt = self._hold(uid)
@@ -254,7 +265,7 @@ class LeaseBook:
         self._note_supply()
 
     def recall_calls(self, previous: LeaseBook) -> None:
-        """Remember which lease calls ``previous`` has heard and answered: they may be parked, or arrive again."""
+        """Copy the numbers of the requests that ``previous`` has received; these may be parked, or arrive again."""
         self._holders.recall_calls(previous._holders)
 
     def missing(self, previous: LeaseBook) -> list[str]:
@@ -262,7 +273,7 @@ class LeaseBook:
         return [uid for uid in previous._holders.uids if uid not in self._holders and self._is_open(uid)]
 
     def inherit(self, previous: LeaseBook) -> None:
-        """Take over the deaths that only ``previous`` knows of, once everything that is out is known."""
+        """Add the deaths that only ``previous`` has counted. Call it after the last ``claim`` and ``adopt``."""
         for uid, attempt in previous.ledger.attempts.items():
             if self._is_open(uid):
                 self._suspects.raise_to(uid, attempt)
@@ -273,18 +284,19 @@ class LeaseBook:
         self._note_supply()
 
     def to_come(self, count: int) -> list[str]:
-        """Uids of the prompts that come next, and of those that eval rounds wait for."""
+        """Uids of the next ``count`` training prompts, and of all evaluation prompts that wait to be leased."""
         return [prompt.uid for prompt in self._queue.ahead(count)] + self._evals.waiting
 
     # --- the learner ---
 
     def report(self, report: Outcomes) -> int:
-        """Apply a report of the learner. Returns the highest number seen without a gap.
+        """Apply a report of the learner: outcomes, published version, begun step, end of the run.
 
-        An outcome of a prompt that has one changes nothing. Raises ProtocolError for an outcome of what is no prompt,
-        and for two of the same prompt.
+        Returns the number of the newest applied report, which acknowledges it and all before it. An outcome of a prompt
+        that has one changes nothing. Raises ProtocolError for an outcome of an unknown prompt, and for two of one
+        prompt.
         """
-        # An older one is known; the number of one behind a gap would acknowledge reports that have not come.
+        # An older report is applied already. The number of one behind a gap would acknowledge missing reports.
         if report.number != self.number + 1:
             return self.number
         uids = [outcome.uid for outcome in report.outcomes]
@@ -301,7 +313,7 @@ class LeaseBook:
             self._evals.published(report.version, previous)
         if report.step_began:
             self.gate.limit.step_began(report.buffered_groups, waited=report.waited)
-        # Behind the publication above: the rounds at the end are of the last version.
+        # After the publication above: the rounds at the end evaluate the last version.
         if report.finished and not self.gate.finished:
             self.gate.finished = True
             self._evals.finish(self.gate.newest_version)
@@ -311,7 +323,7 @@ class LeaseBook:
     # --- within ---
 
     def _remove(self, rollouter: str, incarnation: int) -> list[PromptLease]:
-        """Prompts that this incarnation of a rollouter, or an older one, is known to hold, and holds no more."""
+        """Remove a rollouter of this incarnation or an older one; returns the leases that it held."""
         holder = self._holders.get(rollouter)
         if holder is None or holder.incarnation > incarnation:
             return []
@@ -328,7 +340,11 @@ class LeaseBook:
         return self._stopped or not self.gate.needed(self.outstanding)
 
     def _next_prompt(self, ask: Ask, generating: int, *, empty: bool) -> Prompt | None:
-        """The prompt leased next to a rollouter that holds nothing, if ``empty``; it is out from here on."""
+        """Take the prompt to be leased next to the rollouter of ``ask``; None if it gets no lease now.
+
+        ``empty`` says whether the rollouter holds nothing. Then it gets the first suspect that waits to run alone. Else
+        it is set aside for that suspect, unless another rollouter is; then it gets the next prompt in turn.
+        """
         suspects = self._suspects
         while True:
             alone = suspects.next(lambda prompt: self._may_run(prompt, ask.served_version))
@@ -342,12 +358,12 @@ class LeaseBook:
                     suspects.set_aside = ask.rollouter
                     return None
             elif suspects.set_aside == ask.rollouter:
-                # No prompt waits any more that could run here alone.
+                # No waiting suspect may run here now.
                 suspects.set_aside = None
             prompt = self._next_in_turn(ask, generating)
             if prompt is None or not suspects.is_suspect(prompt.uid):
                 return prompt
-            # A suspect in its turn, as after a restore: it joins those that wait to run alone, or is rejected.
+            # After a restore the queue may hold a suspect: it joins those that wait to run alone, or is rejected.
             self._put_back(prompt)
 
     def _may_run(self, prompt: Prompt, served_version: int) -> bool:
@@ -356,7 +372,7 @@ class LeaseBook:
         return not self._evals.starting and self.gate.has_place(served_version, self.outstanding)
 
     def _next_in_turn(self, ask: Ask, generating: int) -> Prompt | None:
-        """Training and evaluation take turns where both may be leased."""
+        """Take the next prompt of the queue or of an evaluation round; the two alternate where both may be leased."""
         served_version = ask.served_version
         may_train = not self._evals.starting and self.gate.admits(
             served_version,
@@ -373,13 +389,13 @@ class LeaseBook:
         return None
 
     def _hold(self, uid: str) -> Prompt | None:
-        """A prompt without a known holder is out from here on; None if there is no such prompt."""
+        """Mark a prompt that was found with a holder as out; None if it is out already, or does not exist."""
         if "@" in uid:
             return self._evals.hold(uid)
         return self._queue.hold(*position_of(uid))
 
     def _may_be(self, outcome: Outcome) -> bool:
-        """Whether a prompt can have this outcome. It may be known already."""
+        """Whether an outcome is possible: its prompt exists and allows the kind. It may have been reported before."""
         if "@" in outcome.uid:
             return outcome.kind in ("evaluated", "quarantined")
         try:
@@ -395,6 +411,7 @@ class LeaseBook:
         return self.ledger.is_open(*position_of(uid))
 
     def _conclude(self, outcome: Outcome) -> None:
+        """Apply the outcome of a prompt that had none: release its lease, forget its deaths, record the outcome."""
         uid = outcome.uid
         if uid in self._holders:
             self._holders.release(uid)
@@ -409,7 +426,7 @@ class LeaseBook:
         self.gate.trained += outcome.kind == "trained"
 
     def _take_back(self, uid: str) -> None:
-        """A prompt that was out is to be leased again."""
+        """Release a prompt that is out, count its holder's death if it is suspect, and put it back to be leased."""
         held = self._holders.release(uid)
         if held.suspect:
             self._suspects.died(uid, alone=held.alone)
@@ -422,9 +439,12 @@ class LeaseBook:
                 self._suspects.forget(uid)
 
     def _put_back(self, prompt: Prompt) -> None:
-        """A prompt that came back is to be leased again, if it may be, and alone if it must be."""
+        """Send a prompt that came back to its next place.
+
+        It is rejected after too many deaths, waits to run alone if it is suspect, and else returns to its queue.
+        """
         reason = self._suspects.verdict(prompt.uid)
-        # It is of no order here and can never be leased again, so the queue drops it.
+        # A prompt of earlier data is in no order here and can never be leased again, so the queue drops it.
         if isinstance(prompt, TrainingPrompt) and prompt.epoch < self.ledger.first_epoch:
             self._queue.give_back(prompt)
         elif reason is not None:
@@ -441,6 +461,7 @@ class LeaseBook:
             self._queue.give_back(prompt)
 
     def _note_supply(self) -> None:
+        """Give the supply a new number if it has changed; called at the end of each public change."""
         exhausted = self._exhausted
         key = (
             exhausted,

@@ -1,8 +1,8 @@
 """The prompts of a run, ready to be leased: rows that were read, checked and tokenized.
 
-Reading blocks and may take minutes: it belongs on a thread. A row is checked, made fit for the wire, and fingerprinted.
-Invariants: the content of a DataRow survives MessagePack and JSON. The fingerprint depends on prompts, rows and their
-order alone, not on the place they were read from. Ids, text and row of an index never change.
+Reading blocks and may take minutes: it belongs on a thread. Each row is checked and packed as MessagePack, and all rows
+together give a fingerprint. Invariants: the content of a DataRow survives MessagePack and JSON. The fingerprint depends
+on prompts, rows and their order alone, not on the files' paths. Ids, text and row of an index never change.
 
 A row that cannot be used or tokenized ends the reading with DataError (file and line of the first, and the number of
 the others). Under on_bad_row = "skip" it is left out, as if it were not there. A prompt over max_prompt_tokens keeps
@@ -37,7 +37,7 @@ from asyncrl.text.chat.prompt import Prompt, PromptEncoder, read_prompt
 from asyncrl.text.tokenizer import Tokenizer
 
 TOKENIZED_AT_ONCE = 2000
-"""Prompts between two looks at whether the actor is to end."""
+"""Number of prompts tokenized before the actor reports progress and may be cancelled."""
 LISTED_PROBLEMS = 5
 KEPT_PROBLEMS = 1000
 MEND = 'mend it, or leave such rows out with data.on_bad_row = "skip"'
@@ -81,12 +81,15 @@ class Dataset:
 
 
 def unpack(packed: bytes) -> dict[str, Any]:
-    """The row as the reward function sees it."""
+    """Unpack a row's columns, as the reward function gets them."""
     return _DECODER.decode(packed)
 
 
 def collect(source: str, raw_rows: Iterable[RawRow], data: DataConfig) -> Dataset:
-    """Check all rows of ``source`` (its name in errors). Raises DataError."""
+    """Check all rows and return the usable ones as a Dataset. ``source`` is the name in errors.
+
+    Raises DataError if no row is usable, or if one is bad and ``data.on_bad_row`` is "error".
+    """
     rows: list[DataRow] = []
     bad: list[tuple[RawRow, str]] = []
     skipped = 0
@@ -111,7 +114,7 @@ def collect(source: str, raw_rows: Iterable[RawRow], data: DataConfig) -> Datase
 
 
 def nothing_usable(source: str, first_bad: str) -> TooFewUsable:
-    """``first_bad`` is the first row that cannot be used, with its problem; empty where there is no row at all."""
+    """The error of a source without a usable row. ``first_bad`` is the first bad row and its problem; "" if no row."""
     if first_bad:
         return TooFewUsable(f"holds no usable row ({first_bad})", path=source, fix="mend them")
     return TooFewUsable("holds no row", path=source, fix="put the prompts there, or set another path")
@@ -121,14 +124,14 @@ def fingerprint_of(rows: Iterable[DataRow]) -> str:
     """Hex digest of prompts, tools, rows and their order."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
-        # The length marks the row's end, so that no other rows come to the same bytes.
+        # The length marks the row's end, so that different rows never give the same bytes.
         digest.update(_ENCODER.encode((row.prompt, len(row.packed), *([row.tools] if row.tools else []))))
         digest.update(row.packed)
     return digest.hexdigest()
 
 
 def check_row(raw: RawRow, data: DataConfig) -> DataRow:
-    """The row that ``raw`` holds, by the keys of its set. Raises BadRow."""
+    """Check one row: make its columns plain values, and read its prompt and tools. Raises BadRow with the problem."""
     prompt_key, tools_key = data.prompt_column, data.tools_column
     if raw.problem:
         raise BadRow(raw.problem)
@@ -141,7 +144,7 @@ def check_row(raw: RawRow, data: DataConfig) -> DataRow:
         if raw.typed:
             _leave_out_nulls(columns, prompt_key, tools_key)
         packed = _ENCODER.encode(columns)
-        # Keys of odd types are written without complaint and found out by the reader.
+        # The encoder accepts keys that are no strings; the decoder rejects them.
         unpack(packed)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadRow(f"cannot be sent as JSON or MessagePack: {error}") from None
@@ -157,7 +160,10 @@ def check_row(raw: RawRow, data: DataConfig) -> DataRow:
 
 
 def _leave_out_nulls(columns: dict[str, Any], prompt_key: str, tools_key: str) -> None:
-    """Take the nulls out of calls and tools, where a typed table has one for each field that another row has."""
+    """Remove nulls from tool calls and tools, in place.
+
+    A typed table (Parquet, Arrow) gives each object all fields that occur in any row, as null where it has none.
+    """
     tools = column_of(columns, tools_key)
     if isinstance(tools, list):
         tools[:] = without_nulls(tools)
@@ -168,7 +174,7 @@ def _leave_out_nulls(columns: dict[str, Any], prompt_key: str, tools_key: str) -
 
 
 def _simplify(value: Any) -> Any:
-    """A plain value for one of a type that msgspec does not know."""
+    """Convert a numpy value, which msgspec does not know, to a plain one. Raises TypeError for other types."""
     if isinstance(value, str):
         # numpy.str_, which msgspec refuses although it is text.
         return str(value)
@@ -190,7 +196,7 @@ def load_dataset(config: DataConfig) -> Dataset:
 
 
 def open_source(config: DataConfig) -> tuple[str, Iterator[RawRow]]:
-    """The source's name and its rows as they are read. Raises DataError if a file is missing, and so does reading."""
+    """The source's name, and an iterator that reads its rows. Both the call and the iterator may raise DataError."""
     column = config.prompt_column
     if config.source == "reasoning_gym":
         name = f"reasoning_gym/{config.task}"
@@ -208,7 +214,7 @@ def open_source(config: DataConfig) -> tuple[str, Iterator[RawRow]]:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """A fact that the user must know of a set that can be used."""
+    """A message to the user about rows that are left out of a usable set."""
 
     kind: Literal["bad_rows", "too_long"]
     detail: str
@@ -218,8 +224,8 @@ class Remark:
 class PromptSet:
     """The prompts of one dataset, by index.
 
-    Built in batches of some rows by ``tokenize``, which blocks and belongs on a thread; complete when it says so.
-    ``run`` is the configuration of the run, whose chat and episode settings count; by default they are the defaults.
+    ``tokenize`` fills it in batches, and blocks, so it belongs on a thread; the set is complete once that returns True.
+    ``run`` is the configuration of the run, for its chat and episode settings; None means the defaults.
     """
 
     def __init__(self, dataset: Dataset, config: DataConfig, tokenizer: Tokenizer, run: Config | None = None) -> None:
@@ -228,14 +234,14 @@ class PromptSet:
         self.oversize: set[int] = set()
         """Indices of prompts over max_prompt_tokens."""
         self.longest = (0, "")
-        """Tokens and place of the longest prompt."""
+        """Number of tokens of the longest prompt, and its FILE:LINE."""
         self.place = ""
         """FILE:LINE of the last row that was tokenized."""
         self._first_skipped = dataset.first_skipped
         self._rows = dataset.rows
-        """Rows to be tokenized; emptied once all are."""
+        """All rows; emptied once all are tokenized."""
         self._left_out: set[int] = set()
-        """Places in ``_rows`` of those that cannot be tokenized."""
+        """Positions in ``_rows`` of the rows that cannot be tokenized."""
         self._next = 0
         self._packed: list[bytes] = []
         self._config = config
@@ -248,7 +254,11 @@ class PromptSet:
         return len(self._ids)
 
     def tokenize(self, count: int) -> bool:
-        """Tokenize the next ``count`` prompts; True once all are. Raises DataError or ConfigError."""
+        """Tokenize the next ``count`` rows; returns True once all rows are done and the set is checked.
+
+        A row that cannot be tokenized raises DataError, or is left out under ``data.on_bad_row = "skip"``. Raises
+        ConfigError.
+        """
         config = self._config
         for row in self._rows[self._next : self._next + count]:
             number, self._next = self._next, self._next + 1
@@ -264,8 +274,8 @@ class PromptSet:
                 continue
             self.longest = max(self.longest, (len(ids), self.place), key=lambda found: found[0])
             if len(ids) > config.max_prompt_tokens:
-                # It keeps its index, so that max_prompt_tokens moves no other prompt in the order; it is never asked
-                # for its tokens.
+                # It keeps its index, so that max_prompt_tokens moves no other prompt in the order. Its tokens are never
+                # used.
                 self.oversize.add(len(self))
                 ids, text = [], ""
             self._ids.append(np.array(ids, np.int32))
@@ -277,7 +287,7 @@ class PromptSet:
         return True
 
     def _encode(self, row: DataRow) -> tuple[list[int], str]:
-        """Token ids and text of a row's prompt. Raises BadRow, and ConfigError for what is no fault of the row."""
+        """Token ids and text of a row's prompt. Raises BadRow, or ConfigError if the configuration is at fault."""
         try:
             ids, text = self._encoder(row.prompt, row.tools)
         except ConfigError:
@@ -289,6 +299,7 @@ class PromptSet:
         return ids, text
 
     def _complete(self) -> None:
+        """Finish the set: recompute its fingerprint if rows were left out, and check that enough prompts are usable."""
         path = self._rows[0].path
         if self._left_out:
             self.fingerprint = fingerprint_of(
@@ -328,7 +339,7 @@ class PromptSet:
         )
 
     def remarks(self, key: str) -> list[Remark]:
-        """Remarks on the prompts so far that are left out; ``key`` is the set's in the configuration."""
+        """Messages about bad rows and too long prompts, if there are any; ``key`` is the set's configuration key."""
         found = []
         if self.skipped:
             share = _share(self.skipped, self.skipped + len(self))
@@ -365,7 +376,7 @@ class RunPrompts:
         self.evals: dict[str, PromptSet] = {}
 
     async def read(self, tokenizer: Tokenizer, services: ActorServices) -> None:
-        """Read and tokenize all of them on threads. Raises DataError or ConfigError."""
+        """Read and tokenize all prompts on threads. Raises DataError or ConfigError."""
         self.training = await self._read("data", self._config.data, tokenizer, services)
         for name, evaluation in self._config.eval.items():
             self.evals[name] = await self._read(f"eval.{name}.data", evaluation.data, tokenizer, services)
@@ -388,14 +399,14 @@ class RunPrompts:
         return prompts
 
     def sample(self, count: int) -> list[np.ndarray]:
-        """Tokens of training prompts from all over the data, the same each time; fewer if fewer may be leased."""
+        """Token ids of ``count`` training prompts (or all, if fewer), evenly spread over the data; always the same."""
         admissible = self.training.admissible
         count = min(count, len(admissible))
         chosen = [admissible[i * len(admissible) // count] for i in range(count)]
         return [self.training.prompt(index)[0] for index in chosen]
 
     def lease(self, lease: PromptLease) -> Lease:
-        """The lease as its rollouter gets it, without a seal."""
+        """The message that leases a prompt to a rollouter, with its tokens and sampling settings; not yet sealed."""
         prompt, rollout = lease.prompt, self._config.rollout
         sampling: RolloutConfig | EvalConfig = rollout
         if isinstance(prompt, EvalPrompt):

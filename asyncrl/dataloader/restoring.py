@@ -1,10 +1,10 @@
 """Rebuilds the book of leases from the learner's ledger, the rollouters' answers and the data. Pure.
 
-Invariant: what comes out depends on the learner's word, the prompts and what is held, and on nothing that a dataloader
-remembers but leases that are still on their way, and deaths. So a dataloader that has started again, and one whose
-learner went back to an earlier state, do the same.
+Invariant: the book depends on the learner's state, the prompts and the leases that rollouters hold. From the previous
+book it takes only deaths, and leases that are still on their way. So a restarted dataloader, and one whose learner went
+back to an earlier state, build the same book.
 
-Fails with RunChanged when the ledger speaks of other prompts, or of another order, and that is not allowed.
+Fails with RunChanged when the ledger is of other prompts, or of another order, and ``resume.allow`` does not allow it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncrl.messages.ledger import Ledger, position_of
 
 @dataclass(frozen=True, slots=True)
 class RollouterAnswer:
-    """The leases that a rollouter says it holds."""
+    """The leases that a rollouter says it holds, with the incarnation that answered."""
 
     incarnation: int
     held: LeasesHeld
@@ -44,7 +44,7 @@ class Restorer:
             staleness_max=config.staleness.max,
             adapt=config.staleness.adapt,
         )
-        """The limit outlives its books: another learner does not reset it."""
+        """The staleness limit of all books: a restore does not reset it."""
 
     def check_unchanged(self, request: Restored) -> None:
         """Check that prompts and seed are unchanged, or may change. Raises RunChanged."""
@@ -66,10 +66,10 @@ class Restorer:
         previous: LeaseBook | None,
         supply_number: int,
     ) -> LeaseBook:
-        """The book that stands where ``request`` says the run does; ``previous`` is left as it is.
+        """Build the book for the state of the run in ``request``; ``previous`` is not changed.
 
-        ``answers`` are of all living rollouters, by name. Raises InvalidRequest on what is no ledger. May take a second
-        for a million prompts.
+        ``answers`` maps the name of each rollouter that has answered to its leases. Raises InvalidRequest if the ledger
+        cannot be read. May take a second for a million prompts.
         """
         try:
             ledger = Ledger.restore(request.ledger)
@@ -92,8 +92,7 @@ class Restorer:
             request.version,
             closed=request.rounds_closed,
             open={round.name: round.held for round in request.rounds_open},
-            # A learner that begins again with nothing trained publishes a number above 0 and has passed no version by
-            # it.
+            # A restarted learner that has trained nothing publishes a version above 0, though no version was passed.
             overdue=trained > 0,
         )
         if request.finished:

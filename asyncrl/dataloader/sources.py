@@ -19,12 +19,12 @@ BATCH_ROWS = 1024
 
 
 def missing_column(prompt_key: str, columns: Iterable[str]) -> str:
-    """Words for a missing prompt column."""
+    """The error text for a missing prompt column."""
     return f"has no column {prompt_key!r}; it has {', '.join(map(repr, columns)) or 'none'} (set data.prompt_key)"
 
 
 def parquet(files: Sequence[str], prompt_key: str) -> Iterator[RawRow]:
-    """One row a record. Raises DataError."""
+    """Read Parquet files; each record gives one row. Raises DataError."""
     pyarrow = _import_pyarrow(files[0])
     from pyarrow.parquet import ParquetFile
 
@@ -34,14 +34,14 @@ def parquet(files: Sequence[str], prompt_key: str) -> Iterator[RawRow]:
                 _check_columns(path, file.schema_arrow.names, prompt_key)
                 yield from _rows_of(path, file.iter_batches(batch_size=BATCH_ROWS))
         except DataError:
-            # It is a ValueError, too, and says already what is wrong.
+            # A DataError is a ValueError, so the next clause would catch it.
             raise
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise DataError(f"is not a readable Parquet file: {_first_line(error)}", path=path) from None
 
 
 def hf(folder: str, split: str, prompt_key: str) -> Iterator[RawRow]:
-    """A folder written by ``datasets.save_to_disk``: one dataset, or several splits. Raises DataError."""
+    """Read a folder written by ``datasets.save_to_disk``, of one dataset or several splits. Raises DataError."""
     pyarrow = _import_pyarrow(folder)
 
     here = _split_folder(Path(folder), split)
@@ -85,7 +85,7 @@ def _split_folder(folder: Path, split: str) -> Path:
 
 
 def _check_columns(path: str, columns: list[str], prompt_key: str) -> None:
-    # A dotted name leads into an object: its first part is a column, and the rows show the rest.
+    # A dotted key names a field of an object: only its first part is a column here, and check_row checks the rest.
     if not any(prompt_key == column or prompt_key.startswith(f"{column}.") for column in columns):
         raise DataError(missing_column(prompt_key, columns), path=path)
 
@@ -124,10 +124,10 @@ def _first_line(error: Exception) -> str:
 
 
 def reasoning_gym(config: DataConfig, name: str) -> Iterator[RawRow]:
-    """The items of a task, each with everything that its scorer needs.
+    """Generate the items of a reasoning-gym task, each with everything that its scorer needs.
 
     Columns: ``task``, ``index``, ``size``, ``seed``, ``options``, ``item`` (the library's own entry), and the item's
-    ``question`` and ``answer``.
+    ``question`` and ``answer``. An item that fails gives a row with a problem. Raises DataError.
     """
     try:
         from reasoning_gym import create_dataset
@@ -161,7 +161,7 @@ def reasoning_gym(config: DataConfig, name: str) -> Iterator[RawRow]:
 
 
 def synthetic(size: int) -> Iterator[RawRow]:
-    """Sums of two numbers: ``question``, ``answer``, ``index``; the same for every run."""
+    """Generate sums of two numbers, the same for every run. Columns: ``question``, ``answer``, ``index``."""
     for index in range(size):
         # Multipliers coprime to the ranges, so that neighbours differ.
         left, right = 10 + index * 37 % 90, 10 + index * 53 % 89

@@ -76,11 +76,13 @@ class Rollouter(Actor):
             place=host_id(),
         )
         self._leaves = False
-        """Whether it leaves while the run continues."""
+        """Whether this rollouter leaves while the run continues."""
         self._updates: list[UpdateTimes] = []
+        """Times of weight updates that the learner has not received yet."""
         self._stall_s: float | None = None
-        """Stall (s) of the newest update."""
+        """Generation time lost to the newest update (s)."""
         self._sampling: list[tuple[float, float]] = []
+        """Intervals (wall clock) of sampling that the learner has not received yet."""
 
     @property
     def _number(self) -> int:
@@ -104,7 +106,7 @@ class Rollouter(Actor):
         await self._host.start()
 
     async def _episodes(self, stops: Stops) -> EpisodePlayer:
-        """The player of episodes, once the chat template is checked. Raises ConfigError."""
+        """Check the chat template, connect to the episode hosts and make the player of episodes. Raises ConfigError."""
         renderer = await asyncio.to_thread(
             make_renderer,
             self.config,
@@ -149,7 +151,10 @@ class Rollouter(Actor):
             await self._leases.give_back(uids, holding=[], leaving=self._leaves)
 
     def preempted(self) -> None:
-        """Generate nothing any more; generated samples are scored and delivered, for the learner's checkpoint."""
+        """Stop generation: cancel each group that still generates, and return its lease.
+
+        Groups that are generated are still scored and delivered, for the learner's checkpoint.
+        """
         self._leases.close()
         given_up = [task for task in self._groups.running if self._leases.ungenerated[task.get_name()]]
         for task in given_up:
@@ -157,10 +162,10 @@ class Rollouter(Actor):
         self.tasks.create_task(self._return_ungenerated(given_up), name="return what is not generated")
 
     def asked_to_leave(self, within_s: float) -> None:
-        """Ask for nothing more; end once everything begun is delivered, or when the time is over."""
+        """Request no more leases, report that to the dataloader, and end after the last delivery or ``within_s``."""
         self._leaves = True
         self._leases.close()
-        # A call that is cancelled may get a lease all the same.
+        # The cancelled request may still have got a lease, so the dataloader hears which leases arrived.
         leaving = self._leases.give_back([], holding=list(self._leases.held), leaving=True)
         self.tasks.create_task(leaving, name="say leaving")
         self.tasks.create_task(self._finish(within_s), name="finish")
@@ -178,13 +183,13 @@ class Rollouter(Actor):
         await self._host.close()
 
     async def _return_ungenerated(self, given_up: Collection[asyncio.Task[None]]) -> None:
-        """Return leases of a preempted run, whose learner waits for every outstanding group."""
+        """Return the leases of cancelled groups, since the learner of a preempted run waits for outstanding groups."""
         if given_up:
             await asyncio.wait(given_up)
         uids = [task.get_name() for task in given_up]
         holding = [uid for uid in self._leases.held if uid not in uids]
         if await self._leases.give_back(uids, holding=holding, leaving=True):
-            # Only now: until the dataloader has them they are held, and named to a dataloader that asks (open_leases).
+            # Only after the return: until then they are held, and ``open_leases`` names them.
             self._leases.forget(uids)
 
     def resources(self) -> list[Resource]:
@@ -192,7 +197,7 @@ class Rollouter(Actor):
 
     @handler
     def open_leases(self, request: OpenLeases, caller: Caller) -> LeasesHeld:
-        """Leases held, once the living learner and the dataloader that asks are believed and none before them."""
+        """Adopt the request's learner and the calling dataloader, then return the leases that are held."""
         return self._leases.answer(request, caller.incarnation)
 
     # --- episodes ---
@@ -221,8 +226,8 @@ class Rollouter(Actor):
         return TurnRewarded(node=self.sessions.credit(request.session, caller.name, request.node, request.value))
 
     def peer_died(self, name: str, incarnation: int) -> None:
-        """Start the episodes of a dead host again."""
-        # News of a death that comes late says nothing of a successor's episodes.
+        """Mark the episodes of a dead host; their players start them again."""
+        # Late news of a death must not end the episodes of the host's successor.
         if self._sessions is not None and name in self._peers and self.peer(name).incarnation <= incarnation:
             self._sessions.host_died(name)
 
@@ -230,7 +235,7 @@ class Rollouter(Actor):
 
     @handler
     async def fetch_chunk(self, request: FetchChunk, caller: Caller) -> Chunk:
-        """Bytes of a version that was brought to this host, or is on its way. Raises VersionGone, NotHere."""
+        """Pass on a chunk of a version that this rollouter fetches or has fetched. Raises VersionGone, NotHere."""
         chunk = await self._follower.relay.chunk(request, caller.park_s)
         self.counters.add("rollout/chunks_relayed")
         self.counters.add("rollout/bytes_relayed", request.size)
@@ -250,6 +255,7 @@ class Rollouter(Actor):
     # --- statistics ---
 
     async def _report_stats(self) -> None:
+        """Send statistics to the learner for ever: every STATS_S while there is work, else on news or IDLE_STATS_S."""
         while True:
             self._sampling += self._host.take_sampling()
             generating = self._leases.generating
@@ -269,7 +275,7 @@ class Rollouter(Actor):
             if not (is_sent and stats.idle):
                 await asyncio.sleep(STATS_S)
                 continue
-            # Nothing is awaited between the look and this, so no ``set`` is lost.
+            # Nothing is awaited since the statistics were read, so no ``set`` is lost.
             self._leases.news.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_STATS_S):
@@ -281,7 +287,7 @@ class Rollouter(Actor):
     def metrics(self) -> dict[str, float]:
         host, leases = self._host, self._leases
         running, kv_use, scoring = host.running, host.kv_use, self._pools.scoring
-        # The thread that beats asks: a copy, and 0 from the Counter for a lease that has ended meanwhile.
+        # Called by the heartbeat's thread: iterate over a copy; the Counter gives 0 for a lease that ended meanwhile.
         oldest = next((began for uid, began in list(leases.taken_at.items()) if leases.ungenerated[uid] > 0), None)
         return super().metrics() | {
             "rollout/sampled_tokens": host.sampled_tokens,

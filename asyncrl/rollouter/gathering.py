@@ -1,4 +1,4 @@
-"""Groups of trajectories of a script: the members end, and the whole group is handed on.
+"""Gathers groups of trajectories in a user's script: runs the members of each group and yields the finished group.
 
 ``gather_groups`` yields each group as soon as it is finished, without a barrier over all of them.
 
@@ -26,13 +26,13 @@ MIN_SURVIVORS = 2
 
 @dataclass(slots=True)
 class TrajectoryGroup(Generic[T]):
-    """The trajectories of one group that came to their end, in the order in which they were given."""
+    """The finished trajectories of one group, in the order of its members."""
 
     trajectories: list[T]
     failures: list[Exception] = field(default_factory=list)
-    """Errors of the trajectories that did not come to their end."""
+    """Errors of the members that failed."""
     index: int = 0
-    """Place of the group among the given groups."""
+    """Index of the group among the given groups."""
 
     def __iter__(self) -> Iterator[T]:
         return iter(self.trajectories)
@@ -57,13 +57,13 @@ async def gather_groups(
     A group is an iterable of trajectories or of awaitables that give them, or an awaitable that gives such an iterable.
     ``after_each`` is called with each group as soon as it is complete, while others still run. It returns the group to
     keep it, None to drop it, or a list of groups to split it; it may be async. A failed member is left out of its
-    group. A group with fewer than two members left is lost (with none left, if it had one), and so is a group for which
+    group. A group is lost if a member failed and fewer than two are left (or none, if it had one). It is also lost if
     ``after_each`` raises.
 
-    ``max_failures`` is the number of trajectories that may be lost in this way, or below 1 their share of all; a group
-    that is still awaited counts as one trajectory, and ``math.inf`` allows any number. Beyond it TooManyFailures is
-    raised. Cancellation is not counted: it ends the gathering. To leave early, use ``contextlib.aclosing``, or drop the
-    iterator.
+    ``max_failures`` is the number of trajectories that may be lost in this way; below 1 it is their share of all
+    trajectories. A group that is still awaited counts as one trajectory, and ``math.inf`` allows any number. Beyond it
+    TooManyFailures is raised. Cancellation is not counted: it ends the gathering. To leave early, use
+    ``contextlib.aclosing``, or drop the iterator.
     """
     is_fraction = 1 < max_failures < math.inf and max_failures != int(max_failures)
     if math.isnan(max_failures) or max_failures < 0 or is_fraction:
@@ -96,7 +96,7 @@ class _Gathering(Generic[T]):
         self.running = {asyncio.ensure_future(self._run(index)) for index in range(len(self._given))}
 
     async def next_finished(self) -> list[TrajectoryGroup[T]]:
-        """The groups that the next tasks to finish leave, after ``after_each``. Raises TooManyFailures."""
+        """Wait until a group's task ends, and return what ``after_each`` made of its group. Raises TooManyFailures."""
         watched: list[asyncio.Future[Any]] = [*self.running, self._broken]
         ended, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         if self._broken.done():
@@ -116,6 +116,7 @@ class _Gathering(Generic[T]):
                 _drop(one)
 
     async def _run(self, index: int) -> list[TrajectoryGroup[T]]:
+        """Run the members of one group and ``after_each``; returns the groups to yield, none if the group is lost."""
         given = self._given[index]
         if not isinstance(given, list):
             try:
@@ -139,7 +140,7 @@ class _Gathering(Generic[T]):
         return await self._after(finished)
 
     async def _member(self, member: Member[T]) -> TrajectoryGroup[T]:
-        """The trajectory of a member, or its error, which is counted the moment it comes."""
+        """Run one member. Returns a group with its trajectory, or with its error, which is counted at once."""
         if not inspect.isawaitable(member):
             return TrajectoryGroup([member])
         try:
@@ -177,7 +178,7 @@ class _Gathering(Generic[T]):
 
 
 def _drop(given: object) -> None:
-    """Close a coroutine, which would warn that it was never awaited; cancel a task."""
+    """Cancel a task, or close a coroutine, which else would warn that it was never awaited."""
     if inspect.iscoroutine(given):
         given.close()
     elif isinstance(given, asyncio.Future):

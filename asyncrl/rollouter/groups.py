@@ -1,14 +1,15 @@
 """From a lease to a delivered prompt group: trajectories, scores, retries.
 
-Failure is per trajectory: only it is tried again, with backoff, up to ``rollout.max_attempts``. One that failed for
-good quarantines its group with the reason, or is left out where the configuration says so. The death of an engine is
-no attempt and is not seen here, unless engines have died of this very prompt too often (messages/groups.py). An error
-is never a reward. Each trajectory is scored the moment it is finished; a group reward when the whole group is.
+A failed trajectory alone is tried again, with backoff, up to ``rollout.max_attempts``. After its last attempt the group
+is delivered as failed with the reason, or without the trajectory if ``rollout.on_failed_trajectory`` is "drop". The
+death of an engine does not count as an attempt and is not seen here, unless engines have died of this very prompt too
+often (messages/groups.py). An error is never a reward. With ``reward.per = "trajectory"`` each trajectory is scored as
+soon as it is finished, else the whole group at once.
 
-Invariants: a trajectory fails by what its episode or the reward function did with it, and by nothing else. A reward
-pool that is away or in trouble is no attempt: the trajectory is brought to it again until it is scored. There is always
-a pool, since the controller starts its actor again. Fails with RemoteError where the pool's actor cannot serve the call
-for good, and with Refused where this rollouter counts as dead.
+Invariants: only its episode or the reward function can fail a trajectory. A call of a reward pool that is away or in
+trouble does not count as an attempt: it is repeated until a pool answers. There is always a pool, since the controller
+restarts its actor. Fails with RemoteError where the pool's actor can never serve the call, and with Refused where this
+rollouter counts as dead.
 """
 
 from __future__ import annotations
@@ -47,25 +48,30 @@ class RewardPools:
         self._clock, self._histograms, self._notify = services.clock, services.histograms, services.notify
         self.figures: EpisodeFigures | None = None
         self._scoring: Counter[str] = Counter()
-        """Trajectories with each pool."""
+        """Number of trajectories that each pool is scoring, by its name."""
         self._unanswered = 0
+        """Number of calls without an answer so far."""
 
     def connect(self) -> None:
-        """Connect to all pools: only pools that answer are chosen."""
+        """Connect to all pools, because ``score`` chooses only connected ones."""
         for pool in self._config.reward_pools:
             self._peer(pool).connect()
 
     @property
     def scoring(self) -> int:
-        """Trajectories that are with a pool."""
+        """Number of trajectories that pools are scoring."""
         return self._scoring.total()
 
     async def score(self, request: Score, away: set[str]) -> Scores:
-        """Scores from one of the pools, if possible one that is not ``away``; one that fails is added to these."""
+        """Choose a pool and have it score the completions of ``request``; one call, without a repeat.
+
+        Avoids the pools in ``away`` if another answers, and adds the chosen pool to ``away`` if the call fails. Raises
+        RemoteError, DeadlineExceeded and PeerRestarted.
+        """
         config, reward = self._config, self._config.reward
         replicas = sum(name.startswith("rollouter/") for name in self._roster.actors)
-        # The longest that an honest queue can take: everything in flight ahead of this one, at its full time. It may be
-        # hours, so what bounds the wait on a pool that is away or has lost the call is its silence.
+        # The longest time in a working queue: every trajectory in flight is ahead, and each takes its full timeout.
+        # That may be hours, so ``silence`` bounds the wait for a pool that is away or has lost the call.
         queue = config.most_episodes * max(replicas, config.rollout.replicas) / (reward.pools * reward.workers)
         began = self._clock.now()
         ready = {pool for pool in config.reward_pools if self._peer(pool).ready}
@@ -98,11 +104,11 @@ class RewardPools:
 def choose_pool(
     pools: Sequence[str], open: Mapping[str, int], *, first: int, ready: Collection[str], avoid: Collection[str] = ()
 ) -> str:
-    """The reward pool that scores a trajectory: the least busy one by what this rollouter has there.
+    """Choose the reward pool with the fewest trajectories of this rollouter.
 
-    ``open`` are the trajectories that the rollouter has at each pool, ``ready`` the pools that answer. Where pools are
-    equally busy, the choice is the first after the rollouter's own number, so that rollouters begin with different
-    ones. A pool that is away is left out while another is not, and so are those to ``avoid``.
+    ``open`` counts these by pool; ``ready`` are the pools that answer. Among equally busy pools it takes the next one
+    from index ``first`` on, the rollouter's number, so that rollouters begin with different pools. Pools that are not
+    ready, or that are to be avoided, are chosen only if there is no other.
     """
     turned = [pools[(first + at) % len(pools)] for at in range(len(pools))]
     able = [pool for pool in turned if pool in ready] or turned
@@ -113,15 +119,15 @@ def choose_pool(
 T = TypeVar("T")
 
 OF_THE_TRAJECTORY = (RewardFailed.code, "invalid", "too_large")
-"""Codes with which the reward pool's actor speaks of the trajectory; all others are its own trouble."""
+"""Error codes of a reward pool that are the trajectory's fault; all others are the pool's."""
 LOG_S = 30.0
-"""Interval at which groups that run are logged, for questions before they end, or after a death."""
+"""Interval at which running groups are logged, so that the log has them before their end, or if they never end."""
 EPISODE = "episode"
-"""The component that holds an episode's own reward, where the group is judged."""
+"""The reward component that keeps an episode's own reward where a group reward replaces it."""
 
 
 class GroupRunner:
-    """Runs prompt groups: ``player`` plays the samples, ``pools`` score them, ``leases`` hear of each that is done."""
+    """Runs prompt groups: ``player`` generates the samples, ``pools`` score them, ``leases`` delivers the groups."""
 
     def __init__(
         self, config: Config, services: ActorServices, player: Player, pools: RewardPools, leases: HeldLeases
@@ -130,14 +136,14 @@ class GroupRunner:
         self._clock, self._counters, self._histograms = services.clock, services.counters, services.histograms
         self._progress, self._log = services.progress, GroupLog(services.name)
         self.running: set[asyncio.Task[None]] = set()
-        """Tasks of groups, each by the name of its lease."""
+        """Tasks of the running groups; a task's name is the uid of its lease."""
         self._accounts: dict[str, GroupAccount] = {}
-        """Accounts of the groups that run."""
+        """Accounts of the running groups by uid."""
         self._has_worked = False
         """Whether the reward function has ever given a reward."""
 
     async def take_leases(self, tasks: asyncio.TaskGroup) -> None:
-        """Run the groups of new leases, each in one of these tasks, until no lease is requested any more."""
+        """Start a task in ``tasks`` for the group of each new lease; returns once no more leases are requested."""
         async with contextlib.aclosing(self._leases.received()) as leases:
             async for lease in leases:
                 task = tasks.create_task(self._deliver(lease), name=lease.uid)
@@ -145,7 +151,7 @@ class GroupRunner:
                 task.add_done_callback(self.running.discard)
 
     async def _deliver(self, lease: Lease) -> None:
-        """Generate and score a group, and have the learner acknowledge it."""
+        """Generate and score a group, deliver it to the learner, and log its account."""
         account = self._accounts[lease.uid] = GroupAccount(lease, self._clock.now, self._clock.wall)
         end = "given up"
         try:
@@ -164,7 +170,11 @@ class GroupRunner:
                 self._log.write(GENERATED, **account.facts("running"))
 
     async def run(self, lease: Lease, account: GroupAccount) -> Group:
-        """Generate and score; with the failure as the group's if there was one. Raises RemoteError and Refused."""
+        """Generate and score all samples of a lease, and return the group.
+
+        If a sample failed for good, the group has no trajectories and the first failure as its reason, unless failed
+        samples may be dropped and enough others are left. Raises RemoteError and Refused.
+        """
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._outcome(lease, sample)) for sample in account.samples]
         ended = [task.result() for task in running]
@@ -193,12 +203,12 @@ class GroupRunner:
             return failure
 
     async def _trajectory(self, lease: Lease, account: SampleAccount) -> Trajectory:
-        """One trajectory of a lease. Raises TrajectoryFailed."""
+        """Generate one trajectory, with retries; score it if rewards are per trajectory. Raises TrajectoryFailed."""
         began = self._clock.now()
         try:
             trajectory = await self._retry("generation", lambda: self._played(lease, account), [account])
         finally:
-            # Also where it has failed: the room that it had is for another group.
+            # Also if it has failed: its place in the engine is free for another group.
             self._leases.generated(lease)
         trajectory.generate_s = self._clock.now() - began
         trajectory.attempts = account.failed_attempts + 1
@@ -215,6 +225,7 @@ class GroupRunner:
         return trajectory
 
     async def _score_into(self, lease: Lease, trajectories: list[Trajectory], accounts: list[SampleAccount]) -> None:
+        """Have a pool score these trajectories in one call, and set their rewards. Raises TrajectoryFailed."""
         request = Score(
             uid=lease.uid,
             prompt=lease.prompt,
@@ -233,11 +244,11 @@ class GroupRunner:
         )
         began = self._clock.now()
         scores = await self._retry("scoring", lambda: self._scores(request, accounts), accounts)
-        # A reward that reward.on_timeout gave says nothing of the function.
+        # A reward from reward.on_timeout does not show that the function works.
         self._has_worked = self._has_worked or not any(TIMED_OUT_COMPONENT in each for each in scores.components)
         for trajectory, reward, components in zip(trajectories, scores.rewards, scores.components, strict=True):
             if trajectory.reward is not None:
-                # A judge of the group has the last word over the episode itself.
+                # The group's reward replaces the episode's own, which stays as a component.
                 components = components | {EPISODE: trajectory.reward}
             trajectory.reward, trajectory.components = reward, components
             trajectory.score_s = self._clock.now() - began
@@ -245,7 +256,7 @@ class GroupRunner:
             account.scored(reward, scores.run_s)
 
     async def _scores(self, request: Score, accounts: list[SampleAccount]) -> Scores:
-        """Scores from a reward pool that serves the call, however long all are away."""
+        """Call reward pools until one answers, however long all are away. Raises errors that a repeat cannot help."""
         pauses = backoffs(self._config.rollout.retry_backoff_s, LONGEST_AWAY_S)
         away: set[str] = set()
         while True:
@@ -259,13 +270,17 @@ class GroupRunner:
             await asyncio.sleep(next(pauses))
 
     async def _retry(self, what: str, attempt: Callable[[], Awaitable[T]], accounts: list[SampleAccount]) -> T:
+        """Call ``attempt`` up to ``rollout.max_attempts`` times, with backoff, and note each failure in ``accounts``.
+
+        Raises TrajectoryFailed after the last failure, or a final one; other actors' own errors pass through.
+        """
         rollout = self._config.rollout
         for number in range(1, rollout.max_attempts + 1):
             try:
                 return await attempt()
             except (RemoteError, ValueError, EpisodeFailed) as error:
                 if isinstance(error, RemoteError) and error.code not in OF_THE_TRAJECTORY:
-                    # This trajectory is not to blame for it.
+                    # The other actor's own trouble is not an attempt of this trajectory.
                     raise
                 for account in accounts:
                     account.failed(f"{what}: {error}")
@@ -280,5 +295,5 @@ class GroupRunner:
 
 
 def _may_pass(error: RemoteError) -> bool:
-    """Whether the reward pool's actor is in trouble of its own that a repeat outlives."""
+    """Whether an error is the reward pool's own and may not occur again when the call is repeated."""
     return error.code not in OF_THE_TRAJECTORY and not is_refusal(error)

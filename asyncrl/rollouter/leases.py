@@ -1,9 +1,9 @@
 """The leases of a rollouter: requested, held, and ended by delivery or return.
 
-Invariants: a lease is held from the moment it was received until the living learner has acknowledged the group, or the
-dataloader its return. No learner and no dataloader that has been replaced is believed: an acknowledgement of a dead
-learner releases nothing, and the group is delivered again; the learner trains each uid once. This is the
-rollouter's own view. The dataloader asks for it after a restart, and the learner's ledger decides.
+Invariants: a lease is held from its receipt until the living learner has acknowledged the group, or the dataloader its
+return. Replies of a replaced learner or dataloader do not count: after an acknowledgement by a dead learner the group
+is delivered again; the learner trains each uid once. This is the rollouter's own view. The dataloader asks for it after
+a restart, and the learner's ledger decides.
 
 A lease is requested whenever there is room for a whole group, and again at each new version, since the gate counts with
 that. A delivery has no deadline of its own: the controller replaces a dead learner, and ends one of two actors that do
@@ -34,11 +34,11 @@ DATALOADER, LEARNER = "dataloader/0", "learner/0"
 LEARNER_LOOK_S = 1.0
 """Interval at which a learner that was not reached so far is connected to again."""
 GIVE_BACK_S = 5.0
-"""Longest call by which the dataloader hears that this rollouter leaves."""
+"""Timeout of the call that reports to the dataloader that this rollouter leaves."""
 
 
 class HeldLeases:
-    """Leases of this rollouter. ``places`` are the episodes that it may have open."""
+    """Leases of this rollouter. ``places.size`` is the number of trajectories that it may generate at a time."""
 
     def __init__(
         self, config: Config, services: ActorServices, peer: Callable[[str], Peer], host: EngineHost, places: Slots
@@ -48,22 +48,24 @@ class HeldLeases:
         self._histograms, self._log = services.histograms, services.log
         self.held: dict[str, Lease] = {}
         self.taken_at: dict[str, float] = {}
-        """Times when the held leases were received; the oldest first."""
+        """Times when the held leases were received, by uid; the oldest first."""
         self.ungenerated: Counter[str] = Counter()
-        """Trajectories of each held lease that are not generated yet."""
+        """Number of trajectories of each held lease, by uid, that are not generated yet."""
         self.generating = 0
-        """Trajectories leased and not yet generated; those without a slot wait."""
+        """Number of leased trajectories that are not generated yet, including those that wait for a slot."""
         self.closed = False
-        """Whether nothing more is requested."""
+        """Whether no more leases are requested."""
         self._seen = 0
-        """The highest number received."""
+        """The highest lease number received."""
         self._requests = 0
         self._dataloader = self._learner = 0
-        """Incarnations below which no dataloader and no learner lives any more."""
+        """The newest known incarnations; replies of older ones do not count."""
         self.news = asyncio.Event()
-        """Set when the learner's statistics are due, as when a lease was received."""
+        """Set when statistics should be sent to the learner at once, as after the receipt of a lease."""
         self._room = asyncio.Event()
+        """Set when there may be room for another group."""
         self._ask_again = asyncio.Event()
+        """Set when the pending request for leases is to be replaced by a new one."""
         self._draws = random.Random(f"deliveries to {LEARNER}")
         for name in ("adoptions", "delivered_again"):
             self._counters[f"rollout/{name}"] = 0
@@ -71,10 +73,10 @@ class HeldLeases:
     # --- requests ---
 
     async def received(self) -> AsyncGenerator[Lease, None]:
-        """New leases, as they are received, until ``close``. The learner is reached first.
+        """Request leases whenever there is room for a group, and yield each new one; ends after ``close``.
 
-        A rollouter that is cut off takes no leases, so its successors hold nothing up. The controller hears of the
-        wait, and ends it within ``supervision.unreachable_s``.
+        First waits until the learner is connected: a rollouter that is cut off must take no leases. The wait is
+        reported to the controller, which ends it within ``supervision.unreachable_s``.
         """
         with self._awaits.on(LEARNER, "HELLO"):
             learner = self._peer(LEARNER)
@@ -84,10 +86,10 @@ class HeldLeases:
         samples = self._config.rollout.samples_per_prompt
         with self._awaits.on(DATALOADER, "RequestLeases", idle=True) as requesting:
             while not self.closed:
-                # Rounded up: a group whose last samples wait for a slot keeps every slot busy behind stragglers.
+                # Groups that fit, rounded up: the samples of the last one that wait keep every slot busy.
                 free = -((self.generating - self._places.size) // samples)
                 if free < 1:
-                    # Nothing is awaited between the look and this, so no ``set`` is lost.
+                    # Nothing is awaited since ``free`` was computed, so no ``set`` is lost.
                     self._room.clear()
                     await self._room.wait()
                     continue
@@ -97,19 +99,22 @@ class HeldLeases:
                 if reply.leases:
                     requesting.renew()
                 for lease in reply.leases:
-                    # Also for a lease that is held: one that is not seen comes again with each call.
+                    # Also for a lease that is held already: the dataloader repeats it until its number is seen.
                     self._seen = max(self._seen, lease.number)
                     if lease.uid not in self.held:
                         self._take(lease)
                         yield lease
-                # Not the end: a learner that goes back to a checkpoint opens the gate again, and its version, once
-                # committed, makes room.
+                # Wait instead of ending: a learner that goes back to a checkpoint opens the gate again, and the commit
+                # of its version sets ``_room``.
                 if reply.closed and not reply.leases:
                     self._room.clear()
                     await self._room.wait()
 
     async def _request(self, free: int) -> NewLeases | None:
-        """One call; given up when the version or what is held changes, since the gate then counts differently."""
+        """Send one request for ``free`` groups; None if it failed or is outdated.
+
+        Gives the request up when ``ask_again`` is called, since the served version or the held leases have changed.
+        """
         self._ask_again.clear()
         self._requests += 1
         request = RequestLeases(
@@ -124,10 +129,10 @@ class HeldLeases:
         try:
             await asyncio.wait({call, changed}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                # Leases that were given out meanwhile come again, because ``seen`` does not cover them.
+                # Leases in a lost reply are repeated, because ``seen`` does not cover them.
                 return None
             found: NewLeases = call.result()
-            # The successor of a replaced dataloader knows of no such lease, and counts from what it knows as seen.
+            # A lease of a replaced dataloader is unknown to its successor, which may use the same number again.
             return found if call.answered_by >= self._dataloader else None
         except (DeadlineExceeded, RemoteError) as error:
             await wait_out(self._log, "dataloader", error)
@@ -145,13 +150,13 @@ class HeldLeases:
         self.news.set()
 
     def generated(self, lease: Lease) -> None:
-        """A trajectory was generated, or has failed: its room is for another group."""
+        """Record that a trajectory was generated or has failed, which makes room for another."""
         self.generating -= 1
         self.ungenerated[lease.uid] -= 1
         self._room.set()
 
     def ask_again(self) -> None:
-        """The gate, or the room, may have changed."""
+        """Replace the pending request for leases, because the served version or the room has changed."""
         self._ask_again.set()
         self._room.set()
 
@@ -163,16 +168,19 @@ class HeldLeases:
     # --- the end of a lease ---
 
     async def deliver(self, group: Group) -> Group:
-        """Send a group until the living learner has it. Returns the group as the learner has it."""
+        """Send a group until the living learner has acknowledged it, then end its lease.
+
+        Returns the group as the learner has it: one that is too large for a message is delivered as failed.
+        """
         began = self._clock.now()
         try:
             await self._deliver(group)
         except MessageTooLarge as error:
-            # No other rollouter could bring it.
+            # It is too large from any rollouter, so returning the lease would not help.
             group = replace(group, trajectories=[], failure=f"it cannot be brought to the learner: {error}")
             await self._deliver(group)
         self._histograms.observe("rollout/deliver_s", self._clock.now() - began)
-        # Without waiting in between: an acknowledgement counts only until another learner is adopted.
+        # Nothing is awaited in between: the acknowledgement counts only until another learner is adopted.
         self._end(group.lease.uid)
         self._ask_again.set()
         return group
@@ -184,8 +192,9 @@ class HeldLeases:
                 times += 1
 
     async def _delivered(self, group: Group, times: int) -> bool:
+        """Send a group once, after ``times`` failed tries; returns whether the living learner has acknowledged it."""
         uid, config = group.lease.uid, self._config
-        # Past the silence after which a learner is replaced: one that stands still may have received the group.
+        # Longer than the silence after which a learner is replaced: a hanging learner may have received the group.
         timeout = config.network.call_timeout_s + config.supervision.silence_s
         call = self._peer(LEARNER).call(Deliver(group=group), timeout)
         try:
@@ -199,14 +208,17 @@ class HeldLeases:
             self._log.info("learner takes no groups yet", uid=uid, error=str(error))
             await asyncio.sleep(pause(AWAY_S, times, self._draws.random()))
             return False
-        # The answer may be of a learner that was replaced between its reply and this task's turn.
+        # The learner may have been replaced between its reply and this line.
         if call.answered_by >= self._learner:
             return True
         self._counters["rollout/delivered_again"] += 1
         return False
 
     async def give_back(self, uids: Collection[str], *, holding: Collection[str], leaving: bool) -> bool:
-        """Return leases to the dataloader; whether it has them now. They stay held until ``forget``."""
+        """Return the leases ``uids`` to the dataloader, and name those still held. They stay held until ``forget``.
+
+        Returns whether the dataloader has acknowledged it.
+        """
         request = ReturnLeases(uids=list(uids), leaving=leaving, holding=list(holding))
         try:
             await self._peer(DATALOADER).call(request, timeout=GIVE_BACK_S if leaving else AWAY_S * 2)
@@ -217,7 +229,7 @@ class HeldLeases:
         return True
 
     def forget(self, uids: Collection[str]) -> None:
-        """The dataloader has these back."""
+        """End leases that the dataloader has taken back."""
         for uid in uids:
             self._end(uid)
 
@@ -226,7 +238,10 @@ class HeldLeases:
         self._host.turns.forget(uid)
 
     def answer(self, request: OpenLeases, dataloader: int) -> LeasesHeld:
-        """The leases held; from here on no learner before that of the request is believed, and no other dataloader."""
+        """Adopt the learner of the request and the ``dataloader`` incarnation that asks; returns the leases held.
+
+        From here on replies of older incarnations do not count.
+        """
         if request.learner > self._learner:
             self._learner = request.learner
             self._counters["rollout/adoptions"] += 1

@@ -1,15 +1,17 @@
 """The drift of an engine from the learner under the same weights: measured by a probe, and judged.
 
-Two sets of tokens are compared with the learner's log-probs: some hundreds that both score, and a few that the engine
-samples under the run's own parameters. Scored tokens show the weights. Sampled ones also show what an engine does to
-its logits before it samples: a temperature, a cut of the distribution, a penalty.
+Drift is the difference (nats) between the engine's and the learner's log-probs of the same tokens. A probe
+(messages/weights.py) brings sequences with the learner's log-probs. Two sets of tokens are compared: some hundreds
+given tokens, which the engine scores, and a few that it samples under the run's own parameters. Scored tokens show the
+weights. Sampled ones also show what an engine does to its logits before it samples: a temperature, a cut of the
+distribution, a penalty.
 
 The first set gives the root mean square of the differences, in which one token that is far off shows as much as many
-that are a little off. In the second set one rounding error would dominate a square, so its mean counts. The drift is
-the larger of the two, so neither set hides the other.
+that are a little off. In the second set one rounding error would dominate a square, so its mean absolute difference
+counts. The drift is the larger of the two, so neither set hides the other.
 
-Requests of a probe are few and short, all at once and before those that wait. Fails with EngineDied as the engine does;
-a token that is not sampled, because the engine is paused, is left out.
+A probe's requests are few and short, are sent at once, and run before requests that wait. Fails with EngineDied as the
+engine does; a token that is not sampled, because the engine is paused, is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ from asyncrl.rollouter.engines.base import FIRST, Engine, GenerationRequest
 
 
 async def probe_engine(engine: Engine, probe: Probe, *, version: int, temperature: float) -> Drift:
-    """The drift of an engine that has loaded ``version``; ``temperature`` is the run's."""
+    """Send a probe to an engine that has loaded ``version`` and measure its drift; ``temperature`` is the run's.
+
+    Raises EngineDied.
+    """
     sequences = [part.tolist() for part in np.split(probe.tokens, np.cumsum(probe.lengths)[:-1])]
     requests = [
         GenerationRequest(
@@ -45,7 +50,7 @@ async def probe_engine(engine: Engine, probe: Probe, *, version: int, temperatur
     ]
     work = [engine.score(tokens) for tokens in sequences], [_sample(engine, request) for request in requests]
     scores, samples = await asyncio.gather(*(asyncio.gather(*each, return_exceptions=True) for each in work))
-    # None is left running; an engine that dies fails them all.
+    # Raised only here, when no request runs any more: an engine that dies fails them all.
     for outcome in (*scores, *samples):
         if isinstance(outcome, BaseException):
             raise outcome
@@ -66,7 +71,7 @@ NORMAL = math.sqrt(math.pi / 2)
 """Root mean square over mean absolute value, of a normal distribution around 0."""
 
 FAR = 1e6
-"""Nats: the drift of an engine whose log-probs are no numbers; no drift.stop is above."""
+"""Drift (nats) of an engine whose log-probs are not finite; above every drift.stop."""
 
 Sample: TypeAlias = tuple[int, float]
 """A token and its log-prob (nats)."""
@@ -100,10 +105,10 @@ class Drift:
 
 
 def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequence[Sample | None]) -> Drift:
-    """Compare an engine's answers to the probe with it.
+    """Compare an engine's answers to the probe with the learner's log-probs.
 
-    ``scores``: of each sequence the log-probs of its tokens but the first; ``samples``: at each place the token that
-    was sampled, None where none was. Raises ValueError where these are not as many.
+    ``scores`` has for each sequence the log-probs of all tokens but the first, ``samples`` for each of the probe's
+    places the sampled token, or None. Raises ValueError if their numbers do not match the probe.
     """
     found = [np.array(each, np.float64) for each in scores]
     if [len(each) + 1 for each in found] != probe.lengths.tolist() or len(samples) != len(probe.places):
@@ -114,7 +119,7 @@ def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequ
             sample[1] - float(logprobs[at])
             for sample, tokens, logprobs in zip(samples, probe.likeliest, probe.likeliest_logprobs, strict=True)
             if sample is not None
-            # Nowhere, where the learner has no log-prob of the token.
+            # No match if the learner sent no log-prob of the token; then it is left out.
             for at in np.flatnonzero(tokens == sample[0])
         ],
         np.float64,
@@ -142,7 +147,7 @@ def _finite(value: float | np.floating) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DriftLimits:
-    """Drifts (nats)."""
+    """The drifts (nats) from which on a warning is given and the run is stopped."""
 
     warn: float
     stop: float
@@ -161,7 +166,7 @@ In bfloat16 the limits are those of a real model: what rounding does, and noise,
 
 
 def find_limits(config: DriftConfig, *, float32: bool) -> DriftLimits:
-    """The configured limits, ``auto`` by whether learner and engine both compute in float32, on CPU."""
+    """The configured limits; ``auto`` takes those of ROUNDING. ``float32``: both sides compute in it, on CPU."""
     auto = ROUNDING[float32]
     stop = auto.stop if config.stop == "auto" else config.stop
     warn = auto.warn if config.warn == "auto" else config.warn

@@ -1,4 +1,4 @@
-"""The engine of this rollouter: who may submit when, its versions, its pauses, its death and replacement.
+"""Owns the engine of this rollouter: admits submissions, pauses and updates the engine, notes its death, replaces it.
 
 Invariants: nothing is submitted between a pause and the commit of its update; the cache salt of a submission is
 that of the version being served; an engine whose update failed stays paused until the update is repeated whole or
@@ -29,16 +29,17 @@ from asyncrl.weights.held_version import HeldVersion
 
 @dataclass(slots=True)
 class _Held:
-    """Tokens that an engine holds of a submission."""
+    """Numbers of tokens of a submission in the engine."""
 
     prompt: int
     lost: int
+    """Tokens of the prompt that were computed under older weights."""
     tokens: int = 0
-    """Tokens with keys and values; 0 until the first is sampled."""
+    """Tokens with keys and values in the engine; 0 until the first is sampled."""
 
 
 class Reprefill:
-    """Counter of the tokens that one rollouter's engines compute again."""
+    """Counts the tokens whose keys and values one rollouter's engines compute again, because of weight updates."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -51,11 +52,11 @@ class Reprefill:
         self._held[id] = _Held(prompt, lost)
 
     def sampled(self, id: str, tokens: int, cached: int) -> None:
-        """The submission has so many ``tokens`` more; of its prompt ``cached`` were in the prefix cache."""
+        """Count ``tokens`` newly sampled ones; ``cached`` tokens of the prompt were in the prefix cache."""
         held = self._held[id]
         if not held.tokens:
             held.tokens = held.prompt
-            # Not the prompt that a sibling has brought into the prefix cache under the new weights.
+            # Without the tokens that a sibling has brought into the prefix cache under the new weights.
             self.tokens += max(0, held.lost - cached)
         held.tokens += tokens
 
@@ -64,13 +65,13 @@ class Reprefill:
         del self._held[id]
 
     def dropped(self) -> None:
-        """New weights have taken the keys and values of all submissions, which continue."""
-        # All of them: an engine does not say what of kept requests its prefix cache still has.
+        """Count all tokens of the submissions, which continue without their keys and values after a load."""
+        # An engine does not report how much of kept requests its prefix cache still has.
         self.tokens += sum(held.tokens for held in self._held.values())
 
 
 class EngineHost:
-    """One engine at a time."""
+    """Owns one engine at a time. ``make`` makes an engine; the rules are in the module's docstring."""
 
     def __init__(
         self, config: Config, make: Callable[[], Engine], clock: Clock, states: StateLedger, awaits: Awaits
@@ -80,33 +81,36 @@ class EngineHost:
         self._clock = clock
         self._states = states
         self._tokens = awaits.on("engine", "tokens")
-        """Wait that is open while something runs; each sampled token renews it."""
+        """Wait reported to the controller while something runs; each sampled token renews it."""
         self._engine: Engine | None = None
         self._open = asyncio.Event()
+        """Set while submissions are admitted."""
         self._idle = asyncio.Event()
+        """Set while no submission is in the engine."""
         self._idle.set()
         self._running: Counter[str] = Counter()
-        """Submissions in the engine, by the uid of their lease."""
+        """Number of submissions in the engine by the uid of their lease."""
         self._inside: dict[str, Lease] = {}
-        """The leases of these submissions."""
+        """The leases of these submissions by uid."""
         self._frozen = False
-        """Whether it is paused, and its pause complete."""
+        """Whether the engine is paused and computes nothing."""
         self.turns = EngineTurns(config.rollout.max_attempts)
         self._sampling_since: float | None = None
         self.died = asyncio.Event()
         """Set when the engine must be replaced."""
         self.reason = ""
-        """Reason that the engine had to be replaced the last time."""
+        """Why the engine had to be replaced the last time."""
         self.version = -1
         """The version being served; -1 before the first commit of an engine."""
         self.sampled_tokens = 0
         self.reprefill = Reprefill()
         self.restarts = 0
         self.loads = 0
-        """Loads that succeeded, over all engines: it shows whether the weights have changed between two moments."""
+        """Number of loads that succeeded, over all engines; if it is unchanged, so are the weights."""
         self._loaded: int | None = None
-        """The version that the engine holds complete; None before its first load and after one that failed."""
+        """The version that the engine holds complete; None before its first load and after a failed one."""
         self._shut_since = 0.0
+        """Time (s) since which the engine admits nothing; kept after it admits again."""
         self.sampling: list[tuple[float, float]] = []
         """Closed intervals (wall clock) in which requests were running, since they were last taken."""
 
@@ -142,14 +146,14 @@ class EngineHost:
 
     @asynccontextmanager
     async def turn(self, lease: Lease) -> AsyncIterator[int]:
-        """A lease's turn for one submission, which is to begin at once; gives the version being served.
+        """Wait for the lease's turn (turns.py) and until the engine serves; yields the version being served.
 
-        Waits until the engine serves, and for those before it. Ends when both have come, or with the task that waits:
-        an engine that does not come back fails the rollouter, which owns every such task.
+        The caller submits at once inside the ``async with``. The wait has no deadline: if the engine cannot be
+        replaced, the rollouter ends and cancels it.
         """
         await self.turns.take(lease)
         try:
-            # A loop: it may be shut again before this task runs.
+            # A loop, because the engine may be paused again before this task runs.
             while not self._open.is_set():
                 await self._open.wait()
             yield self.version
@@ -157,13 +161,14 @@ class EngineHost:
             self.turns.give_back(lease)
 
     async def stream(self, request: GenerationRequest, lease: Lease, *, lost: int) -> AsyncGenerator[TokenDelta, None]:
-        """Submit; to be called at the beginning of a turn without waiting in between. Raises EngineDied.
+        """Submit ``request`` to the engine and yield its deltas. Raises EngineDied.
 
-        An update has dropped the keys and values of the first ``lost`` tokens of its prompt.
+        Call it at the beginning of a turn, without an await in between. The engine computed the first ``lost`` tokens
+        of the prompt under older weights.
         """
         engine = self.engine
         assert self._open.is_set(), "submitted to an engine that does not serve"
-        # First what may refuse it: what has entered also leaves.
+        # First the checks that may raise, because ``_leave`` must follow ``_enter``.
         self.reprefill.submitted(request.id, len(request.prompt_ids), lost)
         self._enter(lease)
         sampled = False
@@ -186,7 +191,7 @@ class EngineHost:
             self._leave(lease.uid)
 
     async def abort(self, id: str) -> None:
-        """End one request early; its stream shows how that went."""
+        """End one request early; its stream gets a last delta, or EngineDied."""
         engine = self._engine
         if engine is None or self.died.is_set():
             return
@@ -197,12 +202,12 @@ class EngineHost:
                 self.lost(str(error))
 
     def lost(self, reason: str) -> None:
-        """The engine is dead, or as good as that: nothing is submitted until it has been replaced."""
+        """Declare the engine dead: admit nothing until it is replaced, and count the death against its leases."""
         self._shut()
         if not self.died.is_set():
             self._states.enter("restarting", "engine")
             self.reason = reason
-            # A prompt that is frozen for an update is not to blame for a failed load.
+            # A prompt in a paused engine did not cause its death.
             self.turns.died([] if self._frozen else list(self._inside.values()), reason)
         self.died.set()
 
@@ -215,11 +220,10 @@ class EngineHost:
         return self._engine
 
     async def quiesced(self, timeout: float) -> bool:
-        """Whether an update may begin. Under on_update = drain nothing more is admitted and every running request ends
-        first.
+        """Prepare for the pause of an update; returns whether the pause may begin.
 
-        False if that takes longer than ``timeout`` seconds; to be asked again. It ends because every response does: the
-        engine hands over tokens in time or is declared dead.
+        Under on_update = drain it admits nothing more and waits until all running requests have ended. Returns False
+        after ``timeout`` seconds; call it again then. In other modes it returns True at once.
         """
         if self._open.is_set() or self.version < 0:
             # An engine's first load costs no generation time: nothing was generated before.
@@ -235,7 +239,7 @@ class EngineHost:
         return True
 
     async def pause(self, version: int) -> float:
-        """Stop for the update to ``version``; returns the seconds until the engine was idle."""
+        """Admit nothing more and pause the engine for the update to ``version``; returns the seconds it took."""
         self._shut()
         self._states.enter("pausing", f"weights v{version}")
         began = self._clock.now()
@@ -247,20 +251,20 @@ class EngineHost:
         return self._clock.now() - began
 
     async def load(self, weights: HeldVersion | BroadcastPart) -> float:
-        """Replace the weights of the paused engine; returns the seconds it took. Raises what the engine raises.
+        """Replace the weights of the paused engine; returns the seconds it took. Raises the engine's errors.
 
-        It stays paused: ``commit`` follows, or after a failure another load.
+        The engine stays paused: call ``commit`` next, or ``load`` again after a failure.
         """
         rollout = self._config.rollout
         recompute = rollout.on_update != "keep" or rollout.keep_kv == "recompute"
         began = self._clock.now()
-        # A load that breaks off leaves nothing that could be resumed.
+        # A failed load leaves no complete version with which the engine could resume.
         self._loaded = None
         self._states.enter("loading", f"weights v{weights.version}")
         try:
             await self.engine.load(weights, recompute_kv=recompute)
         finally:
-            # Not where it has died meanwhile.
+            # If the engine has died meanwhile, its state is another.
             if self._states.state == "loading":
                 self._states.enter("paused", f"weights v{weights.version}")
         self._loaded = weights.version
@@ -268,11 +272,11 @@ class EngineHost:
         return self._clock.now() - began
 
     async def commit(self, probe: Probe | None = None, stop: float = 0.0) -> tuple[float, Drift | None]:
-        """Resume under the weights that were loaded; returns the seconds until the engine did.
+        """Resume the engine under the loaded weights and admit submissions.
 
-        With a probe nothing is admitted before the engine's drift is below ``stop``; else it is paused again, and
-        WeightsCorrupt raised: the load is to be repeated. Frozen requests do not continue either: they end, to be
-        submitted again. Returns also the engine's drift from the probe.
+        With a probe it first measures the drift (drift.py). If that is ``stop`` (nats) or more, the engine is paused
+        again and WeightsCorrupt raised: repeat the load. With a probe, requests kept over the pause are aborted before,
+        and are submitted again. Returns the seconds until the engine admits, and the drift (None without a probe).
         """
         version, rollout = self._loaded, self._config.rollout
         assert version is not None, "nothing complete is loaded"
@@ -282,7 +286,7 @@ class EngineHost:
                 await self.engine.pause("abort")
             elif rollout.keep_kv == "recompute":
                 self.reprefill.dropped()
-        # From here on requests run, and may be to blame for a death.
+        # From here on requests run, and may cause a death.
         self._frozen = False
         await self.engine.resume()
         drift = None
@@ -295,13 +299,13 @@ class EngineHost:
                 self._frozen = True
                 self._states.enter("paused", f"weights v{version}")
                 raise WeightsCorrupt(f"the engine does not compute what the learner does: {drift}", version=version)
-        # First the version: an admitted request gets it, and salts the prefix cache with it.
+        # Before ``_admit``: an admitted request gets this version as its cache salt.
         self.version = version
         self._admit()
         return self._clock.now() - began, drift
 
     async def call_off(self) -> None:
-        """Resume under the old weights; not after a load has failed: the engine then waits for one that succeeds."""
+        """Resume under the old weights. After a failed load there are none, and the engine stays paused."""
         if self._loaded is not None and self._loaded == self.version:
             self._frozen = False
             await self.engine.resume()
@@ -309,11 +313,11 @@ class EngineHost:
 
     @property
     def stall_s(self) -> float:
-        """Seconds since requests were last admitted; for an update that was just committed, what it cost."""
+        """Seconds since the engine stopped admitting; right after a commit, the time that the update cost."""
         return self._clock.now() - self._shut_since
 
     async def drift(self, probe: Probe) -> Drift:
-        """Drift of the engine, under the weights that it serves, from the learner's word on them."""
+        """Measure the drift of the engine, under its loaded weights, from the learner's log-probs in ``probe``."""
         assert self._loaded is not None
         temperature = self._config.rollout.temperature
         return await probe_engine(self.engine, probe, version=self._loaded, temperature=temperature)
@@ -336,17 +340,17 @@ class EngineHost:
     @property
     def kv_use(self) -> float | None:
         """Share of the engine's KV cache in use; None where it cannot say."""
-        # Asked by the thread that beats, while another is put into its place.
+        # Called by the heartbeat's thread, while the engine may be replaced.
         engine = self._engine
         return engine.kv_use if engine is not None else None
 
     @property
     def load_now(self) -> EngineLoad | None:
-        """Load of the calls on the engine; None where it cannot say, and while it does not serve."""
+        """The engine's load; None where the engine cannot say, and while it does not serve."""
         return self._engine.load_now if self._engine is not None and self._open.is_set() else None
 
     def take_sampling(self) -> list[tuple[float, float]]:
-        """The intervals since the last call, the present one up to now."""
+        """Return the sampling intervals since the last call, including the present one up to now."""
         if self._sampling_since is not None:
             now = self._clock.wall()
             self.sampling.append((self._sampling_since, now))

@@ -2,15 +2,15 @@
 
     GroupRunner -> SingleTurn | EpisodePlayer -> Sessions -> ServedPolicy -> EngineHost -> Engine
 
-``PolicyCall.generate`` hides that weights change, and that engines are paused and die: it returns a finished piece of
-text. A response is put together from one or more submissions to engines.
+``PolicyCall.generate`` hides weight updates, pauses and deaths of engines: it returns when the response is finished. A
+response consists of one or more *submissions*, requests to engines. Each continues after the tokens of those before it.
 
 Invariants: tokens, log-probs and version spans always cover the same positions; every token keeps the log-prob and the
 version that sampled it, over aborts, resumes and the death of an engine; there are never more than ``max_tokens``. A
 token is given up only if its version is unknown: see ``Response.cut_submission``.
 
-Fails with TrajectoryFailed when engines have died of the prompt too often (``after_death``). Any other death counts as
-no attempt, and costs no token that was handed over: the next engine samples after those.
+Fails with TrajectoryFailed when engines have died of the prompt too often (``after_death``). Any other death does not
+count as an attempt, and costs no received token: the next engine continues after these.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from asyncrl.text.tokenizer import Tokenizer
 
 Decode = Callable[[Sequence[int]], str]
 Phase = Literal["queue", "engine", "paused"]
-"""Place of a call: waiting for a slot or in the engine's own queue; being sampled; held while weights change."""
+"""Where a call is: waits for a slot or its turn; is in the engine; waits while the engine does not serve."""
 MARGIN = 8
 """Characters at the beginning of a window that may differ from those of the whole text: a tokenizer may drop a space
 there, join it with punctuation, or see only the last bytes of a character."""
 LOOK_S = 1.0
-"""Pause between two looks at the load of the engine."""
+"""Interval (s) at which the number of slots is adapted to the engine's load."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Response:
-    """Tokens held so far."""
+    """A response under way: its tokens so far, with log-probs and version spans."""
 
     max_tokens: int
     stops: Stops = field(default_factory=Stops)
@@ -60,9 +60,9 @@ class Response:
     finish_reason: Literal["stop", "length"] | None = None
     submissions: int = 0
     computed: int = 0
-    """Tokens, from the first of its prompt on, that the engine has computed; an engine that has died has none."""
+    """Number of tokens, prompt included, that the engine has computed; 0 after its death."""
     computed_at: int = -1
-    """The version under which the engine computed them."""
+    """The newest version under which the engine computed them."""
     _submission_start: int = 0
     _submission_version: int = -1
 
@@ -72,11 +72,11 @@ class Response:
         return self.max_tokens - len(self.tokens)
 
     def lost(self, version: int) -> int:
-        """Tokens computed under older weights than those of ``version``."""
+        """Number of tokens that the engine computed under weights older than ``version``."""
         return self.computed if self.computed_at < version else 0
 
     def submitted(self, version: int) -> None:
-        """A new submission, begun under ``version``, samples the next tokens."""
+        """Begin a submission under ``version``, which samples the next tokens."""
         assert self.finish_reason is None
         assert self.remaining > 0
         self.submissions += 1
@@ -84,7 +84,10 @@ class Response:
         self._submission_version = version
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], decode: Decode) -> bool:
-        """Take a delta; True when a stop string ends the response within it."""
+        """Append the tokens of a delta; returns True if a stop string ends the response within it.
+
+        Then the tokens after the one that completes the stop string are dropped.
+        """
         assert len(tokens) == len(logprobs)
         before = len(self.tokens)
         room = self.remaining
@@ -93,12 +96,12 @@ class Response:
         strings = self.stops.strings
         if not strings:
             return False
-        # Over all submissions, so that one that straddles a resume still stops, and no more text than one can reach
-        # back over, so that the work does not grow with the response.
+        # The window reaches back over earlier submissions, because a stop string may begin in one. It is limited, so
+        # that the work does not grow with the response.
         start = self._window(before, decode)
         if not _contains(decode(self.tokens[start:]), strings):
             return False
-        # The shortest prefix that holds a stop string; the text grows with the tokens, so it can be bisected.
+        # Bisect for the shortest prefix whose text has a stop string; the text only grows with the tokens.
         low, high = before + 1, len(self.tokens)
         while low < high:
             middle = (low + high) // 2
@@ -112,26 +115,26 @@ class Response:
         return True
 
     def _window(self, end: int, decode: Decode) -> int:
-        """The first of so many tokens before ``end`` that no stop string which ends behind it begins before them."""
+        """Index of the first token to decode, so that each stop string that ends after token ``end`` lies behind it."""
         wanted = max(map(len, self.stops.strings)) + MARGIN
         count = wanted
         while count < end and len(decode(self.tokens[end - count : end])) < wanted:
-            # Tokens may be bytes of a character, or have no text.
+            # Too little text: tokens may be bytes of a character, or have no text.
             count *= 2
         return max(0, end - count)
 
     def end_submission(
         self, reason: Literal["stop", "length", "abort"] | None, spans: Sequence[VersionSpan] = ()
     ) -> None:
-        """The submission is over: ``spans`` count from its first token.
+        """End the submission: append its version spans, and set the finish reason if the response is finished.
 
-        Without spans the submission was all under the version it began with.
+        ``spans`` count from the submission's first token. Without spans, all its tokens have the version it began with.
         """
         start, end = self._submission_start, len(self.tokens)
         if not spans:
             spans = [VersionSpan(self._submission_version, 0, end - start)]
         for span in spans:
-            # Spans cover every sampled token; what a stop string or the limit has cut off is no part of the response.
+            # Spans cover every sampled token, also those that a stop string or the limit has cut off.
             first, last = start + span.start, min(start + span.end, end)
             if first >= last:
                 continue
@@ -148,15 +151,15 @@ class Response:
                 self.finish_reason = "length"
 
     def cut_submission(self, known: int) -> None:
-        """The submission is over without a last word on its versions: the engine died, or the call was given up.
+        """End a submission that got no version spans, because the engine died or the call was cancelled.
 
-        The first ``known`` tokens of the response are those that were handed over before the weights changed under it,
-        all sampled under the version it began with. Those after them are forgotten: it is unknown whether they were
-        sampled before or after the load. They occur only where the engine continues over a load (on_update = keep).
+        The first ``known`` tokens of the response arrived before any load, so they have the version that the submission
+        began with. The tokens after them are dropped, since it is unknown whether they were sampled before or after the
+        load. There are such tokens only if the engine continues requests over a load (on_update = keep).
         """
         if known < len(self.tokens):
             self.finish_reason = None
-            # They stand at the end of the computed tokens.
+            # The dropped tokens are the last of the computed ones.
             self.computed = max(0, self.computed - (len(self.tokens) - known))
             del self.tokens[known:]
             del self.logprobs[known:]
@@ -172,23 +175,23 @@ class TrajectoryFailed(Exception):
 
 
 class CallWatch:
-    """Hears of the progress of a call of the policy."""
+    """Observes the progress of a call of the policy; these methods do nothing."""
 
     def entered(self, phase: Phase) -> None:
-        """The place of the call from now on."""
+        """Called when the call enters a phase."""
 
     def submitted(self, version: int) -> None:
-        """A submission has begun under ``version``."""
+        """Called when a submission begins under ``version``."""
 
     def sampled(self, response: Response) -> None:
-        """Tokens were handed over."""
+        """Called when tokens have arrived."""
 
 
 UNWATCHED = CallWatch()
 
 
 class PolicyCall:
-    """The engine as one call of the policy sees it."""
+    """One call of the policy: submits to the engine until the response is finished."""
 
     def __init__(
         self,
@@ -206,17 +209,18 @@ class PolicyCall:
         self._account, self._watch = account, watch
 
     async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
-        """Sample a continuation of ``ids`` into ``response``, until it is finished, from where it stands.
+        """Sample a continuation of ``ids`` into ``response`` until it is finished, after the tokens that it has.
 
-        ``key`` names the call in the whole run; the noise follows from it. Raises TrajectoryFailed. A call that is
-        cancelled leaves in the response the tokens that it has sampled, and may be made again.
+        Submits again after each abort, pause or death of an engine. ``key`` names the call in the run and gives the
+        seed of its noise. Raises TrajectoryFailed. A cancelled call leaves its tokens in ``response`` and may be
+        repeated with it.
         """
         lease, stops = self._lease, response.stops
         while response.finish_reason is None:
             self._require_innocent()
             self._watch.entered("queue" if self._host.serves else "paused")
             async with self._host.turn(lease) as version:
-                # A sample of the same lease may have had its turn before.
+                # Again: the engine may have died of another sample of this lease during the wait.
                 self._require_innocent()
                 self._watch.entered("engine")
                 response.submitted(version)
@@ -229,8 +233,8 @@ class PolicyCall:
                     temperature=lease.temperature,
                     seed=request_seed(self._config.run.seed, key) if self._config.rollout.request_seeds else None,
                     stop_token_ids=stops.token_ids,
-                    # A load drops the cache, but under keep_kv = "stale": nothing that begins after it may find blocks
-                    # of the weights before.
+                    # Under keep_kv = "stale" a load does not drop the cache. The salt keeps new requests from using
+                    # blocks of older weights.
                     cache_salt=f"v{version}",
                     key=key,
                     held=len(response.tokens),
@@ -239,7 +243,7 @@ class PolicyCall:
                 self._account.ended(len(response.tokens), response.spans, response.finish_reason, died=died)
 
     async def _submit(self, request: GenerationRequest, response: Response) -> bool:
-        """One submission, until it ends; False when the engine died before that."""
+        """Run one submission to its end and extend ``response``; returns False if the engine died before the end."""
         stopped = ended = False
         loads, known = self._host.loads, len(response.tokens)
         prompt, lost = len(request.prompt_ids) - known, response.lost(self._host.version)
@@ -250,11 +254,11 @@ class PolicyCall:
                         stopped = response.extend(delta.tokens, delta.logprobs, self._tokenizer.decode)
                         version = delta.spans[-1].version if delta.spans else self._host.version
                         response.computed, response.computed_at = prompt + len(response.tokens), version
-                        # Handed over before any load: all of it is of the version that the submission began with.
+                        # No load since the submission began: all tokens so far have the version that it began with.
                         if self._host.loads == loads:
                             known = len(response.tokens)
                         self._watch.sampled(response)
-                        # The stream is read to its last delta, which has the versions.
+                        # Reading continues to the last delta, which has the version spans.
                         if stopped and delta.finish_reason is None:
                             await self._host.abort(request.id)
                     if delta.finish_reason is not None:
@@ -275,16 +279,16 @@ class PolicyCall:
 
 
 def request_seed(run_seed: int, key: str) -> int:
-    """Seed of a response: siblings differ. 63 bits."""
+    """Seed of the response ``key``, different for each sample; 63 bits."""
     digest = hashlib.blake2b(f"{run_seed}/{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class Player(Protocol):
-    """Makes a trajectory of a sample."""
+    """Generates trajectories: a SingleTurn or an EpisodePlayer."""
 
     async def play(self, lease: Lease, account: SampleAccount) -> Trajectory:
-        """One attempt. Raises TrajectoryFailed where nothing can come of the lease any more."""
+        """Make one attempt at a sample. Raises TrajectoryFailed if no further attempt can succeed."""
 
 
 class ServedPolicy:
@@ -309,7 +313,7 @@ class ServedPolicy:
         key: str,
         watch: CallWatch,
     ) -> None:
-        """One call of the policy, in a slot of the engine; as ``PolicyCall.generate``."""
+        """Wait for a slot of the engine, and make one call of the policy in it; see ``PolicyCall.generate``."""
         async with self.slots.take() as slot:
             account.took_slot(self._trace.track(f"slot {slot}", FIRST_SLOT + slot))
             try:
@@ -354,13 +358,13 @@ class TurnPolicy(Protocol):
 
 
 class SingleTurn:
-    """The player of prompts with one response, the simplest episode."""
+    """Plays the simplest episode: one prompt, one response."""
 
     def __init__(self, policy: TurnPolicy, stops: Stops, tokenizer: Tokenizer) -> None:
         self._policy, self._stops, self._tokenizer = policy, stops, tokenizer
 
     async def play(self, lease: Lease, account: SampleAccount) -> Trajectory:
-        """One response. Raises TrajectoryFailed."""
+        """Generate one response and return it as a trajectory. Raises TrajectoryFailed."""
         call, sample = account.call(), account.sample
         response = Response(max_tokens=lease.max_tokens, stops=self._stops)
         await self._policy.generate(

@@ -1,9 +1,9 @@
-"""Account of the samples of a prompt group in a rollouter, for the group's story and for the timeline. Pure.
+"""Account of the samples of a prompt group in a rollouter, for the group's log line and for the timeline. Pure.
 
-A sample tells each submission to the engine, how it ended, and its score; where it is an episode, which call of the
-policy that was, what its context goes on from, which turn came of it, and how the episode ended. The story is one line
-for the whole group, written when it leaves the rollouter; the timeline has each submission on the track of the slot it
-was in.
+An account lists the events of a sample: each submission to the engine, how it ended, and the score. For an episode it
+also has each call of the policy, the turn that the call's context continues, the turn that it became, and the episode's
+end. One log line holds the accounts of a whole group and is written when the group leaves the rollouter. The timeline
+shows each submission on the track of its slot.
 
 Invariant: a sample keeps at most EVENTS_KEPT events, the first and the newest of them, and counts the others.
 """
@@ -18,13 +18,13 @@ from asyncrl.observe.trace import Track
 
 EVENTS_KEPT = 64
 LONGEST_REASON = 300
-"""Characters of a reason."""
+"""Most characters of a reason in an event."""
 MOST_TOOLS, LONGEST_TOOL = 8, 64
-"""Names of tools that a turn calls, in a story, and characters of each."""
+"""Most names of called tools in the event of a turn, and most characters of each."""
 
 
 class SampleAccount:
-    """One sample. ``elapsed`` gives the seconds since the rollouter took the lease up."""
+    """The account of one sample. ``elapsed`` gives the seconds since the rollouter received the lease."""
 
     def __init__(self, uid: str, sample: int, elapsed: Callable[[], float]) -> None:
         self.uid = uid
@@ -32,15 +32,16 @@ class SampleAccount:
         self.events: list[list[Any]] = []
         """Events: [seconds, what, facts ...]; asyncrl/observe/explain/words.py reads them."""
         self.left_out = 0
+        """Number of events dropped beyond EVENTS_KEPT."""
         self.attempts = 0
-        """Episodes that were begun for it."""
+        """Number of episodes that were begun for the sample."""
         self.host = ""
         """Episode host of the newest of them."""
         self.failed_attempts = 0
         self.elapsed = elapsed
 
     def call(self, number: int | None = None) -> CallAccount:
-        """One more call of the policy; a sample may have several at a time. Calls of an episode have numbers."""
+        """Open the account of one more call of the policy. Calls of an episode are numbered, others are not."""
         return CallAccount(self, number)
 
     def began_episode(self, host: str) -> None:
@@ -52,19 +53,19 @@ class SampleAccount:
         self.note("turn reward", turn, value)
 
     def ended_episode(self, outcome: str, turns: int, reward: float | None, stage_s: Mapping[str, float]) -> None:
-        """The episode is a trajectory; ``reward`` is what its code said, ``stage_s`` are seconds by stage."""
+        """Note that the episode became a trajectory, with its code's ``reward`` and its seconds by stage."""
         self.note("ended", outcome, turns, reward, {stage: round(each, 3) for stage, each in stage_s.items()})
 
     def failed(self, what: str) -> None:
-        """Something went wrong; it may be tried again."""
+        """Note a failure, after which the sample may be tried again."""
         self.note("failed", what[:LONGEST_REASON])
 
     def scored(self, reward: float, run_s: float) -> None:
-        """The sample has its reward; ``run_s`` are the seconds that the reward function took."""
+        """Note the sample's reward; ``run_s`` is the time that the reward function took (s)."""
         self.note("scored", reward, round(run_s, 6))
 
     def note(self, *facts: Any) -> None:
-        """Keep an event: its name, and its facts."""
+        """Add an event, its name first; beyond EVENTS_KEPT an event of the middle is dropped."""
         if len(self.events) >= EVENTS_KEPT:
             del self.events[EVENTS_KEPT // 2]
             self.left_out += 1
@@ -72,9 +73,9 @@ class SampleAccount:
 
 
 class CallAccount:
-    """One call of the policy for a sample: its slot, and its submissions.
+    """The account of one call of the policy for a sample: its slot and its submissions to the engine.
 
-    A call of an episode is two events where nothing comes between: its beginning, and the turn that came of it.
+    An undisturbed call of an episode gives two events: "asked" at its first submission, "answered" for its turn.
     """
 
     def __init__(self, sample: SampleAccount, number: int | None = None) -> None:
@@ -89,31 +90,31 @@ class CallAccount:
         self._slot: Track | None = None
 
     def prompted(self, cause: str, parent: int | None, tokens: int, new: int) -> None:
-        """Take the context: its cause, the turn that it continues, its tokens, and the ``new`` ones of them."""
+        """Note the call's prompt: its cause, the turn that it continues, its tokens, and how many of them are new."""
         self._context = cause, parent, tokens, new
 
     def refused(self, reason: str) -> None:
-        """The policy cannot be asked, or not any more."""
+        """Note that the call was refused."""
         self._note("refused", self._number, reason[:LONGEST_REASON])
 
     def answered(self, turn: int, tools: Sequence[str], malformed: int) -> None:
-        """The call became a turn, which calls ``tools``."""
+        """Note that the call became the answer ``turn``, which calls ``tools``."""
         names = [name[:LONGEST_TOOL] for name in tools[:MOST_TOOLS]]
         self._note("answered", self._number, turn, *self._sampled, names, malformed)
 
     def took_slot(self, slot: Track) -> None:
-        """The call is generated in this slot from now on."""
+        """Show the call on the track of its slot from now on."""
         self._slot = slot
         slot.enter("wait", uid=self.uid, sample=self.sample)
 
     def left_slot(self) -> None:
-        """The call is generated, or given up."""
+        """End the call's time on the track of its slot."""
         if self._slot is not None:
             self._slot.leave()
             self._slot = None
 
     def submitted(self, version: int, held: int) -> None:
-        """A submission samples the tokens after the ``held`` ones under ``version``."""
+        """Note a submission under ``version``, which samples the tokens after the first ``held``."""
         if self._number is None:
             self._note("resumed" if self._begun else "began", version)
         elif self._begun:
@@ -126,7 +127,10 @@ class CallAccount:
             self._slot.enter(f"generate v{version}", uid=self.uid, sample=self.sample, version=version, held=held)
 
     def ended(self, tokens: int, spans: list[VersionSpan], reason: str | None, *, died: bool) -> None:
-        """The submission is over, with ``tokens`` in all; ``reason`` is given where nothing more is to come."""
+        """Note the end of a submission. ``tokens`` counts the whole response so far.
+
+        ``reason`` is the finish reason of the response, None if it is not finished.
+        """
         call = () if self._number is None else (self._number,)
         if reason is None:
             self._note("engine died" if died else "aborted", tokens, *call)
@@ -141,7 +145,7 @@ class CallAccount:
 
 
 class GroupAccount:
-    """All samples of a lease. ``now`` is monotonic, ``wall`` Unix time, in seconds."""
+    """The accounts of all samples of a lease. ``now`` is monotonic, ``wall`` Unix time, in seconds."""
 
     def __init__(self, lease: Lease, now: Callable[[], float], wall: Callable[[], float]) -> None:
         began = now()
@@ -151,11 +155,11 @@ class GroupAccount:
 
     @property
     def failed_attempts(self) -> int:
-        """Attempts at its trajectories that failed."""
+        """Number of failed attempts at its trajectories."""
         return sum(sample.failed_attempts for sample in self.samples)
 
     def facts(self, end: str) -> dict[str, Any]:
-        """Facts of its line in the log; ``end`` is its way out of the rollouter, "running" if it has not left."""
+        """The fields of the group's log line; ``end`` says how it left the rollouter, "running" if it has not."""
         facts: dict[str, Any] = {
             "uid": self._lease.uid,
             "lease": self._lease.number,

@@ -1,11 +1,13 @@
 """Slots of the engine and places of open episodes, and how many of them there are.
 
-Slots are places in the engine for calls. Places are those of open episodes; several may share a slot. Under
-``rollout.concurrency = "auto"`` the limit of slots is raised while all slots are used and the engine has room: first by
-a share of itself, and from the first cut on by a constant. It is cut by a share where the engine preempts a request,
-which then computes its context again, or where its KV cache is nearly full. After a cut the same pressure cuts nothing
-more: not before the calls that run are within the limit. The limit stays within its bounds, is raised by no more than
-GROWTH at a time, and only a look that sees pressure cuts it.
+A slot is the right to have one call in the engine; a place is the right to have one episode open. There may be more
+places than slots. Under ``rollout.concurrency = "auto"`` the number of slots adapts to the engine's load, within
+bounds:
+
+- raised while all slots are used and the KV cache has room: by the share GROWTH, after the first cut by a smaller one;
+- cut to the share CUT under pressure: when the engine preempts a request, which then computes its context again, or
+  when its KV cache is nearly full. After a cut, pressure cuts nothing more until the running calls are within the
+  limit.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ from contextlib import asynccontextmanager, suppress
 from asyncrl.rollouter.engines.base import EngineLoad
 
 ROOM, FULL = 0.85, 0.95
-"""Shares of the KV cache: below the first there is room for more, from the second on it is as good as full."""
+"""Shares of the KV cache: below ROOM the limit may grow, from FULL on it is cut."""
 GROWTH = 0.25
-"""Share by which it grows before its first cut."""
+"""Share by which the limit grows before its first cut."""
 STEPS = 16
-"""Looks, about, in which the limit regains from one cut to the next what was cut."""
+"""Number of calls of ``look``, about, in which the limit regains what a cut took."""
 CUT = 0.8
 """Share of the limit that a cut leaves."""
 
 
 class Concurrency:
-    """The limit, between ``least`` and ``most``."""
+    """The adaptive number of slots, between ``least`` and ``most``; the rules are in the module's docstring."""
 
     def __init__(self, least: int, most: int, start: int) -> None:
         assert 1 <= least <= most
@@ -37,13 +39,13 @@ class Concurrency:
         self.limit = min(most, max(least, start))
         self.cuts = 0
         self._settling = False
-        """Whether it was cut, and more calls are still running than are allowed."""
+        """Whether more calls are still running than the last cut allows."""
         self._preemptions = 0
 
     def look(self, load: EngineLoad, *, running: int) -> int:
-        """The limit from now on. ``running`` calls have a slot.
+        """Adapt the limit to the engine's load and return it. ``running`` calls have a slot.
 
-        ``load.preemptions`` counts up; where it has become less, the engine is another.
+        ``load.preemptions`` counts up; it is lower than before only after the engine was replaced.
         """
         preempted = load.preemptions > self._preemptions
         self._preemptions = load.preemptions
@@ -56,23 +58,23 @@ class Concurrency:
         return self.limit
 
     def engine_reloaded(self, load: EngineLoad) -> None:
-        """Take its count of preemptions: recomputing keys and values under new weights is no pressure."""
+        """Ignore the preemptions since the last ``look``: recomputing keys and values after a load is no pressure."""
         self._preemptions = load.preemptions
 
     def _cut(self, running: int) -> None:
         if self._settling:
             return
-        # Slots that were not used say nothing of what the cache bears.
+        # Cut from the slots in use: unused ones did not cause the pressure.
         self.limit = max(self._least, int(CUT * min(self.limit, max(1, running))))
         self.cuts += 1
         self._settling = running > self.limit
 
 
 class Slots:
-    """Places of things that run at a time, numbered so that the lowest free one is taken; ``resize`` changes ``size``.
+    """A semaphore of adjustable size whose slots are numbered; a taker gets the lowest free number.
 
-    Invariant: a number belongs to one taker until it is given back; waiters come in the order of asking. Where there
-    are fewer slots than are taken, those that have one keep it, and no other comes before enough are given back.
+    Invariant: a number belongs to one taker until it is given back; waiters come in the order of asking. If ``resize``
+    leaves fewer slots than are taken, their takers keep them, and waiters wait until enough are given back.
     """
 
     def __init__(self, size: int) -> None:
@@ -81,16 +83,16 @@ class Slots:
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._returned: list[int] = []
         self._unused = 0
-        """Number from which on none has been given out."""
+        """The lowest number that was never given out."""
 
     def resize(self, size: int) -> None:
-        """Have ``size`` of them from now on."""
+        """Set the number of slots, and admit waiters if there are more now."""
         self.size = size
         self._admit()
 
     @asynccontextmanager
     async def take(self) -> AsyncIterator[int]:
-        """Wait for a free slot and hold it; gives its number."""
+        """Wait for a free slot and hold it inside the ``async with``; yields its number."""
         await self._enter()
         number = self._number()
         try:

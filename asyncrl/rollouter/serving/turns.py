@@ -1,9 +1,10 @@
-"""Turns of leases in the engine, and the leases that were in the death of one. Pure but for the futures that wait.
+"""Turns of leases in the engine, and engine deaths counted by lease. Pure but for the futures that wait.
 
-A suspect (messages/groups.py) has the engine alone. A lease that runs alone waits until all others are done, and those
-that ask after it wait. Turns are given in the order of asking, so neither starves. The samples of a lease that runs
-alone run together, until all are done or the engine dies. Invariants: while a lease runs alone no other is inside; each
-that asks gets a turn once those before it are done.
+A *turn* is the right of a lease to have one submission in the engine. Many leases have turns at once, but a suspect, a
+prompt that was in an engine when it died (messages/groups.py), has the engine alone. It waits until all others are
+done, and leases that ask after it wait. Turns are given in the order of asking, so neither starves. The samples of a
+lease that runs alone run together, until all are done or the engine dies. Invariants: while a lease runs alone no other
+is inside; each that asks gets a turn once those before it are done.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from asyncrl.messages.groups import Lease, after_death, runs_alone, verdict
 
 
 class EngineTurns:
-    """The turns in one rollouter's engines, and their deaths by lease."""
+    """The turns in one rollouter's engines, and the deaths of these engines by lease."""
 
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
@@ -25,26 +26,27 @@ class EngineTurns:
         self.own_deaths = 0
         """Deaths while a lease ran alone, over all leases."""
         self.failed = 0
-        """Leases that have failed."""
+        """Number of leases that have failed after such deaths."""
         self._blamed = ""
-        """The lease of the last death that was excused, until a submission has ended in good order."""
+        """Uid of the lease of the last excused death; "" once a submission has ended normally since."""
         self.excused = False
-        """Whether the last death was that of a prompt which ran alone. Not where one prompt after the other dies and
-        nothing else works: that is the engine."""
+        """Whether the last death is blamed on a prompt that ran alone, and so does not count against the engine. If
+        different prompts die one after another and no submission ends normally between, the engine is to blame."""
         self._inside: Counter[str] = Counter()
+        """Number of submissions in the engine by uid."""
         self._waiting: dict[asyncio.Future[None], Lease] = {}
-        """Leases that wait, in the order of asking."""
+        """Leases that wait for a turn, in the order of asking."""
         self.lone: str | None = None
         """Uid of the lease that runs alone now."""
         self._ending = False
-        """Whether its turn is over as soon as its samples are out."""
+        """Whether no further sample of the lone lease may enter, because the engine died under it."""
         self.lone_turns = 0
-        """Times that a lease has had the engine for itself."""
+        """Number of times that a lease has had the engine alone."""
 
     # --- turns ---
 
     async def take(self, lease: Lease) -> None:
-        """Wait for a turn; ``give_back`` ends it. Ends when those before it are done, or with the task that waits."""
+        """Wait for a turn of ``lease``; ``give_back`` ends the turn. If cancelled, the lease leaves the queue."""
         leased: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[leased] = lease
         self._lease()
@@ -55,7 +57,7 @@ class EngineTurns:
                 self._waiting.pop(leased, None)
                 self._lease()
             else:
-                # It was given the turn in the same moment.
+                # The turn was given just before the cancellation.
                 self.give_back(lease)
             raise
 
@@ -69,19 +71,23 @@ class EngineTurns:
         self._lease()
 
     def _lease(self) -> None:
+        """Give turns to the leases that wait, in order, up to a suspect.
+
+        A suspect gets the engine once it is empty; then all of its own samples that wait may enter with it.
+        """
         while self.lone is None and self._waiting:
             leased, lease = next(iter(self._waiting.items()))
-            # Looked at only now: the lease may have become suspect while it waited.
+            # Checked only now: the lease may have become suspect while it waited.
             if leased.cancelled() or not runs_alone(self.deaths(lease)):
                 self._enter(leased)
             elif self._inside:
-                # Nothing is aborted for it: under on_update = drain a response is to have one version, and an engine
-                # that has just died, which is when suspects come up, is empty anyway.
+                # Running requests are not aborted for it: under on_update = drain a response must have one version.
+                # After a death, when leases become suspect, the engine is empty anyway.
                 return
             else:
                 self.lone = lease.uid
                 self.lone_turns += 1
-        # After its death those that wait come first: what works is not kept waiting by what kills.
+        # After a death under the lone lease, the leases that wait come before its remaining samples.
         if self.lone is not None and not self._ending:
             for leased in [leased for leased, lease in self._waiting.items() if lease.uid == self.lone]:
                 self._enter(leased)
@@ -96,7 +102,10 @@ class EngineTurns:
     # --- deaths ---
 
     def died(self, inside: Sequence[Lease], reason: str) -> None:
-        """An engine died with submissions of these leases in it. One that ran alone is put behind those that wait."""
+        """Count an engine's death against the leases ``inside``, and decide whether it is excused.
+
+        A lease that ran alone goes behind those that wait.
+        """
         alone = bool(inside) and self.lone is not None
         for lease in inside:
             self._deaths[lease.uid] = after_death(self.deaths(lease), alone=alone)
@@ -109,15 +118,15 @@ class EngineTurns:
         self._ending = self.lone is not None
 
     def worked(self) -> None:
-        """A submission has ended in good order: the engine works."""
+        """Note that a submission has ended normally, so the engine works."""
         self._blamed = ""
 
     def deaths(self, lease: Lease) -> int:
-        """Deaths of its prompt, those at earlier holders included."""
+        """Number of deaths counted against the prompt of a lease, those at earlier rollouters included."""
         return max(lease.attempt, self._deaths.get(lease.uid, 0))
 
     def failure(self, lease: Lease) -> str | None:
-        """Why it may not run again; None while it may."""
+        """The reason why a lease may not run again; None while it may."""
         if lease.uid not in self._deaths:
             return None
         return verdict(self.deaths(lease), self._max_attempts, self._reasons[lease.uid])
@@ -129,5 +138,5 @@ class EngineTurns:
 
     @property
     def suspects(self) -> int:
-        """Leases held in at least one death."""
+        """Number of held leases that were in the engine at a death."""
         return len(self._deaths)

@@ -6,9 +6,9 @@ from the parameter server. A fetch leaves another source for good when a call to
 when it is alive but has had nothing new for IDLE_SHARE of ``weights.deadline_s``.
 
 The relay serves a version that this replica fetches for its host. The next host gets each chunk as soon as it is
-verified, and the other replicas of this host open the version when it is whole. A version is held, by descriptors of
-the relay's own, from its first chunk until a newer one is whole here. The end of the update changes nothing. At most
-one whole version and one that is on its way are held.
+verified, and the other replicas of this host open the version when it is whole. The relay holds a version, by its own
+descriptors, from its first chunk until a newer one is whole here, even after the update has ended. It holds at most one
+whole version and one that is arriving.
 
 Invariants:
 
@@ -104,7 +104,7 @@ def _progress(count: int, manifest: Manifest) -> str:
 
 
 async def _in_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """Run ``work`` as asyncio.to_thread does; a cancellation waits for the thread: its objects are closed next."""
+    """Run ``work`` on a thread. A cancellation waits for the thread, because the caller closes its objects next."""
     running = asyncio.get_running_loop().run_in_executor(None, work, *arguments)
     try:
         return await asyncio.shield(running)
@@ -114,7 +114,7 @@ async def _in_thread(work: Callable[..., T], *arguments: Any) -> T:
                 await asyncio.wait({running})
             except asyncio.CancelledError:
                 continue
-        # Retrieved, or asyncio would log it as an error that was never retrieved.
+        # Else asyncio would log an exception that was never retrieved.
         running.exception()
         raise
 
@@ -152,7 +152,7 @@ class _Shared:
         except WeightsCorrupt as error:
             cause = error.__cause__
             if isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ESRCH, errno.ENXIO):
-                # The holder has died, or has closed it and may use the number for another file.
+                # The process that held the memory has died, or has closed it.
                 raise VersionGone(self._manifest.version, str(error)) from error
             raise
         return self._held
@@ -168,18 +168,19 @@ class _Stream:
         self._weights, self._who, self._call, self._relay = weights, who, call, relay
         self._log = get_logger(who)
         self._found: dict[int, int] = {}
-        """Descriptors by bucket: sealed and verified."""
+        """Descriptors of the buckets that are complete, sealed and verified, by bucket."""
         self.bytes = 0
-        """Bytes that have arrived."""
+        """Number of bytes that have arrived."""
         self._sources = [*offer.sources, Source(PARAMETER_SERVER, 0)]
-        """The source that is asked now, and the next ones."""
+        """The source in use, then those to try after it."""
         self._since = self._now()
         """Time when a chunk last arrived, or the source changed."""
         self._chunks: deque[FetchChunk] = deque()
         """Chunks still to be requested."""
         self._missing: dict[int, int] = {}
-        """Bytes of each bucket that have not arrived."""
+        """Number of bytes of each bucket that have not arrived."""
         self._filling: dict[int, Segment] = {}
+        """Memory of the buckets that are not complete, by bucket."""
         self._limit: asyncio.Timeout
         self._last_failure = ""
         self._failures = 0
@@ -195,6 +196,10 @@ class _Stream:
         return asyncio.get_running_loop().time()
 
     async def run(self) -> HeldVersion:
+        """Cut all buckets into chunks and fetch these with several tasks. Raises as the module says.
+
+        ``weights.deadline_s`` counts from the last chunk that arrived.
+        """
         for index, bucket in enumerate(self._buckets):
             self._missing[index] = bucket.size
             for offset in range(0, bucket.size, self._weights.chunk_bytes):
@@ -208,7 +213,7 @@ class _Stream:
             found, self._found = self._found, {}
             return HeldVersion(self._manifest, [found[index] for index in range(len(self._buckets))])
         except BaseExceptionGroup as group:
-            # Callers distinguish errors by class, and the first one has ended the others.
+            # Callers need the class of the error; the first one has ended the other tasks.
             raise group.exceptions[0] from None
         except TimeoutError as error:
             if not self._limit.expired():
@@ -216,7 +221,7 @@ class _Stream:
             what = f"chunks of version {self._version} ({_progress(self.bytes, self._manifest)})"
             raise DeadlineExceeded(self._who, self.source, what, deadline_s, self._last_failure) from error
         finally:
-            # By now no task and no thread writes any more. A GiB takes about 0.1 s.
+            # By now no task or thread writes any more. On a thread, because freeing a GiB takes about 0.1 s.
             if self._filling or self._found:
                 await _in_thread(self._discard)
 
@@ -226,7 +231,10 @@ class _Stream:
         close_all(list(self._found.values()))
 
     async def _work(self) -> None:
-        """Request chunks until none is left, as one of several tasks."""
+        """Fetch chunks until none is left; several tasks do so. A chunk is repeated until it arrives.
+
+        Raises WeightsCorrupt if one arrives corrupt CORRUPT_ATTEMPTS times.
+        """
         while self._chunks:
             request = self._chunks.popleft()
             corrupt = 0
@@ -243,7 +251,7 @@ class _Stream:
         """Fetch, verify and write a chunk. Returns "", LOST when the call failed, or the problem of a corrupt chunk."""
         (source, turn), index = msgspec.structs.astuple(self._sources[0]), request.bucket
         try:
-            # A chunk may take as long as the fetch may be without one: another call would queue it again.
+            # The parameter server gets the whole deadline, because a repeated call would queue the chunk again.
             timeout_s = self._weights.deadline_s * (1 if source == PARAMETER_SERVER else SILENT_SHARE)
             chunk: Chunk = await self._call(source, msgspec.structs.replace(request, turn=turn), timeout_s)
         except ProtocolError as error:
@@ -268,6 +276,7 @@ class _Stream:
         return ""
 
     def _corrupt(self, request: FetchChunk, source: str, problem: str) -> str:
+        """Leave the source of a corrupt chunk, log the problem and return it."""
         self._leave(source, problem)
         self._log.warning(
             "chunk is corrupt; it is fetched again",
@@ -282,7 +291,7 @@ class _Stream:
         """Handle a failed call: leave the source, pause before the next call, or raise an error that will not pass."""
         code = error.code if isinstance(error, RemoteError) else ""
         if source != PARAMETER_SERVER:
-            # A source that is alive waits for the chunk itself.
+            # NotHere: the source is alive and waits for the chunk itself, so it is kept for a while.
             if code != NotHere.code or self._now() - self._since >= IDLE_SHARE * self._weights.deadline_s:
                 self._leave(source, str(error))
             return
@@ -298,7 +307,7 @@ class _Stream:
         await asyncio.sleep(again_s)
 
     def _leave(self, source: str, problem: str) -> None:
-        """Ask the next source from here on. Late failures of earlier sources change nothing."""
+        """Switch to the next source if ``source`` is in use; late failures of earlier sources change nothing."""
         if source == self.source != PARAMETER_SERVER:
             del self._sources[0]
             self._since = self._now()
@@ -313,7 +322,7 @@ LOST = "lost"
 
 
 def _write(segment: Segment, request: FetchChunk, chunk: Chunk) -> str:
-    """Verify and write; returns the problem of the chunk, or an empty text."""
+    """Verify a chunk and write it into its bucket's memory; returns its problem, or "" if it is right."""
     data = chunk.data.reshape(-1).view(np.uint8).data
     if data.nbytes != request.size:
         return f"{data.nbytes} bytes instead of {request.size}"
@@ -326,7 +335,10 @@ def _write(segment: Segment, request: FetchChunk, chunk: Chunk) -> str:
 
 @dataclass(slots=True)
 class _Arriving:
+    """A version that the relay holds, whole or in part."""
+
     turn: int
+    """Number of the fetch in the chain of replicas (messages/weights.py); requests must name it."""
     descriptors: dict[int, int] = field(default_factory=dict)
     """Descriptors of the buckets' memory."""
     checksums: dict[FetchChunk, int] = field(default_factory=dict)
@@ -335,7 +347,7 @@ class _Arriving:
 
 
 class Relay:
-    """The relay of a replica. Used from the event loop."""
+    """Serves the chunks of fetched versions to other replicas; see the module's docstring. Used from the event loop."""
 
     def __init__(self) -> None:
         self._versions: dict[int, _Arriving] = {}
@@ -343,13 +355,13 @@ class Relay:
         self._changed = ParkingLot()
 
     def begin(self, version: int, turn: int) -> None:
-        """Begin a version that is fetched now, by this turn. Any other that is not whole was given up."""
+        """Begin to hold a version whose fetch starts now. Drops every other version that is not whole."""
         for other in [other for other, held in self._versions.items() if other == version or not held.whole]:
             self._drop(other)
         self._versions[version] = _Arriving(turn)
 
     def arrived(self, chunk: FetchChunk, descriptor: int, checksum: int) -> None:
-        """A verified chunk is in the memory of its bucket. Raises OSError where descriptors run out."""
+        """Note a verified chunk, in its bucket's memory at ``descriptor``. Raises OSError if descriptors run out."""
         held = self._versions[chunk.version]
         if chunk.bucket not in held.descriptors:
             held.descriptors[chunk.bucket] = os.dup(descriptor)
@@ -357,7 +369,7 @@ class Relay:
         self._changed.wake()
 
     def whole(self, fetched: HeldVersion) -> list[str]:
-        """Note that a version is whole, sealed and verified; returns paths at which others of this host open it."""
+        """Note that a version is whole, sealed and verified; returns paths by which other processes here open it."""
         held = self._versions[fetched.version]
         held.whole = True
         self.drop_below(fetched.version)
@@ -374,7 +386,7 @@ class Relay:
             self._drop(other)
 
     async def chunk(self, request: FetchChunk, park_s: float) -> Chunk:
-        """The requested bytes, parked until they have arrived. Raises as the module says."""
+        """Return the requested bytes; waits up to ``park_s`` (s) until they have arrived. Raises as the module says."""
         chunk = msgspec.structs.replace(request, turn=0)
 
         def found() -> tuple[int, int] | None:
@@ -391,8 +403,8 @@ class Relay:
         if there is None:
             where = f"bucket {request.bucket} at {request.offset}"
             raise NotHere(f"the chunk of version {request.version}, {where}, has not arrived within {park_s:.1f} s")
-        # A copy, because the version may be dropped while a thread reads. The thread takes it when it begins; if the
-        # caller has gone by then, that may never happen.
+        # A copy of the descriptor, because the version may be dropped while the thread reads. The thread pops and
+        # closes it; if the thread never starts, the ``finally`` does.
         own = [os.dup(there[0])]
         try:
             data = await asyncio.to_thread(_read, own, request)
@@ -408,7 +420,7 @@ class Relay:
         self._closing.shutdown()
 
     def _drop(self, version: int) -> None:
-        # The kernel takes a tenth of a second for each gigabyte that it gets back.
+        # On a thread, because the kernel takes 0.1 s to free a gigabyte.
         self._closing.submit(close_all, list(self._versions.pop(version).descriptors.values()))
         self._changed.wake()
 

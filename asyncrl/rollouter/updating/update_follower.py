@@ -1,12 +1,17 @@
 """Follows the versions of the parameter server and loads them into the engine; replaces the engine when it dies.
 
-By shm or stream, the bytes are fetched and verified while the engine generates; then the follower requests a pause,
-which holds only the load. By broadcast (gloo, nccl), the engine pauses together with those of all other members and
-receives the weights that it loads.
+The parameter server *offers* a version, with its transport. By shm or stream, the follower fetches and verifies the
+bytes while the engine generates; then it requests permission to load, and pauses the engine only for the load. By
+broadcast (gloo, nccl), the engine pauses together with those of all other members and receives the weights during the
+load.
 
-Invariants: an engine loads only verified bytes, and resumes only after it has loaded a complete version; after a failed
-load it stays paused until one succeeds, and is replaced after ``weights.max_attempts`` failures in a row; a pause for a
-broadcast that is called off ends at once; no wait for another replica is longer than the parameter server allows.
+Invariants:
+
+- An engine loads only verified bytes, and resumes only after it has loaded a complete version.
+- After a failed load it stays paused until one succeeds. After ``weights.max_attempts`` failures in a row it is
+  replaced.
+- The pause for a broadcast ends at once if the broadcast is called off.
+- No wait for another replica is longer than the parameter server allows.
 
 Fails with ActorFailed when the engine has died too often, has another model than the learner, or drifts from it. Every
 other failure is reported and tried again.
@@ -60,8 +65,10 @@ PROBE_S = 30.0
 
 
 class UpdateFollower:
-    """One rollouter's updates. ``call`` calls other actors; ``committed`` gets each version when it is served, and
-    ``updated`` its times. ``track`` is its track in the timeline, ``place`` its host_id.
+    """Takes one rollouter's weight updates.
+
+    ``call`` calls other actors. ``committed`` is called with each version once it is served, ``updated`` with its
+    times. ``track`` is the follower's track in the timeline, ``place`` the host_id.
     """
 
     def __init__(
@@ -83,13 +90,13 @@ class UpdateFollower:
         self._committed, self._updated = committed, updated
         self._track, self._place = track, place
         self.relay = Relay()
-        """The version that was fetched for this host."""
+        """Serves the fetched version to other hosts and replicas."""
         supervision = config.supervision
         self._restarts = RestartBudget(supervision.max_restarts, supervision.restart_window_s, supervision.backoff_s)
         self._taking: Offer | None = None
-        """The offer of the update under way."""
+        """The offer of the update under way; None while there is none."""
         self._failed_loads = 0
-        """Failed loads since the last commit."""
+        """Number of failed loads since the last commit."""
         self.drifts = DriftRecord()
 
     async def run(self) -> None:
@@ -98,18 +105,19 @@ class UpdateFollower:
             while True:
                 async with asyncio.TaskGroup() as tasks:
                     following = tasks.create_task(self._follow())
-                    # The engine's death ends every wait.
+                    # The engine's death ends the update under way, in whichever wait it is.
                     await self._host.died.wait()
                     following.cancel()
                 async with asyncio.TaskGroup() as tasks:
                     if self._taking is not None:
-                        # The others wait neither for this pause nor for this member any longer.
+                        # Reported at once, so that the other replicas stop waiting for this one.
                         tasks.create_task(self._report_failure(self._taking, self._host.reason))
                     await self._replace_engine()
         finally:
             self.relay.close()
 
     async def _follow(self) -> None:
+        """Wait for offers and take them one after another, until the engine dies."""
         # Checked, because a cancellation may be lost where several tasks end at once.
         while not self._host.died.is_set():
             with self._awaits.on(PARAMETER_SERVER, "NextUpdate", idle=True):
@@ -158,6 +166,10 @@ class UpdateFollower:
         return None if reply is None else reply.offer
 
     async def _take(self, offer: Offer) -> None:
+        """Take one offered version, and handle its failure: report it, and declare the engine dead if it is at fault.
+
+        Raises ActorFailed only.
+        """
         try:
             if offer.broadcast is None:
                 await self._take_fetched(offer)
@@ -178,7 +190,7 @@ class UpdateFollower:
                 self._host.lost(f"{self._failed_loads} loads failed (weights.max_attempts), the last one: {error}")
             await asyncio.sleep(AWAY_S)
         except OSError as error:
-            # A DeadlineExceeded is both, and the load's own timeout is no WireError.
+            # A TimeoutError of the load's own deadline. A DeadlineExceeded is a TimeoutError too, but a WireError.
             if isinstance(error, TimeoutError) and not isinstance(error, WireError):
                 self._host.lost(f"not loaded within {self._config.weights.deadline_s:g} s (weights.deadline_s)")
             else:
@@ -190,7 +202,10 @@ class UpdateFollower:
     # --- by shm or stream ---
 
     async def _take_fetched(self, offer: Offer) -> None:
-        """Take a version by shm or stream. Raises what fetching and loading raise."""
+        """Take a version by shm or stream: fetch, verify, wait for permission, pause, load, commit.
+
+        Raises the errors of fetching and loading.
+        """
         weights, manifest = self._config.weights, offer.manifest
         assert manifest is not None, "an offer has a manifest or a broadcast"
         limits = self._limits(manifest.buckets)
@@ -203,7 +218,7 @@ class UpdateFollower:
             fetched = await fetch(offer, call=self._call, weights=weights, who=self._name, relay=relay)
             paths = [] if relay is None else relay.whole(fetched)
         except WeightsCorrupt as error:
-            # This is not the engine's fault, which continues with its present weights.
+            # The engine is not at fault, and continues with its present weights.
             await self._report_failure(offer, str(error), corrupt=True)
             await asyncio.sleep(AWAY_S)
             return
@@ -229,15 +244,16 @@ class UpdateFollower:
                 times = msgspec.structs.replace(times, pause_s=pause_s)
                 done = await self._load(fetched, times, manifest.probe, limits)
         finally:
-            # The kernel takes a tenth of a second for each gigabyte that it gets back.
+            # On a thread, because the kernel takes 0.1 s to free a gigabyte.
             await asyncio.to_thread(fetched.close)
         await self._conclude(offer, manifest.probe, limits, *done)
 
     async def _accept(self, fetched: HeldVersion) -> None:
+        """Check that the version has all weights of the engine's model. Raises ActorFailed."""
         try:
             await self._host.engine.accept(fetched)
         except WeightsCorrupt as error:
-            # Neither another engine nor another version changes that.
+            # Neither another engine nor another version would help.
             raise ActorFailed(
                 self._name, f"the learner's weights are not those of the engine's model: {error}"
             ) from error
@@ -245,7 +261,7 @@ class UpdateFollower:
     # --- by broadcast ---
 
     async def _take_broadcast(self, offer: Offer, part: BroadcastPart) -> None:
-        """Take a version by broadcast. Raises what loading raises."""
+        """Take a version by broadcast: pause, wait for permission, load, commit. Raises the errors of loading."""
         weights = self._config.weights
         limits = self._limits(part.buckets)
         self._track.enter(f"pause v{offer.version}", version=offer.version, transport=offer.transport)
@@ -278,7 +294,11 @@ class UpdateFollower:
     async def _load(
         self, weights: HeldVersion | BroadcastPart, times: UpdateTimes, probe: Probe | None, limits: DriftLimits
     ) -> tuple[UpdateTimes, Drift | None]:
-        """Load and commit; under weights.verify = full the engine is probed before it admits a request."""
+        """Load the weights into the paused engine and commit them.
+
+        Under weights.verify = full it also takes a checksum and probes the engine before it admits a request. Returns
+        ``times`` with the times of the load, and the drift (None if it was not probed).
+        """
         host = self._host
         self._track.enter(f"load v{times.version}", version=times.version, bytes=times.bytes)
         load_s = await host.load(weights)
@@ -294,7 +314,7 @@ class UpdateFollower:
     async def _conclude(
         self, offer: Offer, probe: Probe | None, limits: DriftLimits, times: UpdateTimes, drift: Drift | None
     ) -> None:
-        """Report the commit, then measure the drift. Raises ActorFailed."""
+        """Report the commit, then measure the drift, unless ``_load`` has, and judge it. Raises ActorFailed."""
         # From here on a death of the engine is not a failure of this offer.
         self._failed_loads = 0
         self._taking = None
@@ -320,15 +340,15 @@ class UpdateFollower:
             return None
 
     def _limits(self, buckets: Sequence[Bucket | BucketLayout]) -> DriftLimits:
-        """Limits for a learner that computes in the dtype of its weights."""
+        """The drift limits for the dtypes of learner and engine; the learner computes in the dtype of its weights."""
         learner = {spec.dtype for bucket in buckets for spec in bucket.tensors}
         float32 = learner | {engine_dtype(self._config)} == {"float32"}
-        # GPUs multiply float32 with fewer bits, where kernels let them.
+        # On GPUs float32 kernels may multiply with fewer bits.
         on_cpu = not self._config.rollout.gpus_per_replica
         return find_limits(self._config.drift, float32=float32 and on_cpu)
 
     def _judge(self, drift: Drift, limits: DriftLimits, version: int) -> None:
-        """Report a drift. Raises ActorFailed for one that ends the run."""
+        """Record a drift and notify the user from drift.warn on. Raises ActorFailed from drift.stop on."""
         verdict = judge(drift, limits)
         self.drifts.add(drift, verdict)
         if verdict == "agrees":
@@ -351,11 +371,11 @@ class UpdateFollower:
         try:
             await self._call(PARAMETER_SERVER, report, None)
         except (DeadlineExceeded, RemoteError) as lost:
-            # The pause that is held there expires by itself.
+            # The parameter server ends this replica's permission to load by itself after its deadline.
             self._log.warning("update not reported", version=report.version, error=str(lost))
 
     async def _ask(self, request: Request) -> Any:
-        """The reply; None after a while when the parameter server does not answer."""
+        """Call the parameter server; returns its reply, or None after a pause if the call failed."""
         try:
             return await self._call(PARAMETER_SERVER, request, None)
         except (DeadlineExceeded, RemoteError) as error:
