@@ -12,7 +12,7 @@ from quick import needs_vllm
     ("bench", "figures"),
     [
         pytest.param(["rollout", "--pairs", "1"], ["rollout"], marks=needs_vllm),
-        (["weights", "--up-to", "1M"], ["shm_vs_memcpy", "stream_vs_tcp", "gloo_vs_bare"]),
+        (["weights", "--up-to", "1M"], ["shm_vs_memcpy_1M", "stream_vs_tcp_1M", "gloo_vs_bare_gloo_1M"]),
     ],
 )
 def test_a_bench_prints_its_ratios(bench, figures):
