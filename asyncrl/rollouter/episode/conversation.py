@@ -1,15 +1,17 @@
-"""The conversation of one episode: the only home of its token ids, log-probs and versions. Pure.
+"""The conversation of one episode: keeps its token ids, log-probs and versions, each once. Pure.
 
 A call of the policy takes three steps here, and everything that takes time lies between them:
 
-1. ``resolve``: the answer that the messages continue, and the new messages behind it.
-2. The caller renders: where ``extends`` what is new alone (``extend``); else, or where the renderer allows no
-   extension, all of the messages (``branch``). Both give the Prompt that the engine is to have.
-3. ``commit``: the answer sampled for that prompt becomes a node.
+1. ``resolve`` finds the newest answer of the policy in the call's messages, its *parent*, and the messages after it.
+2. The caller renders. If the call ``extends`` its parent, it renders the new messages alone and calls ``extend``. Else,
+   or if the renderer allows no extension, it renders all messages and calls ``branch``. Both return the Prompt for the
+   engine.
+3. ``commit`` makes the answer sampled for that prompt a node (nodes.py).
 
-Calls may overlap, since nodes are only added and never change: what a call has resolved stays true over commits
-meanwhile. Sampled tokens are never encoded again where the messages continue them. An answer whose tokens a rendering
-gives only in part, or otherwise, is no part of the new path; so each sampled token keeps the context it was sampled in.
+A prompt that does not continue its parent token by token is a *fork*. Calls may overlap, since nodes are only added and
+never change. Sampled tokens are never encoded again where the messages continue them. If a rendering gives an answer's
+tokens only in part, or differently, that answer is not on the new path; so each sampled token keeps the context it was
+sampled in.
 
 Invariants: those of nodes.py; a sealed conversation never changes. Raises EpisodeOver once sealed, InvalidRequest on a
 reward for a node that was not answered, or that is not finite.
@@ -46,7 +48,7 @@ Cause = Literal[
     "fork:cut",
     "fork:no-extension",
 ]
-"""Cause by which a prompt is as it is.
+"""How a prompt relates to earlier ones, and why it forks.
 
 ``root``: the first of the conversation. ``extend``: it continues the tokens of an answer. A fork shares with earlier
 calls no more than the tokens that happen to be equal, because:
@@ -63,25 +65,26 @@ calls no more than the tokens that happen to be equal, because:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ResolvedCall:
-    """The place of a call's messages in the conversation."""
+    """The result of ``resolve``: where a call's messages belong in the conversation."""
 
     messages: Sequence[Message]
-    """All messages, to be rendered, with our answers as they were given: agents drop reasoning and rewrite JSON."""
+    """All messages, to be rendered, with the policy's answers as it gave them: agents drop reasoning, rewrite JSON."""
     parent: Node | None
-    """The last answer of ours in them, recognised at its place."""
+    """The policy's last answer in the messages; None without any."""
     tail: Sequence[Message]
-    """The messages behind it; all messages where there is no such answer."""
+    """The messages after ``parent``; all messages if that is None."""
     extends: bool
-    """Whether the renderer is asked for an extension of ``parent`` by ``tail`` before anything else."""
+    """Whether the renderer should first try to extend ``parent`` by ``tail``."""
     fork: Cause
-    """Cause of its fork, if it forks."""
+    """Cause of the fork, if the prompt turns out to be one."""
     before: tuple[Node, ...]
-    """Answers to the longest part of the messages that was asked before: this call comes after them."""
+    """Answers to the longest prefix of the messages that an earlier call had; this call comes after them."""
     root: bytes
+    """Digest of the call's tools and template options, which names a root of the message tree."""
     point: Point | None
-    """Point behind the last message that is known."""
+    """Point of the message tree after the last known message."""
     unknown: Sequence[Message]
-    """The messages behind that point."""
+    """The messages after that point."""
     digests: Sequence[bytes]
     """Digests of the unknown messages."""
 
@@ -93,12 +96,12 @@ class Prompt:
     ids: list[int]
     """All tokens of the prompt."""
     parent: Node | None
-    """The answer whose path it begins with."""
+    """The answer whose whole path of tokens it begins with."""
     cause: Cause
     shared: int
-    """Tokens that it begins with and an earlier call has, too."""
+    """Length of the longest prefix that it shares with an earlier call (tokens)."""
     number: int
-    """Number of the prompts before it."""
+    """Index of the prompt in the order in which prompts were made."""
     resolved: ResolvedCall
 
 
@@ -107,14 +110,14 @@ class ConversationFigures:
     """Figures of a conversation."""
 
     turns: int
-    """Answers, also those that are not trained."""
+    """Number of answers, including those that are not trained."""
     forks: dict[str, int]
     """Forks by their cause, without ``fork:``."""
     sampled_tokens: int
     context_tokens: int
-    """Tokens that prompts brought beyond what earlier calls have."""
+    """Tokens of all prompts, without the prefixes shared with earlier calls."""
     linear_tokens: int
-    """Tokens that would have been prefilled and sampled had each call gone on from the one it comes after."""
+    """Tokens that would have been prefilled and sampled if each call had continued the one before it."""
 
     @property
     def cost_factor(self) -> float:
@@ -123,9 +126,9 @@ class ConversationFigures:
 
 
 class Conversation:
-    """One attempt at one trajectory.
+    """The conversation of one attempt at one trajectory.
 
-    ``history`` is as in ChatConfig: the renderer keeps to it, here forks are named by it.
+    ``history`` is ChatConfig.history, which here only decides the name of a fork's cause.
     """
 
     def __init__(self, *, history: Literal["sampled", "template"] = "sampled") -> None:
@@ -133,13 +136,15 @@ class Conversation:
         self.rewards: dict[int, float] = {}
         """Rewards of turns, by node."""
         self.over: str | None = None
-        """Reason that it is sealed."""
+        """Why the conversation is sealed; None while it is open."""
         self._history = history
         self._tree = MessageTree()
         self._points: list[Point] = []
+        """The point of the message tree after each node's message."""
         self._children: dict[Node | None, list[Node]] = {}
+        """Nodes by their parent; None for those without one."""
         self._lineage: list[int] = []
-        """Bits, for each node, of itself and of every node that it comes after."""
+        """A bit set for each node: the node itself and every node that it comes after."""
         self._forks: Counter[str] = Counter()
         self._prompts = itertools.count()
         self._context = self._sampled = self._linear = 0
@@ -147,7 +152,7 @@ class Conversation:
     def resolve(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> ResolvedCall:
-        """Find the answer that ``messages`` continue. They are kept, and must not be changed.
+        """Find the policy's last answer in ``messages``, and the messages after it. The caller must not change them.
 
         Raises EpisodeOver; ChatRefused on messages nested too deeply.
         """
@@ -175,6 +180,7 @@ class Conversation:
         )
 
     def _fork(self, root: bytes, parent: Node | None, unknown: Sequence[Message], answered: bool) -> Cause:
+        """The cause of a fork. ``answered``: after ``parent`` there is another assistant message."""
         if not self._tree.has_root(root):
             return "fork:root" if self.nodes else "root"
         if parent is not None and not answered:
@@ -186,7 +192,7 @@ class Conversation:
         return "fork:branch" if parent is None else "fork:assistant"
 
     def extend(self, resolved: ResolvedCall, extension: Sequence[int]) -> Prompt:
-        """The prompt that continues the answer, ``extension`` being the renderer's for its tail."""
+        """Make the prompt from the parent's path and ``extension``, the renderer's token ids for the tail."""
         assert resolved.extends
         assert resolved.parent is not None
         path = resolved.parent.path_ids()
@@ -195,7 +201,7 @@ class Conversation:
         return self._prompt(ids.tolist(), resolved.parent, "extend", shared, resolved)
 
     def branch(self, resolved: ResolvedCall, ids: Sequence[int]) -> Prompt:
-        """The prompt that is ``ids``, the rendering of all messages. It may turn out to continue an answer."""
+        """Make the prompt from ``ids``, the rendering of all messages. It may turn out to continue an answer."""
         assert len(ids) > 0, "a prompt has tokens"
         parent, shared = shared_prefix(np.array(ids, np.int32), self._children, None, resolved.parent)
         goes_on = parent is not None and parent is resolved.parent
@@ -220,10 +226,10 @@ class Conversation:
         calls: Sequence[tuple[str, str]] = (),
         untrained: bool = False,
     ) -> Node:
-        """Keep an answer: at least one token, its log-probs, its spans counted from its first token.
+        """Add the answer sampled for ``prompt`` as a node, and return the node.
 
-        ``calls`` are names and arguments (JSON) of the tools that it calls; their ids are minted here. Raises
-        EpisodeOver.
+        It has at least one token; ``spans`` count from its first token. ``calls`` are (name, arguments as JSON) of the
+        tools that it calls; they get ids here. Raises EpisodeOver.
         """
         self._require_open()
         number = len(self.nodes)
@@ -257,12 +263,13 @@ class Conversation:
         return node
 
     def _settled(self, prompt: Prompt) -> Cause:
-        """The prompt's cause, now that calls which began with it may have ended before."""
+        """The prompt's final cause: a "root" becomes a fork if an overlapping call was answered before it."""
         if prompt.cause != "root" or not self.nodes:
             return prompt.cause
         return "fork:branch" if self._tree.has_root(prompt.resolved.root) else "fork:root"
 
     def _keep(self, node: Node, prompt: Prompt) -> None:
+        """Enter a new node into the message tree, the lineage and the figures."""
         resolved = prompt.resolved
         self.nodes.append(node)
         self._children.setdefault(node.parent, []).append(node)
@@ -279,16 +286,16 @@ class Conversation:
         longest = max((earlier.length for earlier in resolved.before), default=0)
         self._context += context
         self._sampled += len(node.ids)
-        # Never more than was computed: another branch may have brought tokens that the calls before it have not.
+        # At most ``context``, which was computed: another branch may share more tokens than the calls before this one.
         self._linear += min(context, max(len(prompt.ids) - longest, 0)) + len(node.ids)
 
     def reward(self, node: int | None, value: float) -> int:
-        """Credit a turn, by default the newest that is trained; a second value replaces the first. Gives its number.
+        """Set the reward of a turn, by default the newest trained one, and return the turn's number.
 
-        Raises InvalidRequest, EpisodeOver.
+        A second value replaces the first. Raises InvalidRequest, EpisodeOver.
         """
         self._require_open()
-        # Put so, it refuses nan, too.
+        # This form also refuses nan.
         if not abs(value) <= LARGEST:
             raise InvalidRequest(f"the reward of a turn is {value:g}; a finite number up to {LARGEST:g} is expected")
         if node is None:
@@ -306,19 +313,19 @@ class Conversation:
         self.over = self.over or reason
 
     def sequences(self) -> list[TokenSequence]:
-        """The sequences to be trained, as sequences.py makes them; empty where nothing is trained.
+        """The sequences to be trained, by ``nodes.sequences_of``; empty if no answer is trained.
 
-        Calls at the same time may be made and answered in any order; the order of the sequences does not follow it.
+        Their order does not depend on the order in which overlapping calls were made or answered.
         """
         return sequences_of(depth_first(self._children), past_rewards(self.rewards, self._lineage))
 
     def messages(self) -> list[dict[str, Any]]:
-        """The main line: the messages up to ``last``, with the reasoning of answers of ours; empty without any."""
+        """The messages up to the answer ``last``, with the reasoning of the policy's answers; empty without any."""
         return self._line(self.last) if self.last else []
 
     def branches(self) -> list[list[dict[str, Any]]]:
-        """The messages up to each other trained answer that no other answer comes after."""
-        # Bits of the answers that another one comes after.
+        """The messages up to each trained answer, other than ``last``, after which no other answer comes."""
+        # Bit set of the answers after which another one comes.
         gone_on = 0
         for node, line in zip(self.nodes, self._lineage, strict=True):
             gone_on |= line & ~(1 << node.id)
@@ -331,7 +338,7 @@ class Conversation:
 
     @property
     def last(self) -> Node | None:
-        """The answer to the call that was made last, of those that are trained; of all where none is."""
+        """The answer to the trained call that was made last; to the last call if no answer is trained."""
         nodes = [node for node in self.nodes if node.trained] or self.nodes
         return max(nodes, key=lambda node: node.number, default=None)
 
@@ -354,7 +361,11 @@ class Conversation:
 
 
 def _before(known: Sequence[Point], messages: int) -> tuple[Node, ...]:
-    """The answers at the deepest point before the end of the messages; the answer alone that they themselves hold."""
+    """The answers after which a call comes, from ``known``, the known points of its ``messages`` (their number).
+
+    The deepest point decides: if it is an answer in the messages, that one; if the policy answered there before, all
+    those answers.
+    """
     for point in reversed(known):
         if point.node:
             return (point.node,)

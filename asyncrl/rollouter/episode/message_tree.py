@@ -1,14 +1,15 @@
-"""The messages of a conversation as its agent sends them: a tree of points, each behind one message. Pure.
+"""The messages of a conversation as its agent sends them, as a tree of *points*, each after one message. Pure.
 
-A request sends all of its history again, so it is walked from the root, and each message is recognised by its identity:
+Each request sends its whole history again. The tree is walked from the root along the request's messages; each message
+is recognised:
 
-* an answer of the policy with calls of tools by their ids, ``call_<node>_<k>``, which were minted here and are in no
-  other answer; reasoning, text and the JSON form of the arguments may have changed;
-* an answer without calls by its text, without the blanks around it;
-* everything else by all of its fields.
+* an answer of the policy with tool calls, by their ids ``call_<node>_<k>``, which were assigned here and are unique;
+  reasoning, text and the JSON form of the arguments may have changed;
+* an answer without tool calls, by its text, without surrounding blanks;
+* every other message, by all of its fields.
 
-An answer counts as ours only at its place: behind the messages that it was asked with. Invariant: points are only
-added, so that a walk stays right after all additions. Fails with ChatRefused on messages nested too deeply.
+A message counts as an answer of the policy only after the messages with which the policy was called. Invariant: points
+are only added, so a found point stays right. Fails with ChatRefused on messages nested too deeply.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _DIGEST_BYTES = 16
 
 
 def minted_id(node: int, call: int) -> str:
-    """The id of the call of a tool, the ``call``-th of the answer ``node``."""
+    """The id of a tool call, the ``call``-th of the answer ``node``."""
     return f"call_{node}_{call}"
 
 
@@ -47,7 +48,7 @@ def digest(value: Any, field: str) -> bytes:
 
 
 def message_digest(message: Message, field: str) -> bytes:
-    """Identity of a message that the policy did not sample; a field of None is as one that is absent."""
+    """Digest by which a message that the policy did not sample is recognised; fields of None count as absent."""
     return digest({key: value for key, value in message.items() if value is not None}, field)
 
 
@@ -58,21 +59,21 @@ def is_answer(message: Message) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Point:
-    """A place in the tree: behind ``message``; a root has None."""
+    """A place in the tree, after ``message``; that of a root is None."""
 
     parent: Point | None
     message: Message | None
     node: Node | None = None
-    """Node where the message is an answer of the policy."""
+    """The node, if the message is an answer of the policy."""
     depth: int = 0
-    """Messages up to here."""
+    """Number of messages up to here."""
     context: dict[bytes, Point] = field(default_factory=dict)
-    """Points behind the next message, where the policy did not sample it, by digest."""
+    """Next points whose message the policy did not sample, by the message's digest."""
     answers: list[Point] = field(default_factory=list)
-    """Points behind the policy's answers here, in their order."""
+    """Next points whose message is an answer of the policy, in the order of answers."""
 
     def path(self) -> list[Point]:
-        """Points from behind the first message up to this one."""
+        """The points from the one after the first message to this one."""
         points = []
         point: Point | None = self
         while point is not None and point.parent is not None:
@@ -82,7 +83,7 @@ class Point:
 
 
 class MessageTree:
-    """The tree, with one root for each list of tools with its template options."""
+    """The tree. It has a root for each combination of tools and template options, named by their digest."""
 
     def __init__(self) -> None:
         self._roots: dict[bytes, Point] = {}
@@ -90,11 +91,14 @@ class MessageTree:
         self._calls: dict[str, tuple[Point, ToolCall]] = {}
 
     def has_root(self, root: bytes) -> bool:
-        """Whether anything was answered under it."""
+        """Whether a call with this root was answered."""
         return root in self._roots
 
     def deepest(self, root: bytes, messages: Sequence[Message], digests: Sequence[bytes]) -> Point | None:
-        """The point that the longest prefix of ``messages`` leads to; of several the one that ``_next`` puts first."""
+        """Walk from ``root`` along ``messages`` as far as they are known; returns the last point, None without a root.
+
+        If several points match, it is the one that ``_next`` yields first.
+        """
         start = self._roots.get(root)
         if start is None:
             return None
@@ -109,7 +113,10 @@ class MessageTree:
         return reached[0]
 
     def _next(self, point: Point, message: Message, identity: bytes) -> Iterator[Point]:
-        """Points behind ``message``: answers of ours first; of equal text the same, then trained, then new ones."""
+        """Yield the points to which ``message`` leads from ``point``: answers of the policy first, best match first.
+
+        Among answers of the same text: exactly equal before equal without blanks, then trained ones, then newer ones.
+        """
         if is_answer(message):
             if calls := message.get("tool_calls"):
                 answer = self._called(calls)
@@ -122,17 +129,17 @@ class MessageTree:
             yield context
 
     def _called(self, calls: Sequence[Mapping[str, Any]]) -> Point | None:
-        """The answer that made all of these calls; it may have made further calls."""
+        """The answer that made all of these tool calls, and perhaps others; None without one."""
         answers = [self._minted(call) for call in calls]
         return answers[0] if all(answer is answers[0] for answer in answers) else None
 
     def _minted(self, call: Mapping[str, Any]) -> Point | None:
-        # An agent may bring ids of another conversation, as from a transcript; they seldom name the same tools.
+        # An agent may send ids from another conversation, as from a transcript; those seldom name the same tools.
         point, minted = self._calls.get(str(call.get("id")), (None, None))
         return point if minted and minted.name == (call.get("function") or {}).get("name") else None
 
     def was_said(self, message: Message) -> bool:
-        """Whether the policy answered so anywhere in the conversation."""
+        """Whether the policy gave this answer anywhere in the conversation."""
         if calls := message.get("tool_calls"):
             return self._called(calls) is not None
         return _text(message).strip() in self._texts
@@ -140,7 +147,7 @@ class MessageTree:
     def add(
         self, root: bytes, point: Point | None, messages: Sequence[Message], digests: Sequence[bytes], node: Node
     ) -> Point:
-        """Add the answer ``node`` to ``messages``, which are those behind ``point`` (None: the root)."""
+        """Add ``messages`` after ``point`` (None: the root), then the answer ``node``; returns the answer's point."""
         if point is None:
             point = self._roots.setdefault(root, Point(None, None))
         for message, identity in zip(messages, digests, strict=True):
@@ -158,6 +165,7 @@ class MessageTree:
 
 
 def _said(answers: Sequence[Point], text: str) -> list[Point]:
+    """The answers without tool calls whose text is ``text`` but for surrounding blanks, the best match first."""
     stripped = text.strip()
     same = []
     # The newest first, which the stable sort below keeps among those that are equal otherwise.

@@ -1,12 +1,12 @@
-"""The tokens of a conversation: a forest of nodes, and the sequences that are trained of it. Pure.
+"""The tokens of a conversation: a forest of nodes, and the sequences that are trained from it. Pure.
 
-A node is an answer of the policy behind the context that it added. It begins where its parent ends: first the tokens
-that others brought since, then those that it sampled. The path to a node is exactly the tokens that the engine was
-given for it and sampled. Invariants, asserted when it is made: its path equals the submission; it has one log-prob and
-one version for each sampled token. It never changes.
+A node is one answer of the policy with its context. Its tokens follow those of its parent: first the *context*, tokens
+that the policy did not sample (messages of users and tools), then the sampled ones. The *path* of a node, its
+ancestors' tokens and its own, is exactly what the engine was given and sampled for it. Invariants, asserted when a node
+is made: its path equals the submission; it has one log-prob and one version for each sampled token. It never changes.
 
 There is one sequence for each leaf, in the order of the nodes. A trained answer has role ``sampled`` in the first
-sequence that holds it and ``repeated`` in later ones; an answer that is not trained is ``repeated`` everywhere. A
+sequence that contains it and ``repeated`` in later ones; an answer that is not trained is ``repeated`` everywhere. A
 sequence ends with its last sampled token, and one without any is left out. Invariant: each token of a trained answer is
 ``sampled`` once.
 """
@@ -30,7 +30,10 @@ _NOT_SAMPLED = -1
 
 
 def sequences_of(nodes: Sequence[Node], past_rewards: Mapping[int, float]) -> list[TokenSequence]:
-    """``nodes`` are all of a conversation, parents first; ``past_rewards`` is Turn.past_reward by the node's id."""
+    """Make the sequences to be trained, one for each leaf that brings a new trained answer.
+
+    ``nodes`` are all nodes of a conversation, parents first; ``past_rewards`` is Turn.past_reward by the node's id.
+    """
     inner = {node.parent for node in nodes}
     held: set[int] = set()
     sequences = []
@@ -48,10 +51,11 @@ def sequences_of(nodes: Sequence[Node], past_rewards: Mapping[int, float]) -> li
 
 
 def _sequence(path: Sequence[Node], fresh: set[int], past_rewards: Mapping[int, float]) -> TokenSequence:
+    """Join the nodes of a path to one sequence; the answers whose ids are in ``fresh`` get the role ``sampled``."""
     prompt = path[0].context
     spans: list[VersionSpan] = []
     turns: list[Turn] = []
-    # Positions count from behind the prompt, whose tokens have no span.
+    # Positions count from the end of the prompt, whose tokens have no span.
     end = -len(prompt)
     for node in path:
         begin = end + node.begin
@@ -75,9 +79,9 @@ def _sequence(path: Sequence[Node], fresh: set[int], past_rewards: Mapping[int, 
 
 
 def past_rewards(rewards: Mapping[int, float], lineage: Iterable[int]) -> dict[int, float]:
-    """Turn.past_reward of each node.
+    """Turn.past_reward by node: the sum of all rewards but those of the node itself and of nodes that come after it.
 
-    ``lineage`` has for each node, as bits, itself and every node that it came after.
+    ``rewards`` are by node. ``lineage`` has a bit set for each node: itself and every node that it comes after.
     """
     lines = list(lineage)
     total = sum(rewards.values())
@@ -85,7 +89,7 @@ def past_rewards(rewards: Mapping[int, float], lineage: Iterable[int]) -> dict[i
     for rewarded, value in rewards.items():
         line = lines[rewarded]
         while line:
-            # The lowest bit is the first node of the line that is left.
+            # The lowest bit that is set is the next node of the line.
             lowest = line & -line
             due[lowest.bit_length() - 1] += value
             line ^= lowest
@@ -94,20 +98,20 @@ def past_rewards(rewards: Mapping[int, float], lineage: Iterable[int]) -> dict[i
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Node:
-    """One answer. ``added`` are its context and its sampled tokens, int32; the latter begin at ``begin``."""
+    """One answer. ``added`` is its context and its sampled tokens, int32; the latter begin at index ``begin``."""
 
     id: int
-    """Its index in the conversation, in the order of answers."""
+    """Index in the conversation, in the order in which calls were answered."""
     number: int
-    """Number of its call, in the order in which calls were made, however long each took."""
+    """Number of its call, in the order in which calls were made."""
     parent: Node | None
     """The answer that its context continues, token by token."""
     added: np.ndarray
     begin: int
     shared: int
-    """Tokens that its prompt began with and an earlier call had, too."""
+    """Length of the longest prefix that its prompt shares with an earlier call (tokens)."""
     length: int
-    """Tokens of the path up to its end."""
+    """Length of its path (tokens)."""
     logprobs: np.ndarray
     """Log-probs of the sampled tokens: float32, nats."""
     spans: tuple[VersionSpan, ...]
@@ -118,7 +122,7 @@ class Node:
     tool_calls: tuple[ToolCall, ...]
     trained: bool
     cause: str
-    """Cause by which its prompt is as it is; see Prompt."""
+    """How its prompt relates to earlier ones; see ``conversation.Cause``."""
 
     @property
     def context(self) -> np.ndarray:
@@ -131,7 +135,7 @@ class Node:
         return self.added[self.begin :]
 
     def for_template(self) -> dict[str, Any]:
-        """``message`` with the arguments of calls as objects, as chat templates want them, where they are such."""
+        """``message`` for a chat template: tool arguments that are JSON objects become dicts."""
         if not self.tool_calls:
             return self.message
         calls = [
@@ -180,10 +184,11 @@ def _object_or_text(arguments: str) -> dict[str, Any] | str:
 def shared_prefix(
     ids: np.ndarray, children: dict[Node | None, list[Node]], parent: Node | None, preferred: Node | None = None
 ) -> tuple[Node | None, int]:
-    """The deepest node, below ``parent`` or itself, whose whole path ``ids`` begins with; and the tokens shared.
+    """Find the longest path of a node that is a prefix of ``ids``, among ``parent`` and its descendants.
 
-    The latter count also tokens shared with a part of a node. ``parent`` must be a prefix. Among nodes of equal depth
-    ``preferred`` is taken, else one that is trained, else the first.
+    Returns that node (None: no path is), and the length of the longest prefix that ``ids`` shares with any path, which
+    may end within a node. The path of ``parent`` must be a prefix. Among paths of equal length ``preferred`` is taken,
+    else a trained node, else the first.
     """
     best, shared = parent, parent.length if parent else 0
     open_nodes = [parent]
@@ -204,7 +209,7 @@ def _rank(node: Node | None, preferred: Node | None) -> tuple[int, bool, bool, i
 
 
 def depth_first(children: Mapping[Node | None, Sequence[Node]]) -> list[Node]:
-    """All nodes, those behind one node by what their calls asked, and in the order of the calls where that is equal.
+    """All nodes, depth first. Siblings are sorted by their context, and by the order of their calls if it is equal.
 
     So the order does not depend on how long anything took.
     """
@@ -220,9 +225,9 @@ def depth_first(children: Mapping[Node | None, Sequence[Node]]) -> list[Node]:
 
 
 def common_length(one: np.ndarray, other: np.ndarray) -> int:
-    """Tokens that both begin with."""
+    """Length of the common prefix."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
-    # argmax is 0 also where nothing differs.
+    # argmax is 0 also if nothing differs.
     first = int(differ.argmax()) if length else 0
     return first if length and differ[first] else length
