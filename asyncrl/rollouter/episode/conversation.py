@@ -72,7 +72,7 @@ class ResolvedCall:
     parent: Node | None
     """The policy's last answer in the messages; None without any."""
     tail: Sequence[Message]
-    """The messages after ``parent``; all messages if that is None."""
+    """The messages after ``parent``; all messages without a parent."""
     extends: bool
     """Whether the renderer should first try to extend ``parent`` by ``tail``."""
     fork: Cause

@@ -59,7 +59,7 @@ def is_answer(message: Message) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Point:
-    """A place in the tree, after ``message``; that of a root is None."""
+    """A place in the tree, after ``message``; a root has no message."""
 
     parent: Point | None
     message: Message | None
@@ -95,7 +95,7 @@ class MessageTree:
         return root in self._roots
 
     def deepest(self, root: bytes, messages: Sequence[Message], digests: Sequence[bytes]) -> Point | None:
-        """Walk from ``root`` along ``messages`` as far as they are known; returns the last point, None without a root.
+        """Walk from ``root`` along the known ``messages``; returns the last point, None without a root.
 
         If several points match, it is the one that ``_next`` yields first.
         """

@@ -305,7 +305,7 @@ class EngineHost:
         return self._clock.now() - began, drift
 
     async def call_off(self) -> None:
-        """Resume under the old weights. After a failed load there are none, and the engine stays paused."""
+        """Resume under the old weights. After a failed load the engine has no weights, and stays paused."""
         if self._loaded is not None and self._loaded == self.version:
             self._frozen = False
             await self.engine.resume()

@@ -94,7 +94,7 @@ class UpdateFollower:
         supervision = config.supervision
         self._restarts = RestartBudget(supervision.max_restarts, supervision.restart_window_s, supervision.backoff_s)
         self._taking: Offer | None = None
-        """The offer of the update under way; None while there is none."""
+        """The offer of the update under way; None between updates."""
         self._failed_loads = 0
         """Number of failed loads since the last commit."""
         self.drifts = DriftRecord()
@@ -105,7 +105,7 @@ class UpdateFollower:
             while True:
                 async with asyncio.TaskGroup() as tasks:
                     following = tasks.create_task(self._follow())
-                    # The engine's death ends the update under way, in whichever wait it is.
+                    # The engine's death ends the update under way, and its waits.
                     await self._host.died.wait()
                     following.cancel()
                 async with asyncio.TaskGroup() as tasks:
