@@ -49,8 +49,8 @@ from asyncrl.parameter_server.replicas import (
     HOLDING_PHASES,
     IDLE_PHASES,
     SILENT,
+    ParkedRequest,
     Phase,
-    Question,
     Replica,
     ReplicaEvent,
     Replicas,
@@ -108,12 +108,14 @@ class Conductor:
 
     # --- questions ---
 
-    def ask(self, name: str, incarnation: int, request: Request, now: float, *, same_host: bool = False) -> Question:
+    def ask(
+        self, name: str, incarnation: int, request: Request, now: float, *, same_host: bool = False
+    ) -> ParkedRequest:
         """Open a caller's question: NextUpdate, RequestLoad or one of a broadcast.
 
         ``same_host``: whether the caller can open the segments that are held here.
         """
-        question = Question(name, incarnation, request)
+        question = ParkedRequest(name, incarnation, request)
         if isinstance(request, AnnounceBroadcast):
             self.replicas.open(question)
             self.broadcast.announce((name, incarnation), request, self.newest, now)
@@ -136,7 +138,7 @@ class Conductor:
             self._take_steps(now)
         return question
 
-    def answer(self, question: Question, now: float) -> Message | None:
+    def answer(self, question: ParkedRequest, now: float) -> Message | None:
         """Return the answer to a question, or None to wait. A closed question gets an empty reply: "ask again"."""
         name, request = question.name, question.request
         if not self.replicas.is_open(question):
@@ -255,14 +257,14 @@ class Conductor:
         self._take_steps(now)
         return counted
 
-    def answered(self, question: Question, now: float) -> None:
+    def answered(self, question: ParkedRequest, now: float) -> None:
         """Record that a question is answered, possibly with "ask again", and close it."""
         if self.replicas.is_open(question):
             self.replicas.close(question.name)
             if (replica := self.replicas.by_name.get(question.name)) is not None:
                 replica.heard = now
 
-    def withdrew(self, question: Question, now: float) -> None:
+    def withdrew(self, question: ParkedRequest, now: float) -> None:
         """Record that a caller has cancelled its question, as when its engine died; its update has then failed."""
         if not self.replicas.is_open(question):
             return

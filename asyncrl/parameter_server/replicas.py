@@ -227,7 +227,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Question:
+class ParkedRequest:
     """A caller's request that is parked until it is answered."""
 
     name: str
@@ -249,7 +249,7 @@ class Replicas:
         self._woken: set[str] = set()
         """Callers whose open question may have an answer now."""
         self._notes: list[Note] = []
-        self._open: dict[str, Question] = {}
+        self._open: dict[str, ParkedRequest] = {}
         """Open question of each caller."""
 
     def take_effects(self) -> tuple[set[str], list[Note]]:
@@ -264,13 +264,13 @@ class Replicas:
 
     # --- questions ---
 
-    def open(self, question: Question) -> None:
+    def open(self, question: ParkedRequest) -> None:
         """Open a question. An earlier one of the same caller is closed."""
         # The parked earlier question is woken, finds itself closed, and gets an empty reply.
         self.wake(question.name)
         self._open[question.name] = question
 
-    def is_open(self, question: Question) -> bool:
+    def is_open(self, question: ParkedRequest) -> bool:
         """Whether this question waits for its answer."""
         return self._open.get(question.name) is question
 
