@@ -38,8 +38,12 @@ class Worker:
         self._name, self._stdin, self._stdout = name, process.stdin, process.stdout
 
     def order(self, **order: Any) -> None:
-        """Send an order."""
-        self._stdin.write(json.dumps(order).encode() + b"\n")
+        """Send an order. Raises ActorFailed if the process has ended."""
+        try:
+            self._stdin.write(json.dumps(order).encode() + b"\n")
+        except RuntimeError as error:
+            # uvloop's, for a pipe that is closed.
+            raise ActorFailed(self._name, "ended before it measured; its output is above") from error
 
     async def answer(self) -> dict[str, Any]:
         """Receive the next answer. Raises ActorFailed if the process ended, TimeoutError if it does not answer."""

@@ -137,9 +137,8 @@ def make_optimizer(policy: Policy, config: Config) -> Optimizer:
     """
     learner = config.learner
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    inside = {parameter for layer in policy.decoder_layers() for parameter in layer.parameters()}
-    by_muon = [p for p in trained if learner.optimizer == "muon" and p in inside and p.ndim == 2]
-    others = [p for p in trained if p not in set(by_muon)]
+    by_muon = _matrices_of_layers(policy) if learner.optimizer == "muon" else {}
+    others = [p for p in trained if p not in by_muon]
     groups = [
         {"params": [p for p in others if p.ndim > 1], "weight_decay": learner.weight_decay},
         {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
@@ -148,6 +147,12 @@ def make_optimizer(policy: Policy, config: Config) -> Optimizer:
     if not by_muon:
         return adamw
     return MuonWithAdamW(Muon(by_muon, lr=learner.lr, weight_decay=learner.weight_decay), adamw)
+
+
+def _matrices_of_layers(policy: Policy) -> dict[Tensor, None]:
+    """The trained parameters of two dimensions inside of the decoder layers, each once and in order."""
+    inside = (parameter for layer in policy.decoder_layers() for parameter in layer.parameters())
+    return dict.fromkeys(parameter for parameter in inside if parameter.requires_grad and parameter.ndim == 2)
 
 
 def state_names(optimizer: Optimizer, parameter: Tensor) -> tuple[str, ...]:
