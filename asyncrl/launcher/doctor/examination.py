@@ -1,7 +1,7 @@
 """The examination: asks every host in parallel, then compares the hosts.
 
-A host that cannot be reached, or stops answering, loses its own findings and those between it and others; the others
-are examined without it. The head is the first host that answers.
+A host that cannot be reached, or stops answering, gets a failure of the check "ssh", and keeps what was found before.
+The others are examined and compared without it. The head is the first host that answers.
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ class Examination:
         return {host: answer[0] for host, answer in zip(names, answers, strict=True) if answer}
 
     async def _ask(self, contact: Contact, question: Callable[[Contact], Awaitable[T]]) -> tuple[T] | None:
+        """The answer of a host; None if it does not answer, which is a finding, and leaves the host out from now on."""
         host = contact.name
         try:
             async with asyncio.timeout(self.answer_s):
@@ -157,12 +158,12 @@ class Examination:
             text = f"its answer is not in our protocol ({error}); does a shell startup file print something there?"
         text = f"lost during the examination: {text}" if host in self._facts else text
         fix = f"make `ssh {host}` work without a question, and install asyncrl there"
-        self._replace([fail("ssh", text, fix, host)])
+        self._add_or_replace([fail("ssh", text, fix, host)])
         for known in (self._contacts, self._facts, self._addresses):
             known.pop(host, None)
         return None
 
-    def _replace(self, findings: Sequence[Finding]) -> None:
+    def _add_or_replace(self, findings: Sequence[Finding]) -> None:
         """Add findings, each in place of the finding of the same check on the same host."""
         gone = {(finding.host, finding.check) for finding in findings}
         self._found = [one for one in self._found if (one.host, one.check) not in gone] + list(findings)
@@ -272,7 +273,7 @@ class Examination:
         left = await self._ask_all(lambda contact: contact.ask(leftovers(contact.name), Checked))
         for host in left:
             self._found += on_host(host, checked[host].findings + left[host].findings)
-        self._replace(compare_models({host: checked[host].model for host in left}, head))
+        self._add_or_replace(compare_models({host: checked[host].model for host in left}, head))
         await self._check_shared(run, f"{MARK}{token}-checkpoints")
 
     async def _check_shared(self, run: Path, name: str) -> None:
@@ -288,7 +289,7 @@ class Examination:
             if host != self._head and seeing.get(host) is False:
                 text = f"{folder} is not the folder that {self._head} sees, but ranks of the learner are on both"
                 fix = "set checkpoint.dir to a folder on a file system that all these hosts share"
-                self._replace([fail("checkpoint_dir", text, fix, host)])
+                self._add_or_replace([fail("checkpoint_dir", text, fix, host)])
 
     async def _who_sees(self, folder: str, name: str) -> Mapping[str, bool]:
         """Whether each host sees a file that the head creates in the folder; empty if the head cannot create it."""

@@ -130,7 +130,7 @@ def kl_penalties(
                     raise NonFiniteStep("log-probs by the reference", step=step, uids=[group.lease.uid])
                 values = estimate(np.clip(ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
                 ends = np.cumsum(past_rewards(sequence)[1])
-                # Sums of the penalties up to the beginning of each turn, and up to the end of the last.
+                # The penalties summed up to the beginning of each turn; the last entry is the sum of all.
                 sofar = np.concatenate([np.zeros(1), np.cumsum(values)])[np.concatenate([np.zeros(1, np.int64), ends])]
                 turns.append(np.diff(sofar))
                 before.append(sofar[:-1])

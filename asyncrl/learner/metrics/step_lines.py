@@ -211,7 +211,8 @@ class StepLines:
 
     async def _write(self, write: Callable[[], None]) -> None:
         """Run ``write`` in a thread; report to ``notify`` if lines begin or cease to wait, or are lost."""
-        # The lock keeps other writes out: a line that is being written would count as waiting for room.
+        # Only one write at a time: ``records.waiting`` also counts a line that another thread is writing, and such a
+        # line does not wait for room on the disk.
         async with self._write_lock:
             await asyncio.to_thread(self._write_exclusively, write)
             records = self._records

@@ -1,8 +1,8 @@
 """The numbers of versions and of the learner's starts: durable in the run's folder, and never given twice.
 
 A version names one set of weights everywhere: in leases, cache salts, engine labels and segments. So a number is
-durable before any other process hears of it. It is not given again, also after a death between the two and after a new
-start in the same folder. A number that was given and never published is left out.
+durable before any other process hears of it. No number is given twice, not even if the learner dies in between or
+starts anew in the same folder. A number that was given and never published is left out.
 
 The highest numbers are in a file, the mark. It may get lost, come from a backup, or be damaged. So it is never trusted
 alone: other durable files hold version numbers too (``find_used``), and new numbers are above all of them.
@@ -50,6 +50,7 @@ class VersionNumbers:
         if is_new_run:
             self.problem = ""
         elif used.version > mark.version or used.start > mark.start:
+            # Its subject is the mark: the notice begins with the name of the file.
             self.problem = self.problem or f"is older than the run: it holds version {mark.version}"
         self.version = max(mark.version, used.version)
         """The highest number given so far; -1 before the first."""

@@ -130,7 +130,10 @@ def _known_endings(template: ChatTemplate) -> list[str]:
 
 
 def _judge(template: ChatTemplate, turn: ChatTurn, shape: Shape, history: History) -> TurnCheck:
-    """The verdict on a learnt turn: compare the tokens of its parts with those of the whole text."""
+    """Decide whether the conversation after a turn can extend the sampled tokens, or has to fork.
+
+    It can if the tokens of the parts (request, answer, end, what follows) are those of the whole text.
+    """
     if shape.ended and not turn.end:
         return TurnCheck("fork", "the template writes no token behind an answer that ends it for the model")
     if turn.dropped and history == "template":
