@@ -19,6 +19,7 @@ def test_a_bench_prints_its_ratios(bench, figures):
     ended = subprocess.run(
         [sys.executable, "-m", "tools.bench", *bench], capture_output=True, text=True, check=False, timeout=280
     )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    ratios = {line.split()[0] for line in ended.stdout.splitlines() if " ratio " in line}
-    assert set(figures) <= ratios, ended.stdout
+    printed = ended.stdout + ended.stderr
+    assert ended.returncode == 0, printed[-3000:]
+    ratios = {line.split()[0] for line in printed.splitlines() if " ratio " in line}
+    assert set(figures) <= ratios, printed
