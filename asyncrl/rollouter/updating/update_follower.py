@@ -233,7 +233,10 @@ class UpdateFollower:
             # The parameter server takes a pause back after weights.deadline_s; asking again restarts that time.
             while granted and not await self._host.quiesced(weights.deadline_s / 3):
                 granted = await self._may_load(request)
-            assert granted, "a pause is granted sooner or later; only a broadcast is called off"
+            if not granted:
+                await self._report_failure(offer, "the parameter server refuses the pause")
+                await asyncio.sleep(AWAY_S)
+                return
             size = fetched.bytes
             times = UpdateTimes(
                 version=offer.version, transport=offer.transport, stage_s=stage_s, bytes=size, encoded_bytes=size

@@ -97,8 +97,8 @@ class StubEngine:
 class Server:
     """A parameter server that makes these offers, and then no more."""
 
-    def __init__(self, offers: list[Offer], begins: bool = True, away: int = 0) -> None:
-        self.offers, self.begins, self.away = list(offers), begins, away
+    def __init__(self, offers: list[Offer], begins: bool = True, away: int = 0, refuses: int = -1) -> None:
+        self.offers, self.begins, self.away, self.refuses = list(offers), begins, away, refuses
         self.asked: list[NextUpdate] = []
         self.loads: list[tuple[int, int | None]] = []
         """Version and epoch of each request to load; the first of each is answered with "ask again"."""
@@ -131,7 +131,7 @@ class Server:
             if request.epoch is not None:
                 return LoadGranted(decided=True, granted=self.begins)
             self.paths.append(request.paths)
-            return LoadGranted(decided=True, granted=True)
+            return LoadGranted(decided=True, granted=request.version != self.refuses)
         if isinstance(request, FetchChunk):
             return self.chunks(request)
         assert isinstance(request, ReportUpdate), request
@@ -231,6 +231,17 @@ def test_a_version_is_fetched_before_the_pause_which_holds_only_the_load(publish
     assert [request.serving for request in server.asked] == [-1, 1]
     report = server.reports[0]
     assert (report.version, report.committed, report.times.transport, report.times.bytes) == (1, True, "shm", 128)
+
+
+def test_without_the_pause_nothing_is_loaded_and_the_next_version_is_taken(publish):
+    events, server, host = follow(Server([by_shm(publish(version)) for version in (0, 1, 2)], refuses=1))
+    assert [event for event in events if event.startswith(("load", "pause"))] == [
+        *("pause abort", "load 0 staged"),
+        *("pause abort", "load 2 staged"),
+    ]
+    assert [(report.version, report.committed) for report in server.reports] == [(0, True), (1, False), (2, True)]
+    assert "refuses the pause" in server.reports[1].error
+    assert (host.restarts, host.version) == (0, 2)
 
 
 @pytest.mark.parametrize(("mode", "pause"), [("abort_resume", "abort"), ("keep", "keep"), ("drain", "wait")])
