@@ -43,7 +43,7 @@ def score_logits(
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         logs = logits - normaliser[:, None]
-        entropies = -(logs.exp() * _finite(logs)).sum(dim=-1)
+        entropies = _entropies(logs)
     return logprobs, entropies
 
 
@@ -149,7 +149,7 @@ def _scores(
     logits = _capped(logits, softcap).float() / temperature
     normalisers = torch.logsumexp(logits, dim=-1)
     logs = logits - normalisers[:, None]
-    entropies = -(logs.exp() * _finite(logs)).sum(dim=-1)
+    entropies = _entropies(logs)
     return logs.gather(-1, targets[:, None])[:, 0], entropies, normalisers
 
 
@@ -183,6 +183,11 @@ def _slopes(
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _entropies(logs: Tensor) -> Tensor:
+    """-sum p log p of log-probs [N, V]: float32 [N]."""
+    return -(logs.exp() * _finite(logs)).sum(dim=-1)
 
 
 def _finite(logs: Tensor) -> Tensor:
