@@ -8,6 +8,7 @@ things at once, so that calls are rendered, sampled and answered in any order.
 import json
 import random
 
+import parity
 import pytest
 from parity import EXACT, figures, run_live, run_plainly, trained, weights
 
@@ -48,31 +49,19 @@ async def play(task, client, delay_s):
 
 
 def configuration(folder, delay_s):
-    return {
-        "run": {"samples_per_step": 1000, "seed": 3},
-        "model": {"path": str(folder / "model")},
-        "data": {"path": str(folder / "prompts.jsonl"), "max_prompt_tokens": 12, "template": "plain"},
-        "episode": {
+    return parity.configuration(
+        folder,
+        data={"template": "plain"},
+        episode={
             "function": "episodes:play",
             "options": {"delay_s": delay_s},
             "max_context_tokens": 200,
             "workers": 2,
         },
-        "chat": {"date": "2026-11-23"},
-        "rollout": {
-            "engine": "reference",
-            "replicas": 2,
-            "gpus_per_replica": 0,
-            "samples_per_prompt": 3,
-            "max_tokens": 12,
-            "concurrency": 6,
-            "stream_interval": 4,
-        },
-        "reward": {"function": "episode"},
-        "learner": {"groups_per_step": 3, "lr": 1e-3, "device": "cpu", "steps": STEPS},
-        "staleness": {"max": 0},
-        "checkpoint": {"every_versions": 0},
-    }
+        chat={"date": "2026-11-23"},
+        reward={"function": "episode", "options": {}},
+        learner={"steps": STEPS},
+    )
 
 
 def sampled(run_dir):
