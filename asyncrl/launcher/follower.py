@@ -2,8 +2,9 @@
 
 The head's agent has the controller, so the launcher asks it to end the run, and it reports how the run ended. The other
 agents hear that from the controller. The first signal preempts a run, or ends it at once during the start; the second
-one ends it at once. The end comes even if something hangs. Agents that do not end their actors within ``drain_s`` of
-the run's end are asked to kill them; if they do not, the launcher kills the agents, and their guards end the rest.
+one ends it at once. The end comes even if something hangs. If an agent does not end its actors within ``drain_s`` of
+the run's end, the launcher asks it to kill them. If it does not, the launcher kills the agent, and its guard ends the
+rest.
 
 A lost connection ends nothing: the run continues without that host's events. At the end the launcher connects to the
 host again, for a bounded time, to check that no process is left. If the host is the head, the launcher closes the other

@@ -192,7 +192,7 @@ class MetricsEvent(Struct, frozen=True, kw_only=True, tag="metrics"):
 class NoticeEvent(Struct, frozen=True, kw_only=True, tag="notice"):
     """An actor's notice to the user; a later one with the same actor and key takes its place.
 
-    What the run waits for is in StateEvent.waits.
+    StateEvent.waits says what the run waits for.
     """
 
     actor: str

@@ -51,9 +51,9 @@ from asyncrl.messages.weights import Probe
 from asyncrl.weights.held_version import HeldVersion, OnSealed
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Environment variables with the settings of CUDA's allocator, which torch reads when it is imported or later.
+"""Environment variables with the settings of CUDA's allocator. torch reads them when it is imported, or later.
 
-torch 2.9 reads expandable segments only from the first; up to 2.11 it warns that this name is old.
+torch 2.9 reads expandable segments from the first one alone. Up to 2.11 torch warns that this name is old.
 """
 
 

@@ -4,8 +4,8 @@ It runs on the CPU of one host, for a learner of any number of ranks, and needs 
 model's layout, buffers and tokenizer are those of model.path. The files equal, bit for bit, those that the learner
 would write at that version in that dtype; merged adapters agree to the rounding of a sum in float32.
 
-Fails with CheckpointError naming a damaged file, with ConfigError if model.path is missing or another model, and with
-OSError if the target cannot be written; then there is no target.
+Fails with CheckpointError that names a damaged file, and with ConfigError if model.path is missing or is another model.
+Fails with OSError if the target cannot be written. After a failure there is no target.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A client of a teacher on a server: it requests the log-probs of tokens of a sequence.
 
-The client calls ``/completions`` of an OpenAI-compatible server that returns log-probs of a prompt of token ids, as
-vLLM does (``prompt_logprobs``, https://docs.vllm.ai/en/latest/api/vllm/entrypoints/openai/completion/protocol/). They
-are those of the model at temperature 1.
+The client calls ``/completions`` of an OpenAI-compatible server. The server must return log-probs of a prompt of token
+ids, at temperature 1, as vLLM does with ``prompt_logprobs``
+(https://docs.vllm.ai/en/latest/api/vllm/entrypoints/openai/completion/protocol/).
 
 Invariant: the result has for each requested token the log-prob of the same id, a finite number of at most 0. Anything
 else is an error that names the URL. Redirects are not followed, so that no other server gets the key. No more than

@@ -1,7 +1,7 @@
 """Estimates the memory that a rank of the learner needs, before anything is computed, and the key to change. Pure.
 
-It counts the shards of weights, gradients and optimizer states (the last two only of trained parameters), the layers
-that FSDP gathers, the activations of one micro-batch, and the head's logits. Allocators lose more to fragments, and
+It counts the shards of weights and, for trained parameters, of gradients and optimizer states. It adds the layers that
+FSDP gathers, the activations of one micro-batch, and the head's logits. Allocators lose more to fragments, and
 libraries have workspaces. Nothing is refused because of the estimate; it chooses what is computed again where
 ``learner.activation_checkpointing`` is auto.
 

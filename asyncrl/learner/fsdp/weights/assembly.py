@@ -6,9 +6,9 @@ is gathered: for a version it writes it into a sealed segment. A version holds t
 published so, and else the whole model with adapters added in. An export is the whole model, and the adapters in a
 folder of their own.
 
-Invariants: a copy is of one moment and is read to its end before the next is taken, so no version is torn and one copy
-bounds the memory. The exchange among the ranks has a process group to itself and cannot mix with the collectives of a
-step. Every rank finishes the gather even if the writing fails; the error is raised afterwards on rank 0 alone.
+Invariants: a copy is of one moment, so no version is torn. It is read to its end before the next one is taken, so one
+copy bounds the memory. The exchange among the ranks has a process group to itself and cannot mix with the collectives
+of a step. Every rank finishes the gather even if the writing fails; the error is raised afterwards on rank 0 alone.
 
 ``begin`` fails with DeadlineExceeded if the previous assembly does not end in time. It also raises the error of a
 failed exchange of the previous assembly, since the ranks are out of step then. Other results are in the future alone.
