@@ -22,6 +22,7 @@ FOR_ACTORS = {
     "rpc/wire",
     "workers",
     "observe",
+    "gpu",
     "weights",
 }
 VIEWERS = {"top", "observe/report", "observe/explain"}
@@ -38,6 +39,7 @@ MAY_IMPORT = {
     "observe": {"core", "messages"},
     "rpc": {"core", "config", "messages", "observe", "rpc/wire"},
     "workers": {"core", "config", "messages", "observe", "rpc", "rpc/wire"},
+    "gpu": {"core", "config", "observe"},
     "observe/explain": {"core", "observe"},
     # It calls a controller from outside.
     "top": {"core", "messages", "observe", "rpc", "rpc/wire"},

@@ -7,22 +7,27 @@ its tables.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import pkgutil
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from asyncrl import messages
 from asyncrl.config import resuming
+from asyncrl.config.load import validate_config
 from asyncrl.config.training import LearnerConfig
+from asyncrl.core.errors import ConfigError
+from asyncrl.gpu.learner_memory import ModelShape, TrainingShape, estimate, shape_of_settings
+from asyncrl.gpu.sharing import plan_sharing
 from asyncrl.learner.algorithm import advantages, losses
 from asyncrl.learner.algorithm.losses import TokenBatch
 from asyncrl.learner.fsdp.model.head import chunk_size
-from asyncrl.learner.fsdp.startup.memory import ModelShape, TrainingShape, estimate
 from asyncrl.messages import ACTORS, Message
 from asyncrl.reward.functions import BUILT_IN
 from asyncrl.reward.reward_worker import ARGUMENTS
@@ -31,6 +36,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 BFLOAT16_BYTES = 2
 SHARDS = (1, 2, 8)
 """Numbers of GPUs in the table of memory."""
+CARDS = (24, 48, 80)
+"""Sizes of a GPU (GiB) in the table of sharing."""
 
 
 def rewards() -> str:
@@ -66,7 +73,8 @@ def memory() -> str:
     """Estimated memory of each GPU of the learner by model, of docs/learner.md."""
     columns = [f"{count} GPU{'s' if count > 1 else ''}" for count in SHARDS]
     rows = [f"| sizes of | {' | '.join(columns)} | 1 GPU, `learner.offload` |", "|---|" + "---|" * (len(SHARDS) + 1)]
-    for name, shape in MODELS.items():
+    for name, settings in MODELS.items():
+        shape = shape_of_settings(settings)
         sizes = [estimate(shape, _load(shape, shards, offloaded=False)).device for shards in SHARDS]
         offloaded = estimate(shape, _load(shape, 1, offloaded=True))
         cells = [f"{size / 1e9:.0f} GB" for size in sizes]
@@ -75,35 +83,44 @@ def memory() -> str:
     return "\n".join(rows)
 
 
-def dense(
-    *, layers: int, hidden: int, queries: int, keys: int, intermediate: int, vocabulary: int, tied: bool
-) -> ModelShape:
-    """The counts of a Qwen2 with these sizes, all of it trained."""
-    layer = 2 * hidden * queries + queries + 2 * (hidden * keys + keys) + 3 * hidden * intermediate + 2 * hidden
-    parameters = layers * layer + (1 if tied else 2) * vocabulary * hidden + hidden
-    return ModelShape(
-        parameters=parameters,
-        trained=parameters,
-        layer_parameters=layer,
-        layers=layers,
-        hidden=hidden,
-        queries=queries,
-        keys=keys,
-        intermediate=intermediate,
-        vocabulary=vocabulary,
-    )
+def sharing() -> str:
+    """What may be trained by model and size of the one GPU that rank and engine share, of docs/first-run.md."""
+    rows = [f"| sizes of | {' | '.join(f'{size} GB' for size in CARDS)} |", "|---|" + "---|" * len(CARDS)]
+    for name, settings in MODELS.items():
+        cells = [_trainable(settings, size << 30) for size in CARDS]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _trainable(settings: Mapping[str, Any], total: int) -> str:
+    """The kinds of training that fit on a GPU of ``total`` bytes together with an engine."""
+    kinds = list[str]()
+    for rank, kind in ((0, "all weights"), (32, "LoRA")):
+        tree = {"model": {"path": "m"}, "data": {"source": "synthetic"}, "lora": {"rank": rank}}
+        with contextlib.suppress(ConfigError):
+            plan_sharing(validate_config(tree | {"rollout": {"gpus_per_replica": 1}}), settings, total)
+            kinds.append(kind)
+    return ", ".join(kinds) or "neither"
+
+
+def _qwen(hidden: int, layers: int, heads: int, keys: int, intermediate: int, *, tied: bool) -> dict[str, Any]:
+    """The sizes in the config.json of a Qwen2.5."""
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        "intermediate_size": intermediate,
+        "vocab_size": 151_936 if tied else 152_064,
+        "tie_word_embeddings": tied,
+    }
 
 
 MODELS = {
-    "Qwen2.5-0.5B": dense(
-        layers=24, hidden=896, queries=896, keys=128, intermediate=4864, vocabulary=151936, tied=True
-    ),
-    "Qwen2.5-1.5B": dense(
-        layers=28, hidden=1536, queries=1536, keys=256, intermediate=8960, vocabulary=151936, tied=True
-    ),
-    "Qwen2.5-7B": dense(
-        layers=28, hidden=3584, queries=3584, keys=512, intermediate=18944, vocabulary=152064, tied=False
-    ),
+    "Qwen2.5-0.5B": _qwen(896, 24, 14, 2, 4864, tied=True),
+    "Qwen2.5-1.5B": _qwen(1536, 28, 12, 2, 8960, tied=True),
+    "Qwen2.5-3B": _qwen(2048, 36, 16, 2, 11008, tied=True),
+    "Qwen2.5-7B": _qwen(3584, 28, 28, 4, 18944, tied=False),
 }
 
 
@@ -165,6 +182,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "rewards": ("first-run.md", rewards),
     "token batch": ("algorithms.md", token_batch),
     "memory": ("learner.md", memory),
+    "sharing": ("first-run.md", sharing),
     "senders": ("protocol.md", senders),
 }
 

@@ -17,6 +17,7 @@ from asyncrl.config.monitor import DriftConfig, LogConfig, MonitorConfig, SinksC
 from asyncrl.config.operation import (
     CheckpointConfig,
     NetworkConfig,
+    PlacementConfig,
     PreemptConfig,
     ResumeConfig,
     SecurityConfig,
@@ -77,6 +78,8 @@ class Config(Section):
     """Preemption."""
     watchdog: WatchdogConfig = WatchdogConfig()
     """Detecting stalls."""
+    placement: PlacementConfig = PlacementConfig()
+    """GPUs of learner and engines."""
     network: NetworkConfig = NetworkConfig()
     """Sockets."""
     security: SecurityConfig = SecurityConfig()

@@ -115,6 +115,13 @@ class WatchdogConfig(Section):
         return BUDGETS_S | given if isinstance(given, dict) else given
 
 
+class PlacementConfig(Section):
+    """GPUs of learner and engines."""
+
+    share: Literal["auto", "never", "always"] = "auto"
+    """Whether an engine may use GPUs of the learner's ranks: if there are too few GPUs otherwise, never, or always."""
+
+
 class NetworkConfig(Section):
     """Sockets."""
 

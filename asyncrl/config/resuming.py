@@ -60,8 +60,8 @@ TABLE: dict[Applies, str] = {
         learner.max_filtered_ratio learner.max_quarantined_fraction learner.on_nonfinite learner.tokens_per_microbatch
         learner.packing learner.activation_checkpointing learner.offload learner.compile learner.collective_timeout_s
         learner.sim.*
-        lora.publish sft.* staleness.* weights.* drift.* eval.* checkpoint.* preempt.* watchdog.* network.* security.*
-        supervision.* monitor.* log.* sinks.* trace.*
+        lora.publish sft.* staleness.* weights.* drift.* eval.* checkpoint.* preempt.* watchdog.* placement.* network.*
+        security.* supervision.* monitor.* log.* sinks.* trace.*
     """,
     Applies.GENERATED: """
         model.path model.trust_remote_code

@@ -48,8 +48,8 @@ class VllmEngineConfig(Section):
     """Longest prompt plus response; by default data.max_prompt_tokens + rollout.max_tokens."""
     max_num_seqs: Positive = 256
     """Most requests decoded together."""
-    gpu_memory_utilization: Fraction = 0.9
-    """Share of GPU memory for an engine."""
+    gpu_memory_utilization: Fraction | None = None
+    """Share of GPU memory for an engine. By default 0.9, or on a GPU of the learner what its rank leaves."""
     cpu_kv_cache_bytes: Positive = 256 << 20
     """Size of the KV cache on CPU."""
     block_size: Positive = 32

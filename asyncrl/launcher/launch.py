@@ -45,7 +45,15 @@ from asyncrl.launcher.common.agent_messages import (
     Routes,
     agent_name,
 )
-from asyncrl.launcher.common.placement import Placed, PlacementHost, describe, place, with_episode_hosts, with_gpus
+from asyncrl.launcher.common.placement import (
+    Placed,
+    PlacementHost,
+    describe,
+    place,
+    shared_gpus,
+    with_episode_hosts,
+    with_gpus,
+)
 from asyncrl.launcher.follower import Follower
 from asyncrl.launcher.host_part import (
     GUARD_ARGV,
@@ -216,6 +224,10 @@ class Launch:
             raise ConfigError([*problems, *found], found=not problems)
         if problems:
             raise ConfigError(problems)
+        for finding in self.findings:
+            # A dry run shows all findings.
+            if finding.check == "sharing" and not self.dry_run:
+                self.progress.say(f"{finding.host}: {finding.text}" if finding.host else finding.text)
         if warnings := warnings_of(self.findings):
             by = "" if self.start else "asyncrl-launch: "
             self.progress.warn([f"{by}{warning}" for warning in warnings])
@@ -245,6 +257,7 @@ class Launch:
                 known=self.resumption.prompts if self.resumption is not None else None,
                 resumed=str(resumed or ""),
                 folder=os.getcwd(),
+                shared_gpus={gpu: " and ".join(who) for gpu, who in shared_gpus(self.placed, name).items()},
                 env=passed_on(),
             )
             for name in actors

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.config import Config
+from asyncrl.config.operation import PlacementConfig
 from asyncrl.core.errors import ConfigError, HostFailed, UsageError
 from asyncrl.core.roles import role_of
 from asyncrl.launcher.common.placement import PlacementHost, place, with_episode_hosts
@@ -127,6 +128,9 @@ def gpus_of_a_node(config: Config, nodes: int) -> int | None:
 
     Returns None if the configuration uses GPUs only where there are some, so that only the nodes can answer.
     """
+    if config.placement.share == "auto":
+        # The job asks for GPUs that no engine shares with a rank.
+        config = config.model_copy(update={"placement": PlacementConfig(share="never")})
     learner, rollout = config.learner, config.rollout
     each = rollout.gpus_per_replica if rollout.traits.gpus else 0
     if each is None or (learner.backend != "sim" and learner.device == "auto" and not each):
@@ -134,6 +138,8 @@ def gpus_of_a_node(config: Config, nodes: int) -> int | None:
         return None
     ranks = learner.ranks if learner.backend != "sim" and learner.device != "cpu" else 0
     total = ranks + rollout.replicas * each
+    if config.placement.share == "always":
+        total = max(ranks, rollout.replicas * each)
     # From an even share, rounded up, to all of them on one node.
     for count in range(-(-total // nodes), total):
         if _placed(config, nodes, count) is not None:

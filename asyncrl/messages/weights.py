@@ -227,7 +227,8 @@ class NextUpdate(Request, frozen=True, kw_only=True):
     """host_id of the replica (weights/segments.py): it can open the segments of all processes with the same value."""
     workers: Annotated[int, Meta(ge=1)] = 1
     """Processes of the engine that take part in a broadcast."""
-    on_gpu: bool = False
+    joins_nccl: bool = False
+    """Whether it can be in one NCCL group with the learner: on GPUs, and on none of rank 0, which NCCL refuses."""
 
 
 class Chunk(Message, frozen=True, kw_only=True):

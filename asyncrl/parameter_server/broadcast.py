@@ -73,12 +73,12 @@ class _Broadcast:
         return self.stage in (Stage.ANNOUNCED, Stage.BEGUN)
 
 
-def may_broadcast(configured: str, backend: CollectiveBackend, *, on_gpu: bool) -> bool:
+def may_broadcast(configured: str, backend: CollectiveBackend, *, joins_nccl: bool) -> bool:
     """Whether a replica can be a member when the learner offers to broadcast over ``backend``.
 
     ``configured`` is weights.transport. With "auto" only nccl is worth a pause of all replicas at once.
     """
-    if backend == "nccl" and not on_gpu:
+    if backend == "nccl" and not joins_nccl:
         return False
     return configured == backend or (configured == "auto" and backend == "nccl")
 
@@ -126,7 +126,7 @@ class BroadcastControl:
             replica
             for replica in self._replicas.of(Phase.SERVING)
             if 0 <= replica.serving < announcement.version
-            and may_broadcast(self._weights.transport, announcement.backend, on_gpu=replica.on_gpu)
+            and may_broadcast(self._weights.transport, announcement.backend, joins_nccl=replica.joins_nccl)
             and (self._replicas.asks(replica.name) or now - replica.heard < AWAY_S)
         ]
         return sorted(members, key=lambda replica: replica.name)

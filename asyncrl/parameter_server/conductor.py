@@ -164,7 +164,7 @@ class Conductor:
         if serving < replica.serving:
             replica.engine += 1
         is_other_engine = serving != replica.serving or request.workers != replica.workers
-        replica.serving, replica.same_host, replica.on_gpu = serving, same_host, request.on_gpu
+        replica.serving, replica.same_host, replica.joins_nccl = serving, same_host, request.joins_nccl
         self.replicas.settle_in(replica, request.host)
         if replica.phase is Phase.ANNOUNCED and is_other_engine:
             self._move(replica, ReplicaEvent.FAILED, "has another engine", now)

@@ -147,7 +147,7 @@ class Replica:
     """Number of times that the replica got a new engine; a new engine is in no process group yet."""
     workers: int = 1
     """Processes of the engine that take part in a broadcast."""
-    on_gpu: bool = False
+    joins_nccl: bool = False
     same_host: bool = False
     """Whether the replica can open the segments that are held here."""
     host: str = ""

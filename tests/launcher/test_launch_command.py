@@ -14,8 +14,11 @@ from asyncrl.cli import launch
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import load_config
 from asyncrl.dataloader.prompts import load_dataset
+from asyncrl.gpu import shared_start
 from asyncrl.launcher.run_folder.folders import create_run_folder
 from asyncrl.rpc.linux import children_of
+from tools.learn.chat_model import make_model, make_tokenizer, save
+from tools.learn.recipe import Settings
 from tools.waiting import wait_until
 
 SIM = """
@@ -145,6 +148,32 @@ def test_a_dry_run_shows_everything_and_starts_nothing(config, tmp_path, capsys)
     checks = [row.split()[:2] for row in shown[shown.index("checks:") :].splitlines()[1:]]
     assert ["ok", "reward"] in checks and ["ok", "data"] in checks and ["ok", "ports"] in checks
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+
+
+def test_a_host_with_one_gpu_shares_it(config, tmp_path, monkeypatch, capsys):
+    tokenizer = make_tokenizer()
+    save(
+        make_model(Settings(layers=2, width=64, heads=2, intermediate=128), len(tokenizer)),
+        tokenizer,
+        tmp_path / "model",
+    )
+    (tmp_path / "hosts").write_text("localhost slots=1\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(shared_start, "gpu_bytes", lambda gpu: {"0": 24 << 30}[gpu])
+    argv = [config, "--hosts", str(tmp_path / "hosts"), "--model.path", str(tmp_path / "model"), "--dry-run"]
+    argv += ["--learner.backend", "fsdp2", "--rollout.engine", "vllm", "--rollout.replicas", "1"]
+    argv += ["--data.max_prompt_tokens", "64", "--rollout.max_tokens", "64"]
+    code, (shown, problems) = launch.main(argv), capsys.readouterr()
+    lines = [line for line in shown.splitlines() if "GPU 0" in line]
+    assert code == 0, problems
+    assert [line.split()[0] for line in lines] == ["learner/0", "rollouter/0", "ok"]
+    assert "GPU 0 with rollouter/0" in lines[0] and "GPU 0 with learner/0" in lines[1]
+    assert "GPU 0 is shared by learner/0 and rollouter/0: the learner's rank may take" in lines[2]
+    assert launch.main([*argv, "--placement.share", "never"]) == 78
+    assert 'or set placement.share = "auto"' in capsys.readouterr().err
+    monkeypatch.setattr(shared_start, "gpu_bytes", lambda gpu: 1 << 30)
+    assert launch.main(argv) == 78
+    assert "placement.share: GPU 0 is shared by learner/0 and rollouter/0: a rank" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("by", ["the key", "the working folder", "a run to resume", "a job"])

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError
+from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE, sharers_of
 from asyncrl.launcher.common.placement import (
     PlacementHost,
     describe,
     place,
     place_replicas,
     replicas_of,
+    shared_gpus,
     with_episode_hosts,
     with_gpus,
 )
@@ -309,9 +311,85 @@ def test_a_host_that_joins_has_engines_and_hosts_of_episodes():
 )
 def test_what_no_split_over_hosts_can_hold_is_refused_with_the_sum(gpus, ranks, replicas, each, device, said):
     with pytest.raises(ConfigError) as caught:
-        place(config(ranks, replicas, each, device), hosts_of(*gpus))
+        place(config(ranks, replicas, each, device, placement={"share": "never"}), hosts_of(*gpus))
     (problem,) = caught.value.problems
     assert all(part in problem for part in said), problem
+
+
+# --- shared GPUs ---
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "replicas", "each", "share", "learner", "rollouter", "sharing"),
+    [
+        # With one GPU it is the only way.
+        ((1,), 1, 1, 1, "auto", "a:0", "a:0", {"rollouter/0": "0:learner/0", "learner/0": "0:rollouter/0"}),
+        ((2,), 1, 1, 1, "auto", "a:0", "a:1", {}),
+        ((2,), 1, 1, 1, "always", "a:0", "a:0", {"rollouter/0": "0:learner/0", "learner/0": "0:rollouter/0"}),
+        # GPUs without a rank come first.
+        ((2,), 1, 2, 1, "auto", "a:0", "a:1 a:0", {"rollouter/1": "0:learner/0", "learner/0": "0:rollouter/1"}),
+        ((2,), 2, 1, 2, "auto", "a:0 a:1", "a:0,1", {"rollouter/0": "0:learner/0,1:learner/1"}),
+        ((1, 1), 1, 2, 1, "auto", "a:0", "a:0 b:0", {"rollouter/0": "0:learner/0", "learner/0": "0:rollouter/0"}),
+        ((1, 1), 2, 1, 1, "auto", "a:0 b:0", "a:0", {"rollouter/0": "0:learner/0", "learner/0": "0:rollouter/0"}),
+        ((1,), 1, 1, 0, "always", "a:0", "a", {}),
+    ],
+)
+def test_engines_share_gpus_of_ranks_where_there_are_too_few(
+    gpus, ranks, replicas, each, share, learner, rollouter, sharing
+):
+    asked = config(ranks, replicas, each, placement={"share": share})
+    placed = place(asked, hosts_of(*gpus))
+    assert (row(placed, "learner"), row(placed, "rollouter")) == (learner, rollouter)
+    told = {actor.name: actor.env[SHARED_GPU_VARIABLE] for actor in placed if SHARED_GPU_VARIABLE in actor.env}
+    assert {name: value for name, value in told.items() if name in sharing} == sharing and bool(told) is bool(sharing)
+    lines = {line.split()[0]: line for line in describe(asked, placed) if "GPU" in line}
+    assert all((" with " in line) is (name in told) for name, line in lines.items())
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "replicas"), [((1,), 2, 1), ((1,), 1, 2), ((0, 2), 1, 1)])
+def test_two_ranks_or_two_engines_never_share_a_gpu(gpus, ranks, replicas):
+    for share in ("auto", "always"):
+        with pytest.raises(ConfigError, match=r"GPUs: .* makes \d+"):
+            place(config(ranks, replicas, 1, placement={"share": share}), hosts_of(*gpus))
+
+
+def test_a_run_that_would_fit_on_shared_gpus_names_the_key_that_forbids_it():
+    with pytest.raises(ConfigError, match=r"makes 2, but a has 1; .* set placement\.share = \"auto\", so that ranks"):
+        place(config(placement={"share": "never"}), hosts_of(1))
+    with pytest.raises(ConfigError) as caught:
+        place(config(2, placement={"share": "never"}), hosts_of(1))
+    assert "placement.share" not in str(caught.value)
+
+
+@settings(max_examples=examples(200))
+@given(
+    gpus=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    ranks=st.integers(1, 8),
+    replicas=st.integers(1, 6),
+    each=st.integers(1, 4),
+    share=st.sampled_from(["auto", "always"]),
+)
+def test_shared_placement_over_hosts(gpus, ranks, replicas, each, share):
+    hosts = hosts_of(*gpus)
+    apart = can_hold(gpus, ranks, replicas, each) and share == "auto"
+    fits = gpus[0] > 0 and sum(gpus) >= ranks and sum(count // each for count in gpus) >= replicas
+    asked = config(ranks, replicas, each, "cuda", placement={"share": share})
+    if not apart and not fits:
+        with pytest.raises(ConfigError, match=r"GPUs: .* makes \d+"):
+            place(asked, hosts)
+        return
+    placed = place(asked, hosts)
+    for role, count in (("learner/", 1), ("rollouter/", each)):
+        taken = [(actor.host, gpu) for actor in placed if actor.name.startswith(role) for gpu in actor.gpus]
+        assert len(taken) == len(set(taken)) == count * (ranks if role == "learner/" else replicas)
+    for host in hosts:
+        shared = shared_gpus(placed, host.name)
+        assert not (apart and shared)
+        for gpu, names in shared.items():
+            first, second = names
+            assert {name.partition("/")[0] for name in names} == {"learner", "rollouter"}
+            assert sharers_of(by_name(placed)[first].env[SHARED_GPU_VARIABLE])[gpu] == second
+            assert sharers_of(by_name(placed)[second].env[SHARED_GPU_VARIABLE])[gpu] == first
 
 
 def test_it_is_told_what_is_in_flight():
@@ -346,7 +424,7 @@ def can_hold(gpus, ranks, replicas, each):
     device=st.sampled_from(["auto", "cuda", "cpu"]),
 )
 def test_placement_over_hosts(gpus, cpus, ranks, replicas, each, device):
-    asked, hosts = config(ranks, replicas, each, device), hosts_of(*gpus, cpus=cpus)
+    asked, hosts = config(ranks, replicas, each, device, placement={"share": "never"}), hosts_of(*gpus, cpus=cpus)
     on_gpu = device == "cuda" or (device == "auto" and any(gpus))
     if not can_hold(gpus, ranks if on_gpu else 0, replicas, each):
         with pytest.raises(ConfigError, match=r"GPUs: .* makes \d+"):

@@ -276,7 +276,7 @@ def test_a_replica_on_the_same_host_opens_segments_and_others_fetch(configured, 
 
 
 @pytest.mark.parametrize(
-    ("configured", "backend", "on_gpu", "member"),
+    ("configured", "backend", "joins_nccl", "member"),
     [
         ("auto", "nccl", True, True),
         ("auto", "nccl", False, False),
@@ -289,9 +289,9 @@ def test_a_replica_on_the_same_host_opens_segments_and_others_fetch(configured, 
         ("shm", "nccl", True, False),
     ],
 )
-def test_members_of_a_broadcast(configured, backend, on_gpu, member):
+def test_members_of_a_broadcast(configured, backend, joins_nccl, member):
     play, probe = Play(transport=configured), make_probe()
-    play.serve("r/0", on_gpu=on_gpu)
+    play.serve("r/0", joins_nccl=joins_nccl)
     assert (play.announce(1, backend=backend, probe=probe) is None) is member
     if member:
         offer = play.look("r/0")

@@ -20,7 +20,9 @@ from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.config.learnable import obstacles
 from asyncrl.config.load import config_from_json
+from asyncrl.core.errors import ConfigError
 from asyncrl.core.roles import ROLES, role_of
+from asyncrl.gpu.shared_start import read_shares
 from asyncrl.launcher.checks.findings import CheckOrder, Finding, fail, ok, warn
 from asyncrl.launcher.checks.inputs import Inputs, check_inputs
 from asyncrl.launcher.checks.model import check_model, check_served, check_window
@@ -117,6 +119,25 @@ def learner_reads_more(config: Config) -> bool:
 async def _nccl(host: CheckedHost) -> list[Finding]:
     used = host.interface if host.order.several else ""
     return [judge_nccl(os.environ, host.interfaces, infiniband_devices(), used=used, several=host.order.several)]
+
+
+async def _sharing(host: CheckedHost) -> list[Finding]:
+    if host.config is None or not host.order.shared_gpus:
+        return []
+    return await asyncio.to_thread(check_sharing, host.config, host.order.shared_gpus)
+
+
+def check_sharing(config: Config, shared: Mapping[str, str]) -> list[Finding]:
+    """Whether rank and engine fit on each GPU that they share, and the share of each. ``shared``: names by GPU."""
+    found = []
+    for gpu, names in shared.items():
+        try:
+            found.append(ok("sharing", f"GPU {gpu} is shared by {names}: {read_shares(config, [gpu])}"))
+        except ConfigError as error:
+            key, _, problem = error.problems[0].partition(": ")
+            detail, _, fix = problem.rpartition("; ")
+            found.append(fail("sharing", f"GPU {gpu} is shared by {names}: {detail}", fix, key=key))
+    return found
 
 
 async def _ports(host: CheckedHost) -> list[Finding]:
@@ -252,13 +273,26 @@ async def _descriptors(host: CheckedHost) -> list[Finding]:
 
 
 ORDER = (
-    *("ssh", "identity", "clock", "versions", "placement", "gpus", "interface", "nccl", "ports", "reach", "model"),
+    *(
+        "ssh",
+        "identity",
+        "clock",
+        "versions",
+        "placement",
+        "gpus",
+        "sharing",
+        "interface",
+        "nccl",
+        "ports",
+        "reach",
+        "model",
+    ),
     *("tokenizer", "teacher", "chat", "data", "prompt", "reward", "algorithm", "learning", "episode", "sinks", "grace"),
     *("run_dir", "checkpoint_dir", "memory", "shm", "descriptors", "leftovers"),
 )
 """Names of all checks, in the order of their findings; asyncrl-doctor has those that compare hosts, and leftovers."""
 CHECKS: Sequence[Callable[[CheckedHost], Awaitable[Iterable[Finding | None]]]] = (
-    *(_nccl, _ports, _model, _inputs, _reward, _algorithm, _learning, _episode),
+    *(_sharing, _nccl, _ports, _model, _inputs, _reward, _algorithm, _learning, _episode),
     *(_sinks, _grace, _folders, _memory, _shm, _descriptors),
 )
 """The checks of one host. Their findings are ok, warn or fail, and say what, where and what to do."""

@@ -67,6 +67,8 @@ class CheckOrder(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
     """Folder of the run that is resumed."""
     folder: str = ""
     """Folder in which the launcher was called; relative paths start there, if there is such a folder."""
+    shared_gpus: dict[str, str] = {}
+    """GPUs of this host that a rank of the learner and an engine share, each with their names."""
     env: dict[str, str] = {}
     """Variables laid over the host's own environment."""
 

@@ -11,9 +11,12 @@ role without another place.
 
 Between equal hosts the earlier one is chosen. Ranks and replicas are numbered in the order of the hosts.
 
-The GPUs of a host go to the learner's ranks first, then to the engines, and none is shared. A rank sees all GPUs of the
-learner on its host and takes one, as under torchrun. An engine sees its own GPUs, and every other actor sees none. A
-run that does not fit is refused with the sum.
+The GPUs of a host go to the learner's ranks first, then to the engines. A rank sees all GPUs of the learner on its host
+and takes one, as under torchrun. An engine sees its own GPUs, and every other actor sees none.
+
+If there are too few GPUs for that, engines also take GPUs of ranks (``placement.share``): those without a rank first.
+Two ranks never share a GPU, because NCCL refuses it, and two engines never do, because each would get half of a KV
+cache. A run that does not fit is refused with the sum.
 
 Engines and ranks with a GPU get an even share of their host's threads. Ranks that train on the CPU share all cores,
 because engines are mostly idle while a slow learner trains. So the last bits of what a learner computes depend on the
@@ -23,13 +26,15 @@ cores and ranks of its host (or on learner.threads), and not on the number of en
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.roles import ROLES, is_optional, role_of
+from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE, sharers_of
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -68,7 +73,8 @@ def place(config: Config, hosts: Sequence[PlacementHost]) -> list[Placed]:
     """
     assert hosts
     assert len({host.name for host in hosts}) == len(hosts)
-    ranks, replicas = _counts(config, hosts)
+    layout = _layout(config, hosts)
+    ranks, replicas = layout.ranks, layout.replicas
     on_gpu, each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
     threads = [_threads(config, *there, on_gpu) for there in zip(hosts, ranks, replicas, strict=True)]
     placed = {}
@@ -81,13 +87,15 @@ def place(config: Config, hosts: Sequence[PlacementHost]) -> list[Placed]:
             name = f"learner/{first_rank + local}"
             placed[name] = Placed(name=name, host=host.name, gpus=learner_gpus[local : local + 1], env=env)
         for local in range(replicas[index]):
-            gpus = host.gpus[len(learner_gpus) + local * each :][:each]
+            gpus = layout.gpus_of_engines(host.gpus, learner_gpus)[local * each :][:each]
             env = _environment(threads[index].get("rollouter", 1), gpus) | _interface_environment(host)
             name = f"rollouter/{first_replica + local}"
             placed[name] = Placed(name=name, host=host.name, gpus=gpus, env=env)
             beside = f"episodes/{first_replica + local}"
             placed[beside] = Placed(name=beside, host=host.name, env=_environment(1, ()))
         first_rank, first_replica = first_rank + ranks[index], first_replica + replicas[index]
+    for host in hosts:
+        _with_sharers(placed, host.name)
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
     for name, host in zip(config.extra_episode_hosts, extra, strict=True):
         placed[name] = Placed(name=name, host=host.name, env=_environment(1, ()))
@@ -117,7 +125,8 @@ def with_episode_hosts(config: Config, hosts: Sequence[PlacementHost]) -> Config
     wanted = config.episode.extra_hosts
     if config.episode.kind == "single" or wanted == 0:
         return config
-    able = _episode_hosts(hosts, *_counts(config, hosts))
+    layout = _layout(config, hosts)
+    able = _episode_hosts(hosts, layout.ranks, layout.replicas)
     if wanted is None and not able:
         return config
     if wanted is None:
@@ -169,8 +178,87 @@ def _gpus_per_replica(config: Config) -> int:
     return config.rollout.gpus_per_replica
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Learner ranks and engines of each host, and the GPUs that engines take."""
+
+    ranks: list[int]
+    replicas: list[int]
+    engines_take: Literal["others", "others first", "those of ranks first"] = "others"
+
+    def gpus_of_engines(self, gpus: tuple[str, ...], of_ranks: tuple[str, ...]) -> tuple[str, ...]:
+        """The GPUs of a host in the order in which its engines take them; ``of_ranks`` are the first of them."""
+        others = gpus[len(of_ranks) :]
+        if self.engines_take == "others":
+            return others
+        return others + of_ranks if self.engines_take == "others first" else gpus
+
+
+def _layout(config: Config, hosts: Sequence[PlacementHost]) -> _Layout:
+    """Ranks and engines of each host, apart or on shared GPUs as placement.share says. Raises ConfigError."""
+    share = config.placement.share
+    if share in ("auto", "never") or not may_share(config, hosts):
+        try:
+            return _Layout(*_counts(config, hosts))
+        except ConfigError:
+            if share == "never" or (shared := _shared_counts(config, hosts)) is None:
+                raise
+            return _Layout(*shared, engines_take="others first")
+    shared = _shared_counts(config, hosts)
+    if shared is None:
+        raise _refusal(config, hosts, config.learner.ranks, _gpus_per_replica(config))
+    return _Layout(*shared, engines_take="those of ranks first")
+
+
+def may_share(config: Config, hosts: Sequence[PlacementHost]) -> bool:
+    """Whether both learner and engines compute on GPUs."""
+    return _learner_on_gpu(config, hosts) and _gpus_per_replica(config) > 0
+
+
+def _shared_counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], list[int]] | None:
+    """Learner ranks and engines of each host where an engine may use GPUs of ranks; None if they do not fit."""
+    if not may_share(config, hosts):
+        return None
+    each, gpus = _gpus_per_replica(config), [len(host.gpus) for host in hosts]
+    ranks, left = [], config.learner.ranks
+    for there in gpus:
+        ranks.append(min(left, there))
+        left -= ranks[-1]
+    if left or not ranks[0] or sum(there // each for there in gpus) < config.rollout.replicas:
+        return None
+    replicas = [0] * len(hosts)
+
+    def room(i: int) -> tuple[bool, int, int]:
+        """A host with GPUs that no rank has comes first, then the one with most GPUs without an engine."""
+        free = gpus[i] - replicas[i] * each
+        return free - ranks[i] >= each, free, -i
+
+    for _ in range(config.rollout.replicas):
+        replicas[max((i for i in range(len(hosts)) if room(i)[1] >= each), key=room)] += 1
+    return ranks, replicas
+
+
+def shared_gpus(placed: Iterable[Placed], host: str) -> dict[str, list[str]]:
+    """Return the GPUs of a host that a rank and an engine share, each with their names."""
+    users: dict[str, list[str]] = {}
+    for actor in placed:
+        for gpu in actor.gpus if actor.host == host else ():
+            users.setdefault(gpu, []).append(actor.name)
+    return {gpu: names for gpu, names in users.items() if len(names) > 1}
+
+
+def _with_sharers(placed: dict[str, Placed], host: str) -> None:
+    """Set SHARED_GPU_VARIABLE of the actors on a host that share a GPU."""
+    others: dict[str, list[str]] = {}
+    for gpu, names in shared_gpus(placed.values(), host).items():
+        for name, other in itertools.permutations(names, 2):
+            others.setdefault(name, []).append(f"{gpu}:{other}")
+    for name, pairs in others.items():
+        placed[name] = replace(placed[name], env={**placed[name].env, SHARED_GPU_VARIABLE: ",".join(pairs)})
+
+
 def _counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], list[int]]:
-    """Learner ranks and engines of each host. Raises ConfigError."""
+    """Learner ranks and engines of each host where no GPU is shared. Raises ConfigError."""
     on_gpu, each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
     gpus = [len(host.gpus) for host in hosts]
     if on_gpu:
@@ -251,8 +339,12 @@ def _refusal(config: Config, hosts: Sequence[PlacementHost], ranks: int, each: i
     named += f" and {len(hosts) - MOST_HOSTS_NAMED} hosts more" if len(hosts) > MOST_HOSTS_NAMED else ""
     has = f"{hosts[0].name} has {there}" if len(hosts) == 1 else f"there are {there}: {named}"
     told = f"GPUs: {' + '.join(parts)} makes {needed}"
+    sharing = ""
+    if config.placement.share == "never" and _shared_counts(config, hosts) is not None:
+        sharing = ', or set placement.share = "auto", so that ranks and engines share GPUs'
     if needed > there:
         told += f", but {has}; ask for fewer, or {' and '.join(advice)} to use the CPU"
+        told += sharing
     elif ranks and not hosts[0].gpus:
         told += f" and {has}, but the learner's rank 0 belongs on the first host, and {hosts[0].name} has no GPU"
         told += "; name a host with GPUs first"
@@ -261,7 +353,7 @@ def _refusal(config: Config, hosts: Sequence[PlacementHost], ranks: int, each: i
             f" and {has}, but an engine does not span hosts, and there is no room for {replicas} of {each} GPUs each"
         )
         told += " beside the learner" if ranks else ""
-        told += "; ask for fewer, or smaller ones"
+        told += f"; ask for fewer, or smaller ones{sharing}"
     return ConfigError([told])
 
 
@@ -338,6 +430,8 @@ def describe(config: Config, placed: Sequence[Placed]) -> list[str]:
     rows = ["", "placement:"]
     for actor in placed:
         where = f"GPU {','.join(actor.gpus)}" if actor.gpus else "CPU"
+        others = dict.fromkeys(sharers_of(actor.env.get(SHARED_GPU_VARIABLE, "")).values())
+        where += f" with {', '.join(others)}" if others else ""
         rows.append(
             f"  {actor.name:<{width}}  {actor.host:<{host_width}}  {where}  threads {actor.env[THREAD_VARIABLES[0]]}"
         )

@@ -126,7 +126,7 @@ def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Place
     found = []
     reference = next(iter(facts[head].cards.values()), None)
     for host, each in facts.items():
-        used = [gpu for actor in placed if actor.host == host for gpu in actor.gpus]
+        used = list(dict.fromkeys(gpu for actor in placed if actor.host == host for gpu in actor.gpus))
         cards = {index: each.cards[index] for index in used or each.facts.gpus if index in each.cards}
         busy = [
             f"GPU {index} {in_bytes(card.used_bytes)} of {in_bytes(card.total_bytes)}"

@@ -22,7 +22,7 @@ from asyncrl.core.roles import ROLES, role_of
 from asyncrl.launcher.checks.check_list import in_order
 from asyncrl.launcher.checks.findings import CheckOrder, Finding, fail, ok, on_host, warn
 from asyncrl.launcher.common.agent_messages import Checked, RouteQuery, Routes
-from asyncrl.launcher.common.placement import Placed, PlacementHost, place, with_episode_hosts, with_gpus
+from asyncrl.launcher.common.placement import Placed, PlacementHost, place, shared_gpus, with_episode_hosts, with_gpus
 from asyncrl.launcher.doctor.between_hosts import (
     Link,
     best_offset,
@@ -259,6 +259,7 @@ class Examination:
                 run=str(run),
                 is_head=host == head,
                 several=self._several,
+                shared_gpus={gpu: " and ".join(who) for gpu, who in shared_gpus(self._placed, host).items()},
             )
 
         checked = await self._ask_all(lambda contact: contact.ask(order(contact.name), Checked))

@@ -36,6 +36,7 @@ from asyncrl.core.errors import (
     WeightsCorrupt,
     WireError,
 )
+from asyncrl.gpu.shared_start import sharers
 from asyncrl.messages import Request
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
@@ -160,7 +161,7 @@ class UpdateFollower:
             serving=self._host.version,
             host=self._place,
             workers=self._host.engine.workers,
-            on_gpu=self._config.rollout.on_gpu,
+            joins_nccl=self._config.rollout.on_gpu and "learner/0" not in sharers().values(),
         )
         reply: Update | None = await self._ask(request)
         return None if reply is None else reply.offer

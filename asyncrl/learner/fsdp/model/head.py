@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from asyncrl.gpu.learner_memory import CHUNK_BYTES
+
 _LOG = logging.getLogger(__name__)
-CHUNK_BYTES = 256 << 20
-"""Bytes of the float32 logits of one chunk."""
 
 
 def chunk_size(vocabulary: int) -> int:

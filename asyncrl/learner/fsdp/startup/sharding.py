@@ -36,21 +36,21 @@ from asyncrl.config import Config
 from asyncrl.config.algorithm import LoraConfig
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.learner.fsdp.model import attention
-from asyncrl.learner.fsdp.model.head import chunk_size
-from asyncrl.learner.fsdp.model.lora import add_adapters, first_adapters, unreached
-from asyncrl.learner.fsdp.model.policy import Policy, local, parts
-from asyncrl.learner.fsdp.ranks.ranks import Ranks
-from asyncrl.learner.fsdp.startup.loading import Loaded, load
-from asyncrl.learner.fsdp.startup.memory import (
+from asyncrl.gpu.learner_memory import (
     Checkpointing,
     ModelShape,
-    TrainingShape,
     advise,
     choose_checkpointing,
     estimate,
     in_gigabytes,
+    training_shape,
 )
+from asyncrl.gpu.shared_start import rank_start, read_shares, sharers
+from asyncrl.learner.fsdp.model import attention
+from asyncrl.learner.fsdp.model.lora import add_adapters, first_adapters, unreached
+from asyncrl.learner.fsdp.model.policy import Policy, local, parts
+from asyncrl.learner.fsdp.ranks.ranks import Ranks
+from asyncrl.learner.fsdp.startup.loading import Loaded, load
 from asyncrl.learner.fsdp.startup.sharded_check import confirm_scoring
 from asyncrl.learner.fsdp.startup.startup_check import (
     AgreeingWays,
@@ -73,6 +73,8 @@ KEPT = (
     "torch_attn::_varlen_attn",
 )
 """Operators whose results selective checkpointing keeps: those that cost most to compute again."""
+SMALL_BYTES = 512 << 20
+"""Part of a rank's share that is not reserved in one block: torch keeps tensors below 1 MB in blocks of their own."""
 
 
 def choose_device(config: LearnerConfig, rank: int) -> torch.device:
@@ -102,6 +104,23 @@ def prepare_device(device: torch.device, config: LearnerConfig) -> None:
         torch.set_num_threads(config.threads)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.ranks))
+
+
+def reserve_share(device: torch.device, config: Config, rank: int) -> None:
+    """If an engine uses this rank's GPU too, take the rank's whole share of the memory at once. Blocking.
+
+    torch's allocator keeps what it has taken, so the engine measures the same free memory whenever it starts.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if device.type != "cuda" or device.index >= len(visible) or visible[device.index] not in sharers():
+        return
+    gpu = visible[device.index]
+    shares = read_shares(config, [gpu])
+    with rank_start(gpu, f"learner/{rank}"):
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(shares.rank, device)
+        torch.empty(max(0, int(shares.rank * total) - SMALL_BYTES), dtype=torch.uint8, device=device)
+    _LOG.info("GPU %s is shared with %s: %s", gpu, sharers()[gpu], shares)
 
 
 def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Policy, Scoring]:
@@ -349,20 +368,11 @@ def plan_memory(policy: Policy, scoring: Scoring, config: Config, ranks: Ranks, 
     if ranks.device.type != "cuda":
         return asked or "off"
     own_bytes = torch.cuda.get_device_properties(ranks.device).total_memory
+    own_bytes = int(own_bytes * torch.cuda.get_per_process_memory_fraction(ranks.device))
     available = int(ranks.all_gather([float(own_bytes)], "the memory of each rank's device").min())
     try:
         shape = shape_of(policy)
-        load = TrainingShape(
-            shards=ranks.shards,
-            replicas=ranks.replicas,
-            # A longer sequence has a row of its own.
-            tokens=max(learner.tokens_per_microbatch, config.longest_sequence, config.sft.max_tokens or 0),
-            chunk=min(learner.tokens_per_microbatch, chunk_size(shape.vocabulary)),
-            compute_bytes=dtype.itemsize,
-            checkpointing=asked or "full",
-            offloaded=learner.offload,
-            muon=learner.optimizer == "muon",
-        )
+        load = training_shape(config, shape, dtype.itemsize)
         if asked is None and is_estimated(policy, scoring):
             load = replace(load, checkpointing=choose_checkpointing(shape, load, available))
         needed, advice = estimate(shape, load), advise(shape, load, available)

@@ -21,7 +21,6 @@ from vllm.model_executor.models import ModelRegistry, supports_lora
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -69,12 +68,15 @@ class LoadLogger(StatLoggerBase):
         """Log nothing."""
 
 
-def launch(config: Config, name: str, model: dict[str, Any], folder: str, load: LoadLogger | None) -> AsyncLLM:
+def launch(
+    config: Config, name: str, model: dict[str, Any], folder: str, load: LoadLogger | None, gpu_share: float
+) -> AsyncLLM:
     """Start an engine and wait until it is up; ``folder`` takes its files, and ``load`` receives its load. Blocking.
+
+    ``gpu_share`` is the share of each GPU's memory for the engine, unless the user sets one.
 
     Raises ConfigError for a model that cannot be run, EngineDied when its processes fail to start.
     """
-    options.check_model(config, model, CPUAttentionBackend.get_supported_head_sizes())
     if options.on_cpu(config) != current_platform.is_cpu():
         raise ConfigError(
             [
@@ -82,11 +84,17 @@ def launch(config: Config, name: str, model: dict[str, Any], folder: str, load: 
                 f"{current_platform.device_type}"
             ]
         )
+    if options.on_cpu(config):
+        # Only vLLM's build for CPUs has all that this module needs.
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        options.check_model(config, model, CPUAttentionBackend.get_supported_head_sizes())
     if config.publishes_adapter:
         _require_lora_support(model)
     try:
         arguments = AsyncEngineArgs(
-            **options.engine_arguments(config, name), weight_transfer_config=WeightTransferConfig(backend=BACKEND)
+            **options.engine_arguments(config, name, gpu_share),
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         )
         with _environment(options.scratch_environment(folder)):
             # Without one vLLM counts nothing, which is faster.

@@ -25,6 +25,7 @@ from asyncrl.config import Config
 from asyncrl.config.algorithm import VLLM_RANKS
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.files import lock_is_free
+from asyncrl.gpu.sharing import ALONE
 from asyncrl.rollouter.engines.vllm.checkpoint import targets, text_config
 
 SCRATCH_PREFIX = "asyncrl-engine-"
@@ -144,8 +145,10 @@ def max_model_len(config: Config) -> int:
     return config.rollout.vllm.max_model_len or config.longest_sequence
 
 
-def engine_arguments(config: Config, name: str) -> dict[str, Any]:
+def engine_arguments(config: Config, name: str, gpu_share: float = ALONE) -> dict[str, Any]:
     """Arguments of AsyncEngineArgs; ``rollout.vllm.extra`` comes last.
+
+    ``gpu_share`` is the share of each GPU's memory for the engine, unless the user sets one.
 
     No weights are read: the first update brings them, and nothing is generated before it. Where versions are adapters,
     the model's own weights are read, and the first update brings the adapter.
@@ -185,7 +188,7 @@ def engine_arguments(config: Config, name: str) -> dict[str, Any]:
         }
     else:
         arguments["tensor_parallel_size"] = config.rollout.gpus_per_replica
-        arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization
+        arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization or gpu_share
     if config.publishes_adapter:
         arguments |= _adapter_arguments(config)
     return arguments | vllm.extra

@@ -27,11 +27,11 @@ from torch import nn
 from asyncrl.config.algorithm import LoraConfig
 from asyncrl.config.training import ModelConfig
 from asyncrl.core.errors import CheckpointError, ConfigError
+from asyncrl.gpu.learner_memory import TrainingShape, estimate
 from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters, adapted_layers, add_adapters, unreached
 from asyncrl.learner.fsdp.model.policy import make_row
 from asyncrl.learner.fsdp.startup.loading import load_policy
-from asyncrl.learner.fsdp.startup.memory import TrainingShape, estimate
 from asyncrl.learner.fsdp.startup.sharding import shape_of
 from asyncrl.learner.fsdp.weights import assembly
 from asyncrl.learner.fsdp.weights.dcp import load_weights

@@ -19,7 +19,6 @@ import msgspec
 import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
-from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.platforms import current_platform
 
@@ -55,6 +54,8 @@ class AdapterLoader:
         renaming = mapper.get_rename_mapper() if mapper is not None else None
         _replace(manager, _layers(tensors_of(version), renaming, scaling, manager.lora_config.lora_dtype))
         if current_platform.is_cpu():
+            from asyncrl.rollouter.engines.vllm.worker.cpu_lora import compute_at_once
+
             compute_at_once(manager)
         torch.accelerator.synchronize()
 
@@ -139,41 +140,3 @@ def _holds(held: torch.Tensor, expected: torch.Tensor | None) -> bool:
         return not held.any()
     rows, columns = expected.shape
     return bool(torch.equal(held[:rows, :columns], expected.to(held.device)))
-
-
-class OneAdapter(PunicaWrapperCPU):
-    """The arithmetic of an adapter on CPU: adds that of slot 0 to every token.
-
-    vLLM's own, made for many adapters, copies both matrices for each token before it multiplies, which takes several
-    times what the layer itself takes.
-    """
-
-    def add_lora_linear(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        scale: float,
-        output_slices: tuple[int, ...],
-        **_: Any,
-    ) -> None:
-        """y += scale x aᵀ bᵀ, slice by slice. y: [T, the sum of output_slices]; x: [T, in]; a: [1, 1, rank, in];
-        b: [1, 1, out, rank]."""
-        start = 0
-        for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-            y[:, start : start + size].addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)
-            start += size
-
-
-def compute_at_once(manager: Any) -> None:
-    """Let all layers of a LoRAModelManager with a single slot compute so. May be repeated."""
-    assert manager.lora_slots == 1, "all requests have the same adapter"
-    for prefix, wrapper in manager.punica_wrapper_mapping.items():
-        if isinstance(wrapper, OneAdapter):
-            continue
-        ours = OneAdapter(manager.max_num_batched_tokens, manager.max_num_seqs, manager.device)
-        manager.punica_wrapper_mapping[prefix] = ours
-        for module in manager.modules.values():
-            if module.punica_wrapper is wrapper:
-                module.set_mapping(ours)

@@ -16,9 +16,7 @@ from model_matrix import EXPERTS, FAMILIES, MIXED_LAYERS, make_family, save_fami
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.config.training import ModelConfig
-from asyncrl.learner.fsdp.model.policy import Policy, make_row
-from asyncrl.learner.fsdp.startup.loading import load_policy
-from asyncrl.learner.fsdp.startup.memory import (
+from asyncrl.gpu.learner_memory import (
     CAUTIOUS,
     USABLE,
     ModelShape,
@@ -27,6 +25,8 @@ from asyncrl.learner.fsdp.startup.memory import (
     choose_checkpointing,
     estimate,
 )
+from asyncrl.learner.fsdp.model.policy import Policy, make_row
+from asyncrl.learner.fsdp.startup.loading import load_policy
 from asyncrl.learner.fsdp.startup.sharding import plan_memory, shape_of
 from asyncrl.learner.fsdp.startup.startup_check import Scoring
 
@@ -133,11 +133,10 @@ def gpu_ranks(*memories):
         ({"num_attention_heads": 4, "intermediate_size": [64, 64]}, "TypeError: "),
     ],
 )
-def test_a_model_of_other_sizes_than_a_dense_one_is_not_estimated(sizes, problem, monkeypatch, caplog):
+def test_a_model_of_other_sizes_than_a_dense_one_is_not_estimated(sizes, problem, gpus_of_80_gb, caplog):
     policy = Policy(make_family("Mistral", tied=False))
     told = SimpleNamespace(hidden_size=32, vocab_size=64, **sizes)
     policy.model.config.get_text_config = lambda: told
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
     ranks = gpu_ranks(80e9)
     with caplog.at_level(logging.INFO, "asyncrl"):
         kind = plan_memory(policy, OURS, make_config(), ranks, BF16)
@@ -224,6 +223,7 @@ def test_more_memory_never_makes_more_to_compute_again(shards, tokens, available
 @pytest.fixture
 def gpus_of_80_gb(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
 
 
 def test_the_smallest_gpu_decides_for_all_ranks(gpus_of_80_gb, caplog):

@@ -12,8 +12,11 @@ MLP, 4 b i. Norms of queries and keys, as Qwen3 has, add (4 + b) (q + k).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+from asyncrl.config import Config
 
 Checkpointing = Literal["off", "selective", "full"]
 
@@ -23,6 +26,8 @@ GATHERED_LAYERS = 2
 """Layers that are whole in memory at once: the one that computes, and the next, which FSDP prefetches."""
 LOGITS_KEPT = 3
 """Arrays of the size of a chunk's logits that are in memory at once: logits, softmax and its gradient."""
+CHUNK_BYTES = 256 << 20
+"""Bytes of the float32 logits of one chunk of positions."""
 USABLE = 0.9
 """Share of a device's memory that an estimate may fill before ``advise`` suggests changes."""
 CAUTIOUS = 0.75
@@ -59,6 +64,54 @@ class ModelShape:
         return max(0, self.parameters - self.layers * self.layer_parameters)
 
 
+def shape_of_settings(settings: Mapping[str, Any], lora_rank: int = 0) -> ModelShape:
+    """Compute the sizes of a model of Llama's kind, with adapters of ``lora_rank``, from its config.json alone.
+
+    Biases and norms, about a thousandth of the parameters, are left out. Raises KeyError or TypeError if the file lacks
+    a size.
+    """
+    text = settings.get("text_config") or settings
+    hidden, heads, layers = text["hidden_size"], text["num_attention_heads"], text["num_hidden_layers"]
+    width = text.get("head_dim") or hidden // heads
+    queries, keys = heads * width, (text.get("num_key_value_heads") or heads) * width
+    intermediate, vocabulary = text["intermediate_size"], text["vocab_size"]
+    matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
+    matrices += 2 * [(hidden, intermediate)] + [(intermediate, hidden)]
+    layer = sum(rows * columns for rows, columns in matrices)
+    tied = settings.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    parameters = layers * layer + (1 if tied else 2) * vocabulary * hidden
+    adapters = layers * lora_rank * sum(rows + columns for rows, columns in matrices)
+    return ModelShape(
+        parameters=parameters + adapters,
+        trained=adapters or parameters,
+        layer_parameters=layer,
+        layers=layers,
+        hidden=hidden,
+        queries=queries,
+        keys=keys,
+        intermediate=intermediate,
+        vocabulary=vocabulary,
+    )
+
+
+def training_shape(config: Config, shape: ModelShape, compute_bytes: int, frozen_parameters: int = 0) -> TrainingShape:
+    """How ``config`` trains a model on GPUs; "auto" counts as full activation checkpointing."""
+    learner = config.learner
+    kind = learner.activation_checkpointing
+    return TrainingShape(
+        shards=learner.ranks // learner.replicas,
+        replicas=learner.replicas,
+        # A longer sequence has a row of its own.
+        tokens=max(learner.tokens_per_microbatch, config.longest_sequence, config.sft.max_tokens or 0),
+        chunk=min(learner.tokens_per_microbatch, max(1, CHUNK_BYTES // (FLOAT32 * shape.vocabulary))),
+        compute_bytes=compute_bytes,
+        checkpointing="full" if kind == "auto" else kind,
+        offloaded=learner.offload,
+        muon=learner.optimizer == "muon",
+        frozen_parameters=frozen_parameters,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingShape:
     """The settings that determine how much memory training takes."""
@@ -79,6 +132,8 @@ class TrainingShape:
     muon: bool = False
     """Whether Muon moves the layers; their few vectors are counted as matrices. Stacked experts, which AdamW moves, are
     too."""
+    frozen_parameters: int = 0
+    """Parameters of the models that only score (reference and teacher), which are sharded as the policy is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +175,7 @@ def estimate(shape: ModelShape, load: TrainingShape) -> Estimate:
     """Estimate the bytes that a rank needs to train a model of this ``shape`` with these settings (``load``)."""
     trained = FLOAT32 * shape.trained // load.shards
     by_muon = min(trained, FLOAT32 * shape.layers * shape.layer_parameters // load.shards) if load.muon else 0
-    frozen = load.compute_bytes * (shape.parameters - shape.trained) // load.shards
+    frozen = load.compute_bytes * (shape.parameters - shape.trained + load.frozen_parameters) // load.shards
     # A single shard that has the compute type is used as it is: nothing is gathered.
     apart = load.shards > 1 or load.compute_bytes != FLOAT32
     gathered = shape.other_parameters + GATHERED_LAYERS * shape.layer_parameters if apart else 0

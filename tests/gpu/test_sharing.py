@@ -1,0 +1,213 @@
+"""The division of a GPU's memory between a rank and an engine: tables of models and cards, and properties."""
+
+from dataclasses import replace
+
+import pytest
+from examples import examples
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.config.load import validate_config
+from asyncrl.core.errors import ConfigError
+from asyncrl.gpu.engine_memory import EngineShape, estimate_engine
+from asyncrl.gpu.learner_memory import ModelShape, TrainingShape, estimate, shape_of_settings
+from asyncrl.gpu.sharing import (
+    LEAST_SEQUENCES,
+    PROCESS_BYTES,
+    UNKNOWN,
+    Demand,
+    advise_sharing,
+    plan_sharing,
+    share_gpu,
+    sharers_of,
+)
+
+GIB = 1 << 30
+
+
+def qwen(hidden, layers, heads, keys, intermediate, *, tied=True, **more):
+    """The config.json of a model of the Qwen2.5 family."""
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        "intermediate_size": intermediate,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": tied,
+        **more,
+    }
+
+
+MODELS = {
+    "0.5B": qwen(896, 24, 14, 2, 4864),
+    "1.5B": qwen(1536, 28, 12, 2, 8960),
+    "3B": qwen(2048, 36, 16, 2, 11008),
+    "7B": qwen(3584, 28, 28, 4, 18944, tied=False),
+}
+
+
+def configured(rank=0, **tables):
+    tree = {"model": {"path": "/m"}, "data": {"source": "synthetic"}, "lora": {"rank": rank}}
+    return validate_config(tree | {"rollout": {"gpus_per_replica": 1}} | tables)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("0.5B", 494_032_768), ("1.5B", 1_543_714_304), ("3B", 3_085_938_688), ("7B", 7_615_616_512)],
+)
+def test_a_config_json_alone_gives_the_parameters_to_a_thousandth(name, parameters):
+    assert shape_of_settings(MODELS[name]).parameters == pytest.approx(parameters, rel=1e-3)
+    # The text model of one that also sees images.
+    assert shape_of_settings({"text_config": MODELS[name]}).parameters == pytest.approx(parameters, rel=1e-3)
+
+
+def test_adapters_alone_are_trained():
+    shape = shape_of_settings(MODELS["0.5B"], 8)
+    full = shape_of_settings(MODELS["0.5B"])
+    # 8 x (rows + columns) of q, k, v, o, gate, up and down in each of 24 layers.
+    assert shape.trained == 8 * 24 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864))
+    assert (shape.parameters - shape.trained, full.trained) == (full.parameters, full.parameters)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "model", "rank", "fits"),
+    [
+        (24, "0.5B", 0, True),
+        (24, "1.5B", 32, True),
+        (24, "1.5B", 0, False),
+        (24, "3B", 32, True),
+        (24, "7B", 32, False),
+        (48, "1.5B", 0, True),
+        (48, "3B", 0, False),
+        (48, "7B", 32, True),
+        (80, "1.5B", 0, True),
+        (80, "3B", 0, True),
+        (80, "7B", 32, True),
+        (80, "7B", 0, False),
+    ],
+)
+def test_what_fits_on_a_card(gigabytes, model, rank, fits):
+    total, config = gigabytes * GIB, configured(rank)
+    if not fits:
+        with pytest.raises(
+            ConfigError, match=r"placement\.share: .* do not fit on one GPU of .*; (set|take) "
+        ) as caught:
+            plan_sharing(config, MODELS[model], total)
+        assert "the engine at least" in str(caught.value)
+        return
+    shares = plan_sharing(config, MODELS[model], total)
+    assert shares.rank + shares.engine + PROCESS_BYTES / total < 1
+    assert shares.cached_tokens >= LEAST_SEQUENCES * config.longest_sequence
+    assert f"{shares.rank:.0%} of the memory" in str(shares) and f"{shares.engine:.0%}" in str(shares)
+
+
+def test_a_small_model_keeps_its_activations_on_a_large_card_only():
+    kinds = [plan_sharing(configured(), MODELS["0.5B"], size * GIB).checkpointing for size in (24, 80)]
+    assert kinds == ["full", "off"]
+    asked = configured(learner={"activation_checkpointing": "selective"})
+    assert plan_sharing(asked, MODELS["0.5B"], 80 * GIB).checkpointing == "selective"
+
+
+def test_a_user_may_set_the_share_of_the_engine():
+    def with_share(share):
+        return configured(rollout={"gpus_per_replica": 1, "vllm": {"gpu_memory_utilization": share}})
+
+    assert plan_sharing(with_share(0.3), MODELS["0.5B"], 80 * GIB).engine == 0.3
+    with pytest.raises(ConfigError, match=r"; set no rollout\.vllm\.gpu_memory_utilization$"):
+        plan_sharing(with_share(0.9), MODELS["0.5B"], 80 * GIB)
+
+
+def test_a_reference_counts_and_a_model_of_unknown_size_gets_a_fixed_share():
+    alone = plan_sharing(configured(), MODELS["1.5B"], 48 * GIB)
+    judged = plan_sharing(configured(), MODELS["1.5B"], 48 * GIB, [MODELS["1.5B"]])
+    # 3.1 GB of bfloat16 in 51.5 GB, of which estimates fill 90 %.
+    assert 0.06 <= judged.rank - alone.rank <= 0.08
+    unknown = plan_sharing(configured(), {"hidden_size": 8}, 24 * GIB)
+    assert (unknown.rank, unknown.engine, unknown.cached_tokens) == (UNKNOWN, UNKNOWN, 0)
+    assert "KV cache" not in str(unknown)
+
+
+def test_names_of_sharers_by_gpu():
+    assert sharers_of("") == {}
+    assert sharers_of("0:rollouter/0,GPU-5a:learner/1") == {"0": "rollouter/0", "GPU-5a": "learner/1"}
+
+
+SHAPES = st.builds(
+    shape_of_settings,
+    st.sampled_from([*MODELS.values()]),
+    st.sampled_from([0, 8, 64]),
+)
+LOADS = st.builds(
+    TrainingShape,
+    shards=st.sampled_from([1, 2, 8]),
+    tokens=st.sampled_from([1024, 8192, 65536]),
+    chunk=st.just(441),
+    compute_bytes=st.sampled_from([2, 4]),
+    checkpointing=st.just("full"),
+    offloaded=st.booleans(),
+)
+ENGINES = st.builds(
+    EngineShape,
+    gpus=st.sampled_from([1, 2]),
+    step_tokens=st.just(16384),
+    sequences=st.sampled_from([16, 256]),
+    longest=st.sampled_from([1024, 32768]),
+    compute_bytes=st.just(2),
+    utilization=st.sampled_from([None, 0.2, 0.5, 0.9]),
+)
+DEMANDS = st.builds(Demand, SHAPES, LOADS, ENGINES, st.sampled_from([None, "off", "selective", "full"]))
+
+
+@settings(max_examples=examples(200))
+@given(demand=DEMANDS, gigabytes=st.integers(8, 192))
+def test_both_sides_have_what_they_are_estimated_to_need_and_no_more_than_there_is(demand, gigabytes):
+    total = gigabytes * GIB
+    shares = share_gpu(total, demand)
+    if shares is None:
+        # More memory never fits less, and the advice is not empty.
+        assert share_gpu(total // 2, demand) is None
+        assert advise_sharing(total, demand).startswith(("set ", "take a larger GPU"))
+        return
+    assert shares.rank * total + shares.engine * total + PROCESS_BYTES <= total
+    assert (
+        estimate(demand.shape, replace(demand.load, checkpointing=shares.checkpointing)).device <= shares.rank * total
+    )
+    need = estimate_engine(demand.shape, demand.engine)
+    cache = shares.cached_tokens * need.token
+    assert need.without_cache + cache + PROCESS_BYTES <= shares.engine * total + 1
+    assert demand.asked in (None, shares.checkpointing)
+    assert demand.engine.utilization in (None, shares.engine)
+
+
+@settings(max_examples=examples(100))
+@given(demand=DEMANDS, gigabytes=st.integers(8, 192))
+def test_no_advised_change_is_needless(demand, gigabytes):
+    total = gigabytes * GIB
+    assume(share_gpu(total, demand) is None)
+    advice = advise_sharing(total, demand)
+    assume(advice.startswith("set "))
+    changed = follow(demand, advice.removeprefix("set ").split(" and "))
+    assert share_gpu(total, changed) is not None
+    words = advice.removeprefix("set ").split(" and ")
+    for word in words:
+        assert share_gpu(total, follow(demand, [other for other in words if other != word])) is None
+
+
+def follow(demand: Demand, words: list[str]) -> Demand:
+    """Make the changes that an advice names."""
+    for word in words:
+        key, _, value = word.partition(" = ")
+        if key == "learner.activation_checkpointing":
+            demand = replace(demand, asked="full")
+        elif key == "no rollout.vllm.gpu_memory_utilization":
+            demand = replace(demand, engine=replace(demand.engine, utilization=None))
+        elif key == "learner.tokens_per_microbatch":
+            demand = replace(demand, load=replace(demand.load, tokens=int(value)))
+        elif key == "learner.offload":
+            demand = replace(demand, load=replace(demand.load, offloaded=True))
+        else:
+            assert word == "lora.rank = 32"
+            shape: ModelShape = demand.shape
+            demand = replace(demand, shape=replace(shape, trained=shape.parameters // 100))
+    return demand
