@@ -1,8 +1,10 @@
-"""The list of checks, and their run on one host.
+"""The list of checks, and the function that runs it on one host.
 
 ``asyncrl-launch`` runs the list on every host before a start; errors prevent the start, and warnings are printed.
 ``asyncrl-doctor`` runs the same list and adds the checks that compare hosts with each other. No check imports torch or
 starts an actor. The user's files and code are read and called in processes of their own, under deadlines.
+
+A check gets a CheckedHost and returns findings (findings.py), none if the host has nothing to check.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ LAST_STEPS = 20
 
 @dataclass(kw_only=True)
 class CheckedHost:
-    """One host and its part of a run. Results that several checks use are computed once."""
+    """One host and the actors that the run places there. Results that several checks use are computed once."""
 
     order: CheckOrder
     interfaces: Mapping[str, str] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class CheckedHost:
 
     @cached_property
     def config(self) -> Config | None:
-        """The run's configuration; None if asyncrl-doctor has none, and then checks that need one return nothing."""
+        """The run's configuration; None if asyncrl-doctor has none. Checks that need one then return no findings."""
         return config_from_json(self.order.config) if self.order.config else None
 
     def has(self, role: str) -> bool:
@@ -86,7 +88,7 @@ class CheckedHost:
 
     @cached_property
     def model(self) -> asyncio.Task[tuple[Finding | None, ModelSize | None]]:
-        """The finding on the model's folder, and the model's size if the folder passes."""
+        """A task with the finding on the model's folder, and the model's size if the folder passes."""
         return asyncio.create_task(self._model())
 
     async def _model(self) -> tuple[Finding | None, ModelSize | None]:
@@ -96,7 +98,7 @@ class CheckedHost:
 
     @cached_property
     def inputs(self) -> asyncio.Task[Inputs]:
-        """The findings on tokenizer, data and scoring models, and sample rows."""
+        """A task with the findings on tokenizer, data and scoring models, and sample rows (inputs.py)."""
         return asyncio.create_task(self._inputs())
 
     async def _inputs(self) -> Inputs:
@@ -111,7 +113,7 @@ class CheckedHost:
 
 
 def learner_reads_more(config: Config) -> bool:
-    """Whether rank 0 of the learner also reads conversations or scoring models."""
+    """Whether rank 0 of the learner reads conversations (sft.data), a teacher or a reference model."""
     learner = config.learner
     return config.sft.data is not None or learner.teacher is not None or reference_path(learner) is not None
 
@@ -206,8 +208,9 @@ async def _sinks(host: CheckedHost) -> list[Finding]:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported; not a mere folder of its name, which wandb creates."""
+    """Whether a package can be imported."""
     spec = find_spec(package)
+    # Python also finds a mere folder of that name, as wandb creates one; its spec has no origin.
     return spec is not None and spec.origin is not None
 
 
@@ -218,9 +221,10 @@ async def _grace(host: CheckedHost) -> list[Finding]:
 
 
 def check_grace(config: Config, resumed: str = "") -> list[Finding]:
-    """Warn if preempt.grace_s, in which a preempted run must write its checkpoint, is too short for a step.
+    """Warn if preempt.grace_s, the time that a preempted run has to write its checkpoint, is too short for a step.
 
-    The step's time is known only from the metrics of the run in ``resumed`` or from a simulated learner.
+    The duration of a step comes from the metrics in ``resumed``, the folder of the resumed run, or is configured for a
+    simulated learner. Else it is unknown, and there is no finding.
     """
     lines = read_metrics(Path(resumed) / METRICS, ("train",)) if resumed else []
     steps_s = [step_s for line in lines[-LAST_STEPS:] if (step_s := busy_s(line)) is not None]
@@ -236,7 +240,10 @@ async def _folders(host: CheckedHost) -> list[Finding]:
 
 
 def check_folders(host: CheckedHost, size: ModelSize | None) -> list[Finding]:
-    """Check that the run folder and the checkpoint folder can be written to and have enough space."""
+    """Check that the run folder and the checkpoint folder can be written to and have enough space.
+
+    Only hosts with a real learner check the checkpoint folder. A disk that has both folders must have room for both.
+    """
     config, run, found, shared = host.config, Path(host.order.run).absolute(), list[Finding](), False
     if config is None:
         return [check_folder("run_dir", "run.dir", run, Need(least=0, wanted=0))]
@@ -248,7 +255,7 @@ def check_folders(host: CheckedHost, size: ModelSize | None) -> list[Finding]:
             each += need
         found.append(check_folder("checkpoint_dir", key, checkpoints, each))
     records = check_folder("run_dir", "run.dir", run, need)
-    # If both are on one disk, its lack of room is reported once.
+    # On one disk, the warning about checkpoints includes the need of the run folder.
     if not (shared and records.result == found[0].result == "warn"):
         found.append(records)
     return found
@@ -290,21 +297,24 @@ ORDER = (
     *("tokenizer", "teacher", "chat", "data", "prompt", "reward", "algorithm", "learning", "episode", "sinks", "grace"),
     *("run_dir", "checkpoint_dir", "memory", "shm", "descriptors", "leftovers"),
 )
-"""Names of all checks, in the order of their findings; asyncrl-doctor has those that compare hosts, and leftovers."""
+"""Names of all checks, in the order in which findings are shown.
+
+Only asyncrl-doctor runs the checks that compare hosts, and the search for leftovers.
+"""
 CHECKS: Sequence[Callable[[CheckedHost], Awaitable[Iterable[Finding | None]]]] = (
     *(_sharing, _nccl, _ports, _model, _inputs, _reward, _algorithm, _learning, _episode),
     *(_sinks, _grace, _folders, _memory, _shm, _descriptors),
 )
-"""The checks of one host. Their findings are ok, warn or fail, and say what, where and what to do."""
+"""The checks that run on one host."""
 
 
 async def check_host(host: CheckedHost) -> list[Finding]:
-    """Run the checks on this host: the findings in ORDER. A missing resource never raises."""
+    """Run all CHECKS on this host in parallel and return the findings, in ORDER. A missing resource never raises."""
     found = await asyncio.gather(*(check(host) for check in CHECKS))
     return in_order([finding for findings in found for finding in findings if finding is not None], [])
 
 
 def in_order(findings: Iterable[Finding], hosts: Sequence[str]) -> list[Finding]:
-    """Findings of all hosts first, then host by host, each in ORDER."""
+    """Sort findings: first those that concern all hosts together, then host by host. Each part is in ORDER."""
     places = {name: number for number, name in enumerate(("", *hosts))}
     return sorted(findings, key=lambda finding: (places[finding.host], ORDER.index(finding.check)))

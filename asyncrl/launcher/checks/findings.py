@@ -1,4 +1,4 @@
-"""Findings of checks: rows for people, objects for programs. Pure.
+"""Findings of checks, as rows for people and as JSON for programs. Pure.
 
 Invariant: a finding that is not ok says what to do. The fields of Finding are stable.
 """
@@ -12,7 +12,7 @@ import msgspec
 
 Result = Literal["ok", "warn", "fail"]
 ALL_HOSTS = ""
-"""The host of a finding that concerns all of them."""
+"""Value of ``Finding.host`` if a finding concerns all hosts together."""
 FAILED_EXIT_CODE = 1
 
 
@@ -28,11 +28,11 @@ class Finding(msgspec.Struct, frozen=True):
     fix: str = ""
     """The next step; empty if the result is ok."""
     key: str = ""
-    """The configuration key that decides, if there is one."""
+    """The configuration key that the finding is about, or empty."""
 
     @property
     def text(self) -> str:
-        """Key, detail and fix in one line."""
+        """One line with the key, the detail and the fix."""
         row = f"{self.key}: {self.detail}" if self.key else self.detail
         return " ".join((row + (f"; fix: {self.fix}" if self.fix else "")).splitlines())
 
@@ -42,54 +42,58 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class KnownPrompts(msgspec.Struct, frozen=True):
-    """The training prompts of a run that is resumed, as they were when it stopped."""
+    """Identifies the training prompts that a resumed run had when it stopped."""
 
     fingerprint: str
+    """Digest of the prompts, in order."""
     count: int = 0
-    """0 if unknown."""
+    """Number of prompts; 0 if unknown."""
 
 
 class CheckOrder(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
-    """Run the list of checks for a host's part of a run: a line to the host."""
+    """Message to a host: run the list of checks (check_list.py) for the actors that the run places on you."""
 
     config: str = ""
     """The resolved configuration (JSON); empty if asyncrl-doctor has none."""
     actors: list[str]
+    """Names of those actors."""
     address: str
+    """Address at which these actors listen."""
     run: str
-    """The run folder, or where it would be."""
+    """Path of the run folder, which may not exist yet."""
     is_head: bool
+    """Whether this is the host of the controller."""
     several: bool
     """Whether the run has several hosts."""
     known: KnownPrompts | None = None
-    """Training prompts of the run that is resumed."""
+    """Training prompts of the run that is resumed; None for a new run."""
     resumed: str = ""
-    """Folder of the run that is resumed."""
+    """Folder of the run that is resumed; empty for a new run."""
     folder: str = ""
-    """Folder in which the launcher was called; relative paths start there, if there is such a folder."""
+    """Folder in which the launcher was called. Relative paths start there, if the host has such a folder."""
     shared_gpus: dict[str, str] = {}
     """GPUs of this host that a rank of the learner and an engine share, each with their names."""
     env: dict[str, str] = {}
-    """Variables laid over the host's own environment."""
+    """Variables that the host sets in its own environment."""
 
 
 def ok(check: str, detail: str, host: str = ALL_HOSTS, *, key: str = "") -> Finding:
-    """A finding with nothing to do."""
+    """Make a finding that needs no action."""
     return Finding(host, check, "ok", detail, key=key)
 
 
 def warn(check: str, detail: str, fix: str, host: str = ALL_HOSTS, *, key: str = "") -> Finding:
-    """A finding with which the run can start."""
+    """Make a finding that does not prevent the start."""
     return Finding(host, check, "warn", detail, fix, key)
 
 
 def fail(check: str, detail: str, fix: str, host: str = ALL_HOSTS, *, key: str = "") -> Finding:
-    """A finding with which the run would not start, or would fail later."""
+    """Make a finding that prevents the start, because the run would fail at once or later."""
     return Finding(host, check, "fail", detail, fix, key)
 
 
 def on_host(host: str, findings: Iterable[Finding]) -> list[Finding]:
-    """The same findings with this host."""
+    """Return copies of the findings with this host."""
     return [msgspec.structs.replace(finding, host=host) for finding in findings]
 
 
@@ -126,10 +130,10 @@ def counts(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """A list of objects with the keys host, check, result, detail, fix, key."""
+    """A JSON list of objects with the keys host, check, result, detail, fix, key."""
     return msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """The first names and the number of the others."""
+    """Join the first ``most`` names, and say how many more there are: "a, b and 3 more"."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

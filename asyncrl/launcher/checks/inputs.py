@@ -1,9 +1,12 @@
 """Checks of tokenizer, chat template, prompts and conversations, which are read and tokenized as in the run.
 
+A *set* is the training prompts (``data``) or the prompts of one evaluation (``eval.NAME.data``). Conversations are the
+rows of ``sft.data``.
+
 A tokenizer may bring its own code, and libraries that read rows import slowly or crash on a broken file. So a process
 of its own reads them (``python -m asyncrl.launcher.checks.inputs``) under a deadline. It answers with findings, and
-with sample rows on which the reward function is tried. A chat template is a program too and may hang: a thread checks
-it under a deadline, and the process ends without waiting for the thread.
+with sample rows on which the reward function is tried. A chat template is a program too and may hang. So a thread
+checks it under a deadline, and the process ends without waiting for the thread.
 """
 
 from __future__ import annotations
@@ -42,16 +45,16 @@ from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
 
 MODULE = "asyncrl.launcher.checks.inputs"
 READ_S = 45.0
-"""Longest time of the process (s); importing transformers, for a tokenizer that needs it, takes most."""
+"""Deadline of the process (s); importing transformers, for a tokenizer that needs it, takes most of it."""
 SETS_S = 5.0
-"""Longest time for the rows of all sets (s); about two hundred thousand short rows take that long."""
+"""Longest time for all sets (s), enough to read and tokenize two hundred thousand short rows."""
 TOKENIZED_AT_ONCE = 100
 CHEAP_ROWS = 10_000
-"""Synthetic rows that take a moment."""
+"""Synthetic sets of so few rows need no process of their own."""
 SAMPLES = 3
-"""Training rows on which the reward function is tried; each other set gives one."""
+"""Training rows on which the reward function is tried; each evaluation adds one."""
 LOOKED_AT = 1000
-"""Rows among which usable ones are searched."""
+"""Number of rows at the start of a set that ``first_rows`` reads."""
 SHOWN_START, SHOWN_END = 300, 120
 """Characters at the start and at the end of a prompt that a finding shows."""
 MODEL = "model.path"
@@ -62,7 +65,7 @@ CONVERSATIONS = "sft.data"
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A row as a reward function gets it. ``place`` is FILE:LINE, ``key`` names the set."""
+    """A row as a reward function gets it. ``key`` is the configuration key of its set, ``place`` is FILE:LINE."""
 
     key: str
     place: str
@@ -71,7 +74,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class InputsOrder(msgspec.Struct, frozen=True):
-    """The order to the process, with the arguments of check_inputs."""
+    """The input of the process: the arguments of ``check_inputs``, with the configuration as JSON."""
 
     config: str
     with_rows: bool
@@ -80,7 +83,7 @@ class InputsOrder(msgspec.Struct, frozen=True):
 
 
 class Inputs(msgspec.Struct, frozen=True):
-    """The answer to an InputsOrder."""
+    """The output of the process: findings, and sample rows for the reward function."""
 
     findings: list[Finding] = []
     samples: list[Sample] = []
@@ -94,16 +97,16 @@ async def check_inputs(
     known: KnownPrompts | None = None,
     limit_s: float = READ_S,
 ) -> Inputs:
-    """Findings on the tokenizer and the chat template of episodes. Never raises.
+    """Check the tokenizer and, if the run plays episodes, the chat template. Never raises.
 
-    ``with_rows`` adds each set of prompts, for the host of the dataloader; the check fails if the training prompts are
-    not the ``known``. ``for_learner`` adds the conversations of sft.data and the scoring models, for the learner's
-    rank 0.
+    ``with_rows`` adds each set of prompts, for the host of the dataloader. A finding then fails if the training prompts
+    differ from ``known``, those of the run that is resumed. ``for_learner`` adds the conversations and the scoring
+    models, for the learner's rank 0. A process of its own runs the checks, and is killed after ``limit_s``.
     """
     sets = _sets(config) if with_rows else {}
     synthetic = all(data.source == "synthetic" and data.size <= CHEAP_ROWS for data in sets.values())
     if not for_learner and config.model.path is None and synthetic:
-        # Our own code and data, and cheap.
+        # Only asyncrl's own code and few rows: this needs no process of its own.
         return read_inputs(config, with_rows=with_rows, for_learner=False, known=known)
     keys = [MODEL] * (config.model.path is not None) + list(sets)
     keys += [CONVERSATIONS] * (for_learner and config.sft.data is not None)
@@ -126,7 +129,7 @@ async def check_inputs(
 def read_inputs(
     config: Config, *, with_rows: bool, for_learner: bool = False, known: KnownPrompts | None = None
 ) -> Inputs:
-    """Run the checks of check_inputs in this process; see there for the arguments."""
+    """Run the checks of ``check_inputs`` in this process; that function explains the arguments."""
     findings, samples, tokenizer = list[Finding](), list[Sample](), None
     # The check of the model reports a folder that is missing.
     if config.model.path is None or Path(config.model.path).is_dir():
@@ -137,7 +140,7 @@ def read_inputs(
     sets = _sets(config) if with_rows else {}
     checked: list[list[Finding]] = []
     end = time.monotonic() + SETS_S
-    # The training prompts come last and get the time that the other sets leave.
+    # Each set gets an equal share of the time left; the training prompts come last and get the rest.
     for key, data in reversed(sets.items()):
         seconds = max(0.0, end - time.monotonic()) / (len(sets) - len(checked))
         checked.append(_check_set(key, data, tokenizer, seconds, known if key == "data" else None, config))
@@ -154,10 +157,12 @@ def read_inputs(
 
 
 class FirstRow(msgspec.Struct, frozen=True):
-    """A usable row at the start of a set. ``text`` is the prompt as the model gets it, or raw without an encoder."""
+    """A usable row at the start of a set."""
 
     place: str
+    """FILE:LINE."""
     text: str
+    """The prompt as the model gets it. If it cannot be encoded: the row's own text, empty for a list of messages."""
     row: dict[str, Any]
     ids: np.ndarray | None
     """Tokens of the prompt, int32 [P]; None if it cannot be tokenized."""
@@ -166,7 +171,11 @@ class FirstRow(msgspec.Struct, frozen=True):
 def first_rows(
     config: Config, data: DataConfig, tokenizer: Tokenizer | None, *, strict: bool = False
 ) -> Iterator[FirstRow]:
-    """Usable rows at the start of a set, in order. Raises DataError; if ``strict``, ConfigError for a chat template."""
+    """Yield the usable ones of the first LOOKED_AT rows of a set, in order.
+
+    Raises DataError if the set cannot be read. If the chat template cannot be used, raises ConfigError if ``strict``;
+    else rows have no tokens.
+    """
     encoder = PromptEncoder(tokenizer, data, config) if tokenizer is not None else None
     for row in islice(open_source(data)[1], LOOKED_AT):
         try:
@@ -189,6 +198,7 @@ def _sets(config: Config) -> dict[str, DataConfig]:
 
 
 def _check_tokenizer(config: Config) -> tuple[Finding, Tokenizer | None]:
+    """Load the tokenizer and resolve the stop tokens. Returns the tokenizer too, if it loads."""
     model = config.model
     try:
         tokenizer = tokenizer_of(config)
@@ -220,7 +230,8 @@ def _check_set(
 ) -> list[Finding]:
     """Read and tokenize a set as the dataloader does, for about ``seconds`` at most; return the findings.
 
-    If the time ends first, the finding says how far the check came. ``known`` are the prompts before a resume.
+    If the time ends first, the finding says how far the check came. Without a tokenizer, rows are only read. If
+    ``known`` is given and the whole set was read in time, its fingerprint must be that of ``known``.
     """
     end = time.monotonic() + seconds
     try:
@@ -263,7 +274,7 @@ def _check_set(
 
 
 def _first_prompt(key: str, prompts: PromptSet, *, ignores_template: bool) -> list[Finding]:
-    """The first prompt as the model gets it, for a person to look at; nothing if no prompt is tokenized yet."""
+    """Return a finding that shows a person the first prompt that fits, as the model gets it; else no finding."""
     for index in range(len(prompts)):
         if index not in prompts.oversize:
             ids, text, _ = prompts.prompt(index)
@@ -275,7 +286,7 @@ def _first_prompt(key: str, prompts: PromptSet, *, ignores_template: bool) -> li
 
 
 def _shown(text: str) -> str:
-    """A text in one line, without its middle if it is long: the end shows how the model is asked to answer."""
+    """Print a prompt in one line. A long one loses its middle: the end shows how the model is asked to answer."""
     if len(text) > SHOWN_START + SHOWN_END:
         left_out = len(text) - SHOWN_START - SHOWN_END
         return f"{printable(text[:SHOWN_START])} [... {left_out:,} characters ...] {printable(text[-SHOWN_END:])}"
@@ -291,7 +302,7 @@ def _changed(key: str, name: str, count: int, known: KnownPrompts) -> Finding:
 
 
 def _of_set(key: str, text: str) -> str:
-    """The text with the keys of the training prompts replaced by those of this set."""
+    """Replace the keys of the training prompts in ``text``, such as ``data.path``, by the keys of the set ``key``."""
     return re.sub(
         r"\bdata\.(source|split|path|on_bad_row|prompt_key|tools_key|continue_final_message|system|max_prompt_tokens|"
         r"max_left_out_fraction)\b",
@@ -301,13 +312,13 @@ def _of_set(key: str, text: str) -> str:
 
 
 class _Reading:
-    """The rows of a source, until a time is over."""
+    """Iterates over the rows of a source until the rows or the time ends (``end``, on the monotonic clock)."""
 
     def __init__(self, rows: Iterator[RawRow], end: float) -> None:
         self.place = ""
-        """FILE:LINE of the last row that was read."""
+        """FILE:LINE of the last row that was read; empty at first."""
         self.is_cut = False
-        """Whether rows are left."""
+        """Whether the time ended before the rows."""
         self._rows, self._end = rows, end
 
     def __iter__(self) -> Iterator[RawRow]:
@@ -323,7 +334,7 @@ class _Reading:
 
 
 def check_chat(config: Config, tokenizer: Tokenizer) -> Finding:
-    """Check the template within chat.check_timeout_s."""
+    """Check the chat template in a thread; fail if that takes longer than chat.check_timeout_s."""
     answer: list[Finding] = []
     thread = threading.Thread(target=lambda: answer.append(_check(config, tokenizer)), daemon=True)
     thread.start()
@@ -335,6 +346,7 @@ def check_chat(config: Config, tokenizer: Tokenizer) -> Finding:
 
 
 def _check(config: Config, tokenizer: Tokenizer) -> Finding:
+    """Try the chat template on sample conversations (text/chat/probe.py) and judge the report."""
     try:
         return judge(make_renderer(config, tokenizer).report)
     except ConfigError as error:
@@ -346,7 +358,10 @@ def _check(config: Config, tokenizer: Tokenizer) -> Finding:
 
 
 def judge(report: ChatReport) -> Finding:
-    """Judge a report on a template."""
+    """Fail if the template refuses every conversation; warn if it forks one though chat.history does not ask for that.
+
+    A conversation forks where its next turn cannot extend the sampled tokens, but starts a new sequence.
+    """
     if not report.works:
         text = f"the chat template refuses every conversation: {report.cases[0].reason}"
         return fail("chat", text, f"correct the template; {MORE}", key=MODEL)
@@ -359,7 +374,7 @@ def judge(report: ChatReport) -> Finding:
 
 
 def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) -> list[Finding]:
-    """Read and encode the conversations of sft.data as the learner does, for about so many seconds at most."""
+    """Read and encode the conversations of sft.data as the learner does, for about ``seconds`` at most."""
     window, longest = window_of(config), config.sft.max_tokens
     if window is not None and longest is not None and longest > window:
         text = f"is {longest}, and the model has max_position_embeddings = {window}"
@@ -391,14 +406,14 @@ def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) ->
 
 
 def in_rows(count: int) -> str:
-    """A number of rows, in words."""
+    """Format a number of rows: "1 row", "2,000 rows"."""
     return "1 row" if count == 1 else f"{count:,} rows"
 
 
 def main() -> int:
-    """Answer the order on standard input."""
+    """Read an InputsOrder from standard input and write Inputs to standard output, both in MessagePack."""
     answers = os.dup(1)
-    # Imported or called code must not write between the answers.
+    # Imported code may print: standard output now leads to standard error, and only ``answers`` to the reader.
     os.dup2(2, 1)
     order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=InputsOrder)
     answer = read_inputs(

@@ -1,6 +1,6 @@
-"""Checks of the model's folder: readable, whole, trainable and served by the engine; its size and context length.
+"""Checks that the model's folder is readable, whole, trainable and served by the engine; its size and context length.
 
-Headers are read, tensors are not (weights.py).
+Only the headers of weight files are read, never a tensor (weights.py).
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ from asyncrl.launcher.checks.weights import (
 )
 
 BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
-"""Bytes of a number, by the name of its dtype in config.json."""
+"""Bytes of one parameter, by the name of its dtype in config.json."""
 KEY = "model.path"
 
 
 def measure(folder: Path, lora: LoraConfig | None = None) -> ModelSize:
-    """The size of a model that can be trained. Raises Unreadable (Untrainable) or OSError."""
+    """Check all weight files of the folder and return the model's size.
+
+    With ``lora``, the size includes an estimate of its adapters. Raises Unreadable (or its subclass Untrainable), and
+    OSError.
+    """
     parameters = size = adapters = 0
     for file, named in weight_files(folder).items():
         file_bytes = file.stat().st_size
@@ -47,7 +51,7 @@ def measure(folder: Path, lora: LoraConfig | None = None) -> ModelSize:
             if lora is not None:
                 adapters += sum(_adapter(name, tensor.shape, lora) for name, tensor in tensors.items())
         else:
-            # A .bin file is a pickle and is not opened; its length gives the size.
+            # A .bin file is a pickle and is not opened; the number of parameters follows from its length.
             config = read_json(folder / "config.json")
             dtype = str(config.get("torch_dtype") or config.get("dtype") or "float32")
             parameters += file_bytes // BYTES_OF_DTYPE.get(dtype, 4)
@@ -55,7 +59,7 @@ def measure(folder: Path, lora: LoraConfig | None = None) -> ModelSize:
 
 
 def _adapter(name: str, shape: tuple[int, ...], lora: LoraConfig) -> int:
-    """Estimated numbers of the tensor's adapter; each matrix in a numbered layer has one."""
+    """Estimate the parameters of a tensor's adapter; 0 if it has none. Target matrices in numbered layers have one."""
     layer, own = name.removesuffix(".weight"), name.endswith(".weight") and len(shape) == 2
     if not own or not any(part.isdecimal() for part in layer.split(".")):
         return 0
@@ -64,7 +68,7 @@ def _adapter(name: str, shape: tuple[int, ...], lora: LoraConfig) -> int:
 
 
 def digest(folder: Path) -> str:
-    """Digest of config.json and of the names and sizes of the weights' files; hosts with the same model share it."""
+    """Hash config.json and the names and sizes of the weight files; equal on all hosts that have the same model."""
     found = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weight_files(folder):
         found.update(f"{file.name} {file.stat().st_size}\n".encode())
@@ -74,12 +78,15 @@ def digest(folder: Path) -> str:
 def check_model(
     path: str | None, lora: LoraConfig | None = None, *, key: str = KEY
 ) -> tuple[Finding, ModelSize | None]:
-    """Check the folder that ``key`` names: the finding and, if it passes, the size with the adapters of ``lora``."""
+    """Check the model folder ``path``, which the configuration's ``key`` names.
+
+    Returns the finding and, if it passes, the model's size (with adapters if ``lora`` is given).
+    """
     if path is None:
         return ok("model", "none: everything is simulated", key=key), None
     folder = Path(path)
     if not folder.is_dir():
-        # The text and not the Path, which would drop a slash of an address.
+        # ``path`` may be a URL, and Path would drop one of its slashes.
         fix = fetch_advice(path, key) or "give a Hugging Face model folder, at the same place on each host"
         return fail("model", f"{path} is not a folder here", fix, key=key), None
     try:
@@ -97,7 +104,7 @@ def check_model(
 
 
 def check_window(config: Config) -> Finding | None:
-    """Whether the longest prompt and response fit into the model's positions; None if they do or that is unknown."""
+    """Fail if the longest prompt and response exceed the model's context length; None if they fit or it is unknown."""
     window = window_of(config) if not config.rollout.traits.makes_up else None
     need = config.rollout.engine_context or config.longest_sequence
     if window is None or need <= window:
@@ -112,14 +119,14 @@ def check_window(config: Config) -> Finding | None:
 
 
 def check_served(config: Config) -> Finding | None:
-    """Whether the engine computes this architecture as the learner does; None if so, or if that is unknown."""
+    """Fail if the engine computes this architecture differently from the learner; None if not, or if unknown."""
     judge, model = config.rollout.traits.judge, _settings(config)
     problem = pkgutil.resolve_name(judge)(config, model) if judge and model is not None else None
     return fail("model", problem.detail, problem.fix, key=problem.key) if problem else None
 
 
 def window_of(config: Config) -> int | None:
-    """The number of the model's positions; None if unknown, or if the model stretches them (rope_scaling)."""
+    """Return the model's context length in tokens; None if unknown, or if the model extends it (rope_scaling)."""
     model = _settings(config)
     if model is None:
         return None

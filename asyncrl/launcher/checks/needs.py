@@ -1,7 +1,7 @@
-"""Estimates of the disk room, memory and open files that a run needs. Pure.
+"""Estimates of the disk space, memory and open files that a run needs. Pure.
 
-A checkpoint holds master weights and both moments of AdamW in float32: 12 bytes for each number that is trained, of
-the model or of its adapters. Muon keeps one state of most of them: at least 8 bytes. Published weights are in shared
+A checkpoint holds master weights and both moments of AdamW in float32: 12 bytes for each trained parameter, of the
+model or of its adapters. Muon keeps one state for most of them: at least 8 bytes. Published weights are in shared
 memory, two versions of them during an update.
 """
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from asyncrl.config import Config
 
 CHECKPOINT_BYTES, LEAST_CHECKPOINT_BYTES = 12, {"adamw": 12, "muon": 8}
-"""Bytes for each number that is trained."""
+"""Bytes for each trained parameter: an upper estimate, and the least by optimizer."""
 WEIGHT_BYTES, GRADIENT_BYTES = 4, 4
-"""Bytes on a learner that trains on CPU: of each number, and of each that is trained."""
+"""Bytes on a learner that trains on CPU: for each parameter, and in addition for each trained one."""
 VERSIONS_AT_ONCE = 2
 RECORDS_BYTES = 1 << 30
-"""Room for logs, metrics and samples."""
+"""Disk space for logs, metrics and samples."""
 PROCESS_BYTES = 100 << 20
 LEAST_DESCRIPTORS = 64
-"""Open files of any actor."""
+"""Open files of an actor without connections."""
 LEAST_DESCRIPTORS_OF_A_PEER = 5
-"""Open files for each other actor: the dataloader of 12 rollouters has 97, of 32 rollouters 197."""
+"""Open files for each other actor. Measured: a dataloader has 97 with 12 rollouters and 197 with 32."""
 WANTED_DESCRIPTORS = 512
-"""Open files with a reserve for users' code, torch and vLLM."""
+"""The same, with a reserve for users' code, torch and vLLM."""
 WANTED_DESCRIPTORS_OF_A_PEER = 8
 DESCRIPTORS_OF_A_BUCKET = 6
-"""Open files of two versions of a bucket, as published, staged and loaded."""
+"""Open files for each bucket of weights: two versions, as published, staged and loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,36 +41,40 @@ class ModelSize:
     """Size of the model's weights."""
 
     parameters: int
+    """Number of parameters, without adapters."""
     bytes: int
     adapters: int = 0
-    """Numbers of the adapters that are trained in place of the model; 0 without adapters."""
+    """Number of parameters of the adapters, which are trained in place of the model; 0 without adapters."""
 
     @property
     def trained(self) -> int:
-        """Numbers that are trained."""
+        """Number of parameters that are trained."""
         return self.adapters or self.parameters
 
     def published(self, config: Config) -> int:
-        """Bytes of a published version."""
+        """Return the bytes of one published version: the adapters alone, or the whole model."""
         alone = self.adapters and config.publishes_adapter
         return WEIGHT_BYTES * self.adapters if alone else self.bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A need: ``least`` for the start, ``wanted`` until the end of the run."""
+    """An amount of a resource that a run needs: bytes or open files.
+
+    A check fails below ``least`` and warns below ``wanted``, which is enough until the end of the run.
+    """
 
     least: int
     wanted: int
     made_of: tuple[str, ...] = ()
-    """Parts of ``wanted``, in words."""
+    """Descriptions of the parts of ``wanted``."""
 
     def __add__(self, other: Need) -> Need:
         return Need(self.least + other.least, self.wanted + other.wanted, self.made_of + other.made_of)
 
 
 def run_dir_need(config: Config, size: ModelSize | None, *, is_head: bool) -> Need:
-    """Room for the run folder on one host, without checkpoints. A short run needs next to nothing."""
+    """Estimate the disk space of the run folder on one host, without checkpoints. A short run needs next to nothing."""
     need = Need(0, RECORDS_BYTES, (f"{in_bytes(RECORDS_BYTES)} for logs, metrics and samples of a long run",))
     if is_head and size is not None and config.checkpoint.export_at_end:
         need += Need(0, size.bytes, (f"{in_bytes(size.bytes)} for the exported model",))
@@ -78,7 +82,7 @@ def run_dir_need(config: Config, size: ModelSize | None, *, is_head: bool) -> Ne
 
 
 def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
-    """Room for the checkpoints that are kept and the one that is being written."""
+    """Estimate the disk space of all checkpoints that are kept, and of one that is being written."""
     checkpoint = config.checkpoint
     if size is None:
         return Need(least=0, wanted=0)
@@ -93,14 +97,18 @@ def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
 
 
 def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *, on_gpu: bool) -> Need:
-    """Memory of one host with these actors: ``least`` for weights and training, ``wanted`` with all processes."""
+    """Estimate the memory of a host with these actors (bytes).
+
+    ``least`` covers published weights, and training and engines on CPU; ``wanted`` adds all processes. ``on_gpu``: the
+    learner trains on GPUs.
+    """
     ranks, replicas = count(actors, "learner"), count(actors, "rollouter")
     published = size.published(config) if size is not None else config.learner.sim.publish_bytes
     need = 0
     if ranks or replicas:
         need += VERSIONS_AT_ONCE * published
     if size is not None and ranks and not on_gpu:
-        # All numbers have weights; those that are trained have moments and gradients too.
+        # Each parameter has a weight; a trained one has moments and a gradient too. The ranks of a replica share them.
         states = LEAST_CHECKPOINT_BYTES[config.learner.optimizer] - WEIGHT_BYTES
         training = WEIGHT_BYTES * size.parameters + (states + GRADIENT_BYTES) * size.trained
         need += training * ranks * config.learner.replicas // config.learner.ranks
@@ -112,7 +120,7 @@ def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *
 
 
 def descriptors_need(config: Config | None, size: ModelSize | None) -> Need:
-    """Open files of the actor that opens most."""
+    """Estimate the open files of the actor that opens most."""
     if config is None:
         return Need(least=LEAST_DESCRIPTORS, wanted=WANTED_DESCRIPTORS)
     peers = len(config.actors)
@@ -124,5 +132,5 @@ def descriptors_need(config: Config | None, size: ModelSize | None) -> Need:
 
 
 def count(actors: Sequence[str], role: str) -> int:
-    """Number of the actors of a role."""
+    """Count the actors that have this role."""
     return sum(role_of(name) == role for name in actors)

@@ -1,6 +1,6 @@
-"""The network of one host: free ports, and settings of NCCL and gloo.
+"""Checks of one host's network: free ports, and settings of NCCL and gloo.
 
-Nothing is left behind: each port that is bound for a trial is closed at once.
+Each port that is bound for a trial is closed at once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from asyncrl.launcher.checks.findings import Finding, fail, ok, warn
 
 ANY_PORT = "0"
 SPARE = 2
-"""Ports wanted for each that is needed: a restarted actor may find the port of the one before still in use."""
+"""Ports wanted for each port needed, because a restarted actor may find its predecessor's port still in use."""
 BROADCAST_PORTS = {"gloo": 2, "nccl": 1}
-"""Ports where members of a broadcast meet, by transport: for the links, and for the store of gloo's group."""
+"""Ports at which the members of a weight broadcast meet, by transport: one for the links, one for gloo's store."""
 INFINIBAND = Path("/sys/class/infiniband")
 SWITCHED_OFF = {
     "NCCL_P2P_DISABLE": "GPUs of a host exchange data through memory",
@@ -30,13 +30,13 @@ IFNAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def ports_of(ports: str) -> range:
-    """The ports of network.ports; "0", which stands for any port, gives 0 alone."""
+    """Parse network.ports, LOW-HIGH or one port. "0", which stands for any port, gives 0 alone."""
     low, dash, high = ports.partition("-")
     return range(int(low), int(high if dash else low) + 1)
 
 
 def ports_needed(config: Config, actors: Sequence[str]) -> int:
-    """Number of ports in network.ports that the host of these actors needs."""
+    """Count the ports in network.ports that a host with these actors needs."""
     # One for each actor, and one for the host's agent.
     needed = len(actors) + bool(actors)
     controller = config.network.controller_port
@@ -49,7 +49,7 @@ def ports_needed(config: Config, actors: Sequence[str]) -> int:
 
 
 def _broadcast(config: Config) -> str:
-    """The transport that broadcasts whole versions; empty for none, or if it is not decided yet."""
+    """Return the transport that broadcasts whole versions of weights; empty without a broadcast."""
     transport, learner = config.weights.transport, config.learner
     if transport != "auto":
         return transport
@@ -58,7 +58,7 @@ def _broadcast(config: Config) -> str:
 
 
 def bind(address: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError."""
+    """Open a listening socket. Raises OSError."""
     family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
     try:
@@ -81,7 +81,10 @@ def _bind_problem(address: str, port: int) -> str:
 
 
 def check_ports(address: str, ports: str, controller_port: int, needed: int) -> Finding:
-    """Whether ``needed`` ports are free at ``address``; ``controller_port`` is 0 on hosts other than the head."""
+    """Bind ports at ``address`` until ``needed`` ports, and as many spare ones, prove free.
+
+    ``ports`` is network.ports. A ``controller_port`` other than 0 must be free too; only the head has one.
+    """
     if problem := _bind_problem(address, 0):
         fix = "set it (or network.interface, for several hosts) to an address of this host"
         return fail("ports", f"{address} cannot be bound: {problem}", fix, key="network.host")
@@ -111,7 +114,7 @@ def check_ports(address: str, ports: str, controller_port: int, needed: int) -> 
 
 
 def infiniband_devices() -> list[str]:
-    """Names of this host's InfiniBand devices."""
+    """List this host's InfiniBand devices by name."""
     try:
         return sorted(os.listdir(INFINIBAND))
     except OSError:
@@ -121,9 +124,10 @@ def infiniband_devices() -> list[str]:
 def judge_nccl(
     env: Mapping[str, str], interfaces: Mapping[str, str], infiniband: list[str], *, used: str, several: bool
 ) -> Finding:
-    """Judge environment variables that NCCL and gloo obey; with wrong ones they hang. Pure.
+    """Judge the environment variables that NCCL and gloo obey; wrong ones make them hang. Pure.
 
-    ``interfaces`` are addresses by name; ``used`` is the interface that actors use, empty if unknown.
+    ``interfaces`` maps the name of each interface to its address. ``used`` is the interface that actors use, empty if
+    unknown. ``several``: the run has several hosts.
     """
     given = {key: env[key] for key in IFNAMES if env.get(key)}
     for key, value in given.items():
@@ -147,7 +151,10 @@ def judge_nccl(
 
 
 def _chosen(value: str, interfaces: list[str]) -> list[str]:
-    """The interfaces that NCCL takes from such a list: prefixes; after "=" whole names; after "^" all others."""
+    """Return the interfaces that NCCL selects by ``value``, the text of a variable in IFNAMES.
+
+    It is a list of prefixes. After "=" they are whole names; after "^" NCCL selects all interfaces that do not match.
+    """
     leave_out, exact = value.startswith("^"), value.lstrip("^").startswith("=")
     names = [name for name in value.lstrip("^").lstrip("=").split(",") if name]
     named = [

@@ -1,4 +1,4 @@
-"""A process that answers once, under a deadline: it reads the user's files or calls the user's code."""
+"""Runs a module in a process of its own, under a deadline, to read the user's files or call the user's code."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ END_S = 5.0
 READ_BYTES = 1 << 16
 LONGEST_ANSWER_BYTES = 256 << 20
 ERROR_BYTES = 1 << 16
-"""Bytes at the end of standard error that are searched for its last line."""
+"""Number of bytes at the end of standard error that are searched for its last line."""
 
 
 async def ask_process(
     module: str, arguments: Sequence[str], order: bytes, limit_s: float, *, env: Mapping[str, str] | None = None
 ) -> tuple[bytes, str]:
-    """Run ``python -m MODULE ARGUMENTS...`` below a warden (workers/warden.py), with ``order`` as its input.
+    """Run ``python -m MODULE ARGUMENTS...`` with ``order`` as its standard input and ``env`` added to the environment.
 
-    Returns its output, and how it ended with the last line of its standard error. The process and its descendants have
-    ended by then. ``env`` is added to the environment. Output over LONGEST_ANSWER_BYTES counts as empty. Raises
-    TimeoutError.
+    Returns its standard output, and how it ended with the last line of its standard error. Output over
+    LONGEST_ANSWER_BYTES counts as empty. Raises TimeoutError after ``limit_s``. The process runs below a warden
+    (workers/warden.py), so it and its descendants have ended when this function returns or raises.
     """
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
-        # A pipe would fill up if the process did not read its order.
+        # The order is in a file, because a pipe would fill up if the process did not read it.
         given.write(order)
         given.seek(0)
         process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""The resources of a host: room on its disks, memory, /dev/shm, open files.
+"""Checks of a host's resources: disk space, memory, /dev/shm, open files.
 
 A folder that does not exist yet is judged by its nearest parent that does. The file of a trial has no name, so
 nothing is left behind.
@@ -23,14 +23,14 @@ CGROUP = Path("/sys/fs/cgroup")
 SHM = Path("/dev/shm")
 LEAST_SHM_BYTES = 32 << 20
 WANTED_SHM_BYTES = 1 << 30
-"""NCCL and torch soon fill the 64 MiB that a container has by default."""
+"""More than the 64 MiB that a container has by default, which NCCL and torch soon fill."""
 
 
 # --- disks ---
 
 
 def write_problem(path: Path) -> OSError | None:
-    """The error of a trial to write below ``path``; None if writing works."""
+    """Write a small file in ``path``, or in its nearest parent. Returns the error; None if writing works."""
     folder = nearest_folder(path)
     if not folder.is_dir():
         return NotADirectoryError(errno.ENOTDIR, "is not a folder", str(folder))
@@ -45,14 +45,14 @@ def write_problem(path: Path) -> OSError | None:
 
 
 def same_disk(one: Path, other: Path) -> bool:
-    """Whether both paths are on one disk; False if that is unknown."""
+    """Whether both paths are on one disk; False if unknown."""
     with contextlib.suppress(OSError):
         return nearest_folder(one).stat().st_dev == nearest_folder(other).stat().st_dev
     return False
 
 
 def check_folder(check: str, key: str, path: Path, need: Need) -> Finding:
-    """Whether files can be written at ``path``, which the configuration's ``key`` sets, and have room there."""
+    """Check that files can be written at ``path``, which the configuration's ``key`` sets, and that ``need`` fits."""
     larger = f"make room, or set {key} to a larger disk"
     if problem := write_problem(path):
         fix = larger if full_errno(problem) else f"give this user the right to write there, or set {key} to another"
@@ -76,7 +76,7 @@ def check_folder(check: str, key: str, path: Path, need: Need) -> Finding:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(all, available) of this host, or of this process's control group if that has less."""
+    """Return (total, available) memory of this host, or of a control group of this process if that has less."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
     for limit, used in _group_limits():
@@ -85,7 +85,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _group_limits() -> list[tuple[int, int]]:
-    """(limit, used) of every control group around this process that has a limit."""
+    """Return (limit, used) in bytes of every control group that contains this process and has a limit."""
     found = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -93,7 +93,7 @@ def _group_limits() -> list[tuple[int, int]]:
         return []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        # A line without controllers is that of cgroup v2, which has one tree for all.
+        # cgroup v2 has one tree for all controllers, and its line names none.
         if controllers and "memory" not in controllers.split(","):
             continue
         names = ("memory/", "memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -109,7 +109,10 @@ def _group_limits() -> list[tuple[int, int]]:
 
 
 def judge_memory(total: int, available: int, need: Need) -> Finding:
-    """Judge the memory, in bytes. ``need`` is an estimate, and other processes may free what they use now."""
+    """Judge the memory, in bytes.
+
+    It fails only if ``need.least`` exceeds the total, because other processes may free what they use now.
+    """
     text = f"{in_bytes(available)} of {in_bytes(total)} available; about {in_bytes(need.wanted)} are needed"
     if need.least > total:
         fix = "take a host with more memory, fewer actors there, a smaller model or rollout.vllm.cpu_kv_cache_bytes"
@@ -120,7 +123,7 @@ def judge_memory(total: int, available: int, need: Need) -> Finding:
 
 
 def shm_bytes() -> tuple[int, int] | None:
-    """Size and free space of /dev/shm; None if it cannot be written to."""
+    """Return (size, free) of /dev/shm; None if it is missing or cannot be written to."""
     try:
         room = os.statvfs(SHM)
     except OSError:
@@ -131,7 +134,7 @@ def shm_bytes() -> tuple[int, int] | None:
 
 
 def judge_shm(found: tuple[int, int] | None) -> Finding:
-    """Judge /dev/shm, where torch, NCCL and vLLM put messages. Weights are in memory files and not there."""
+    """Judge (size, free) of /dev/shm, where torch, NCCL and vLLM put messages. Weights are not there, but in memfds."""
     if found is None:
         return fail("shm", f"{SHM} is missing or cannot be written to", f"mount a tmpfs at {SHM}, mode 1777")
     size, free = found
@@ -148,7 +151,7 @@ def judge_shm(found: tuple[int, int] | None) -> Finding:
 
 
 def judge_descriptors(hard: int, need: Need) -> Finding:
-    """Judge the hard limit of open files. Pure. ``need`` is that of the actor that opens most."""
+    """Judge the hard limit of open files by the need of the actor that opens most. Pure."""
     text = f"a process may open {hard} files (ulimit -Hn); the largest actor needs about {need.least}"
     text += f", and {need.wanted} with room to spare"
     fix = (

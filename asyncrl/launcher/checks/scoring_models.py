@@ -1,9 +1,9 @@
 """Checks of the models that only score, the reference and the teacher.
 
-They must be whole, not quantized, and have the policy's tokens: a sequence goes to them as ids, so with another
-tokenizer each log-prob would belong to another word, and no later check would notice. The check compares the token of
-each id. A scoring model may have more tokens than the policy, and rows for more tokens than exist. A teacher's server
-is asked for the text of some ids and for their scores, with the policy's highest id as the last one.
+They must be whole, not quantized, and have the policy's tokens. A sequence goes to them as ids. With another tokenizer
+each log-prob would belong to another word, and no later check would notice. So the check compares the token of
+each id. A scoring model may have more tokens than the policy, and more embedding rows than tokens. A teacher's server
+is asked for the text of some ids and for their log-probs, with the policy's highest id as the last one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from asyncrl.text.tokenizer import Tokenizer, load_tokenizer
 
 REFERENCE, TEACHER = "learner.kl.path", "learner.teacher"
 SAMPLES = ("Let f(x) = 3x^2 + 17.\n\nÄpfel, naïve 日本語: 'quoted' <b>words</b>\t42 %", "a", "0")
-"""Texts to encode; toy vocabularies cannot encode the first."""
+"""Texts to encode, in order of preference; a toy vocabulary cannot encode the first."""
 ASK_S = 20.0
-"""Longest time for all questions to a server (s)."""
+"""Deadline for all requests to a server (s)."""
 OTHERS = "take a model with the policy's own tokenizer, for example a larger one of its family"
 
 
 def check_scoring_models(config: Config, tokenizer: Tokenizer) -> list[Finding]:
-    """A finding for each model that only scores."""
+    """Return a finding for each configured model that only scores."""
     learner, found = config.learner, []
     if learner.backend == "sim" or config.model.path is None:
         return []
@@ -59,12 +59,17 @@ def check_scoring_models(config: Config, tokenizer: Tokenizer) -> list[Finding]:
 
 
 def reference_path(learner: LearnerConfig) -> str | None:
-    """Folder of the reference if it may be loaded; a user's loss may ask for it at any coefficient."""
+    """Return the folder of the reference model if the learner may load it; else None."""
+    # A user's loss, named as "module:function", may ask for the reference even if the coefficient is 0.
     return learner.kl.path if learner.kl.coefficient or ":" in learner.loss else None
 
 
 def compare(policy: Path, other: Path, tokenizer: Tokenizer) -> str:
-    """Why ids of the policy are other tokens in the model of folder ``other``; empty if they are the same."""
+    """Return how the tokens of the model in folder ``other`` differ from the policy's; empty if they do not.
+
+    If both folders have a tokenizer.json, every id of the policy is compared. Else a sample text must encode to the
+    same ids in both. Without a tokenizer in ``other``, its vocab_size must be the policy's.
+    """
     if not (other / "config.json").is_file():
         return f"{other} holds no config.json, so it is not a Hugging Face model folder"
     ours, theirs = tokens_of(policy), tokens_of(other)
@@ -93,7 +98,7 @@ def compare(policy: Path, other: Path, tokenizer: Tokenizer) -> str:
 
 
 def tokens_of(folder: Path) -> dict[int, str] | None:
-    """Token by id from tokenizer.json; None if the file is missing or has another form."""
+    """Read the token of each id from tokenizer.json; None if the file is missing or has an unknown form."""
     try:
         whole = json.loads((folder / "tokenizer.json").read_bytes())
         vocabulary = whole["model"]["vocab"]
@@ -108,7 +113,10 @@ def tokens_of(folder: Path) -> dict[int, str] | None:
 
 
 async def check_server(url: str, config: Config, tokenizer: Tokenizer) -> Finding:
-    """Ask a teacher's server what a run asks of it."""
+    """Send a teacher's server each kind of request of a run.
+
+    Fails if it does not answer, has another tokenizer than the policy, or takes too short sequences.
+    """
     settings = config.learner.teacher_server
     client = TeacherClient(url, settings.model_copy(update={"timeout_s": min(settings.timeout_s, ASK_S)}))
     try:
@@ -128,7 +136,7 @@ async def check_server(url: str, config: Config, tokenizer: Tokenizer) -> Findin
     if theirs is not None and "".join(theirs.split()) != "".join((ours := tokenizer.decode(ids)).split()):
         text = f"{url} serves {name}, which has another tokenizer than model.path: ids of {ours!r} are {theirs!r} there"
         return fail("teacher", text, OTHERS, key=TEACHER)
-    # Servers insist on sampling one token, which is thrown away.
+    # Servers always sample one token more, which is thrown away.
     need = config.longest_sequence + 1
     if longest is not None and longest < need:
         text = f"{url} takes sequences of up to {longest} tokens, and the longest of the run needs {need}"
@@ -140,7 +148,7 @@ async def check_server(url: str, config: Config, tokenizer: Tokenizer) -> Findin
 
 
 def _sample(tokenizer: Tokenizer) -> tuple[str, list[int]]:
-    """A text and its ids, at least one."""
+    """Return the first of SAMPLES that the tokenizer encodes, and its ids; else an empty text and id 0."""
     for text in SAMPLES:
         with contextlib.suppress(ValueError):
             if ids := tokenizer.encode(text):
@@ -149,13 +157,13 @@ def _sample(tokenizer: Tokenizer) -> tuple[str, list[int]]:
 
 
 def highest_id(config: Config, tokenizer: Tokenizer) -> int:
-    """Highest id of the policy's tokens."""
+    """Return the highest id of the policy's tokens."""
     tokens = tokens_of(Path(config.model.path)) if config.model.path is not None else None
     return max(tokens) if tokens else tokenizer.vocabulary - 1
 
 
 def _vocabulary(folder: Path) -> int:
-    """vocab_size; 0 if unknown."""
+    """Read vocab_size from config.json; 0 if unknown."""
     try:
         model: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
         return int((model.get("text_config") or model).get("vocab_size") or 0)

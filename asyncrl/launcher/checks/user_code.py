@@ -6,7 +6,7 @@ its program is looked up, and the script that an interpreter is given.
 
 One call of a reward function may fail because of its sample, or of a completion that no model would write. So a
 function that fails on every sample of a set is an error, and one that fails on some a warning. A call over its time is
-a warning too, unless every call that there was time for timed out and reward.on_timeout gives no reward.
+a warning too. It is an error if no call gives a reward, not even by reward.on_timeout.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ from asyncrl.reward.reward_pool import RewardPool
 from asyncrl.workers.confinement import Confinement
 
 IMPORT_S = 45.0
-"""Longest time for importing the user's module (s); the run allows more, so that more is only a warning."""
+"""Deadline for importing the user's module (s). The run allows more, so a longer import is only a warning."""
 CALLS_S = 12.0
-"""Longest time for all calls together (s); reward.timeout_s bounds each of them too."""
+"""Deadline for all calls together (s); reward.timeout_s bounds each call too."""
 PLAIN = "I am not sure. The answer is 42."
 """A completion that a model might give to any prompt."""
 SHOWN_COMPLETION = 40
-"""Characters of a completion that a finding shows."""
+"""Number of characters of a completion that a finding shows."""
 KEY = "reward.function"
 NOWHERE = "http://127.0.0.1:9/v1"
-"""Address of an endpoint that is never called."""
+"""Address of an endpoint that is never called, because no episode is played."""
 ALGORITHM = "asyncrl.learner.algorithm.user_functions"
 TRIAL_S = 60.0
-"""Longest time for the trial (s); importing torch takes most."""
+"""Deadline for the trial of loss and advantage (s); importing torch takes most of it."""
 KEYS = ("loss", "loss_options", "correction", "kl", "entropy_bonus", "teacher", "advantage", "advantage_options")
+"""Keys of ``learner`` that choose loss and advantage."""
 
 
 @dataclass
@@ -58,16 +59,16 @@ class Trial:
     """The outcome of the calls on the samples of one set of prompts."""
 
     rewards: list[float] = field(default_factory=list)
-    """Rewards of the completions; a call on a whole group gives one for each of them."""
+    """The reward of each completion; a call on a whole group gives one for each of its completions."""
     errors: list[str] = field(default_factory=list)
-    """The reason of each call that failed, with the place of the row."""
+    """For each call that failed, the reason and the FILE:LINE of its row."""
     answered: int = 0
-    """Calls that gave rewards."""
+    """Number of calls that returned rewards."""
     shown: list[str] = field(default_factory=list)
-    """Each reward with its components and its completion, for a person."""
+    """For each completion, its reward, the reward's components and its first characters, as text."""
 
     def add(self, scores: Scores, completions: Sequence[Completion]) -> None:
-        """Add the answer to one call."""
+        """Add the result of one call that returned rewards."""
         self.answered += 1
         self.rewards += scores.rewards
         for reward, components, completion in zip(scores.rewards, scores.components, completions, strict=True):
@@ -79,7 +80,7 @@ def _parts(components: Mapping[str, float]) -> str:
 
 
 class RewardTrial:
-    """A process with the reward function; use it as a context. It may start while the samples are read."""
+    """Tries the reward function in a process, which ends with the context. Samples may be read while it starts."""
 
     def __init__(self, config: Config, *, import_s: float = IMPORT_S, calls_s: float = CALLS_S) -> None:
         self._reward, self._n = config.reward, config.rollout.samples_per_prompt
@@ -103,7 +104,7 @@ class RewardTrial:
         await self._pool.close()
 
     async def start(self) -> Finding | None:
-        """Start the process; a finding if the function cannot be called, else None."""
+        """Start the process and import the function. Returns a finding if that fails or takes too long, else None."""
         fix = "correct reward.function and reward.options; install the module, or put it where you launch"
         try:
             await self._pool.start()
@@ -118,11 +119,11 @@ class RewardTrial:
         return None
 
     async def score(self, request: Score) -> Scores:
-        """Rewards by the function. Raises RewardFailed."""
+        """Call the reward function once. Raises RewardFailed."""
         return await self._pool.score(request)
 
     async def call(self, samples: Sequence[Sample]) -> Finding:
-        """Call the function on each sample, until the time is over."""
+        """Call the function on each sample until the time is over, and judge the results."""
         trials: dict[str, Trial] = {}
         calls = list(_calls(self._reward, samples, self._n))
         try:
@@ -143,7 +144,10 @@ class RewardTrial:
 
 
 def _calls(reward: RewardConfig, samples: Sequence[Sample], n: int) -> Iterator[tuple[Sample, list[Completion]]]:
-    """Each sample with completions that a model may give: the row's answer, if it has one, and PLAIN."""
+    """Yield the arguments of each call: a sample, and completions for it that a model might give.
+
+    These are the row's answer, if it has one, and PLAIN. With reward.per = "group" a call gets ``n``, else one.
+    """
     column = reward.options.get("answer_key", "answer")
     for sample in samples:
         answer = column_of(sample.row, column)
@@ -156,7 +160,10 @@ def _calls(reward: RewardConfig, samples: Sequence[Sample], n: int) -> Iterator[
 
 
 def judge(reward: RewardConfig, trials: dict[str, Trial], *, calls: int, timed_out: int) -> Finding:
-    """Judge the trials, by set of samples. Pure. ``timed_out`` of the ``calls`` timed out."""
+    """Turn the results of all calls into one finding, by the rules in the module's docstring. Pure.
+
+    ``trials`` has the outcome by set of prompts. ``calls`` were planned, ``timed_out`` of them timed out.
+    """
     function = reward.function
     errors = [error for trial in trials.values() for error in trial.errors]
     shown = [text for trial in trials.values() for text in trial.shown]
@@ -191,7 +198,7 @@ def judge(reward: RewardConfig, trials: dict[str, Trial], *, calls: int, timed_o
 
 
 async def check_episode(config: Config, *, import_s: float = IMPORT_S) -> Finding:
-    """Whether the configured episode can be played."""
+    """Check that the configured episode can be played: import its code in a worker, or find the command's program."""
     episode = config.episode
     if importlib.util.find_spec("aiohttp") is None:
         fix = "pip install 'asyncrl[episodes]', on each host that plays episodes"
@@ -219,7 +226,7 @@ async def check_episode(config: Config, *, import_s: float = IMPORT_S) -> Findin
 
 
 def check_command(command: list[str]) -> Finding:
-    """Whether the program and its script exist."""
+    """Check that the program of an episode's command exists, and its script if an interpreter runs one."""
     program = shutil.which(command[0])
     if program is None:
         problem = "is no program that can be run" if os.path.exists(command[0]) else "is missing"
@@ -233,13 +240,13 @@ def check_command(command: list[str]) -> Finding:
 
 
 def is_default(config: LearnerConfig) -> bool:
-    """Whether loss and advantage are the defaults, so that there is nothing to try."""
+    """Whether there is nothing to try: loss and advantage are the defaults, or the learner is simulated."""
     default = LearnerConfig()
     return config.backend == "sim" or all(getattr(config, key) == getattr(default, key) for key in KEYS)
 
 
 async def check_algorithm(config: Config, *, limit_s: float = TRIAL_S) -> Finding | None:
-    """Whether loss and advantage can be called; None if they are the defaults."""
+    """Call loss and advantage once on made-up tokens in a process; None if they are the defaults."""
     learner = config.learner
     if is_default(learner):
         return None

@@ -1,10 +1,10 @@
 """The weights in a model's folder: the files that transformers loads, and whether they can be trained.
 
-Only the headers of safetensors files are read: they hold the dtype, the shape and the place of every tensor. That
-reveals a file that was cut off, and a tensor that the index names and no file holds.
+Only the headers of safetensors files are read. They hold the dtype, the shape and the byte range of every tensor, which
+reveals a file that was cut off. An index maps each tensor to its file; a tensor that no file holds is found too.
 
 Invariant: a folder passes only if it holds one whole model with weights in floating point of 16 bits or more.
-Quantized weights and adapters are refused whether or not the package that would read them is installed.
+Quantized weights and adapters are refused, even if a package that reads them is installed.
 
 Raises Unreadable or Untrainable, which say what the folder holds and what to do.
 """
@@ -27,14 +27,17 @@ LOADED = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""Files that transformers looks for, in this order; it loads the first. transformers_weights in config.json wins."""
+"""Files that transformers looks for, in this order. It loads the first that exists.
+
+A file that transformers_weights in config.json names comes before these.
+"""
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".npz")
-"""Endings of files that may hold weights that transformers does not load."""
+"""Suffixes of files that may hold weights, though transformers does not load them under their names."""
 ADAPTERS = (SETTINGS_FILE, ADAPTER_FILE, "adapter_model.bin")
 DOWNLOAD = "copy or download the whole model folder again, readable for this user"
 _LENGTH = struct.Struct("<Q")
 _FLOATS = ("F16", "BF16", "F32", "F64")
-# Older checkpoints also have masks and positions, which are integers and no weights.
+# In names of integer tensors that are quantized weights. Older checkpoints also have integer masks and positions.
 _WEIGHT = re.compile(r"weight|packed|blocks|qzeros")
 
 
@@ -45,7 +48,7 @@ class Unreadable(ValueError):
 
 
 class Untrainable(Unreadable):
-    """The folder is whole, and asyncrl cannot train its weights. ``fix`` is the next step."""
+    """The folder is whole, but asyncrl cannot train its weights. ``fix`` says what the user can do."""
 
     def __init__(self, text: str, fix: str) -> None:
         super().__init__(text)
@@ -53,21 +56,22 @@ class Untrainable(Unreadable):
 
 
 class Tensor(NamedTuple):
-    """A tensor as a header describes it."""
+    """A tensor as the header of a safetensors file describes it."""
 
     dtype: str
     """Name in safetensors, for example BF16."""
     shape: tuple[int, ...]
     start: int
-    """First byte in the file."""
+    """Offset of its first byte in the file."""
     size: int
-    """Bytes."""
+    """Number of bytes."""
 
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:
-    """The files that transformers would load, by name, with the tensors that an index lists for each.
+    """Return the weight files that transformers would load, each with the tensors that the index lists for it.
 
-    Raises Unreadable, also for a file that an index names and that is missing; Untrainable where there is no such file.
+    Without an index that is one file with an empty list. Raises Unreadable if a file is missing, Untrainable if all
+    weights are in other formats.
     """
     config = folder / "config.json"
     chosen = read_json(config).get("transformers_weights") if config.is_file() else None
@@ -92,7 +96,7 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
 def check_form(folder: Path, settings: Mapping[str, Any]) -> None:
     """Check that the folder holds no adapter and that its config.json names no quantization. Raises Untrainable.
 
-    ``settings`` are config.json; empty if the folder has no such file.
+    ``settings`` is the content of config.json, empty if the folder has no such file.
     """
     if found := [name for name in ADAPTERS if (folder / name).is_file()]:
         raise _adapter(folder, found, alone=not any((folder / name).is_file() for name in LOADED))
@@ -113,9 +117,10 @@ def check_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, by name. Raises Unreadable or OSError.
+    """Read the header of a safetensors file and return its tensors by name. Raises Unreadable or OSError.
 
-    The tensors fill the file to its last byte (https://github.com/huggingface/safetensors, Format).
+    The file holds the header's length (8 bytes), the header (JSON) and the tensors, and nothing after them. See
+    https://github.com/huggingface/safetensors, Format.
     """
     there = file.stat().st_size
     with file.open("rb") as source:
@@ -142,12 +147,13 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
 
 def _tensor(entry: Mapping[str, Any], start: int) -> Tensor:
+    """Parse an entry of a header. Its offsets count from ``start``, the end of the header."""
     first, end = map(int, entry["data_offsets"])
     return Tensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), start + first, end - first)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of the model's folder. Raises Unreadable or OSError."""
+    """Read a file that holds a JSON object. Raises Unreadable or OSError."""
     try:
         value = json.loads(path.read_bytes())
     except ValueError:
