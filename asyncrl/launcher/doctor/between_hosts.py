@@ -1,6 +1,6 @@
-"""Differences between hosts that prevent a run though each host is fine by itself. Pure: facts in, findings out.
+"""Finds differences between hosts that prevent a run though each host is fine by itself. Pure: facts in, findings out.
 
-The others are compared with the head, so that the host that differs is the one that a finding names.
+Each other host is compared with the head, and a finding names the host that differs.
 """
 
 from __future__ import annotations
@@ -17,34 +17,39 @@ from asyncrl.launcher.common.placement import Placed
 from asyncrl.launcher.doctor.orders import HostFacts
 
 SKEW_S = 0.5
-"""Difference of clocks above which a warning names them: no decision depends on it, but screens mix their times."""
+"""Difference between clocks above which a warning is given: screens mix the times of hosts, but no decision does."""
 MUST_BE_EQUAL = tuple(
     dict.fromkeys(["asyncrl", *(name for traits in ENGINES.values() for name in traits.packages), "transformers"])
 )
+"""A difference between versions of these packages is a failure; of those below, a warning."""
 SHOULD_BE_EQUAL = ("python", "pyzmq", "msgspec")
 EXTRAS = {"aiohttp": "asyncrl[episodes]", "vllm": "asyncrl[vllm]"}
 EXTRAS |= dict.fromkeys(("torch", "transformers"), "asyncrl[train]")
-"""Extras that install a package; any other package is installed by its own name."""
+"""By package, the extra that installs it; any other package is installed by its own name."""
 BUSY_SHARE = 0.05
 """Share of a GPU's memory above which it counts as in use; a driver or a display takes less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """Lead of a host's clock over the doctor's, with its largest error (s)."""
+    """Seconds by which a host's clock is ahead of the doctor's, and the largest error of that measurement (s)."""
 
     ahead_s: float
     error_s: float
 
 
 def best_offset(rounds: Sequence[tuple[float, float, float]]) -> Offset:
-    """Offset by the quickest answer, which is the most exact; ``rounds``: (asked, host's time, answered), in s."""
+    """Estimate a clock's offset from the round with the quickest answer, which is the most exact.
+
+    A round is (asked, host's time, answered): wall clock times in s, the first and the last by the doctor's clock. The
+    host is taken to read its clock halfway between them.
+    """
     asked, there, answered = min(rounds, key=lambda one: one[2] - one[0])
     return Offset(ahead_s=there - (asked + answered) / 2, error_s=(answered - asked) / 2)
 
 
 def compare_clocks(offsets: Mapping[str, Offset], head: str) -> list[Finding]:
-    """A finding for each host but the head."""
+    """Compare each host's clock with the head's. Returns a finding for each host but the head."""
     found = []
     for host, offset in offsets.items():
         if host == head:
@@ -61,7 +66,7 @@ def compare_clocks(offsets: Mapping[str, Offset], head: str) -> list[Finding]:
 
 
 def compare_identities(facts: Mapping[str, HostFacts]) -> list[Finding]:
-    """A finding for each host that is another one's second name."""
+    """Return a failure for each host name that leads to the same machine as an earlier one."""
     first: dict[str, str] = {}
     found = []
     for host, each in facts.items():
@@ -73,7 +78,10 @@ def compare_identities(facts: Mapping[str, HostFacts]) -> list[Finding]:
 
 
 def compare_versions(facts: Mapping[str, HostFacts], head: str, needed: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """A finding for each host. ``needed``: by host, the packages that its actors need to start."""
+    """Compare each host's package versions with the head's. Returns a finding for each host.
+
+    ``needed`` has the packages that the actors on each host import. The most serious problem of a host is reported.
+    """
     found = []
     same = f"install the same there as on {head}"
     for host, each in facts.items():
@@ -97,6 +105,7 @@ def compare_versions(facts: Mapping[str, HostFacts], head: str, needed: Mapping[
 
 
 def _differences(names: Sequence[str], there: HostFacts, reference: HostFacts, head: str) -> list[str]:
+    """Describe each package in ``names`` whose version on a host differs from that on the head."""
     pairs = [(name, there.versions.get(name, ""), reference.versions.get(name, "")) for name in names]
     return [
         f"{name} {own or 'missing'} ({other or 'missing'} on {head})"
@@ -107,7 +116,7 @@ def _differences(names: Sequence[str], there: HostFacts, reference: HostFacts, h
 
 
 def needed_packages(config: Config, placed: Sequence[Placed]) -> dict[str, list[str]]:
-    """Packages that a host's actors import, by host."""
+    """Return the packages that the actors on each host import."""
     needed: dict[str, list[str]] = {}
     for actor in placed:
         role = role_of(actor.name)
@@ -122,7 +131,11 @@ def needed_packages(config: Config, placed: Sequence[Placed]) -> dict[str, list[
 
 
 def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Placed]) -> list[Finding]:
-    """A finding for each host, on the GPUs that the run uses; without a configuration, on all."""
+    """Check the GPUs that the run uses on each host, or all GPUs if nothing is placed. Returns a finding for each host.
+
+    A host fails if its GPUs are unknown and needed. It gets a warning if they are in use already, or of another kind or
+    driver than the head's.
+    """
     found = []
     reference = next(iter(facts[head].cards.values()), None)
     for host, each in facts.items():
@@ -154,7 +167,11 @@ def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Place
 
 
 def compare_models(digests: Mapping[str, str], head: str) -> list[Finding]:
-    """A finding for each host whose model differs from the head's; a host without a digest has no model."""
+    """Return a failure for each host whose model differs from the head's.
+
+    ``digests`` has the digest of each host's model folder, empty without a model. Without a model on the head, the
+    first host with one is the reference.
+    """
     there = {host: digest for host, digest in digests.items() if digest}
     reference = there.get(head) or next(iter(there.values()), "")
     origin = next((host for host, digest in there.items() if digest == reference), head)
@@ -171,11 +188,14 @@ class Link:
     target: str
     problem: str
     needed: bool = True
-    """Whether a run fails without it; else the run is only slower."""
+    """Whether a run needs this connection; else it is only slower without it."""
 
 
 def judge_links(links: Sequence[Link], ports: str) -> list[Finding]:
-    """A finding for each closed link, at its source, and one for each host that reaches all others."""
+    """Return a finding for each closed link, at its source, and one for each host that reaches all others.
+
+    ``ports`` is the range of ports that the links were tried at: "0" for any, or LOW-HIGH.
+    """
     closed = [link for link in links if link.problem]
     found = []
     for source in dict.fromkeys(link.source for link in links):

@@ -1,6 +1,7 @@
-"""The examination: asks every host in parallel, then compares the hosts.
+"""Runs all checks of asyncrl-doctor: asks every host in parallel, then compares the hosts.
 
-A host that cannot be reached, or stops answering, gets a failure of the check "ssh", and keeps what was found before.
+A *contact* is the connection to the doctor's process on a host (host.py); its orders and answers are in orders.py.
+A host that cannot be reached, or stops answering, gets a failure of the check "ssh", and keeps its earlier findings.
 The others are examined and compared without it. The head is the first host that answers.
 """
 
@@ -59,20 +60,23 @@ T = TypeVar("T")
 REMOTE = ("-m", "asyncrl.launcher.doctor.host")
 CLOCK_ROUNDS = 5
 END_S = 2.0
-"""Time that the process on a host has to end; then its connection is cut."""
+"""Time that the process on a host has to end (s); then its connection is cut."""
 CONNECT_S = 5.0
-"""Longest wait of one host for a connection to another."""
+"""Longest time in which one host connects to another (s)."""
 ANY = "0"
+"""The range of ports that stands for any port."""
 LOOPBACK = "127.0.0.1"
 MARK = ".asyncrl-doctor-"
+"""Prefix of the files that show whether hosts share a folder."""
 DEFAULT_RUNS = "runs"
 
 
 @dataclass
 class Examination:
-    """Examination of hosts, whose names differ; without a configuration only checks that need none.
+    """One examination of the hosts ``targets``, whose names differ.
 
-    ``answer_s`` is the longest wait for each answer of a host. ``fix`` removes leftovers that are certainly dead.
+    Without a configuration, only the checks that need none run. ``answer_s`` is the longest wait for each answer of a
+    host (s). ``fix`` removes leftovers that are certainly dead (leftovers.py).
     """
 
     targets: Sequence[tuple[HostLine, StartCommand]]
@@ -81,13 +85,16 @@ class Examination:
     fix: bool = False
     _found: list[Finding] = field(default_factory=list)
     _contacts: dict[str, Contact] = field(default_factory=dict)
-    """Hosts that answer."""
+    """Contacts of the hosts that still answer, by host name."""
     _facts: dict[str, HostFacts] = field(default_factory=dict)
+    """Facts of these hosts, by name, the head's first."""
     _placed: list[Placed] = field(default_factory=list)
+    """Actors with their hosts; empty without a placement."""
     _addresses: dict[str, str] = field(default_factory=dict)
+    """Address by host at which its actors would listen."""
 
     async def run(self) -> list[Finding]:
-        """All findings, in order."""
+        """Examine the hosts and return all findings, in order."""
         contacts = {line.name: Contact(line.name, start, any_host=True) for line, start in self.targets}
         self._contacts = dict(contacts)
         try:
@@ -112,7 +119,7 @@ class Examination:
         for step in (self._read_clocks, self._find_addresses, self._compare, self._run_lists, self._try_links):
             await step()
             if not self._facts:
-                # The last host was lost, and a finding says so.
+                # The last host stopped answering; its finding is recorded.
                 return
 
     async def _read_clocks(self) -> None:
@@ -121,6 +128,7 @@ class Examination:
             self._found += compare_clocks(offsets, self._head)
 
     async def _compare(self) -> None:
+        """Place the actors, then compare package versions and GPUs between the hosts."""
         self._place()
         needed = needed_packages(self.config, self._placed) if self.config is not None else {}
         self._found += compare_versions(self._facts, self._head, needed)
@@ -130,20 +138,26 @@ class Examination:
 
     async def _begin(self, contact: Contact) -> HostFacts:
         await contact.reach()
-        # A host gets no order while the slowest of the others, and then the head alone, are asked.
+        # Between two orders, a host waits for the slowest other host, and then for questions to the head alone.
         begin = Begin(deadline_s=3 * self.answer_s, folder=str(Path.cwd()), env=passed_on())
         return await contact.ask(begin, HostFacts)
 
     async def _ask_all(
         self, question: Callable[[Contact], Awaitable[T]], hosts: Sequence[str] | None = None
     ) -> dict[str, T]:
-        """Answers by host, in the order of the hostfile; a host that gives none is lost from here on."""
+        """Ask these hosts in parallel (by default every host that still answers); return the answers by host.
+
+        The order is that of the hostfile. A host that does not answer is left out here, and is not asked again.
+        """
         names = [host for host in self._contacts if hosts is None or host in hosts]
         answers = await asyncio.gather(*(self._ask(self._contacts[host], question) for host in names))
         return {host: answer[0] for host, answer in zip(names, answers, strict=True) if answer}
 
     async def _ask(self, contact: Contact, question: Callable[[Contact], Awaitable[T]]) -> tuple[T] | None:
-        """The answer of a host; None if it does not answer, which is a finding, and leaves the host out from now on."""
+        """Ask one host and return its answer, in a tuple of one.
+
+        If there is no valid answer in time, records a failure, drops the host and returns None.
+        """
         host = contact.name
         try:
             async with asyncio.timeout(self.answer_s):
@@ -164,13 +178,18 @@ class Examination:
         return None
 
     def _add_or_replace(self, findings: Sequence[Finding]) -> None:
-        """Add findings, each in place of the finding of the same check on the same host."""
+        """Add findings. Each replaces an earlier finding of the same check on the same host."""
         gone = {(finding.host, finding.check) for finding in findings}
         self._found = [one for one in self._found if (one.host, one.check) not in gone] + list(findings)
 
     # --- addresses and placement ---
 
     async def _find_addresses(self) -> None:
+        """Choose each host's address as the launcher does (hosts/addresses.py), and judge it if there are several.
+
+        The address belongs to network.interface if that is set, else to the host's route to the head. If no choice is
+        possible, records failures and leaves ``_addresses`` empty.
+        """
         network = self.config.network if self.config is not None else None
         if not self._several:
             self._addresses = {self._head: network.host if network is not None else LOOPBACK}
@@ -205,7 +224,7 @@ class Examination:
                 self._found.append(ok("interface", text, host))
 
     def _place(self) -> None:
-        """Place the actors on the hosts, if they fit."""
+        """Place the actors on the hosts and record a finding; if they do not fit, ``_placed`` stays empty."""
         if self.config is None:
             return
         hosts, lines = [], {line.name: line for line, _ in self.targets}
@@ -236,7 +255,7 @@ class Examination:
             self._found.append(ok("placement", text))
 
     def _actors_on(self, host: str) -> list[str]:
-        """Actors by the placement; without one, those that the host may get."""
+        """Return the actors placed on the host; without a placement, those that it might get."""
         if self.config is None:
             return []
         if self._placed:
@@ -246,9 +265,13 @@ class Examination:
     # --- the list of checks on each host ---
 
     async def _run_lists(self) -> None:
+        """Let each host run the list of checks and look for leftovers; then compare models and checkpoint folders.
+
+        A host that sees the head's folder of runs does not look through it again.
+        """
         config, head, token = self.config, self._head, secrets.token_hex(8)
         runs = Path(config.run.dir if config is not None else DEFAULT_RUNS)
-        # If the name is taken, the run gets another folder on the same disk.
+        # A run whose name is taken gets another folder, on the same disk.
         run = runs / config.run.name if config is not None else runs
 
         def order(host: str) -> CheckOrder:
@@ -278,7 +301,7 @@ class Examination:
         await self._check_shared(run, f"{MARK}{token}-checkpoints")
 
     async def _check_shared(self, run: Path, name: str) -> None:
-        """Whether all hosts with ranks of the learner see one folder of checkpoints."""
+        """Record a failure for each host with learner ranks that does not see the head's folder of checkpoints."""
         if self.config is None or self.config.learner.backend == "sim":
             return
         ranked = [host for host in self._facts if host in self._ranked]
@@ -293,7 +316,10 @@ class Examination:
                 self._add_or_replace([fail("checkpoint_dir", text, fix, host)])
 
     async def _who_sees(self, folder: str, name: str) -> Mapping[str, bool]:
-        """Whether each host sees a file that the head creates in the folder; empty if the head cannot create it."""
+        """Let the head create the file ``name`` in the folder, and ask each host whether it sees that file.
+
+        Returns True or False by host; empty if the head cannot create the file.
+        """
         marked = await self._ask_all(lambda contact: contact.ask(Mark(path=folder, name=name), Marked), [self._head])
         path = next((each.path for each in marked.values()), "")
         if not path:
@@ -304,12 +330,15 @@ class Examination:
     # --- connections between the hosts ---
 
     async def _try_links(self) -> None:
-        """Every host listens for a moment, and every other one tries to connect to it."""
+        """Try the connections between all hosts: each listens, and each other one tries to connect to it.
+
+        The ports are those of network.ports and, if a learner trains, any port too.
+        """
         if len(self._addresses) < 2:
             return
         wanted = self.config.network.ports if self.config is not None else ANY
         trains = self.config is not None and self.config.learner.backend != "sim" and bool(self._placed)
-        # torch.distributed uses any port, for its ranks and for a broadcast.
+        # torch.distributed takes any free port for the connections of ranks and for a weight broadcast.
         ports = list(dict.fromkeys([wanted, ANY])) if trains else [wanted]
         token, addresses = secrets.token_hex(16), dict(self._addresses)
         listening = await self._ask_all(
@@ -326,7 +355,7 @@ class Examination:
         )
         for asked in ports:
             links = [
-                # A closed port outside network.ports fails the run between ranks; else stream replaces the broadcast.
+                # Outside network.ports, only ranks need the link; between others, stream replaces a weight broadcast.
                 Link(source, target, tried[asked], needed=asked == wanted or {source, target} <= self._ranked)
                 for source, answer in connected.items()
                 for target, tried in answer.problems.items()
@@ -334,7 +363,7 @@ class Examination:
             ]
             found = judge_links(links, asked)
             if asked != wanted:
-                # A link that is open for both ranges is reported once.
+                # A host that reaches the others is reported once, for network.ports.
                 found = [finding for finding in found if finding.result != "ok"]
             said = {finding.host for finding in found}
             self._found = [
@@ -348,10 +377,10 @@ class Examination:
 
 
 async def _read_clock(contact: Contact) -> list[tuple[float, float, float]]:
-    """Rounds of (asked, the host's time, answered), s."""
+    """Ask for a host's time CLOCK_ROUNDS times; see ``best_offset`` for the rounds."""
     rounds = []
     for _ in range(CLOCK_ROUNDS):
-        # The duration comes from the monotonic clock; only the start is taken from the wall clock.
+        # Only the start comes from the wall clock, which may jump; the duration comes from the monotonic clock.
         begun, asked = time.monotonic(), time.time()
         there = (await contact.ask(ReadClock(), Time)).wall_ns / 1e9
         rounds.append((asked, there, asked + time.monotonic() - begun))

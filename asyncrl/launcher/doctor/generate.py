@@ -1,9 +1,9 @@
 """``asyncrl-launch CONFIG --dry-run --generate N``: a process samples a few responses and scores them.
 
-The command starts ``python -m asyncrl.launcher.doctor.generate`` under a deadline, which reads a GenerateOrder on
-standard input and writes an Answer to standard output. Prompts, sampling, engine, episodes and reward are those of the
-run. The weights are the model's own, without an adapter, because an adapter's first version changes nothing. A dry run
-has no learner, so tensors are copied from the safetensors files into sealed memory, as an engine loads them.
+The command starts ``python -m asyncrl.launcher.doctor.generate`` under a deadline. That process reads a GenerateOrder
+on standard input and writes an Answer to standard output. Prompts, sampling, engine, episodes and reward are those of
+the run. The weights are the model's own, without an adapter, because an adapter's first version changes nothing. A dry
+run has no learner, so tensors are copied from the safetensors files into sealed memory, as an engine loads them.
 
 Invariant: the engine, the reward's workers and the agent's processes have ended before the answer is written. The
 answer has each fault, and the samples made before it. When ``print_generated`` returns, the process and its descendants
@@ -66,10 +66,10 @@ PRINTED_BYTES = 4000
 T = TypeVar("T")
 MODULE = "asyncrl.launcher.doctor.generate"
 SAMPLE_S = 120.0
-"""Longest time of a response (s); the configuration bounds rewards and episodes."""
+"""Longest time for sampling a response (s); the configuration bounds rewards and episodes."""
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
-"""Tensors that old versions of transformers saved, and that every engine computes."""
+"""Names of tensors that old versions of transformers saved, and that every engine computes itself."""
 COPIED_BYTES = 64 << 20
 
 
@@ -81,7 +81,7 @@ class GenerateOrder(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct):
-    """The samples, and why there are no more."""
+    """The samples that were made, and the reasons why others were not."""
 
     groups: list[SampleGroup] = []
     problems: list[str] = []
@@ -119,7 +119,7 @@ def _prompts(config: Config, tokenizer: Tokenizer) -> Iterator[FirstRow]:
 
 
 def _with_model_alone(config: Config) -> Config:
-    """The configuration without adapters, with one process for users' code."""
+    """Return the configuration without adapters, and with one process each for episode code and reward."""
     tree = config.model_dump(mode="json")
     tree["lora"] = {}
     tree["episode"]["workers"] = tree["reward"]["workers"] = 1
@@ -127,7 +127,7 @@ def _with_model_alone(config: Config) -> Config:
 
 
 class Generator:
-    """Stands in for the rollouter."""
+    """Samples responses from one engine, and scores them; takes the place of a rollouter."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -145,7 +145,10 @@ class Generator:
         self._renderer: Renderer | None = None
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Start the reward function and the engine; ``stack`` ends them. Raises ConfigError and AsyncRLError."""
+        """Start the reward function and the engine, and load the model's weights into the engine.
+
+        ``stack`` ends both. Raises ConfigError and AsyncRLError.
+        """
         config = self._config
         if config.reward.function != "episode":
             trial = self._trial = await stack.enter_async_context(RewardTrial(config))
@@ -162,7 +165,10 @@ class Generator:
         await self._host.commit()
 
     async def while_engine_lives(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``. Raises EngineDied: in a run, calls wait for the next engine."""
+        """Run ``work`` and return its result. If the engine dies first, cancels ``work`` and raises EngineDied.
+
+        Without this, calls would wait for the next engine, as they do in a run.
+        """
         died, working = asyncio.ensure_future(self._host.died.wait()), asyncio.ensure_future(work)
         try:
             await asyncio.wait({died, working}, return_when=asyncio.FIRST_COMPLETED)
@@ -175,7 +181,10 @@ class Generator:
             await asyncio.gather(died, working, return_exceptions=True)
 
     async def group(self, prompt: FirstRow, number: int) -> SampleGroup:
-        """One response to a prompt, or a whole group if the reward function scores groups."""
+        """Sample and score one response to a prompt, or a whole group if the reward function scores groups.
+
+        ``number`` is the position of the prompt, from 0.
+        """
         assert prompt.ids is not None
         samples = self._config.rollout.samples_per_prompt if self._config.reward.per == "group" else 1
         lease = lone_lease(self._config, number, prompt.ids, prompt.text, prompt.row, samples=samples)
@@ -198,12 +207,12 @@ class Generator:
         key: str,
         watch: CallWatch,
     ) -> None:
-        """One call of the policy; the engine queues those beyond its own limit."""
+        """Answer a call of the policy: add sampled tokens to ``response``. The engine queues calls beyond its limit."""
         call = PolicyCall(self._host, self.tokenizer, self._config, lease, account, watch)
         await call.generate(ids, response, key)
 
     async def _episode(self, lease: Lease) -> Trajectory:
-        """Play an episode with the engine as its policy."""
+        """Play an episode with the engine as its policy. Raises CannotPlay if it gives no trajectory."""
         assert self._renderer is not None
         episode = LoneEpisode(self._config, self.tokenizer, self._renderer, self._clock, self)
         await episode.play(lease)
@@ -212,7 +221,7 @@ class Generator:
         return episode.trajectory
 
     async def _score(self, lease: Lease, trajectories: list[Trajectory]) -> None:
-        """Score the trajectories, unless the episode has. Raises RewardFailed."""
+        """Set each trajectory's reward by the reward function, unless the episode gave one. Raises RewardFailed."""
         if self._trial is None or (self._config.reward.per == "trajectory" and trajectories[0].reward is not None):
             return
         completions = [
@@ -249,7 +258,10 @@ def _shown(trajectory: Trajectory) -> SampleTrajectory:
 
 
 def stage_model(config: Config) -> HeldVersion:
-    """The model's weights; the caller closes them. A simulated engine without a model gets one small tensor."""
+    """Copy the model's weights into sealed memory, as version 0; the caller closes it.
+
+    Without a model, a simulated engine gets one small tensor. Raises ConfigError.
+    """
     made: list[tuple[Bucket, int]] = []
     try:
         if config.model.path is None:
@@ -275,7 +287,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read_file(path: Path) -> tuple[Bucket, int]:
-    """One file as one bucket."""
+    """Copy a safetensors file into one bucket; return it with the descriptor of its memory. Raises ConfigError."""
     try:
         tensors = {name: each for name, each in read_header(path).items() if not COMPUTED.search(name)}
     except Unreadable as error:
@@ -289,7 +301,10 @@ def _read_file(path: Path) -> tuple[Bucket, int]:
 def _bucket(
     shapes: list[tuple[str, str, tuple[int, ...]]], tensors: Mapping[str, Tensor], path: Path | None
 ) -> tuple[Bucket, int]:
-    """The bucket of these tensors, filled from the file, and its descriptor."""
+    """Create a bucket for tensors of these names, dtypes and shapes; return it with the descriptor of its memory.
+
+    ``tensors`` has the byte range of each in the file ``path``. Without a file the bucket holds zeros.
+    """
     specs, size = layout(shapes)
     segment = Segment("asyncrl-model", size)
     try:
@@ -311,12 +326,12 @@ def _bucket(
 
 
 def print_generated(config: Config, count: int) -> None:
-    """Print the samples. Raises ConfigError after them if one could not be made."""
+    """Sample ``count`` prompts in a process and print the samples. Then raises ConfigError if one could not be made."""
     limit_s = longest_s(config, count)
     say(f"sampling {count} prompts with the engine {config.rollout.engine} (at most {limit_s:g} s)", sys.stderr)
     order = msgspec.msgpack.encode(GenerateOrder(config_to_json(config), count))
     try:
-        # The folder removes temporary files of a process that is killed.
+        # If the process is killed, its temporary files go with this folder.
         with tempfile.TemporaryDirectory(prefix="asyncrl-", ignore_cleanup_errors=True) as folder:
             data, ended = asyncio.run(ask_process(MODULE, (), order, limit_s, env={"TMPDIR": folder}))
         answer = msgspec.msgpack.decode(data, type=Answer)
@@ -338,7 +353,7 @@ def print_generated(config: Config, count: int) -> None:
 
 
 def longest_s(config: Config, count: int) -> float:
-    """Longest time of the start, the load and so many prompts (s)."""
+    """Return the longest time for starting the engine, loading the weights and sampling ``count`` prompts (s)."""
     episode = config.episode
     each_s = SAMPLE_S + config.reward.timeout_s
     if episode.kind != "single":
@@ -347,12 +362,12 @@ def longest_s(config: Config, count: int) -> float:
 
 
 def main() -> None:
-    """Answer the order on standard input."""
+    """Read a GenerateOrder from standard input and write the Answer to standard output, both in MessagePack."""
     die_with_parent(signal.SIGKILL)
     answers = os.dup(1)
     order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=GenerateOrder)
     with tempfile.TemporaryFile() as printed:
-        # Engines and users' modules print, and so do their processes.
+        # Engines, users' modules and their processes may print: that goes into a file and not into the answer.
         for stream in (1, 2):
             os.dup2(printed.fileno(), stream)
         answer = asyncio.run(generate(config_from_json(order.config), order.count))

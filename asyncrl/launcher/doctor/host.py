@@ -1,9 +1,9 @@
-"""The part of asyncrl-doctor on one host: ``python -m asyncrl.launcher.doctor.host``, started by the doctor or by ssh.
+"""The process of asyncrl-doctor on one host: ``python -m asyncrl.launcher.doctor.host``, started directly or by ssh.
 
 It answers the orders of orders.py and CheckOrder. It ends with its standard input or when its deadline runs out, so it
-never outlives the doctor; on the way out it removes the files that Mark created.
+never outlives the doctor. Before it ends, it removes the files that Mark created.
 
-A connection between hosts counts if the other side answers with a proof that it knows the token of this examination:
+A connection between hosts counts if the other side proves that it knows the token of this examination, because
 another program may accept connections too. Every wait has a deadline, and listeners end with the process.
 """
 
@@ -69,6 +69,7 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "msgspec": ("msgspec",),
     "aiohttp": ("aiohttp",),
 }
+"""By package, the names of distributions that may install it."""
 PACKAGES = dict.fromkeys([*DISTRIBUTIONS, *(name for traits in ENGINES.values() for name in traits.packages)])
 QUERY = "index,name,driver_version,memory.total,memory.used"
 CONNECTIONS_AT_ONCE = 64
@@ -77,8 +78,11 @@ LONGEST_GREETING = 256
 
 
 def main() -> int:
-    """Answer until standard input ends."""
-    # Imported or called code must not write between the answers.
+    """Answer orders on standard input, a line each, until it ends or a deadline runs out. Returns the exit code.
+
+    At first the deadline is UNSTARTED_S. From ``Begin`` on, each answer extends it by ``Begin.deadline_s``.
+    """
+    # Imported code may print: standard output now leads to standard error, and only ``output`` to the doctor.
     output = os.dup(1)
     os.dup2(2, 1)
     # The process ends by an exception, so that marks and listeners are removed on the way out.
@@ -122,14 +126,14 @@ def find_leftovers(order: FindLeftovers) -> Checked:
 
 
 def listen(order: Listen, left: contextlib.ExitStack) -> Listening:
-    """Accept connections until ``left`` is closed."""
+    """Accept connections in threads until ``left`` is closed."""
     listeners = Listeners()
     left.callback(listeners.close)
     return listeners.listen(order)
 
 
 def mark(order: Mark, left: contextlib.ExitStack) -> Marked:
-    """Create a file until ``left`` is closed."""
+    """Create a file, which is removed when ``left`` is closed."""
     path = nearest_folder(Path(order.path)) / order.name
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -143,7 +147,7 @@ def mark(order: Mark, left: contextlib.ExitStack) -> Marked:
 
 
 def gather_facts(facts: HostOffer) -> HostFacts:
-    """Facts of this host that are compared between hosts. No package is imported for its version."""
+    """Collect the facts that are compared between hosts. Versions are read without an import."""
     cards, problem = ({}, facts.gpu_problem) if facts.gpu_problem else find_cards()
     return HostFacts(
         facts=facts,
@@ -162,7 +166,7 @@ def _version(name: str) -> str:
 
 
 def find_cards() -> tuple[dict[str, Card], str]:
-    """The GPUs by index, and why they are unknown; the text is empty if they are known."""
+    """Ask nvidia-smi. Returns the GPUs by index, and why they are unknown; without nvidia-smi both are empty."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return {}, ""
@@ -178,7 +182,7 @@ def find_cards() -> tuple[dict[str, Card], str]:
 
 
 def parse_cards(table: str) -> dict[str, Card]:
-    """The rows that nvidia-smi prints for QUERY. Memory is in MiB there, or a word if it is unknown."""
+    """Parse the rows that nvidia-smi prints for QUERY; memory is in MiB there, or a word if unknown (then 0)."""
     cards = {}
     for line in table.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -192,17 +196,18 @@ def parse_cards(table: str) -> dict[str, Card]:
 
 
 def _proof(token: str) -> bytes:
+    """Return the answer that only a listener that knows the token can give."""
     return hashlib.sha256(f"asyncrl-doctor {token}".encode()).hexdigest().encode()
 
 
 class Listeners:
-    """Listening sockets that answer a peer that knows the token, until they are closed."""
+    """Listening sockets. Each answers a peer that sends the token with the proof, until it is closed."""
 
     def __init__(self) -> None:
         self._open: list[socket.socket] = []
 
     def listen(self, order: Listen) -> Listening:
-        """Listen at a port of each range in ``order``; a range without a free port is left out."""
+        """Listen at the first free port of each range in ``order``. The result lacks a range without a free port."""
         found = {}
         for ports in order.ports:
             for port in ports_of(ports):
@@ -222,12 +227,13 @@ class Listeners:
         """Stop listening."""
         for listener in self._open:
             with contextlib.suppress(OSError):
-                # Closing alone does not end an ``accept`` in another thread.
+                # ``close`` alone does not end an ``accept`` in another thread.
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
 
 
 def _serve(listener: socket.socket, token: str) -> None:
+    """Answer one peer after another until the listener is closed."""
     while True:
         try:
             peer, _ = listener.accept()
@@ -250,7 +256,7 @@ def _read_line(peer: socket.socket) -> bytes:
 
 
 def connect(order: Connect) -> Connected:
-    """Try to connect to all peers of ``order`` at their ports."""
+    """Try to connect to each port of each peer, in parallel."""
     wanted = [(peer, ports, number) for peer in order.peers for ports, number in peer.ports.items()]
     with ThreadPoolExecutor(min(CONNECTIONS_AT_ONCE, max(1, len(wanted)))) as threads:
         tried = threads.map(lambda each: _try(each[0], each[2], order.token, order.timeout_s), wanted)
@@ -261,6 +267,7 @@ def connect(order: Connect) -> Connected:
 
 
 def _try(peer: Listener, port: int, token: str, timeout_s: float) -> str:
+    """Connect, send the token and read the proof. Returns the problem, or an empty text."""
     where = f"port {port} of {peer.address}"
     try:
         with socket.create_connection((peer.address, port), timeout=timeout_s) as connection:

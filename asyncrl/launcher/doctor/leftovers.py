@@ -1,14 +1,14 @@
-"""Leftovers on this host of runs that were killed as a whole, and their removal.
+"""Finds and removes what runs that were killed as a whole left on this host: folders and processes.
 
-These are certainly dead, and nothing else is ever removed:
+Only leftovers that are *certainly dead* are ever removed:
 
-* a private folder whose lock is free;
+* a host's private folder in a run folder (run_folder/private.py) whose lock is free;
 * the unfinished checkpoints of a run, if none of its locks is held;
 * an engine's scratch folder whose process has ended and whose lock is free;
 * an orphaned process of asyncrl, because processes of a live run descend from its guard or its agent.
 
-On a file system that keeps locks for each host separately, or keeps none, a free lock proves nothing: leftovers there
-are only named.
+Some file systems keep locks for each host separately, or keep none. There a free lock proves nothing, and leftovers
+are only reported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from asyncrl.launcher.run_folder.private import CONFIG, LOCK, PART, PRIVATE
 SCRATCH = "asyncrl-engine-"
 SCRATCH_LOCK = "lock"
 LOCAL_LOCKS = re.compile(r"\b(local_lock=(all|flock)|localflock|nolock)\b")
-"""Mount options that hide the locks of other hosts."""
+"""Mount options with which a host does not see the locks of other hosts."""
 TITLE = re.compile(r"asyncrl ([a-z_]+/\d+ |reward worker|episodes worker)|.* -m asyncrl\.workers\.(keeper|warden) ")
 """Command line of an actor's process or of one of its workers."""
 ENGINE_TITLES = tuple(traits.process_title for traits in ENGINES.values() if traits.process_title)
@@ -54,22 +54,24 @@ class Process:
     started: float
     title: str
     name: str
+    """Name of the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A file or a process that belongs to no live run. ``certain`` says that it may be removed."""
+    """A folder or a process that belongs to no live run. If ``certain``, it is certainly dead and may be removed."""
 
     what: str
+    """Description for a person."""
     path: Path | None = None
     process: Process | None = None
     certain: bool = True
 
 
 def check_leftovers(runs: Path | None, *, is_head: bool, fix: bool) -> Finding:
-    """Name the leftovers, and with ``fix`` remove those that are certainly dead.
+    """Report the leftovers of this host; with ``fix``, first remove those that are certainly dead.
 
-    ``runs`` is the folder of run folders; None if the head looks through the same one.
+    ``runs`` is the folder that holds the run folders; None if it is the head's too, and the head looks through it.
     """
     found = find_leftovers(runs, is_head=is_head)
     removed = [one for one in found if fix and one.certain and remove(one)]
@@ -86,7 +88,10 @@ def check_leftovers(runs: Path | None, *, is_head: bool, fix: bool) -> Finding:
 
 
 def find_leftovers(runs: Path | None, *, is_head: bool) -> list[Leftover]:
-    """Leftovers of this host. Only the head looks for unfinished checkpoints, because it sees the locks of the runs."""
+    """List the leftovers of this host: private folders, unfinished checkpoints, scratch folders and processes.
+
+    Only the head looks for unfinished checkpoints, because it sees the locks of the runs.
+    """
     return [
         *(_private_folders(runs) if runs is not None else ()),
         *(_checkpoints(runs) if runs is not None and is_head else ()),
@@ -99,7 +104,7 @@ def find_leftovers(runs: Path | None, *, is_head: bool) -> list[Leftover]:
 
 
 def remove(leftover: Leftover) -> bool:
-    """Remove it if it is still dead at a second look. Returns whether it is gone."""
+    """Check again that it is dead, then remove the folder or kill the process. Returns whether it is gone."""
     if leftover.process is not None:
         return _kill(leftover.process)
     path = leftover.path
@@ -115,12 +120,15 @@ def remove(leftover: Leftover) -> bool:
 
 
 def is_held(run: Path | None) -> bool:
-    """Whether the lock of a private folder of this run is held or cannot be read."""
+    """Whether the lock of any private folder of this run is held or cannot be read; False for None."""
     return run is not None and any(not lock_is_free(lock) for lock in run.glob(f"{PRIVATE}*/{LOCK}"))
 
 
 def locks_tell(path: Path, mounts: str | None = None) -> bool:
-    """Whether a free lock at ``path`` is free on every host; ``mounts`` is the text of /proc/self/mountinfo."""
+    """Whether a lock that is free here is free on every host, by the mount options of the file system at ``path``.
+
+    ``mounts`` is the text of /proc/self/mountinfo; by default it is read.
+    """
     if mounts is None:
         try:
             mounts = Path("/proc/self/mountinfo").read_text()
@@ -130,13 +138,14 @@ def locks_tell(path: Path, mounts: str | None = None) -> bool:
     for line in mounts.splitlines():
         mount, _, kind = line.partition(" - ")
         place = mount.split()[4]
-        # The innermost mount counts, and the last of several at one place, which covers the others.
+        # The innermost mount counts; of several at one place, the last, which covers the others.
         if path.absolute().is_relative_to(place) and len(place) >= len(best):
             best, options = place, f"{mount} {kind}"
     return not LOCAL_LOCKS.search(options)
 
 
 def _private_folders(runs: Path) -> Iterator[Leftover]:
+    """Yield private folders whose lock is free, and those that have no lock, which are not certainly dead."""
     certain = locks_tell(runs)
     for folder in sorted(runs.glob(f"*/{PRIVATE}*")):
         lock = folder / LOCK
@@ -160,10 +169,11 @@ def _remove_private(path: Path) -> bool:
 
 
 def _checkpoints(runs: Path) -> Iterator[Leftover]:
+    """Yield the unfinished checkpoints of all runs that no lock shows to be live."""
     certain = locks_tell(runs)
     for config_file in sorted(runs.glob(f"*/{CONFIG}")):
         run = config_file.parent
-        # The run's head is on another host, and nothing here shows whether it is alive.
+        # PART marks a part of a run whose head is on another host: nothing here shows whether that is alive.
         if is_held(run) or (run / PART).exists():
             continue
         try:
@@ -171,18 +181,19 @@ def _checkpoints(runs: Path) -> Iterator[Leftover]:
             names = sorted(os.listdir(folder))
         except (OSError, ValueError, ConfigError):
             continue
-        # A checkpoint elsewhere may belong to a run of the same name in another folder of runs.
+        # A checkpoint outside the run folder may belong to a run of the same name in another folder of runs.
         mine = certain and folder.is_relative_to(run)
         for name in filter(is_leftover, names):
             yield Leftover(f"{folder / name} (unfinished checkpoint)", folder / name, certain=mine)
 
 
 def _run_of(path: Path) -> Path | None:
-    """The run folder around a path."""
+    """Return the run folder that contains a path, or None."""
     return next((parent for parent in path.parents if (parent / CONFIG).is_file()), None)
 
 
 def _scratch_folders(parent: Path) -> Iterator[Leftover]:
+    """Yield engines' scratch folders, named asyncrl-engine-PID-..., whose process has ended and whose lock is free."""
     for folder in sorted(parent.glob(f"{SCRATCH}*")):
         pid = folder.name.removeprefix(SCRATCH).partition("-")[0]
         with contextlib.suppress(OSError):
@@ -196,7 +207,7 @@ def _scratch_folders(parent: Path) -> Iterator[Leftover]:
 
 
 def read_processes() -> dict[int, Process]:
-    """Processes of this user, and process 1, by their id."""
+    """Return the processes of this user, and process 1, by process id."""
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error), process.oneshot():
@@ -208,10 +219,11 @@ def read_processes() -> dict[int, Process]:
 
 
 def orphans(processes: dict[int, Process]) -> list[tuple[Process, bool]]:
-    """Processes of asyncrl that belong to no live run, and whether that is certain. Pure.
+    """Find processes of asyncrl that belong to no live run; each comes with whether that is certain. Pure.
 
-    A process of a live run descends from its guard or its agent, one that was started by hand from its starter.
-    Orphans are adopted by process 1 or another reaper. Engine cores may belong to other programs.
+    The search goes from each process up to its first ancestor that is no process of an actor, a worker or an engine. In
+    a live run that is the launcher's guard or agent, or the shell in which a person started the actor. If it is process
+    1 or another reaper, the process is an orphan. An engine core is never certain: it may belong to another program.
     """
     found = []
     for process in processes.values():
@@ -229,12 +241,13 @@ def orphans(processes: dict[int, Process]) -> list[tuple[Process, bool]]:
 
 
 def _kill(process: Process) -> bool:
+    """Kill the process if it is still an orphan. Returns whether it is gone or killed."""
     try:
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return True
     try:
-        # From here on the handle refers to the process that has this id now.
+        # The handle keeps referring to this process even if its id is used again, so check only now which one it is.
         now = {one.pid: one for one, certain in orphans(read_processes()) if certain}.get(process.pid)
         if now is None or now.started != process.started:
             return not psutil.pid_exists(process.pid)

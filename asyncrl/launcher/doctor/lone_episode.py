@@ -1,7 +1,8 @@
-"""Plays one episode outside a run: of the user's agent against a scripted policy, or against an engine.
+"""Plays one episode of the user's agent outside a run, with a scripted policy (script.py) or an engine.
 
 Endpoint, sessions, conversation, renderer, deadlines and the processes that run the agent are those of a run. Without
-a model, tokens are bytes, and the chat template extends every answer, so that each fork is caused by the agent.
+a model, tokens are bytes, and the chat template extends every answer, so that each fork (played.py) is caused by the
+agent.
 
 Invariant: no process of the agent is left when ``LoneEpisode.play`` returns. Raises ConfigError if the user's code
 cannot be found, and CannotPlay if its import fails or there is no task. Every fault of the agent is in the result.
@@ -61,15 +62,15 @@ if TYPE_CHECKING:
 
 HOST = "episodes/0"
 ROOM = 1 << 20
-"""Tokens of an episode without a model."""
+"""Limit of the tokens of an episode without a model."""
 MOST_PRINTED = 2000
 """Characters at the end of the agent's output that are kept."""
 RETRY_S = 0.05
-"""Pause before an episode starts again whose worker died."""
+"""Pause before an episode whose worker died starts again (s)."""
 MOST_BEGUN = 5
-"""Starts of an episode that its host ended."""
+"""Number of times that an episode starts; an episode whose worker dies starts again."""
 SPARE_S = 60.0
-"""Seconds that an episode gets in addition to its own deadlines."""
+"""Time that an episode gets in addition to its own deadlines (s)."""
 
 QUESTION = "What is the weather in Bern?"
 
@@ -79,9 +80,10 @@ class CannotPlay(Exception):
 
 
 def for_script(config: Config, command: Sequence[str], longest_s: float) -> Config:
-    """The configuration for a scripted policy, with ``command`` as the agent if there is one.
+    """Return the configuration with which an agent plays against a scripted policy.
 
-    The start and each turn end within ``longest_s``. Raises ConfigError.
+    ``command``, if there is one, replaces the configured agent. The start and each turn of the agent end within
+    ``longest_s``. Raises ConfigError.
     """
     if not command and config.episode.kind == "single":
         raise ConfigError(["episode: no function, env, tools or command is set; there is no agent to play with"])
@@ -104,7 +106,10 @@ def for_script(config: Config, command: Sequence[str], longest_s: float) -> Conf
 
 
 async def play_scripted(config: Config, *, with_data: bool) -> Played:
-    """One attempt at the first task of the data, or at QUESTION. Raises ConfigError, CannotPlay."""
+    """Play one attempt with the scripted policy, at the first task of the data or at QUESTION, and report it.
+
+    Raises ConfigError, CannotPlay.
+    """
     prompt, row = await _task(config) if with_data else (QUESTION, {"prompt": QUESTION})
     tokenizer = tokenizer_of(config)
     renderer = make_renderer(config, tokenizer)
@@ -114,7 +119,7 @@ async def play_scripted(config: Config, *, with_data: bool) -> Played:
 
 
 async def _task(config: Config) -> tuple[str, dict[str, Any]]:
-    """Prompt and row. Raises CannotPlay."""
+    """Return prompt and row of the first training task. Raises CannotPlay."""
     inputs = await check_inputs(config)
     task = next((sample for sample in inputs.samples if sample.key == "data"), None)
     if task is None:
@@ -126,7 +131,7 @@ async def _task(config: Config) -> tuple[str, dict[str, Any]]:
 def lone_lease(
     config: Config, number: int, prompt_ids: np.ndarray, prompt: str, row: dict[str, Any], *, samples: int = 1
 ) -> Lease:
-    """The lease of a group outside a run. ``prompt_ids``: int32 [P]."""
+    """Make the lease (the right to generate one group) of a group outside a run. ``prompt_ids``: int32 [P]."""
     return Lease(
         uid=f"0-{number}",
         number=1,
@@ -144,10 +149,11 @@ def lone_lease(
 
 
 class LoneEpisode(EpisodeObserver):
-    """Stands in for the rollouter and the episode host around the parts of a run.
+    """Connects the parts of a run that play an episode, in one process; in a run, two actors hold them.
 
-    It is the only host of the player and the Core of the endpoint. ``policy`` is the policy of the sessions; by default
-    it is scripted.
+    The rollouter has the player and the sessions, the episode host has the endpoint and the agent's processes. To the
+    player this object is the only episode host; to the endpoint and the agent it is the rollouter and the endpoint's
+    Core. ``policy`` answers the calls; by default it is scripted.
     """
 
     def __init__(
@@ -176,10 +182,13 @@ class LoneEpisode(EpisodeObserver):
         """Why the attempt gave no trajectory."""
         self.trajectory: Trajectory | None = None
         self._notices: dict[str, str] = {}
+        """Texts of the endpoint about the agent's requests, by KIND/NAME."""
         self._refused: dict[str, str] = {}
+        """Reason by field of a call that the session refused."""
         self._hidden: list[str] = []
         self._printed = ""
         self._moments: dict[str, float] = {}
+        """Time of the events that ``_spans`` names."""
         self._host_fault = ""
 
     async def play(self, lease: Lease) -> None:
@@ -201,7 +210,7 @@ class LoneEpisode(EpisodeObserver):
 
     @asynccontextmanager
     async def _hosting(self) -> AsyncIterator[None]:
-        """Endpoint and processes of the agent, for as long as the context lasts."""
+        """Start the endpoint and the processes of the agent; end them with the context. Raises CannotPlay."""
         episode = self._config.episode
         self._endpoint = PolicyEndpoint(
             self,
@@ -236,22 +245,23 @@ class LoneEpisode(EpisodeObserver):
             await asyncio.gather(watch, return_exceptions=True)
             await self._endpoint.close()
 
-    # --- the hosts of the player ---
+    # --- the player's interface to episode hosts ---
 
     def choose(self, at: Mapping[str, int], *, prefer: str, avoid: Collection[str]) -> str:
-        """The only host."""
+        """Return the only host."""
         return HOST
 
     def tell(self, host: str, delta: ChatDelta) -> None:
-        """Pass on text of a call that is being answered."""
+        """Pass on new text of a call that is being answered."""
         if playing := self._playing.get(delta.session):
             playing.hear(delta)
 
     def run(self, host: str, request: RunEpisode, timeout: float) -> asyncio.Future[EpisodeDone]:
-        """Play the episode; cancelling the future ends it."""
+        """Start the episode on the host; cancelling the future ends it."""
         return asyncio.ensure_future(self._run(request, timeout))
 
     async def _run(self, request: RunEpisode, timeout: float) -> EpisodeDone:
+        """Run the agent once, as an episode host does. Raises CannotPlay after MOST_BEGUN starts."""
         self._session = self._sessions.find(request.session, HOST)
         playing = PolicySession(request, self, asyncio.get_running_loop().time() + timeout, 0)
         self._playing[playing.key] = playing
@@ -267,7 +277,7 @@ class LoneEpisode(EpisodeObserver):
         finally:
             playing.end("it has ended")
 
-    # --- requests of the host to the rollouter ---
+    # --- the episode host's interface to the rollouter ---
 
     name = "rollouter/0"
 
@@ -282,12 +292,13 @@ class LoneEpisode(EpisodeObserver):
         return True
 
     async def _answer(self, request: Request) -> Message:
+        """Answer a reward for a turn, or a call of the policy, as the rollouter does. Raises ChatRefused."""
         self._moments.setdefault("first call", self._clock.now())
         if isinstance(request, TurnReward):
             session = self._sessions.find(request.session, HOST)
             return TurnRewarded(node=session.conversation.reward(request.node, request.value))
         assert isinstance(request, Chat)
-        # Only this call sees it: each request has a task, and so a context, of its own.
+        # Each request has a task, and so a context, of its own. So only this call sees the value.
         asked.set(request)
         try:
             self._hidden += hidden_tools(self._renderer, request.tools, request.template_options)
@@ -298,7 +309,7 @@ class LoneEpisode(EpisodeObserver):
         self._moments["last answer"] = self._clock.now()
         return reply
 
-    # --- the core of the endpoint ---
+    # --- the endpoint's Core ---
 
     def knows(self, key: str) -> bool:
         return key in self._playing
@@ -318,12 +329,12 @@ class LoneEpisode(EpisodeObserver):
         self._printed = (self._printed + text)[-MOST_PRINTED:]
 
     def _noticed(self, kind: str) -> dict[str, str]:
-        """Notices by their names below this kind."""
+        """Return the texts of the notices of this kind, by name."""
         names = sorted(name for name in self._notices if name.startswith(f"{kind}/"))
         return {name.partition("/")[2]: self._notices[name] for name in names}
 
     def played(self) -> Played:
-        """The attempt, for the report."""
+        """Return the attempt as the report shows it."""
         session, counts = self._session, self._endpoint.counts
         assert session is not None
         conversation = session.conversation
@@ -369,6 +380,6 @@ def _length(sequence: TokenSequence) -> int:
 
 
 def _spans(moments: dict[str, float]) -> dict[str, float]:
-    """Seconds to the first call, from there to the last answer, and from there to the exit."""
+    """Return the seconds between events, by the later one; an event that is missing in ``moments`` is left out."""
     known = [(name, moments[name]) for name in ("begin", "first call", "last answer", "end") if name in moments]
     return {later: round(at - before, 3) for (_, before), (later, at) in itertools.pairwise(known)}

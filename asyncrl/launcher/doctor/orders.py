@@ -1,4 +1,4 @@
-"""Orders of asyncrl-doctor to a host, and their answers. The doctor also sends CheckOrder of the launcher.
+"""Orders of asyncrl-doctor to its process on a host (host.py), and their answers. CheckOrder is the launcher's.
 
 Answers of another version can be read: unknown fields are ignored, missing ones are empty.
 """
@@ -14,11 +14,11 @@ class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
     """The first order. The answer is HostFacts."""
 
     deadline_s: float
-    """The process on the host ends after so long without an order, or in one answer."""
+    """The process on the host ends so long after its last answer, even while it works on the next one (s)."""
     folder: str
-    """Folder in which the doctor was called; relative paths start there, if there is such a folder."""
+    """Folder in which the doctor was called. Relative paths start there, if the host has such a folder."""
     env: dict[str, str] = {}
-    """Variables laid over the host's own environment, as the launcher does."""
+    """Variables that the host sets in its own environment, as for the launcher."""
 
 
 class Card(Struct, frozen=True, kw_only=True):
@@ -31,17 +31,18 @@ class Card(Struct, frozen=True, kw_only=True):
 
 
 class HostFacts(Struct, frozen=True, kw_only=True, tag="host"):
-    """Facts of a host."""
+    """Facts of a host that are compared with those of other hosts."""
 
     facts: HostOffer
-    """Facts as the launcher gets them."""
+    """The facts that the launcher gets too."""
     identity: str = ""
-    """Equal for two names of one machine."""
+    """Identifies the machine: equal for two host names that lead to one machine."""
     versions: dict[str, str] = {}
-    """Versions by name; empty for what is not installed."""
+    """Version by package; empty if it is not installed."""
     cards: dict[str, Card] = {}
     """GPUs by their index."""
     gpu_problem: str = ""
+    """Reason that the GPUs are unknown."""
 
 
 class ReadClock(Struct, frozen=True, kw_only=True, tag="clock"):
@@ -58,28 +59,30 @@ class FindLeftovers(Struct, frozen=True, kw_only=True, tag="leftovers"):
     """Look for leftovers of runs that were killed. The answer is Checked."""
 
     runs: str = ""
-    """The folder of run folders; empty if the head looks through the same one."""
+    """The folder that holds the run folders; empty if the head looks through the same one."""
     is_head: bool
     fix: bool = False
-    """Remove leftovers that are certainly dead."""
+    """Whether to remove leftovers that are certainly dead (leftovers.py)."""
 
 
 class Listen(Struct, frozen=True, kw_only=True, tag="listen"):
-    """Accept connections at a port of each of these (0 or LOW-HIGH). The answer is Listening."""
+    """Listen at one port of each range of ports. The answer is Listening."""
 
     address: str
     ports: list[str]
+    """Ranges of ports: "0" for any port, one port or LOW-HIGH."""
     token: str
+    """Secret of the examination, which both ends of a connection must know."""
 
 
 class Listening(Struct, frozen=True, kw_only=True, tag="listening"):
-    """Port by the range that was asked for; absent if none is free."""
+    """The host's listening port by range of ports; a range without a free port is absent."""
 
     ports: dict[str, int]
 
 
 class Listener(Struct, frozen=True, kw_only=True):
-    """A host that listens, with its ports by the ranges that were asked for."""
+    """A host that listens, with its port by range of ports, as in Listening."""
 
     host: str
     address: str
@@ -87,7 +90,7 @@ class Listener(Struct, frozen=True, kw_only=True):
 
 
 class Connect(Struct, frozen=True, kw_only=True, tag="connect"):
-    """Try to connect to all of these. The answer is Connected."""
+    """Try to connect to each port of each peer. The answer is Connected."""
 
     peers: list[Listener]
     token: str
@@ -95,25 +98,28 @@ class Connect(Struct, frozen=True, kw_only=True, tag="connect"):
 
 
 class Connected(Struct, frozen=True, kw_only=True, tag="connected"):
-    """Problem by host and then by range of ports; empty for a connection that works."""
+    """The results of all connections."""
 
     problems: dict[str, dict[str, str]]
+    """Problem by peer and then by range of ports; an empty text if the connection works."""
 
 
 class Mark(Struct, frozen=True, kw_only=True, tag="mark"):
-    """Put a file of this name into the nearest folder of this path that exists, until the end. The answer is Marked."""
+    """Create the file ``name`` and remove it when the process ends. The answer is Marked."""
 
     path: str
+    """Folder of the file; if it does not exist yet, its nearest parent that does gets the file."""
     name: str
 
 
 class Marked(Struct, frozen=True, kw_only=True, tag="marked"):
-    """Path of the file; empty if it could not be written, or is not there."""
+    """The answer to Mark and Look."""
 
     path: str
+    """Absolute path of the file; empty if it could not be created, or is not seen."""
 
 
 class Look(Struct, frozen=True, kw_only=True, tag="look"):
-    """Asks whether there is such a file. The answer is Marked, with an empty path if there is none."""
+    """Ask whether the host sees this file. The answer is Marked."""
 
     path: str

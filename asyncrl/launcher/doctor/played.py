@@ -1,5 +1,8 @@
 """The report on one episode of the user's agent, as lines and as an object. Pure.
 
+A call of the policy after the first *forks* if its context does not begin with the tokens of an earlier answer.
+``Cause``, in rollouter/episode/conversation.py, lists the reasons.
+
 Invariant: it fails exactly if a run would get no trajectory from the agent, or would refuse one of its requests.
 Anything that only costs tokens, or does not do what the agent expects, is a warning with its remedy.
 """
@@ -21,7 +24,7 @@ CAUSES = {
     "fork:cut": "an answer was cut by a limit, and the chat template cannot extend that",
     "fork:no-extension": "the chat template cannot extend that answer; asyncrl-doctor --chat says why",
 }
-"""Text by Cause of rollouter/episode/conversation.py."""
+"""Text by Cause."""
 REMEDIES = {
     "fork:root": "send the same tools with each call",
     "fork:branch": "right for a sub-agent; else send the whole conversation with each call",
@@ -34,27 +37,29 @@ REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlayedTurn:
-    """One answer of the policy."""
+    """One call of the policy that was answered."""
 
     cause: str
+    """A Cause: how its context relates to earlier calls."""
     goes_on: bool
     """Whether its context begins with the context and all tokens of an earlier answer."""
     context_tokens: int
     new_tokens: int
-    """Tokens of the context that no earlier call starts with."""
+    """Context tokens behind the longest prefix that it shares with an earlier call."""
     sampled_tokens: int
     calls: list[str]
-    """Names of the tools that it calls."""
+    """Names of the tools that the answer calls."""
     trained: bool
+    """Whether its sampled tokens are trained."""
 
     @property
     def forked(self) -> bool:
-        """Whether it shares no answer with the calls before it."""
+        """Whether it is not the first call, and its context continues no earlier answer."""
         return self.cause.startswith("fork:") and not self.goes_on
 
     @property
     def relation(self) -> str:
-        """Relation to the calls before it, in words."""
+        """Describes how it relates to the calls before it."""
         if self.cause.startswith("fork:") and self.goes_on:
             return f"{CAUSES['extend']}, though {CAUSES[self.cause]}"
         return ("fork: " if self.forked else "") + CAUSES[self.cause]
@@ -65,14 +70,15 @@ class Played:
     """One attempt at one task."""
 
     failure: str
-    """Why it gave no trajectory; empty if it gave one."""
+    """Why the attempt gave no trajectory; empty if it gave one."""
     outcome: str
-    """stop, turns, length or time."""
+    """Why it ended: ``stop`` by itself; ``turns``, ``length`` or ``time`` by a limit."""
     reward: float | None
     turn_rewards: int
+    """Number of rewards that the agent gave to single turns."""
     turns: list[PlayedTurn]
     sequences: list[int]
-    """Tokens of each trained sequence, with its context."""
+    """Number of tokens of each trained sequence, with its context."""
     cost_factor: float
     """Tokens that the engine computes, divided by those of a conversation without forks."""
     dialects: dict[str, int]
@@ -81,14 +87,17 @@ class Played:
     """Requests whose answer was streamed."""
     retries: int
     ignored: list[str]
+    """Fields of requests that a run ignores."""
     relaxed: list[str]
+    """Fields of requests that a run does not enforce."""
     refused: dict[str, str]
-    """Answer to the agent, by refused field."""
+    """By field that a run refuses, the error that the agent got."""
     hidden_tools: list[str] = field(default_factory=list)
     """Names of the agent's tools that the chat template does not show to the model."""
     seconds: dict[str, float]
     """Seconds to ``first call``, ``last answer`` and ``end``, each from the one before."""
     printed: str
+    """The end of the agent's output."""
 
     @property
     def works(self) -> bool:
@@ -105,7 +114,7 @@ class Played:
         return asdict(self) | {"works": self.works, "forks": self.forks}
 
     def lines(self, *, scored: bool) -> list[str]:
-        """The attempt as lines. ``scored``: a reward function scores what the agent does not."""
+        """Format the attempt: its calls, facts, problems and the verdict. ``scored``: the run has a reward function."""
         lines = [*self._calls(), "", *self._facts(), ""]
         problems = [*self._failures(), *self._warnings(scored)]
         if self.failure and self.printed.strip():
@@ -114,6 +123,7 @@ class Played:
         return [*lines, *problems, verdict]
 
     def _calls(self) -> list[str]:
+        """A table of the calls, with the tokens of each."""
         if not self.turns:
             return ["no call of the policy was answered"]
         lines = ["call  context    new  sampled"]

@@ -1,4 +1,4 @@
-"""A scripted policy: it calls the agent's tools, each once, and then answers.
+"""A scripted policy, which answers without a model: it calls the agent's tools, each once, and then answers in text.
 
 Invariant: the same requests get the same answers. An agent that ends only by a tool call, as those of smolagents do,
 gets that call.
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
     from asyncrl.rollouter.serving.group_events import CallAccount
 
 MOST_CALLED = 4
-"""Most tools that are called; an agent may declare dozens."""
+"""The script calls at most so many tools; an agent may declare dozens."""
 ENDS = ("final_answer", "submit", "finish", "done")
 """Names of tools that end an episode."""
 CODE_END = "</code>"
 """Stop string of agents that have no tools and run the code in answers."""
 DEEPEST = 8
+"""Levels of a JSON schema that ``example_of`` follows."""
 asked: ContextVar[Chat] = ContextVar("asked")
-"""The call of the policy that this task answers."""
+"""The call of the policy that the current task answers; LoneEpisode sets it."""
 
 
 class Script:
-    """The policy's answers in one episode."""
+    """Writes the policy's answers in one episode. ``thinks``: each begins with reasoning."""
 
     def __init__(self, *, thinks: bool) -> None:
         self._thinks = thinks
@@ -39,12 +40,17 @@ class Script:
         self._answers = 0
 
     def answer(self, tools: Sequence[Mapping[str, Any]], *, stop: Sequence[str] = (), thinking: bool = False) -> str:
-        """The next answer, without its end token. ``thinking``: the prompt has opened the reasoning."""
+        """Return the next answer, without its end token.
+
+        ``tools`` are those of the request, ``stop`` its stop strings. ``thinking``: the prompt already ends within the
+        reasoning, so the answer does not open it.
+        """
         self._answers += 1
         reasoning = f"{'' if thinking else THINK}\nThis is thought {self._answers}.\n{END_THINK}\n\n"
         return (reasoning if self._thinks else "") + self._text(tools, stop)
 
     def _text(self, tools: Sequence[Mapping[str, Any]], stop: Sequence[str]) -> str:
+        """Return a tool call, a sentence, or for agents that run code a block of code."""
         if tool := self._next(tools):
             function = tool["function"]
             self._called.add(function["name"])
@@ -57,7 +63,7 @@ class Script:
         return f"<code>\n{run}\n{CODE_END}"
 
     def _next(self, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """The tool to call: each once, and then one that ends the episode, again and again."""
+        """Return the tool to call: first each once, then always the one that ends the episode; None for a sentence."""
         ends = [tool for tool in tools if tool["function"]["name"] in ENDS]
         fresh = [tool for tool in tools if tool not in ends and tool["function"]["name"] not in self._called]
         if fresh and len(self._called) < MOST_CALLED:
@@ -66,7 +72,7 @@ class Script:
 
 
 class ScriptedPolicy:
-    """The scripted policy, which answers at once."""
+    """The policy of the sessions: takes the place of the engine and answers by a Script."""
 
     def __init__(self, script: Script, tokenizer: Tokenizer) -> None:
         self._script, self._tokenizer = script, tokenizer
@@ -80,7 +86,7 @@ class ScriptedPolicy:
         key: str,
         watch: CallWatch,
     ) -> None:
-        """Give the answer at once."""
+        """Fill ``response`` with the tokens of the script's answer, at once. ``ids`` are the prompt's tokens."""
         request = asked.get()
         # The end of the prompt shows whether the template has opened the reasoning.
         prompt = self._tokenizer.decode(ids[-64:], keep_special=True)
@@ -95,7 +101,10 @@ class ScriptedPolicy:
 
 
 def example_of(schema: Mapping[str, Any], *, root: Mapping[str, Any] | None = None, depth: int = 0) -> Any:
-    """A value that a JSON schema allows, with only its required properties; null if the schema is not understood."""
+    """Make a value that a JSON schema allows, with only its required properties; None if the schema is not understood.
+
+    ``root`` is the whole schema, in which references are resolved; ``depth`` is the level of ``schema`` in it.
+    """
     root = schema if root is None else root
     for key in ("const", "default"):
         if key in schema:
@@ -120,6 +129,7 @@ def example_of(schema: Mapping[str, Any], *, root: Mapping[str, Any] | None = No
 
 
 def _resolve(root: Mapping[str, Any], reference: str) -> Mapping[str, Any]:
+    """Follow a reference such as "#/$defs/Name" in ``root``; an empty schema if it leads nowhere."""
     found: Any = root
     for part in reference.removeprefix("#/").split("/"):
         found = found.get(part, {}) if isinstance(found, Mapping) else {}
