@@ -153,10 +153,10 @@ async def _ports(host: CheckedHost) -> list[Finding]:
 
 
 async def _model(host: CheckedHost) -> list[Finding | None]:
-    found: list[Finding | None] = [(await host.model)[0]]
+    findings: list[Finding | None] = [(await host.model)[0]]
     if host.config is not None and host.has("rollouter"):
-        found += [await asyncio.to_thread(check, host.config) for check in (check_window, check_served)]
-    return found
+        findings += [await asyncio.to_thread(check, host.config) for check in (check_window, check_served)]
+    return findings
 
 
 async def _inputs(host: CheckedHost) -> list[Finding]:
@@ -181,7 +181,7 @@ async def _algorithm(host: CheckedHost) -> list[Finding | None]:
 async def _learning(host: CheckedHost) -> list[Finding]:
     if host.config is None or not host.has("learner"):
         return []
-    return [warn("learning", each.detail, each.fix, key=each.key) for each in obstacles(host.config)]
+    return [warn("learning", obstacle.detail, obstacle.fix, key=obstacle.key) for obstacle in obstacles(host.config)]
 
 
 async def _episode(host: CheckedHost) -> list[Finding]:
@@ -197,14 +197,14 @@ async def _sinks(host: CheckedHost) -> list[Finding]:
         "wandb": ("sinks.wandb.mode", sinks.wandb.mode != "off"),
         "prometheus_client": ("sinks.prometheus.enabled", sinks.prometheus.enabled),
     }
-    found = []
+    findings = []
     for package, (key, is_wanted) in wanted.items():
         if is_wanted and is_installed(package):
-            found.append(ok("sinks", f"{package} is installed", key=key))
+            findings.append(ok("sinks", f"{package} is installed", key=key))
         elif is_wanted:
             fix = f"pip install 'asyncrl[{SINK_PACKAGES[package]}]'"
-            found.append(fail("sinks", f"the package {package} is not installed", fix, key=key))
-    return found
+            findings.append(fail("sinks", f"the package {package} is not installed", fix, key=key))
+    return findings
 
 
 def is_installed(package: str) -> bool:
@@ -244,21 +244,21 @@ def check_folders(host: CheckedHost, size: ModelSize | None) -> list[Finding]:
 
     Only hosts with a real learner check the checkpoint folder. A disk that has both folders must have room for both.
     """
-    config, run, found, shared = host.config, Path(host.order.run).absolute(), list[Finding](), False
+    config, run, findings, one_disk = host.config, Path(host.order.run).absolute(), list[Finding](), False
     if config is None:
         return [check_folder("run_dir", "run.dir", run, Need(least=0, wanted=0))]
     need = run_dir_need(config, size, is_head=host.order.is_head)
     if host.has("learner") and config.learner.backend != "sim":
-        checkpoints, each = checkpoint_dir(config, run).absolute(), checkpoints_need(config, size)
+        checkpoints, checkpoints_room = checkpoint_dir(config, run).absolute(), checkpoints_need(config, size)
         key = "checkpoint.dir" if config.checkpoint.dir is not None else "run.dir"
-        if shared := same_disk(run, checkpoints):
-            each += need
-        found.append(check_folder("checkpoint_dir", key, checkpoints, each))
-    records = check_folder("run_dir", "run.dir", run, need)
+        if one_disk := same_disk(run, checkpoints):
+            checkpoints_room += need
+        findings.append(check_folder("checkpoint_dir", key, checkpoints, checkpoints_room))
+    run_finding = check_folder("run_dir", "run.dir", run, need)
     # On one disk, the warning about checkpoints includes the need of the run folder.
-    if not (shared and records.result == found[0].result == "warn"):
-        found.append(records)
-    return found
+    if not (one_disk and run_finding.result == findings[0].result == "warn"):
+        findings.append(run_finding)
+    return findings
 
 
 async def _memory(host: CheckedHost) -> list[Finding]:
@@ -310,8 +310,8 @@ CHECKS: Sequence[Callable[[CheckedHost], Awaitable[Iterable[Finding | None]]]] =
 
 async def check_host(host: CheckedHost) -> list[Finding]:
     """Run all CHECKS on this host in parallel and return the findings, in ORDER. A missing resource never raises."""
-    found = await asyncio.gather(*(check(host) for check in CHECKS))
-    return in_order([finding for findings in found for finding in findings if finding is not None], [])
+    by_check = await asyncio.gather(*(check(host) for check in CHECKS))
+    return in_order([finding for findings in by_check for finding in findings if finding is not None], [])
 
 
 def in_order(findings: Iterable[Finding], hosts: Sequence[str]) -> list[Finding]:

@@ -144,11 +144,11 @@ def read_inputs(
     for key, data in reversed(sets.items()):
         seconds = max(0.0, end - time.monotonic()) / (len(sets) - len(checked))
         checked.append(_check_set(key, data, tokenizer, seconds, known if key == "data" else None, config))
-    for (key, data), found in zip(sets.items(), reversed(checked), strict=True):
-        findings += found
+    for (key, data), of_set in zip(sets.items(), reversed(checked), strict=True):
+        findings += of_set
         with contextlib.suppress(DataError):
             first = islice(first_rows(config, data, tokenizer), SAMPLES if key == "data" else 1)
-            samples += [Sample(key, each.place, each.text, each.row) for each in first]
+            samples += [Sample(key, row.place, row.text, row.row) for row in first]
     if for_learner and tokenizer is not None:
         if config.sft.data is not None:
             findings += check_conversations(config, tokenizer, SETS_S)
@@ -249,16 +249,16 @@ def _check_set(
         except TooFewUsable as error:
             judged = warn if reading.is_cut else fail
             text = f"{error.detail}; not read beyond {reading.place}" if reading.is_cut else error.detail
-            return [judged("data", _of_set(key, text), _of_set(key, error.fix), key=key)]
+            return [judged("data", _with_keys_of(key, text), _with_keys_of(key, error.fix), key=key)]
     except DataError as error:
-        fix = _of_set(key, error.fix) or f"correct {key}.path, or put the data there on this host"
-        return [fail("data", _of_set(key, error.detail), fix, key=key)]
+        fix = _with_keys_of(key, error.fix) or f"correct {key}.path, or put the data there on this host"
+        return [fail("data", _with_keys_of(key, error.detail), fix, key=key)]
     except ConfigError as error:
         # The chat template is missing or cannot be used.
         text = "; ".join(problem.removeprefix("data.template: ") for problem in error.problems)
         fix = "take a model that has one, or put chat_template.jinja into its folder"
         return [fail("data", text, fix, key=f"{key}.template")]
-    found = [warn("data", remark.detail, remark.fix, key=key) for remark in prompts.remarks(key)]
+    warnings = [warn("data", remark.detail, remark.fix, key=key) for remark in prompts.remarks(key)]
     is_plain = data.template == "plain" and config.model.path is not None
     ignores_template = is_plain and tokenizer.template_text(with_tools=False) is not None
     shown = _first_prompt(key, prompts, ignores_template=ignores_template)
@@ -267,10 +267,10 @@ def _check_set(
         until = f"read up to {reading.place} and tokenized up to {prompts.place}"
         text += f"; {until} in {seconds:.2g} s, and the run reads the rest"
     elif known is not None and known.fingerprint != prompts.fingerprint:
-        return [*found, _changed(key, name, len(prompts), known)]
-    elif found:
-        return [*found, *shown]
-    return [*found, ok("data", text, key=key), *shown]
+        return [*warnings, _changed_prompts(key, name, len(prompts), known)]
+    elif warnings:
+        return [*warnings, *shown]
+    return [*warnings, ok("data", text, key=key), *shown]
 
 
 def _first_prompt(key: str, prompts: PromptSet, *, ignores_template: bool) -> list[Finding]:
@@ -278,14 +278,14 @@ def _first_prompt(key: str, prompts: PromptSet, *, ignores_template: bool) -> li
     for index in range(len(prompts)):
         if index not in prompts.oversize:
             ids, text, _ = prompts.prompt(index)
-            said = f'the first has {len(ids)} tokens: "{_shown(text)}"'
+            detail = f'the first has {len(ids)} tokens: "{_in_one_line(text)}"'
             if ignores_template:
-                said += f'; the chat template of the model is not used: {key}.template = "plain"'
-            return [ok("prompt", said, key=key)]
+                detail += f'; the chat template of the model is not used: {key}.template = "plain"'
+            return [ok("prompt", detail, key=key)]
     return []
 
 
-def _shown(text: str) -> str:
+def _in_one_line(text: str) -> str:
     """Print a prompt in one line. A long one loses its middle: the end shows how the model is asked to answer."""
     if len(text) > SHOWN_START + SHOWN_END:
         left_out = len(text) - SHOWN_START - SHOWN_END
@@ -293,7 +293,7 @@ def _shown(text: str) -> str:
     return printable(text)
 
 
-def _changed(key: str, name: str, count: int, known: KnownPrompts) -> Finding:
+def _changed_prompts(key: str, name: str, count: int, known: KnownPrompts) -> Finding:
     was = f"it had {in_rows(known.count)}" if known.count else "it had others"
     if known.count == count:
         was = "it had as many, but others or in another order"
@@ -301,7 +301,7 @@ def _changed(key: str, name: str, count: int, known: KnownPrompts) -> Finding:
     return fail("data", text, "restore them, or take the new ones with --allow-changed-data", key=key)
 
 
-def _of_set(key: str, text: str) -> str:
+def _with_keys_of(key: str, text: str) -> str:
     """Replace the keys of the training prompts in ``text``, such as ``data.path``, by the keys of the set ``key``."""
     return re.sub(
         r"\bdata\.(source|split|path|on_bad_row|prompt_key|tools_key|continue_final_message|system|max_prompt_tokens|"
@@ -336,7 +336,7 @@ class _Reading:
 def check_chat(config: Config, tokenizer: Tokenizer) -> Finding:
     """Check the chat template in a thread; fail if that takes longer than chat.check_timeout_s."""
     answer: list[Finding] = []
-    thread = threading.Thread(target=lambda: answer.append(_check(config, tokenizer)), daemon=True)
+    thread = threading.Thread(target=lambda: answer.append(_check_template(config, tokenizer)), daemon=True)
     thread.start()
     thread.join(config.chat.check_timeout_s)
     if answer:
@@ -345,7 +345,7 @@ def check_chat(config: Config, tokenizer: Tokenizer) -> Finding:
     return fail("chat", text, "correct the template, or raise chat.check_timeout_s", key="chat.check_timeout_s")
 
 
-def _check(config: Config, tokenizer: Tokenizer) -> Finding:
+def _check_template(config: Config, tokenizer: Tokenizer) -> Finding:
     """Try the chat template on sample conversations (text/chat/probe.py) and judge the report."""
     try:
         return judge(make_renderer(config, tokenizer).report)
@@ -375,9 +375,9 @@ def judge(report: ChatReport) -> Finding:
 
 def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) -> list[Finding]:
     """Read and encode the conversations of sft.data as the learner does, for about ``seconds`` at most."""
-    window, longest = window_of(config), config.sft.max_tokens
-    if window is not None and longest is not None and longest > window:
-        text = f"is {longest}, and the model has max_position_embeddings = {window}"
+    window, limit = window_of(config), config.sft.max_tokens
+    if window is not None and limit is not None and limit > window:
+        text = f"is {limit}, and the model has max_position_embeddings = {window}"
         return [fail("data", text, f"lower it to {window}", key="sft.max_tokens")]
     end = time.monotonic() + seconds
     is_cut = False
@@ -388,19 +388,19 @@ def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) ->
         return not is_cut
 
     try:
-        found = load_conversations(config, tokenizer, goes_on=goes_on)
+        conversations = load_conversations(config, tokenizer, goes_on=goes_on)
     except DataError as error:
         fix = error.fix or f"correct {CONVERSATIONS}, or put the file there on this host"
         return [fail("data", error.detail, fix, key=CONVERSATIONS)]
     except ConfigError as error:
         fix = "take a model whose chat template can be used, or rows of prompt and completion"
         return [fail("data", "; ".join(error.problems), fix, key=CONVERSATIONS)]
-    lengths = [len(each.ids) for row in found.rows for each in row.sequences]
-    text = f"{in_rows(len(found.rows))} can be trained; the longest sequence has {max(lengths)} tokens"
+    lengths = [len(each.ids) for row in conversations.rows for each in row.sequences]
+    text = f"{in_rows(len(conversations.rows))} can be trained; the longest sequence has {max(lengths)} tokens"
     if is_cut:
-        text += f"; read up to {found.rows[-1].place} in {seconds:.2g} s, and the run reads the rest"
-    if found.skipped:
-        text += f"; {in_rows(found.skipped)} left out, the first: {found.first_skipped}"
+        text += f"; read up to {conversations.rows[-1].place} in {seconds:.2g} s, and the run reads the rest"
+    if conversations.skipped:
+        text += f"; {in_rows(conversations.skipped)} left out, the first: {conversations.first_skipped}"
         return [warn("data", text, "correct these rows", key=CONVERSATIONS)]
     return [ok("data", text, key=CONVERSATIONS)]
 

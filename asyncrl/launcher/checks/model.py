@@ -39,17 +39,17 @@ def measure(folder: Path, lora: LoraConfig | None = None) -> ModelSize:
     OSError.
     """
     parameters = size = adapters = 0
-    for file, named in weight_files(folder).items():
+    for file, indexed in weight_files(folder).items():
         file_bytes = file.stat().st_size
         size += file_bytes
         if file.suffix == ".safetensors":
             tensors = read_header(file)
-            if missing := [tensor for tensor in named if tensor not in tensors]:
+            if missing := [tensor for tensor in indexed if tensor not in tensors]:
                 raise Unreadable(f"{file.name} lacks {listed(missing, 4)}, which its index lists")
             check_tensors(file, tensors)
             parameters += sum(math.prod(tensor.shape) for tensor in tensors.values())
             if lora is not None:
-                adapters += sum(_adapter(name, tensor.shape, lora) for name, tensor in tensors.items())
+                adapters += sum(_adapter_parameters(name, tensor.shape, lora) for name, tensor in tensors.items())
         else:
             # A .bin file is a pickle and is not opened; the number of parameters follows from its length.
             config = read_json(folder / "config.json")
@@ -58,10 +58,10 @@ def measure(folder: Path, lora: LoraConfig | None = None) -> ModelSize:
     return ModelSize(parameters=parameters, bytes=size, adapters=adapters)
 
 
-def _adapter(name: str, shape: tuple[int, ...], lora: LoraConfig) -> int:
+def _adapter_parameters(name: str, shape: tuple[int, ...], lora: LoraConfig) -> int:
     """Estimate the parameters of a tensor's adapter; 0 if it has none. Target matrices in numbered layers have one."""
-    layer, own = name.removesuffix(".weight"), name.endswith(".weight") and len(shape) == 2
-    if not own or not any(part.isdecimal() for part in layer.split(".")):
+    layer, is_matrix = name.removesuffix(".weight"), name.endswith(".weight") and len(shape) == 2
+    if not is_matrix or not any(part.isdecimal() for part in layer.split(".")):
         return 0
     is_target = lora.targets == "all-linear" or any(layer.endswith(f".{target}") for target in lora.targets)
     return lora.rank * sum(shape) if is_target else 0
@@ -69,10 +69,10 @@ def _adapter(name: str, shape: tuple[int, ...], lora: LoraConfig) -> int:
 
 def digest(folder: Path) -> str:
     """Hash config.json and the names and sizes of the weight files; equal on all hosts that have the same model."""
-    found = hashlib.sha256((folder / "config.json").read_bytes())
+    hashed = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weight_files(folder):
-        found.update(f"{file.name} {file.stat().st_size}\n".encode())
-    return found.hexdigest()
+        hashed.update(f"{file.name} {file.stat().st_size}\n".encode())
+    return hashed.hexdigest()
 
 
 def check_model(
@@ -90,10 +90,10 @@ def check_model(
         fix = fetch_advice(path, key) or "give a Hugging Face model folder, at the same place on each host"
         return fail("model", f"{path} is not a folder here", fix, key=key), None
     try:
-        is_model = (folder / "config.json").is_file()
-        check_form(folder, read_json(folder / "config.json") if is_model else {})
+        has_config = (folder / "config.json").is_file()
+        check_form(folder, read_json(folder / "config.json") if has_config else {})
         weight_files(folder)
-        if not is_model:
+        if not has_config:
             raise Unreadable("there is no config.json, so it is not a Hugging Face model folder")
         size = measure(folder, lora)
     except OSError as error:

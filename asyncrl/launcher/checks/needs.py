@@ -104,19 +104,19 @@ def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *
     """
     ranks, replicas = count(actors, "learner"), count(actors, "rollouter")
     published = size.published(config) if size is not None else config.learner.sim.publish_bytes
-    need = 0
+    least = 0
     if ranks or replicas:
-        need += VERSIONS_AT_ONCE * published
+        least += VERSIONS_AT_ONCE * published
     if size is not None and ranks and not on_gpu:
         # Each parameter has a weight; a trained one has moments and a gradient too. The ranks of a replica share them.
         states = LEAST_CHECKPOINT_BYTES[config.learner.optimizer] - WEIGHT_BYTES
         training = WEIGHT_BYTES * size.parameters + (states + GRADIENT_BYTES) * size.trained
-        need += training * ranks * config.learner.replicas // config.learner.ranks
+        least += training * ranks * config.learner.replicas // config.learner.ranks
     traits = config.rollout.traits
     if size is not None and not traits.makes_up and not (traits.gpus and config.rollout.gpus_per_replica != 0):
-        need += replicas * (size.bytes + (config.rollout.value_of(traits.cpu_cache_key) or 0))
+        least += replicas * (size.bytes + (config.rollout.value_of(traits.cpu_cache_key) or 0))
     processes = len(actors) + config.episode.workers * count(actors, "episodes")
-    return Need(need, need + PROCESS_BYTES * processes)
+    return Need(least, least + PROCESS_BYTES * processes)
 
 
 def descriptors_need(config: Config | None, size: ModelSize | None) -> Need:

@@ -44,11 +44,11 @@ def ports_needed(config: Config, actors: Sequence[str]) -> int:
         needed -= 1
     if "learner/0" in actors:
         # The ranks of the learner meet at a port.
-        needed += (config.learner.backend != "sim") + BROADCAST_PORTS.get(_broadcast(config), 0)
+        needed += (config.learner.backend != "sim") + BROADCAST_PORTS.get(_broadcast_transport(config), 0)
     return needed
 
 
-def _broadcast(config: Config) -> str:
+def _broadcast_transport(config: Config) -> str:
     """Return the transport that broadcasts whole versions of weights; empty without a broadcast."""
     transport, learner = config.weights.transport, config.learner
     if transport != "auto":
@@ -129,14 +129,14 @@ def judge_nccl(
     ``interfaces`` maps the name of each interface to its address. ``used`` is the interface that actors use, empty if
     unknown. ``several``: the run has several hosts.
     """
-    given = {key: env[key] for key in IFNAMES if env.get(key)}
-    for key, value in given.items():
-        chosen = _chosen(value, list(interfaces))
-        if not chosen:
+    settings = {key: env[key] for key in IFNAMES if env.get(key)}
+    for key, value in settings.items():
+        selected = _selected(value, list(interfaces))
+        if not selected:
             fix = f"unset {key}, or set it to one of {', '.join(interfaces)}"
             return fail("nccl", f"{key}={value} names no interface of this host that has an address", fix)
-        if used and used not in chosen:
-            if several and all(interfaces[name].startswith("127.") for name in chosen):
+        if used and used not in selected:
+            if several and all(interfaces[name].startswith("127.") for name in selected):
                 fix = f"unset {key}, or set it to {used}"
                 return fail("nccl", f"{key}={value} is loopback, which does not lead to the other hosts", fix)
             fix = f"unset {key}, or set network.interface and {key} to the same"
@@ -147,19 +147,19 @@ def judge_nccl(
     for key, consequence in SWITCHED_OFF.items():
         if env.get(key, "0") not in ("", "0"):
             return warn("nccl", f"{key}={env[key]}: {consequence}, which is slow", f"unset {key}")
-    return ok("nccl", ", ".join(f"{key}={value}" for key, value in given.items()) or "no variable restricts it")
+    return ok("nccl", ", ".join(f"{key}={value}" for key, value in settings.items()) or "no variable restricts it")
 
 
-def _chosen(value: str, interfaces: list[str]) -> list[str]:
+def _selected(value: str, interfaces: list[str]) -> list[str]:
     """Return the interfaces that NCCL selects by ``value``, the text of a variable in IFNAMES.
 
     It is a list of prefixes. After "=" they are whole names; after "^" NCCL selects all interfaces that do not match.
     """
-    leave_out, exact = value.startswith("^"), value.lstrip("^").startswith("=")
+    excludes, exact = value.startswith("^"), value.lstrip("^").startswith("=")
     names = [name for name in value.lstrip("^").lstrip("=").split(",") if name]
-    named = [
+    matching = [
         interface
         for interface in interfaces
         if any(interface == name if exact else interface.startswith(name) for name in names)
     ]
-    return [interface for interface in interfaces if interface not in named] if leave_out else named
+    return [interface for interface in interfaces if interface not in matching] if excludes else matching

@@ -28,15 +28,15 @@ async def ask_process(
     LONGEST_ANSWER_BYTES counts as empty. Raises TimeoutError after ``limit_s``. The process runs below a warden
     (workers/warden.py), so it and its descendants have ended when this function returns or raises.
     """
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryFile() as order_file, tempfile.TemporaryFile() as error_file:
         # The order is in a file, because a pipe would fill up if the process did not read it.
-        given.write(order)
-        given.seek(0)
+        order_file.write(order)
+        order_file.seek(0)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, *warden.command(module, *arguments)),
-            stdin=given,
+            stdin=order_file,
             stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
+            stderr=error_file,
             process_group=0,
             env={**os.environ, **(env or {})},
         )
@@ -55,8 +55,8 @@ async def ask_process(
                     await process.wait()
             except TimeoutError:
                 process.kill()
-        errors.seek(max(0, errors.seek(0, os.SEEK_END) - ERROR_BYTES))
-        last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
+        error_file.seek(max(0, error_file.seek(0, os.SEEK_END) - ERROR_BYTES))
+        last = error_file.read().decode(errors="replace").strip().splitlines()[-1:]
     if len(answer) > LONGEST_ANSWER_BYTES:
         return b"", f"it wrote more than {in_bytes(LONGEST_ANSWER_BYTES)}"
     code = process.returncode

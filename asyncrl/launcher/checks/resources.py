@@ -86,7 +86,7 @@ def memory_bytes() -> tuple[int, int]:
 
 def _group_limits() -> list[tuple[int, int]]:
     """Return (limit, used) in bytes of every control group that contains this process and has a limit."""
-    found = []
+    limits = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -104,8 +104,8 @@ def _group_limits() -> list[tuple[int, int]]:
                 break
             # Without a limit the file holds the word "max".
             with contextlib.suppress(OSError, ValueError):
-                found.append((int((folder / limit).read_text()), int((folder / used).read_text())))
-    return found
+                limits.append((int((folder / limit).read_text()), int((folder / used).read_text())))
+    return limits
 
 
 def judge_memory(total: int, available: int, need: Need) -> Finding:

@@ -36,7 +36,7 @@ OTHERS = "take a model with the policy's own tokenizer, for example a larger one
 
 def check_scoring_models(config: Config, tokenizer: Tokenizer) -> list[Finding]:
     """Return a finding for each configured model that only scores."""
-    learner, found = config.learner, []
+    learner, findings = config.learner, []
     if learner.backend == "sim" or config.model.path is None:
         return []
     folders = {REFERENCE: reference_path(learner)}
@@ -45,17 +45,17 @@ def check_scoring_models(config: Config, tokenizer: Tokenizer) -> list[Finding]:
     for key, path in folders.items():
         if path is None:
             continue
-        whole, _ = check_model(path, key=key)
-        if whole.result == "fail":
-            found.append(whole)
+        finding, _ = check_model(path, key=key)
+        if finding.result == "fail":
+            findings.append(finding)
         elif problem := compare(Path(config.model.path), Path(path), tokenizer):
             fix = OTHERS if Path(path).is_dir() else fetch_advice(path, key) or OTHERS
-            found.append(fail("tokenizer", problem, fix, key=key))
+            findings.append(fail("tokenizer", problem, fix, key=key))
         else:
-            found.append(ok("tokenizer", f"{path} has the policy's tokens", key=key))
+            findings.append(ok("tokenizer", f"{path} has the policy's tokens", key=key))
     if learner.teacher_url is not None:
-        found.append(asyncio.run(check_server(learner.teacher_url, config, tokenizer)))
-    return found
+        findings.append(asyncio.run(check_server(learner.teacher_url, config, tokenizer)))
+    return findings
 
 
 def reference_path(learner: LearnerConfig) -> str | None:
@@ -77,14 +77,14 @@ def compare(policy: Path, other: Path, tokenizer: Tokenizer) -> str:
     if ours is not None and theirs is not None:
         for id, token in sorted(ours.items()):
             if theirs.get(id) != token:
-                there = repr(theirs[id]) if id in theirs else "none"
-                return f"{other} has another tokenizer than model.path: id {id} is {token!r} here and {there} there"
+                its = repr(theirs[id]) if id in theirs else "none"
+                return f"{other} has another tokenizer than model.path: id {id} is {token!r} here and {its} there"
         highest = max(ours, default=0)
         if rows and rows <= highest:
             return f"{other} has {rows} tokens in its vocab_size, and ids of the policy go up to {highest}"
         return ""
     try:
-        another = load_tokenizer(str(other))
+        other_tokenizer = load_tokenizer(str(other))
     except ConfigError:
         # A scoring model needs no tokenizer, and without one only the sizes can be compared.
         if rows == tokenizer.vocabulary:
@@ -92,7 +92,7 @@ def compare(policy: Path, other: Path, tokenizer: Tokenizer) -> str:
         return f"{other} holds no tokenizer, and {rows} tokens in its vocab_size where the policy has another number"
     text, ids = _sample(tokenizer)
     with contextlib.suppress(ValueError):
-        if another.encode(text) == ids:
+        if other_tokenizer.encode(text) == ids:
             return ""
     return f"{other} has another tokenizer than model.path: a sample becomes other ids"
 
@@ -100,14 +100,14 @@ def compare(policy: Path, other: Path, tokenizer: Tokenizer) -> str:
 def tokens_of(folder: Path) -> dict[int, str] | None:
     """Read the token of each id from tokenizer.json; None if the file is missing or has an unknown form."""
     try:
-        whole = json.loads((folder / "tokenizer.json").read_bytes())
-        vocabulary = whole["model"]["vocab"]
-        found = (
+        content = json.loads((folder / "tokenizer.json").read_bytes())
+        vocabulary = content["model"]["vocab"]
+        tokens = (
             {id: token for token, id in vocabulary.items()}
             if isinstance(vocabulary, Mapping)
             else {id: piece[0] for id, piece in enumerate(vocabulary)}
         )
-        return found | {each["id"]: each["content"] for each in whole.get("added_tokens") or []}
+        return tokens | {added["id"]: added["content"] for added in content.get("added_tokens") or []}
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
 
@@ -121,9 +121,9 @@ async def check_server(url: str, config: Config, tokenizer: Tokenizer) -> Findin
     client = TeacherClient(url, settings.model_copy(update={"timeout_s": min(settings.timeout_s, ASK_S)}))
     try:
         async with asyncio.timeout(ASK_S):
-            name, longest = await client.model()
+            name, context_length = await client.model()
             _, ids = _sample(tokenizer)
-            theirs = await client.text(ids)
+            served = await client.text(ids)
             await client.logprobs([*ids, highest_id(config, tokenizer)], np.arange(1, len(ids) + 1))
     except TeacherFailed as error:
         fix = "start the server, or correct the URL, learner.teacher_server.model or the key"
@@ -133,15 +133,15 @@ async def check_server(url: str, config: Config, tokenizer: Tokenizer) -> Findin
     finally:
         await client.close()
     # Tokenizers with the same tokens may treat blanks differently.
-    if theirs is not None and "".join(theirs.split()) != "".join((ours := tokenizer.decode(ids)).split()):
-        text = f"{url} serves {name}, which has another tokenizer than model.path: ids of {ours!r} are {theirs!r} there"
+    if served is not None and "".join(served.split()) != "".join((ours := tokenizer.decode(ids)).split()):
+        text = f"{url} serves {name}, which has another tokenizer than model.path: ids of {ours!r} are {served!r} there"
         return fail("teacher", text, OTHERS, key=TEACHER)
     # Servers always sample one token more, which is thrown away.
-    need = config.longest_sequence + 1
-    if longest is not None and longest < need:
-        text = f"{url} takes sequences of up to {longest} tokens, and the longest of the run needs {need}"
+    needed = config.longest_sequence + 1
+    if context_length is not None and context_length < needed:
+        text = f"{url} takes sequences of up to {context_length} tokens, and the longest of the run needs {needed}"
         return fail("teacher", text, "serve it with a larger window (--max-model-len)", key=TEACHER)
-    if theirs is None:
+    if served is None:
         text = f"{url} serves {name} and scores, but does not show its tokens"
         return warn("teacher", text, "make sure that they are the policy's", key=TEACHER)
     return ok("teacher", f"{url} serves {name} and scores; the policy's ids are the same words there", key=TEACHER)

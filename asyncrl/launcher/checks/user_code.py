@@ -85,17 +85,17 @@ class RewardTrial:
     def __init__(self, config: Config, *, import_s: float = IMPORT_S, calls_s: float = CALLS_S) -> None:
         self._reward, self._n = config.reward, config.rollout.samples_per_prompt
         self._import_s, self._calls_s = import_s, calls_s
-        one = self._reward.model_copy(update={"workers": 1})
-        given: dict[str, Any] = {
+        single = self._reward.model_copy(update={"workers": 1})
+        arguments: dict[str, Any] = {
             "max_tokens": config.rollout.max_tokens,
             "confined": Confinement(config.security.user_environment),
             "start_timeout_s": import_s,
         }
         self._pool: RewardPool | JudgePool
-        if one.function in JUDGES:
-            self._pool = JudgePool(for_trial(one), **given)
+        if single.function in JUDGES:
+            self._pool = JudgePool(for_trial(single), **arguments)
         else:
-            self._pool = RewardPool(one, **given)
+            self._pool = RewardPool(single, **arguments)
 
     async def __aenter__(self) -> RewardTrial:
         return self
@@ -152,11 +152,11 @@ def _calls(reward: RewardConfig, samples: Sequence[Sample], n: int) -> Iterator[
     for sample in samples:
         answer = column_of(sample.row, column)
         texts = [str(answer), PLAIN] if isinstance(answer, str | int | float) else [PLAIN]
-        said = [Completion(text=text, finish_reason="stop", tokens=max(1, len(text.split()))) for text in texts]
+        completions = [Completion(text=text, finish_reason="stop", tokens=max(1, len(text.split()))) for text in texts]
         if reward.per == "group":
-            yield sample, (said * n)[:n]
+            yield sample, (completions * n)[:n]
         else:
-            yield from ((sample, [one]) for one in said)
+            yield from ((sample, [completion]) for completion in completions)
 
 
 def judge(reward: RewardConfig, trials: dict[str, Trial], *, calls: int, timed_out: int) -> Finding:
@@ -188,10 +188,10 @@ def judge(reward: RewardConfig, trials: dict[str, Trial], *, calls: int, timed_o
         text = (
             f"{function} runs longer than {reward.timeout_s:g} s (reward.timeout_s) on {timed_out} of {calls} samples"
         )
-        then = "such a response counts as failed"
+        consequence = "such a response counts as failed"
         if isinstance(reward.on_timeout, float):
-            then = f"such a response gets the reward {reward.on_timeout:g} (reward.on_timeout)"
-        return warn("reward", f"{text}; {then}", "make it faster, or raise reward.timeout_s", key=KEY)
+            consequence = f"such a response gets the reward {reward.on_timeout:g} (reward.on_timeout)"
+        return warn("reward", f"{text}; {consequence}", "make it faster, or raise reward.timeout_s", key=KEY)
     if not is_scored:
         return ok("reward", f"{function} can be called", key=KEY)
     return ok("reward", f"{function} can be called, and gives on samples: {listed(shown)}", key=KEY)
@@ -206,9 +206,9 @@ async def check_episode(config: Config, *, import_s: float = IMPORT_S) -> Findin
     key = f"episode.{episode.kind}"
     if episode.kind == "command":
         return check_command(episode.command)
-    one = episode.model_copy(update={"workers": 1})
+    single = episode.model_copy(update={"workers": 1})
     confined = Confinement(config.security.user_environment)
-    pool = EpisodePool(one, model="", base_url=NOWHERE, confined=confined, start_timeout_s=import_s)
+    pool = EpisodePool(single, model="", base_url=NOWHERE, confined=confined, start_timeout_s=import_s)
     code = ", ".join(episode.tools) or episode.function or episode.env
     try:
         await pool.start()

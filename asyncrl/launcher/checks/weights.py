@@ -80,17 +80,17 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
             continue
         if not name.endswith(".json"):
             return {folder / name: []}
-        places = read_json(folder / name).get("weight_map") or {}
-        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        file_of = read_json(folder / name).get("weight_map") or {}
+        if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
             raise Unreadable(f"{name}: weight_map does not map each tensor to a file")
-        named: dict[Path, list[str]] = {folder / file: [] for file in sorted(set(places.values()))}
-        if missing := [file.name for file in named if not file.is_file()]:
+        files: dict[Path, list[str]] = {folder / file: [] for file in sorted(set(file_of.values()))}
+        if missing := [file.name for file in files if not file.is_file()]:
             raise Unreadable(f"{name} names files that are missing: {listed(missing, 4)}")
-        for tensor, file in places.items():
-            named[folder / file].append(tensor)
-        if named:
-            return named
-    raise _without_weights(folder)
+        for tensor, file in file_of.items():
+            files[folder / file].append(tensor)
+        if files:
+            return files
+    raise _no_weights_error(folder)
 
 
 def check_form(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -98,21 +98,21 @@ def check_form(folder: Path, settings: Mapping[str, Any]) -> None:
 
     ``settings`` is the content of config.json, empty if the folder has no such file.
     """
-    if found := [name for name in ADAPTERS if (folder / name).is_file()]:
-        raise _adapter(folder, found, alone=not any((folder / name).is_file() for name in LOADED))
+    if adapter_files := [name for name in ADAPTERS if (folder / name).is_file()]:
+        raise _adapter_error(folder, adapter_files, alone=not any((folder / name).is_file() for name in LOADED))
     for part in (settings, settings.get("text_config"), settings.get("llm_config")):
         for key in ("quantization_config", "compression_config"):
             if isinstance(part, Mapping) and part.get(key):
-                raise _quantized(f"config.json has {key}: the method is {_method(part[key])}")
+                raise _quantized_error(f"config.json has {key}: the method is {_method(part[key])}")
 
 
 def check_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Check that no weight of a file is quantized. Raises Untrainable."""
-    found = [name for name, tensor in tensors.items() if _is_quantized(name, tensor)]
-    if found:
-        first = f"{found[0]} is {tensors[found[0]].dtype}"
-        raise _quantized(
-            f"{file.name} holds {len(found)} tensors that are not floating point of 16 bits or more: {first}"
+    quantized = [name for name, tensor in tensors.items() if _is_quantized(name, tensor)]
+    if quantized:
+        first = f"{quantized[0]} is {tensors[quantized[0]].dtype}"
+        raise _quantized_error(
+            f"{file.name} holds {len(quantized)} tensors that are not floating point of 16 bits or more: {first}"
         )
 
 
@@ -122,28 +122,28 @@ def read_header(file: Path) -> dict[str, Tensor]:
     The file holds the header's length (8 bytes), the header (JSON) and the tensors, and nothing after them. See
     https://github.com/huggingface/safetensors, Format.
     """
-    there = file.stat().st_size
+    file_bytes = file.stat().st_size
     with file.open("rb") as source:
-        head = source.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
-            raise Unreadable(f"{file.name} is cut off: it has {there} bytes")
-        (length,) = _LENGTH.unpack(head)
+        prefix = source.read(_LENGTH.size)
+        if len(prefix) < _LENGTH.size:
+            raise Unreadable(f"{file.name} is cut off: it has {file_bytes} bytes")
+        (length,) = _LENGTH.unpack(prefix)
         if length > MOST_HEADER_BYTES:
             raise Unreadable(f"{file.name} is not a safetensors file (is it a pointer of git-lfs?)")
-        if length > there - _LENGTH.size:
-            raise Unreadable(f"{file.name} is cut off: it has {there} bytes, and its header alone takes {length}")
+        if length > file_bytes - _LENGTH.size:
+            raise Unreadable(f"{file.name} is cut off: it has {file_bytes} bytes, and its header alone takes {length}")
         try:
-            entries = json.loads(source.read(length))
-            tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
-            found = {name: _tensor(entry, _LENGTH.size + length) for name, entry in tensors.items()}
-            end = max((tensor.start + tensor.size for tensor in found.values()), default=_LENGTH.size + length)
+            header = json.loads(source.read(length))
+            descriptions = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            by_name = {name: _tensor(entry, _LENGTH.size + length) for name, entry in descriptions.items()}
+            end = max((tensor.start + tensor.size for tensor in by_name.values()), default=_LENGTH.size + length)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             raise Unreadable(f"the header of {file.name} cannot be read") from None
-    if end > there:
-        raise Unreadable(f"{file.name} is cut off: it has {there} bytes, and its header describes {end}")
-    if end < there:
-        raise Unreadable(f"{file.name} has {there} bytes, and its header describes {end}")
-    return found
+    if end > file_bytes:
+        raise Unreadable(f"{file.name} is cut off: it has {file_bytes} bytes, and its header describes {end}")
+    if end < file_bytes:
+        raise Unreadable(f"{file.name} has {file_bytes} bytes, and its header describes {end}")
+    return by_name
 
 
 def _tensor(entry: Mapping[str, Any], start: int) -> Tensor:
@@ -178,7 +178,7 @@ def _method(quantization: Any) -> str:
     return "bitsandbytes" if any(quantization.get(f"load_in_{bits}bit") for bits in (4, 8)) else "unknown"
 
 
-def _quantized(text: str) -> Untrainable:
+def _quantized_error(text: str) -> Untrainable:
     return Untrainable(
         f"its weights are quantized, and asyncrl trains weights in bfloat16, float16 or float32: {text}",
         "take the release of this model that is not quantized, usually the one in bfloat16, or save a dequantized "
@@ -186,34 +186,34 @@ def _quantized(text: str) -> Untrainable:
     )
 
 
-def _adapter(folder: Path, found: list[str], *, alone: bool) -> Untrainable:
+def _adapter_error(folder: Path, adapter_files: list[str], *, alone: bool) -> Untrainable:
     base = None
-    if SETTINGS_FILE in found:
+    if SETTINGS_FILE in adapter_files:
         base = read_json(folder / SETTINGS_FILE).get("base_model_name_or_path")
     of_base = f" of {base}" if base else ""
     merge = "merge the adapter into its base with peft (merge_and_unload, then save_pretrained) and give that folder"
     if alone:
         return Untrainable(
-            f"holds an adapter{of_base} and no model ({', '.join(found)})",
+            f"holds an adapter{of_base} and no model ({', '.join(adapter_files)})",
             f"{merge}; or give the folder of the base, to train it without the adapter",
         )
     return Untrainable(
-        f"holds a model and an adapter{of_base} ({', '.join(found)}): the adapter would be ignored",
-        f"{merge}; or move {', '.join(found)} elsewhere, to train the model without the adapter",
+        f"holds a model and an adapter{of_base} ({', '.join(adapter_files)}): the adapter would be ignored",
+        f"{merge}; or move {', '.join(adapter_files)} elsewhere, to train the model without the adapter",
     )
 
 
-def _without_weights(folder: Path) -> Unreadable:
+def _no_weights_error(folder: Path) -> Unreadable:
     files = sorted(file.name for file in folder.iterdir() if file.is_file())
-    if found := [name for name in files if name.endswith(".gguf")]:
+    if others := [name for name in files if name.endswith(".gguf")]:
         return Untrainable(
-            f"holds its weights in GGUF only ({listed(found, 4)}), which cannot be trained",
+            f"holds its weights in GGUF only ({listed(others, 4)}), which cannot be trained",
             "take the release of this model in Hugging Face format, with config.json and model.safetensors",
         )
     wanted = "model.safetensors or pytorch_model.bin, or the index of either"
-    if found := [name for name in files if name.endswith(OTHER_WEIGHTS)]:
+    if others := [name for name in files if name.endswith(OTHER_WEIGHTS)]:
         return Untrainable(
-            f"holds no weights that transformers would load, which are {wanted}; it holds {listed(found, 4)}",
+            f"holds no weights that transformers would load, which are {wanted}; it holds {listed(others, 4)}",
             "take the release of this model in Hugging Face format, or convert it; rename files that were renamed",
         )
     return Unreadable(f"there are no weights: neither {wanted}")
