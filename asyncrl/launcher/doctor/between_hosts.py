@@ -44,13 +44,13 @@ def best_offset(rounds: Sequence[tuple[float, float, float]]) -> Offset:
     A round is (asked, host's time, answered): wall clock times in s, the first and the last by the doctor's clock. The
     host is taken to read its clock halfway between them.
     """
-    asked, there, answered = min(rounds, key=lambda one: one[2] - one[0])
-    return Offset(ahead_s=there - (asked + answered) / 2, error_s=(answered - asked) / 2)
+    asked, host_time, answered = min(rounds, key=lambda each: each[2] - each[0])
+    return Offset(ahead_s=host_time - (asked + answered) / 2, error_s=(answered - asked) / 2)
 
 
 def compare_clocks(offsets: Mapping[str, Offset], head: str) -> list[Finding]:
     """Compare each host's clock with the head's. Returns a finding for each host but the head."""
-    found = []
+    findings = []
     for host, offset in offsets.items():
         if host == head:
             continue
@@ -59,22 +59,22 @@ def compare_clocks(offsets: Mapping[str, Offset], head: str) -> list[Finding]:
         text = f"{abs(ahead):.3f} s {'ahead of' if ahead > 0 else 'behind'} {head} (+/- {error:.3f} s)"
         if abs(ahead) - error > SKEW_S:
             fix = "synchronise the clocks with chrony or ntpd: timeline, logs and metrics mix the times of hosts"
-            found.append(warn("clock", text, fix, host))
+            findings.append(warn("clock", text, fix, host))
         else:
-            found.append(ok("clock", text, host))
-    return found
+            findings.append(ok("clock", text, host))
+    return findings
 
 
 def compare_identities(facts: Mapping[str, HostFacts]) -> list[Finding]:
     """Return a failure for each host name that leads to the same machine as an earlier one."""
-    first: dict[str, str] = {}
-    found = []
+    name_of: dict[str, str] = {}
+    findings = []
     for host, each in facts.items():
-        other = first.setdefault(each.identity, host)
+        other = name_of.setdefault(each.identity, host)
         if other != host and each.identity:
             text = f"{host} and {other} are one machine ({each.facts.hostname})"
-            found.append(fail("identity", text, "name each host once in the hostfile, with all of its slots", host))
-    return found
+            findings.append(fail("identity", text, "name each host once in the hostfile, with all of its slots", host))
+    return findings
 
 
 def compare_versions(facts: Mapping[str, HostFacts], head: str, needed: Mapping[str, Sequence[str]]) -> list[Finding]:
@@ -82,36 +82,36 @@ def compare_versions(facts: Mapping[str, HostFacts], head: str, needed: Mapping[
 
     ``needed`` has the packages that the actors on each host import. The most serious problem of a host is reported.
     """
-    found = []
+    findings = []
     same = f"install the same there as on {head}"
     for host, each in facts.items():
         missing = [name for name in needed.get(host, ()) if not each.versions.get(name)]
-        wrong, odd = (_differences(names, each, facts[head], head) for names in (MUST_BE_EQUAL, SHOULD_BE_EQUAL))
+        errors, tolerated = (_differences(names, each, facts[head], head) for names in (MUST_BE_EQUAL, SHOULD_BE_EQUAL))
         if missing:
             wanted = " ".join(f"'{extra}'" for extra in dict.fromkeys(EXTRAS.get(name, name) for name in missing))
             text = f"not installed: {', '.join(missing)}"
-            found.append(fail("versions", text, f"pip install {wanted} there, in the environment of {head}", host))
-        elif wrong:
-            found.append(fail("versions", ", ".join([*wrong, *odd]), same, host))
+            findings.append(fail("versions", text, f"pip install {wanted} there, in the environment of {head}", host))
+        elif errors:
+            findings.append(fail("versions", ", ".join([*errors, *tolerated]), same, host))
         elif each.facts.gpus and "+cpu" in each.versions.get("torch", ""):
             text = f"torch {each.versions['torch']} cannot use the GPUs of this host"
-            found.append(fail("versions", text, "install the CUDA build of torch and vllm", host))
-        elif odd:
-            found.append(warn("versions", ", ".join(odd), same, host))
+            findings.append(fail("versions", text, "install the CUDA build of torch and vllm", host))
+        elif tolerated:
+            findings.append(warn("versions", ", ".join(tolerated), same, host))
         else:
-            text = ", ".join(f"{name} {there}" for name, there in each.versions.items() if there)
-            found.append(ok("versions", text, host))
-    return found
+            text = ", ".join(f"{name} {installed}" for name, installed in each.versions.items() if installed)
+            findings.append(ok("versions", text, host))
+    return findings
 
 
-def _differences(names: Sequence[str], there: HostFacts, reference: HostFacts, head: str) -> list[str]:
+def _differences(names: Sequence[str], host_facts: HostFacts, head_facts: HostFacts, head: str) -> list[str]:
     """Describe each package in ``names`` whose version on a host differs from that on the head."""
-    pairs = [(name, there.versions.get(name, ""), reference.versions.get(name, "")) for name in names]
+    pairs = [(name, host_facts.versions.get(name, ""), head_facts.versions.get(name, "")) for name in names]
     return [
-        f"{name} {own or 'missing'} ({other or 'missing'} on {head})"
-        for name, own, other in pairs
+        f"{name} {version or 'missing'} ({on_head or 'missing'} on {head})"
+        for name, version, on_head in pairs
         # The part behind + names the build.
-        if own.partition("+")[0] != other.partition("+")[0]
+        if version.partition("+")[0] != on_head.partition("+")[0]
     ]
 
 
@@ -136,8 +136,8 @@ def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Place
     A host fails if its GPUs are unknown and needed. It gets a warning if they are in use already, or of another kind or
     driver than the head's.
     """
-    found = []
-    reference = next(iter(facts[head].cards.values()), None)
+    findings = []
+    head_card = next(iter(facts[head].cards.values()), None)
     for host, each in facts.items():
         used = list(dict.fromkeys(gpu for actor in placed if actor.host == host for gpu in actor.gpus))
         cards = {index: each.cards[index] for index in used or each.facts.gpus if index in each.cards}
@@ -146,24 +146,26 @@ def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Place
             for index, card in cards.items()
             if card.used_bytes > BUSY_SHARE * card.total_bytes
         ]
-        some = next(iter(each.cards.values()), None)
+        first = next(iter(each.cards.values()), None)
         text = f"{len(each.facts.gpus)} GPUs" if each.facts.gpus else "no GPU"
-        if some is not None:
-            text += f" ({listed(sorted({card.name for card in each.cards.values()}))}, driver {some.driver})"
+        if first is not None:
+            text += f" ({listed(sorted({card.name for card in each.cards.values()}))}, driver {first.driver})"
         if placed:
             text += f"; the run uses {', '.join(used) or 'none'}"
         if each.gpu_problem:
-            report = fail if used or not placed else warn
-            found.append(report("gpus", each.gpu_problem, "repair the driver, or set CUDA_VISIBLE_DEVICES there", host))
+            judged = fail if used or not placed else warn
+            findings.append(
+                judged("gpus", each.gpu_problem, "repair the driver, or set CUDA_VISIBLE_DEVICES there", host)
+            )
         elif busy:
             fix = "end the processes that use them, or exclude them by CUDA_VISIBLE_DEVICES or slots"
-            found.append(warn("gpus", f"{text}; in use already: {listed(busy)}", fix, host))
-        elif some and reference and (some.driver, some.name) != (reference.driver, reference.name):
+            findings.append(warn("gpus", f"{text}; in use already: {listed(busy)}", fix, host))
+        elif first and head_card and (first.driver, first.name) != (head_card.driver, head_card.name):
             fix = "take hosts of one kind, with one driver: the slowest one sets the pace, and NCCL may refuse"
-            found.append(warn("gpus", f"{text}; {head} has {reference.name}, driver {reference.driver}", fix, host))
+            findings.append(warn("gpus", f"{text}; {head} has {head_card.name}, driver {head_card.driver}", fix, host))
         else:
-            found.append(ok("gpus", text, host))
-    return found
+            findings.append(ok("gpus", text, host))
+    return findings
 
 
 def compare_models(digests: Mapping[str, str], head: str) -> list[Finding]:
@@ -172,12 +174,12 @@ def compare_models(digests: Mapping[str, str], head: str) -> list[Finding]:
     ``digests`` has the digest of each host's model folder, empty without a model. Without a model on the head, the
     first host with one is the reference.
     """
-    there = {host: digest for host, digest in digests.items() if digest}
-    reference = there.get(head) or next(iter(there.values()), "")
-    origin = next((host for host, digest in there.items() if digest == reference), head)
+    present = {host: digest for host, digest in digests.items() if digest}
+    reference = present.get(head) or next(iter(present.values()), "")
+    origin = next((host for host, digest in present.items() if digest == reference), head)
     fix = f"copy the model's folder from {origin}"
     text = f"config.json or the files of the weights are not those of {origin}"
-    return [fail("model", text, fix, host) for host, digest in there.items() if digest != reference]
+    return [fail("model", text, fix, host) for host, digest in present.items() if digest != reference]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,22 +199,24 @@ def judge_links(links: Sequence[Link], ports: str) -> list[Finding]:
     ``ports`` is the range of ports that the links were tried at: "0" for any, or LOW-HIGH.
     """
     closed = [link for link in links if link.problem]
-    found = []
+    findings = []
     for source in dict.fromkeys(link.source for link in links):
-        out = [link for link in links if link.source == source]
-        if not any(link.problem for link in out):
-            targets = list(dict.fromkeys(link.target for link in out))
-            found.append(ok("reach", f"reaches {listed(targets)}", source))
+        outgoing = [link for link in links if link.source == source]
+        if not any(link.problem for link in outgoing):
+            targets = list(dict.fromkeys(link.target for link in outgoing))
+            findings.append(ok("reach", f"reaches {listed(targets)}", source))
     for link in closed:
-        back = [other for other in links if (other.source, other.target) == (link.target, link.source)]
-        is_open = bool(back) and not any(other.problem for other in back)
-        also = f"{link.target} to {link.source} is {'open' if is_open else 'closed, too'}"
-        text = f"{link.source} to {link.target} is closed: {link.problem}" + (f"; {also}" if back else "")
-        into = [other for other in links if other.target == link.target]
-        whose = f"the firewall of {link.target}" if all(other.problem for other in into) else "firewalls and routes"
-        which = "every TCP port" if ports == "0" else f"TCP ports {ports}"
-        fix = f"see {whose}: open {which} of {link.target} for {link.source}"
+        reverse = [other for other in links if (other.source, other.target) == (link.target, link.source)]
+        reverse_is_open = bool(reverse) and not any(other.problem for other in reverse)
+        reverse_text = f"{link.target} to {link.source} is {'open' if reverse_is_open else 'closed, too'}"
+        text = f"{link.source} to {link.target} is closed: {link.problem}" + (f"; {reverse_text}" if reverse else "")
+        incoming = [other for other in links if other.target == link.target]
+        suspect = (
+            f"the firewall of {link.target}" if all(other.problem for other in incoming) else "firewalls and routes"
+        )
+        wanted_ports = "every TCP port" if ports == "0" else f"TCP ports {ports}"
+        fix = f"see {suspect}: open {wanted_ports} of {link.target} for {link.source}"
         if ports == "0":
             fix += ", or set network.ports to a range that is open"
-        found.append((fail if link.needed else warn)("reach", text, fix, link.source))
-    return found
+        findings.append((fail if link.needed else warn)("reach", text, fix, link.source))
+    return findings

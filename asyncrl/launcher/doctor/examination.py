@@ -83,7 +83,7 @@ class Examination:
     config: Config | None
     answer_s: float
     fix: bool = False
-    _found: list[Finding] = field(default_factory=list)
+    _findings: list[Finding] = field(default_factory=list)
     _contacts: dict[str, Contact] = field(default_factory=dict)
     """Contacts of the hosts that still answer, by host name."""
     _facts: dict[str, HostFacts] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Examination:
                 await self._examine()
         finally:
             await asyncio.gather(*(contact.close(END_S) for contact in contacts.values()))
-        return in_order(self._found, list(contacts))
+        return in_order(self._findings, list(contacts))
 
     @property
     def _head(self) -> str:
@@ -114,9 +114,15 @@ class Examination:
         return len(self.targets) > 1
 
     async def _examine(self) -> None:
-        self._found += [ok("ssh", f"answers as {facts.facts.hostname}", host) for host, facts in self._facts.items()]
-        self._found += compare_identities(self._facts)
-        for step in (self._read_clocks, self._find_addresses, self._compare, self._run_lists, self._try_links):
+        self._findings += [ok("ssh", f"answers as {facts.facts.hostname}", host) for host, facts in self._facts.items()]
+        self._findings += compare_identities(self._facts)
+        for step in (
+            self._read_clocks,
+            self._find_addresses,
+            self._compare_packages_and_gpus,
+            self._run_lists,
+            self._try_links,
+        ):
             await step()
             if not self._facts:
                 # The last host stopped answering; its finding is recorded.
@@ -125,14 +131,14 @@ class Examination:
     async def _read_clocks(self) -> None:
         if self._several and (rounds := await self._ask_all(_read_clock)):
             offsets = {host: best_offset(each) for host, each in rounds.items()}
-            self._found += compare_clocks(offsets, self._head)
+            self._findings += compare_clocks(offsets, self._head)
 
-    async def _compare(self) -> None:
+    async def _compare_packages_and_gpus(self) -> None:
         """Place the actors, then compare package versions and GPUs between the hosts."""
-        self._place()
+        self._place_actors()
         needed = needed_packages(self.config, self._placed) if self.config is not None else {}
-        self._found += compare_versions(self._facts, self._head, needed)
-        self._found += judge_gpus(self._facts, self._head, self._placed)
+        self._findings += compare_versions(self._facts, self._head, needed)
+        self._findings += judge_gpus(self._facts, self._head, self._placed)
 
     # --- asking ---
 
@@ -163,24 +169,26 @@ class Examination:
             async with asyncio.timeout(self.answer_s):
                 return (await question(contact),)
         except TimeoutError:
-            what = f" to {contact.asked!r}" if contact.asked else ""
-            text = f"no answer{what} within {self.answer_s:g} s"
-            text += f"; its last message: {contact.last_error}" if contact.last_error else ""
+            order = f" to {contact.asked!r}" if contact.asked else ""
+            problem = f"no answer{order} within {self.answer_s:g} s"
+            problem += f"; its last message: {contact.last_error}" if contact.last_error else ""
         except HostFailed as failed:
-            text = failed.reason
+            problem = failed.reason
         except ValueError as error:
-            text = f"its answer is not in our protocol ({error}); does a shell startup file print something there?"
-        text = f"lost during the examination: {text}" if host in self._facts else text
+            problem = f"its answer is not in our protocol ({error}); does a shell startup file print something there?"
+        problem = f"lost during the examination: {problem}" if host in self._facts else problem
         fix = f"make `ssh {host}` work without a question, and install asyncrl there"
-        self._add_or_replace([fail("ssh", text, fix, host)])
-        for known in (self._contacts, self._facts, self._addresses):
-            known.pop(host, None)
+        self._add_or_replace([fail("ssh", problem, fix, host)])
+        for by_host in (self._contacts, self._facts, self._addresses):
+            by_host.pop(host, None)
         return None
 
     def _add_or_replace(self, findings: Sequence[Finding]) -> None:
         """Add findings. Each replaces an earlier finding of the same check on the same host."""
-        gone = {(finding.host, finding.check) for finding in findings}
-        self._found = [one for one in self._found if (one.host, one.check) not in gone] + list(findings)
+        replaced = {(finding.host, finding.check) for finding in findings}
+        self._findings = [
+            earlier for earlier in self._findings if (earlier.host, earlier.check) not in replaced
+        ] + list(findings)
 
     # --- addresses and placement ---
 
@@ -212,18 +220,18 @@ class Examination:
             for line in str(error).splitlines():
                 host = next((name for name in facts if line.startswith(f"{name}: ")), "")
                 fix = "set network.interface to one that every host has, and that leads to the others"
-                self._found.append(fail("interface", line, fix, host))
+                self._findings.append(fail("interface", line, fix, host))
             return
         for host, address in self._addresses.items():
             text = f"{address} at {interface_of(self._facts[host].facts, address) or 'no interface of its own'}"
             if address.startswith("127."):
                 fix = "set network.interface to the name of the interface between the hosts"
                 text = f"{text} is loopback, which other hosts cannot reach"
-                self._found.append(fail("interface", text, fix, host))
+                self._findings.append(fail("interface", text, fix, host))
             else:
-                self._found.append(ok("interface", text, host))
+                self._findings.append(ok("interface", text, host))
 
-    def _place(self) -> None:
+    def _place_actors(self) -> None:
         """Place the actors on the hosts and record a finding; if they do not fit, ``_placed`` stays empty."""
         if self.config is None:
             return
@@ -233,7 +241,7 @@ class Examination:
                 gpus = lines[name].usable(each.facts.gpus)
             except UsageError as error:
                 fix = "correct slots, or find out why the driver shows fewer"
-                self._found.append(fail("gpus", str(error).removeprefix(f"{name}: "), fix, name))
+                self._findings.append(fail("gpus", str(error).removeprefix(f"{name}: "), fix, name))
                 gpus = tuple(each.facts.gpus)
             hosts.append(
                 PlacementHost(name=name, cpus=each.facts.cpus, gpus=gpus, address=self._addresses.get(name, ""))
@@ -244,15 +252,15 @@ class Examination:
             self._placed = place(self.config, hosts)
         except ConfigError as error:
             fix = "change the configuration or the hosts"
-            self._found += [fail("placement", problem, fix) for problem in error.problems]
+            self._findings += [fail("placement", problem, fix) for problem in error.problems]
             return
         counts = [f"{name} {sum(actor.host == name for actor in self._placed)}" for name in self._facts]
         text = f"{len(self._placed)} actors: {', '.join(counts)}"
         if len(hosts) < len(self.targets):
             text += ", without the hosts that do not answer"
-            self._found.append(warn("placement", text, "see the errors of these hosts first"))
+            self._findings.append(warn("placement", text, "see the errors of these hosts first"))
         else:
-            self._found.append(ok("placement", text))
+            self._findings.append(ok("placement", text))
 
     def _actors_on(self, host: str) -> list[str]:
         """Return the actors placed on the host; without a placement, those that it might get."""
@@ -274,7 +282,7 @@ class Examination:
         # A run whose name is taken gets another folder, on the same disk.
         run = runs / config.run.name if config is not None else runs
 
-        def order(host: str) -> CheckOrder:
+        def check_order(host: str) -> CheckOrder:
             return CheckOrder(
                 config=config_to_json(config) if config is not None else "",
                 actors=self._actors_on(host),
@@ -285,32 +293,32 @@ class Examination:
                 shared_gpus={gpu: " and ".join(who) for gpu, who in shared_gpus(self._placed, host).items()},
             )
 
-        checked = await self._ask_all(lambda contact: contact.ask(order(contact.name), Checked))
+        checked = await self._ask_all(lambda contact: contact.ask(check_order(contact.name), Checked))
         if not self._facts:
             return
-        seeing = await self._who_sees(str(runs), f"{MARK}{token}-runs") if self._several else {}
+        sees_runs = await self._who_sees(str(runs), f"{MARK}{token}-runs") if self._several else {}
 
-        def leftovers(host: str) -> FindLeftovers:
-            sees = host != head and seeing.get(host, False)
+        def leftover_order(host: str) -> FindLeftovers:
+            sees = host != head and sees_runs.get(host, False)
             return FindLeftovers(runs="" if sees else str(runs), is_head=host == head, fix=self.fix)
 
-        left = await self._ask_all(lambda contact: contact.ask(leftovers(contact.name), Checked))
-        for host in left:
-            self._found += on_host(host, checked[host].findings + left[host].findings)
-        self._add_or_replace(compare_models({host: checked[host].model for host in left}, head))
+        searched = await self._ask_all(lambda contact: contact.ask(leftover_order(contact.name), Checked))
+        for host in searched:
+            self._findings += on_host(host, checked[host].findings + searched[host].findings)
+        self._add_or_replace(compare_models({host: checked[host].model for host in searched}, head))
         await self._check_shared(run, f"{MARK}{token}-checkpoints")
 
     async def _check_shared(self, run: Path, name: str) -> None:
         """Record a failure for each host with learner ranks that does not see the head's folder of checkpoints."""
         if self.config is None or self.config.learner.backend == "sim":
             return
-        ranked = [host for host in self._facts if host in self._ranked]
-        if len(ranked) < 2:
+        learner_hosts = [host for host in self._facts if host in self._learner_hosts]
+        if len(learner_hosts) < 2:
             return
         folder = checkpoint_dir(self.config, run)
-        seeing = await self._who_sees(str(folder), name)
-        for host in ranked:
-            if host != self._head and seeing.get(host) is False:
+        sees = await self._who_sees(str(folder), name)
+        for host in learner_hosts:
+            if host != self._head and sees.get(host) is False:
                 text = f"{folder} is not the folder that {self._head} sees, but ranks of the learner are on both"
                 fix = "set checkpoint.dir to a folder on a file system that all these hosts share"
                 self._add_or_replace([fail("checkpoint_dir", text, fix, host)])
@@ -320,12 +328,12 @@ class Examination:
 
         Returns True or False by host; empty if the head cannot create the file.
         """
-        marked = await self._ask_all(lambda contact: contact.ask(Mark(path=folder, name=name), Marked), [self._head])
-        path = next((each.path for each in marked.values()), "")
+        created = await self._ask_all(lambda contact: contact.ask(Mark(path=folder, name=name), Marked), [self._head])
+        path = next((each.path for each in created.values()), "")
         if not path:
             return {}
-        seen = await self._ask_all(lambda contact: contact.ask(Look(path=path), Marked))
-        return {host: bool(answer.path) for host, answer in seen.items()}
+        answers = await self._ask_all(lambda contact: contact.ask(Look(path=path), Marked))
+        return {host: bool(answer.path) for host, answer in answers.items()}
 
     # --- connections between the hosts ---
 
@@ -337,9 +345,9 @@ class Examination:
         if len(self._addresses) < 2:
             return
         wanted = self.config.network.ports if self.config is not None else ANY
-        trains = self.config is not None and self.config.learner.backend != "sim" and bool(self._placed)
+        is_trained = self.config is not None and self.config.learner.backend != "sim" and bool(self._placed)
         # torch.distributed takes any free port for the connections of ranks and for a weight broadcast.
-        ports = list(dict.fromkeys([wanted, ANY])) if trains else [wanted]
+        ports = list(dict.fromkeys([wanted, ANY])) if is_trained else [wanted]
         token, addresses = secrets.token_hex(16), dict(self._addresses)
         listening = await self._ask_all(
             lambda contact: contact.ask(Listen(address=addresses[contact.name], ports=ports, token=token), Listening),
@@ -353,25 +361,32 @@ class Examination:
             ),
             list(listening),
         )
-        for asked in ports:
+        for range_tried in ports:
             links = [
                 # Outside network.ports, only ranks need the link; between others, stream replaces a weight broadcast.
-                Link(source, target, tried[asked], needed=asked == wanted or {source, target} <= self._ranked)
+                Link(
+                    source,
+                    target,
+                    problems[range_tried],
+                    needed=range_tried == wanted or {source, target} <= self._learner_hosts,
+                )
                 for source, answer in connected.items()
-                for target, tried in answer.problems.items()
-                if asked in tried
+                for target, problems in answer.problems.items()
+                if range_tried in problems
             ]
-            found = judge_links(links, asked)
-            if asked != wanted:
+            findings = judge_links(links, range_tried)
+            if range_tried != wanted:
                 # A host that reaches the others is reported once, for network.ports.
-                found = [finding for finding in found if finding.result != "ok"]
-            said = {finding.host for finding in found}
-            self._found = [
-                one for one in self._found if one.check != "reach" or one.result != "ok" or one.host not in said
-            ] + found
+                findings = [finding for finding in findings if finding.result != "ok"]
+            reported_hosts = {finding.host for finding in findings}
+            self._findings = [
+                earlier
+                for earlier in self._findings
+                if earlier.check != "reach" or earlier.result != "ok" or earlier.host not in reported_hosts
+            ] + findings
 
     @property
-    def _ranked(self) -> set[str]:
+    def _learner_hosts(self) -> set[str]:
         """Hosts with ranks of the learner."""
         return {actor.host for actor in self._placed if role_of(actor.name) == "learner"}
 
@@ -381,7 +396,7 @@ async def _read_clock(contact: Contact) -> list[tuple[float, float, float]]:
     rounds = []
     for _ in range(CLOCK_ROUNDS):
         # Only the start comes from the wall clock, which may jump; the duration comes from the monotonic clock.
-        begun, asked = time.monotonic(), time.time()
-        there = (await contact.ask(ReadClock(), Time)).wall_ns / 1e9
-        rounds.append((asked, there, asked + time.monotonic() - begun))
+        start, asked = time.monotonic(), time.time()
+        host_time = (await contact.ask(ReadClock(), Time)).wall_ns / 1e9
+        rounds.append((asked, host_time, asked + time.monotonic() - start))
     return rounds

@@ -94,7 +94,7 @@ async def generate(config: Config, count: int) -> Answer:
     answer = Answer([], [])
     try:
         async with AsyncExitStack() as stack:
-            generator = Generator(_with_model_alone(config))
+            generator = Generator(_without_adapters(config))
             await generator.start(stack)
             for number, prompt in enumerate(islice(_prompts(config, generator.tokenizer), count)):
                 answer.groups.append(await generator.while_engine_lives(generator.group(prompt, number)))
@@ -118,7 +118,7 @@ def _prompts(config: Config, tokenizer: Tokenizer) -> Iterator[FirstRow]:
             yield row
 
 
-def _with_model_alone(config: Config) -> Config:
+def _without_adapters(config: Config) -> Config:
     """Return the configuration without adapters, and with one process each for episode code and reward."""
     tree = config.model_dump(mode="json")
     tree["lora"] = {}
@@ -134,7 +134,7 @@ class Generator:
         self.tokenizer = tokenizer_of(config)
         self._stops = resolve_stops(config.rollout, self.tokenizer)
         self._clock = Clock()
-        self._host = EngineHost(
+        self._engine_host = EngineHost(
             config,
             lambda: make_engine(config, ENGINE),
             self._clock,
@@ -157,23 +157,23 @@ class Generator:
         if config.episode.kind != "single":
             parsers = engine_parsers(config)
             self._renderer = await asyncio.to_thread(make_renderer, config, self.tokenizer, engine_parsers=parsers)
-        stack.push_async_callback(self._host.close)
-        await self._host.start()
+        stack.push_async_callback(self._engine_host.close)
+        await self._engine_host.start()
         with closing(await asyncio.to_thread(stage_model, config)) as staged:
-            await self._host.pause(staged.version)
-            await self._host.load(staged)
-        await self._host.commit()
+            await self._engine_host.pause(staged.version)
+            await self._engine_host.load(staged)
+        await self._engine_host.commit()
 
     async def while_engine_lives(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` and return its result. If the engine dies first, cancels ``work`` and raises EngineDied.
 
         Without this, calls would wait for the next engine, as they do in a run.
         """
-        died, working = asyncio.ensure_future(self._host.died.wait()), asyncio.ensure_future(work)
+        died, working = asyncio.ensure_future(self._engine_host.died.wait()), asyncio.ensure_future(work)
         try:
             await asyncio.wait({died, working}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise EngineDied(ENGINE, self._host.reason.removeprefix(f"engine {ENGINE}: "))
+                raise EngineDied(ENGINE, self._engine_host.reason.removeprefix(f"engine {ENGINE}: "))
             return working.result()
         finally:
             for task in (died, working):
@@ -191,7 +191,9 @@ class Generator:
         account = GroupAccount(lease, self._clock.now, self._clock.wall)
         trajectories = await asyncio.gather(*(self._trajectory(lease, each) for each in account.samples))
         await self._score(lease, trajectories)
-        return SampleGroup([_shown(each) for each in trajectories], kind="generated", uid=lease.uid, prompt=prompt.text)
+        return SampleGroup(
+            [_as_sample(each) for each in trajectories], kind="generated", uid=lease.uid, prompt=prompt.text
+        )
 
     async def _trajectory(self, lease: Lease, account: Any) -> Trajectory:
         if self._renderer is not None:
@@ -208,7 +210,7 @@ class Generator:
         watch: CallWatch,
     ) -> None:
         """Answer a call of the policy: add sampled tokens to ``response``. The engine queues calls beyond its limit."""
-        call = PolicyCall(self._host, self.tokenizer, self._config, lease, account, watch)
+        call = PolicyCall(self._engine_host, self.tokenizer, self._config, lease, account, watch)
         await call.generate(ids, response, key)
 
     async def _episode(self, lease: Lease) -> Trajectory:
@@ -241,7 +243,7 @@ class Generator:
             each.reward, each.components = reward, components
 
 
-def _shown(trajectory: Trajectory) -> SampleTrajectory:
+def _as_sample(trajectory: Trajectory) -> SampleTrajectory:
     return SampleTrajectory(
         sample=trajectory.sample,
         text=trajectory.text,
@@ -262,21 +264,21 @@ def stage_model(config: Config) -> HeldVersion:
 
     Without a model, a simulated engine gets one small tensor. Raises ConfigError.
     """
-    made: list[tuple[Bucket, int]] = []
+    buckets: list[tuple[Bucket, int]] = []
     try:
         if config.model.path is None:
-            made.append(_bucket([("weights", "uint8", (1,))], {}, None))
+            buckets.append(_make_bucket([("weights", "uint8", (1,))], {}, None))
         else:
-            made += [_read_file(path) for path in _files(Path(config.model.path))]
-        manifest = Manifest(version=0, buckets=[bucket for bucket, _ in made])
-        return HeldVersion(manifest, [descriptor for _, descriptor in made])
+            buckets += [_copy_file(path) for path in _safetensors_files(Path(config.model.path))]
+        manifest = Manifest(version=0, buckets=[bucket for bucket, _ in buckets])
+        return HeldVersion(manifest, [descriptor for _, descriptor in buckets])
     except BaseException:
-        for _, descriptor in made:
+        for _, descriptor in buckets:
             os.close(descriptor)
         raise
 
 
-def _files(folder: Path) -> list[Path]:
+def _safetensors_files(folder: Path) -> list[Path]:
     try:
         files = list(weight_files(folder))
     except Unreadable as error:
@@ -286,7 +288,7 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _read_file(path: Path) -> tuple[Bucket, int]:
+def _copy_file(path: Path) -> tuple[Bucket, int]:
     """Copy a safetensors file into one bucket; return it with the descriptor of its memory. Raises ConfigError."""
     try:
         tensors = {name: each for name, each in read_header(path).items() if not COMPUTED.search(name)}
@@ -295,10 +297,10 @@ def _read_file(path: Path) -> tuple[Bucket, int]:
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise ConfigError([f"model.path: {path}: {name} has the dtype {tensor.dtype}, which is not trained"])
-    return _bucket([(name, DTYPES[each.dtype], each.shape) for name, each in tensors.items()], tensors, path)
+    return _make_bucket([(name, DTYPES[each.dtype], each.shape) for name, each in tensors.items()], tensors, path)
 
 
-def _bucket(
+def _make_bucket(
     shapes: list[tuple[str, str, tuple[int, ...]]], tensors: Mapping[str, Tensor], path: Path | None
 ) -> tuple[Bucket, int]:
     """Create a bucket for tensors of these names, dtypes and shapes; return it with the descriptor of its memory.
@@ -312,10 +314,10 @@ def _bucket(
             with path.open("rb") as file:
                 for spec in specs:
                     file.seek(tensors[spec.name].start)
-                    at, left = spec.offset, tensors[spec.name].size
-                    while left and (data := file.read(min(left, COPIED_BYTES))):
-                        segment.write(at, data)
-                        at, left = at + len(data), left - len(data)
+                    offset, remaining = spec.offset, tensors[spec.name].size
+                    while remaining and (data := file.read(min(remaining, COPIED_BYTES))):
+                        segment.write(offset, data)
+                        offset, remaining = offset + len(data), remaining - len(data)
         return segment.seal(specs), segment.fd
     except BaseException:
         segment.discard()
@@ -355,10 +357,10 @@ def print_generated(config: Config, count: int) -> None:
 def longest_s(config: Config, count: int) -> float:
     """Return the longest time for starting the engine, loading the weights and sampling ``count`` prompts (s)."""
     episode = config.episode
-    each_s = SAMPLE_S + config.reward.timeout_s
+    prompt_s = SAMPLE_S + config.reward.timeout_s
     if episode.kind != "single":
-        each_s += episode.start_timeout_s + episode.timeout_s + episode.close_timeout_s
-    return config.supervision.start_timeout_s + config.weights.deadline_s + count * each_s
+        prompt_s += episode.start_timeout_s + episode.timeout_s + episode.close_timeout_s
+    return config.supervision.start_timeout_s + config.weights.deadline_s + count * prompt_s
 
 
 def main() -> None:

@@ -89,20 +89,20 @@ def main() -> int:
     for number in ENDING:
         signal.signal(number, lambda *_: sys.exit(1))
     signal.alarm(UNSTARTED_S)
-    facts, patience_s = find_facts(), UNSTARTED_S
+    facts, deadline_s = find_facts(), UNSTARTED_S
 
     def begin(order: Begin) -> HostFacts:
-        nonlocal patience_s
-        patience_s = math.ceil(order.deadline_s)
+        nonlocal deadline_s
+        deadline_s = math.ceil(order.deadline_s)
         with contextlib.suppress(OSError):
             os.chdir(order.folder)
         os.environ.update(order.env)
         return gather_facts(facts)
 
     def in_time(answer: Callable[[Any], Any], order: Any) -> Any:
-        found = answer(order)
-        signal.alarm(patience_s)
-        return found
+        answered = answer(order)
+        signal.alarm(deadline_s)
+        return answered
 
     with contextlib.ExitStack() as left:
         answers: dict[type[Any], Callable[[Any], Any]] = {
@@ -172,13 +172,13 @@ def find_cards() -> tuple[dict[str, Card], str]:
         return {}, ""
     argv = [tool, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=NVIDIA_SMI_S, stdin=subprocess.DEVNULL)
+        ended = subprocess.run(argv, capture_output=True, text=True, timeout=NVIDIA_SMI_S, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
         return {}, f"nvidia-smi: {error}"
-    if done.returncode:
-        said = " ".join((done.stdout + done.stderr).split())
-        return {}, f"nvidia-smi ends with {done.returncode}: {said[:200] or 'no output'}"
-    return parse_cards(done.stdout), ""
+    if ended.returncode:
+        output = " ".join((ended.stdout + ended.stderr).split())
+        return {}, f"nvidia-smi ends with {ended.returncode}: {output[:200] or 'no output'}"
+    return parse_cards(ended.stdout), ""
 
 
 def parse_cards(table: str) -> dict[str, Card]:
@@ -208,7 +208,7 @@ class Listeners:
 
     def listen(self, order: Listen) -> Listening:
         """Listen at the first free port of each range in ``order``. The result lacks a range without a free port."""
-        found = {}
+        port_of = {}
         for ports in order.ports:
             for port in ports_of(ports):
                 try:
@@ -218,10 +218,10 @@ class Listeners:
                         continue
                     break
                 self._open.append(listener)
-                found[ports] = int(listener.getsockname()[1])
+                port_of[ports] = int(listener.getsockname()[1])
                 threading.Thread(target=_serve, args=(listener, order.token), daemon=True).start()
                 break
-        return Listening(ports=found)
+        return Listening(ports=port_of)
 
     def close(self) -> None:
         """Stop listening."""
@@ -257,16 +257,16 @@ def _read_line(peer: socket.socket) -> bytes:
 
 def connect(order: Connect) -> Connected:
     """Try to connect to each port of each peer, in parallel."""
-    wanted = [(peer, ports, number) for peer in order.peers for ports, number in peer.ports.items()]
-    with ThreadPoolExecutor(min(CONNECTIONS_AT_ONCE, max(1, len(wanted)))) as threads:
-        tried = threads.map(lambda each: _try(each[0], each[2], order.token, order.timeout_s), wanted)
+    attempts = [(peer, ports, number) for peer in order.peers for ports, number in peer.ports.items()]
+    with ThreadPoolExecutor(min(CONNECTIONS_AT_ONCE, max(1, len(attempts)))) as threads:
+        results = threads.map(lambda each: _try_connection(each[0], each[2], order.token, order.timeout_s), attempts)
     problems: dict[str, dict[str, str]] = {}
-    for (peer, ports, _), problem in zip(wanted, tried, strict=True):
+    for (peer, ports, _), problem in zip(attempts, results, strict=True):
         problems.setdefault(peer.host, {})[ports] = problem
     return Connected(problems=problems)
 
 
-def _try(peer: Listener, port: int, token: str, timeout_s: float) -> str:
+def _try_connection(peer: Listener, port: int, token: str, timeout_s: float) -> str:
     """Connect, send the token and read the proof. Returns the problem, or an empty text."""
     where = f"port {port} of {peer.address}"
     try:

@@ -73,18 +73,18 @@ def check_leftovers(runs: Path | None, *, is_head: bool, fix: bool) -> Finding:
 
     ``runs`` is the folder that holds the run folders; None if it is the head's too, and the head looks through it.
     """
-    found = find_leftovers(runs, is_head=is_head)
-    removed = [one for one in found if fix and one.certain and remove(one)]
-    rest = [one for one in found if one not in removed]
-    found_text = [f"removed {listed([one.what for one in removed])}"] if removed else []
-    if not rest:
-        return ok("leftovers", found_text[0] if found_text else "none")
-    found_text.append(listed([one.what for one in rest]))
-    sure, unsure = any(one.certain for one in rest), any(not one.certain for one in rest)
-    advice = ["--fix removes those that are certainly dead"] if sure and not fix else []
-    advice += ["find out why it cannot be removed"] if sure and fix else []
-    advice += ["remove the rest yourself if nothing uses it"] if unsure else []
-    return warn("leftovers", "; ".join(found_text), "; ".join(advice))
+    leftovers = find_leftovers(runs, is_head=is_head)
+    removed = [one for one in leftovers if fix and one.certain and remove(one)]
+    remaining = [one for one in leftovers if one not in removed]
+    parts = [f"removed {listed([one.what for one in removed])}"] if removed else []
+    if not remaining:
+        return ok("leftovers", parts[0] if parts else "none")
+    parts.append(listed([one.what for one in remaining]))
+    any_certain, any_uncertain = any(one.certain for one in remaining), any(not one.certain for one in remaining)
+    advice = ["--fix removes those that are certainly dead"] if any_certain and not fix else []
+    advice += ["find out why it cannot be removed"] if any_certain and fix else []
+    advice += ["remove the rest yourself if nothing uses it"] if any_uncertain else []
+    return warn("leftovers", "; ".join(parts), "; ".join(advice))
 
 
 def find_leftovers(runs: Path | None, *, is_head: bool) -> list[Leftover]:
@@ -94,7 +94,7 @@ def find_leftovers(runs: Path | None, *, is_head: bool) -> list[Leftover]:
     """
     return [
         *(_private_folders(runs) if runs is not None else ()),
-        *(_checkpoints(runs) if runs is not None and is_head else ()),
+        *(_unfinished_checkpoints(runs) if runs is not None and is_head else ()),
         *_scratch_folders(Path(tempfile.gettempdir())),
         *(
             Leftover(f"process {process.pid} ({process.title[:80]})", process=process, certain=certain)
@@ -111,7 +111,7 @@ def remove(leftover: Leftover) -> bool:
     assert path is not None
     if path.name.startswith(PRIVATE):
         return _remove_private(path)
-    if path.name.startswith(SCRATCH) or not is_held(_run_of(path)):
+    if path.name.startswith(SCRATCH) or not is_held(_run_folder_around(path)):
         shutil.rmtree(path, ignore_errors=True)
     return not os.path.lexists(path)
 
@@ -134,26 +134,26 @@ def locks_tell(path: Path, mounts: str | None = None) -> bool:
             mounts = Path("/proc/self/mountinfo").read_text()
         except OSError:
             return False
-    best, options = "", ""
+    innermost, options = "", ""
     for line in mounts.splitlines():
         mount, _, kind = line.partition(" - ")
         place = mount.split()[4]
         # The innermost mount counts; of several at one place, the last, which covers the others.
-        if path.absolute().is_relative_to(place) and len(place) >= len(best):
-            best, options = place, f"{mount} {kind}"
+        if path.absolute().is_relative_to(place) and len(place) >= len(innermost):
+            innermost, options = place, f"{mount} {kind}"
     return not LOCAL_LOCKS.search(options)
 
 
 def _private_folders(runs: Path) -> Iterator[Leftover]:
     """Yield private folders whose lock is free, and those that have no lock, which are not certainly dead."""
-    certain = locks_tell(runs)
+    locks_are_shared = locks_tell(runs)
     for folder in sorted(runs.glob(f"*/{PRIVATE}*")):
         lock = folder / LOCK
         # Folders of other users cannot be read.
         with contextlib.suppress(PermissionError):
             if lock.exists():
                 if lock_is_free(lock):
-                    yield Leftover(str(folder), folder, certain=certain)
+                    yield Leftover(str(folder), folder, certain=locks_are_shared)
             elif folder.is_dir() and not is_held(folder.parent):
                 # A folder that is being created has no lock for a moment.
                 yield Leftover(f"{folder} (without a lock)", folder, certain=False)
@@ -168,9 +168,9 @@ def _remove_private(path: Path) -> bool:
     return False
 
 
-def _checkpoints(runs: Path) -> Iterator[Leftover]:
+def _unfinished_checkpoints(runs: Path) -> Iterator[Leftover]:
     """Yield the unfinished checkpoints of all runs that no lock shows to be live."""
-    certain = locks_tell(runs)
+    locks_are_shared = locks_tell(runs)
     for config_file in sorted(runs.glob(f"*/{CONFIG}")):
         run = config_file.parent
         # PART marks a part of a run whose head is on another host: nothing here shows whether that is alive.
@@ -182,12 +182,12 @@ def _checkpoints(runs: Path) -> Iterator[Leftover]:
         except (OSError, ValueError, ConfigError):
             continue
         # A checkpoint outside the run folder may belong to a run of the same name in another folder of runs.
-        mine = certain and folder.is_relative_to(run)
+        is_certain = locks_are_shared and folder.is_relative_to(run)
         for name in filter(is_leftover, names):
-            yield Leftover(f"{folder / name} (unfinished checkpoint)", folder / name, certain=mine)
+            yield Leftover(f"{folder / name} (unfinished checkpoint)", folder / name, certain=is_certain)
 
 
-def _run_of(path: Path) -> Path | None:
+def _run_folder_around(path: Path) -> Path | None:
     """Return the run folder that contains a path, or None."""
     return next((parent for parent in path.parents if (parent / CONFIG).is_file()), None)
 
@@ -208,14 +208,14 @@ def _scratch_folders(parent: Path) -> Iterator[Leftover]:
 
 def read_processes() -> dict[int, Process]:
     """Return the processes of this user, and process 1, by process id."""
-    found = {}
+    processes = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error), process.oneshot():
             words = process.cmdline()
             if process.uids().real == os.getuid() or process.pid == 1:
                 name, started = process.name(), process.create_time()
-                found[process.pid] = Process(process.pid, process.ppid(), started, " ".join(words).strip(), name)
-    return found
+                processes[process.pid] = Process(process.pid, process.ppid(), started, " ".join(words).strip(), name)
+    return processes
 
 
 def orphans(processes: dict[int, Process]) -> list[tuple[Process, bool]]:
@@ -225,19 +225,21 @@ def orphans(processes: dict[int, Process]) -> list[tuple[Process, bool]]:
     a live run that is the launcher's guard or agent, or the shell in which a person started the actor. If it is process
     1 or another reaper, the process is an orphan. An engine core is never certain: it may belong to another program.
     """
-    found = []
+    orphaned = []
     for process in processes.values():
         is_ours = TITLE.match(process.title) is not None
         if not is_ours and not process.title.startswith(ENGINE_TITLES):
             continue
-        above = process
-        while (TITLE.match(above.title) or above.title.startswith(ENGINE_TITLES)) and above.parent in processes:
-            above = processes[above.parent]
-        if LAUNCHER in above.title:
+        ancestor = process
+        while (
+            TITLE.match(ancestor.title) or ancestor.title.startswith(ENGINE_TITLES)
+        ) and ancestor.parent in processes:
+            ancestor = processes[ancestor.parent]
+        if LAUNCHER in ancestor.title:
             continue
-        if above.pid == 1 or above.name in REAPERS:
-            found.append((process, is_ours))
-    return found
+        if ancestor.pid == 1 or ancestor.name in REAPERS:
+            orphaned.append((process, is_ours))
+    return orphaned
 
 
 def _kill(process: Process) -> bool:
@@ -248,8 +250,8 @@ def _kill(process: Process) -> bool:
         return True
     try:
         # The handle keeps referring to this process even if its id is used again, so check only now which one it is.
-        now = {one.pid: one for one, certain in orphans(read_processes()) if certain}.get(process.pid)
-        if now is None or now.started != process.started:
+        current = {each.pid: each for each, certain in orphans(read_processes()) if certain}.get(process.pid)
+        if current is None or current.started != process.started:
             return not psutil.pid_exists(process.pid)
         signal.pidfd_send_signal(handle, signal.SIGKILL)
         return True

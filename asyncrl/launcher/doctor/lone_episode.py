@@ -123,8 +123,8 @@ async def _task(config: Config) -> tuple[str, dict[str, Any]]:
     inputs = await check_inputs(config)
     task = next((sample for sample in inputs.samples if sample.key == "data"), None)
     if task is None:
-        failed = [finding.text for finding in inputs.findings if finding.result != "ok"]
-        raise CannotPlay(f"the data have no usable task: {'; '.join(failed) or 'no row fits'}")
+        problems = [finding.text for finding in inputs.findings if finding.result != "ok"]
+        raise CannotPlay(f"the data have no usable task: {'; '.join(problems) or 'no row fits'}")
     return task.prompt, task.row
 
 
@@ -176,7 +176,7 @@ class LoneEpisode(EpisodeObserver):
             figures=EpisodeFigures(Counters(), Histograms()),
             clock=clock,
         )
-        self._playing: dict[str, PolicySession] = {}
+        self._agent_sessions: dict[str, PolicySession] = {}
         self._session: Session | None = None
         self.failure = ""
         """Why the attempt gave no trajectory."""
@@ -187,9 +187,9 @@ class LoneEpisode(EpisodeObserver):
         """Reason by field of a call that the session refused."""
         self._hidden: list[str] = []
         self._printed = ""
-        self._moments: dict[str, float] = {}
+        self._times: dict[str, float] = {}
         """Time of the events that ``_spans`` names."""
-        self._host_fault = ""
+        self._last_error = ""
 
     async def play(self, lease: Lease) -> None:
         """Play one attempt to its end. Raises ConfigError, CannotPlay."""
@@ -215,17 +215,17 @@ class LoneEpisode(EpisodeObserver):
         self._endpoint = PolicyEndpoint(
             self,
             max_request_bytes=episode.max_request_bytes,
-            notify=self._notice,
+            notify=self._add_notice,
             log=structlog.wrap_logger(structlog.PrintLogger(sys.stderr)),
         )
         base_url = f"{await self._endpoint.start()}/v1"
         watch = asyncio.create_task(self._endpoint.calls.watch())
         confined = Confinement(self._config.security.user_environment)
-        self._players: Programs | EpisodePool
+        self._agents: Programs | EpisodePool
         if episode.kind == "command":
-            self._players = Programs(episode, base_url=base_url, confined=confined, observer=self)
+            self._agents = Programs(episode, base_url=base_url, confined=confined, observer=self)
         else:
-            self._players = EpisodePool(
+            self._agents = EpisodePool(
                 episode,
                 model=self.model,
                 base_url=base_url,
@@ -235,12 +235,12 @@ class LoneEpisode(EpisodeObserver):
             )
         try:
             try:
-                await self._players.start()
+                await self._agents.start()
             except (EpisodeWorkersEnded, DeadlineExceeded) as error:
                 raise CannotPlay(f"the user's code cannot be loaded: {error}") from error
             yield
         finally:
-            await self._players.close()
+            await self._agents.close()
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
             await self._endpoint.close()
@@ -253,8 +253,8 @@ class LoneEpisode(EpisodeObserver):
 
     def tell(self, host: str, delta: ChatDelta) -> None:
         """Pass on new text of a call that is being answered."""
-        if playing := self._playing.get(delta.session):
-            playing.hear(delta)
+        if agent_session := self._agent_sessions.get(delta.session):
+            agent_session.hear(delta)
 
     def run(self, host: str, request: RunEpisode, timeout: float) -> asyncio.Future[EpisodeDone]:
         """Start the episode on the host; cancelling the future ends it."""
@@ -263,19 +263,19 @@ class LoneEpisode(EpisodeObserver):
     async def _run(self, request: RunEpisode, timeout: float) -> EpisodeDone:
         """Run the agent once, as an episode host does. Raises CannotPlay after MOST_BEGUN starts."""
         self._session = self._sessions.find(request.session, HOST)
-        playing = PolicySession(request, self, asyncio.get_running_loop().time() + timeout, 0)
-        self._playing[playing.key] = playing
-        self._moments = {"begin": self._clock.now()}
-        if len(self._playing) > MOST_BEGUN:
-            raise CannotPlay(f"the agent cannot be run here: {self._host_fault}")
+        agent_session = PolicySession(request, self, asyncio.get_running_loop().time() + timeout, 0)
+        self._agent_sessions[agent_session.key] = agent_session
+        self._times = {"begin": self._clock.now()}
+        if len(self._agent_sessions) > MOST_BEGUN:
+            raise CannotPlay(f"the agent cannot be run here: {self._last_error}")
         try:
-            done = await self._players.play(playing)
-            self._host_fault = done.error
-            self._moments["end"] = self._clock.now()
-            fault = await playing.settle()
+            done = await self._agents.play(agent_session)
+            self._last_error = done.error
+            self._times["end"] = self._clock.now()
+            fault = await agent_session.settle()
             return EpisodeDone(error=fault, blame="host") if fault and not done.error else done
         finally:
-            playing.end("it has ended")
+            agent_session.end("it has ended")
 
     # --- the episode host's interface to the rollouter ---
 
@@ -293,7 +293,7 @@ class LoneEpisode(EpisodeObserver):
 
     async def _answer(self, request: Request) -> Message:
         """Answer a reward for a turn, or a call of the policy, as the rollouter does. Raises ChatRefused."""
-        self._moments.setdefault("first call", self._clock.now())
+        self._times.setdefault("first call", self._clock.now())
         if isinstance(request, TurnReward):
             session = self._sessions.find(request.session, HOST)
             return TurnRewarded(node=session.conversation.reward(request.node, request.value))
@@ -306,29 +306,29 @@ class LoneEpisode(EpisodeObserver):
         except ChatRefused as refused:
             self._refused.setdefault(refused.field, str(refused))
             raise
-        self._moments["last answer"] = self._clock.now()
+        self._times["last answer"] = self._clock.now()
         return reply
 
     # --- the endpoint's Core ---
 
     def knows(self, key: str) -> bool:
-        return key in self._playing
+        return key in self._agent_sessions
 
     async def chat(self, key: str, call: Chat, on_delta: OnDelta) -> ChatReply:
-        return await self._playing[key].chat(call, on_delta)
+        return await self._agent_sessions[key].chat(call, on_delta)
 
     async def turn_reward(self, key: str, node: int | None, value: float) -> int:
-        return await self._playing[key].turn_reward(node, value)
+        return await self._agent_sessions[key].turn_reward(node, value)
 
     # --- notices and result ---
 
-    def _notice(self, key: str, text: str, **_: Any) -> None:
+    def _add_notice(self, key: str, text: str, **_: Any) -> None:
         self._notices.setdefault(key.removeprefix("agents: "), text)
 
     def printed(self, uid: str, text: str, dropped: int) -> None:
         self._printed = (self._printed + text)[-MOST_PRINTED:]
 
-    def _noticed(self, kind: str) -> dict[str, str]:
+    def _notices_of(self, kind: str) -> dict[str, str]:
         """Return the texts of the notices of this kind, by name."""
         names = sorted(name for name in self._notices if name.startswith(f"{kind}/"))
         return {name.partition("/")[2]: self._notices[name] for name in names}
@@ -339,9 +339,9 @@ class LoneEpisode(EpisodeObserver):
         assert session is not None
         conversation = session.conversation
         figures = conversation.counts()
-        refused = self._noticed("refused")
+        refused = self._notices_of("refused")
         for field, text in self._refused.items():
-            if not any(text in known for known in refused.values()):
+            if not any(text in noticed for noticed in refused.values()):
                 refused[field] = text
         paths = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
         return Played(
@@ -361,25 +361,25 @@ class LoneEpisode(EpisodeObserver):
                 )
                 for node in conversation.nodes
             ],
-            sequences=[_length(each) for each in conversation.sequences()],
+            sequences=[_total_tokens(each) for each in conversation.sequences()],
             cost_factor=figures.cost_factor,
             dialects={path: counts[path] for path in paths if counts[path]},
             streamed=counts["streamed"],
             retries=counts["joined"] + counts["replayed"] + counts["resumed"],
-            ignored=list(self._noticed("ignored")),
-            relaxed=list(self._noticed("relaxed")),
+            ignored=list(self._notices_of("ignored")),
+            relaxed=list(self._notices_of("relaxed")),
             refused=refused,
             hidden_tools=list(dict.fromkeys(self._hidden)),
-            seconds=_spans(self._moments),
+            seconds=_spans(self._times),
             printed=self._printed,
         )
 
 
-def _length(sequence: TokenSequence) -> int:
+def _total_tokens(sequence: TokenSequence) -> int:
     return len(sequence.tokens) + (0 if sequence.prompt_ids is None else len(sequence.prompt_ids))
 
 
-def _spans(moments: dict[str, float]) -> dict[str, float]:
-    """Return the seconds between events, by the later one; an event that is missing in ``moments`` is left out."""
-    known = [(name, moments[name]) for name in ("begin", "first call", "last answer", "end") if name in moments]
-    return {later: round(at - before, 3) for (_, before), (later, at) in itertools.pairwise(known)}
+def _spans(times: dict[str, float]) -> dict[str, float]:
+    """Return the seconds between events, by the later one; an event that is missing in ``times`` is left out."""
+    present = [(name, times[name]) for name in ("begin", "first call", "last answer", "end") if name in times]
+    return {later: round(at - before, 3) for (_, before), (later, at) in itertools.pairwise(present)}

@@ -129,24 +129,28 @@ class Played:
         lines = ["call  context    new  sampled"]
         for number, turn in enumerate(self.turns):
             row = f"{number:4} {turn.context_tokens:8} {turn.new_tokens:6} {turn.sampled_tokens:8}"
-            called = f"; calls {', '.join(turn.calls)}" if turn.calls else ""
+            tools = f"; calls {', '.join(turn.calls)}" if turn.calls else ""
             untrained = "; not trained" if not turn.trained else ""
-            lines.append(f"{row}  {turn.relation}{called}{untrained}")
+            lines.append(f"{row}  {turn.relation}{tools}{untrained}")
         return lines
 
     def _facts(self) -> list[str]:
         forked = sum(turn.forked for turn in self.turns)
-        asked = [f"{path} ({count})" for path, count in self.dialects.items()] or ["the client of asyncrl"]
-        spoken = f"asked over {', '.join(asked)}"
+        paths = [f"{path} ({count})" for path, count in self.dialects.items()] or ["the client of asyncrl"]
+        requests = f"asked over {', '.join(paths)}"
         if self.dialects:
-            spoken += f", {self.streamed} of them streamed; {self.retries} retries"
-        times = {"first call": "to the first call", "last answer": "to the last answer", "end": "from there to its end"}
-        spans = [f"{self.seconds[name]:.1f} s {words}" for name, words in times.items() if name in self.seconds]
+            requests += f", {self.streamed} of them streamed; {self.retries} retries"
+        labels = {
+            "first call": "to the first call",
+            "last answer": "to the last answer",
+            "end": "from there to its end",
+        }
+        spans = [f"{self.seconds[name]:.1f} s {words}" for name, words in labels.items() if name in self.seconds]
         reward = "none" if self.reward is None else f"{self.reward:g}"
         return [
             f"{len(self.turns)} calls, {forked} forked: the engine computes {self.cost_factor:.2f} times the tokens of "
             f"a conversation without forks, the learner {sum(self.sequences)} in {len(self.sequences)} sequences",
-            spoken,
+            requests,
             f"outcome {self.outcome}, reward {reward}, {self.turn_rewards} rewards of turns",
             *([", ".join(spans)] if spans else []),
         ]
@@ -156,21 +160,23 @@ class Played:
         return failed + [f"fail  refused (400): {text}" for text in self.refused.values()]
 
     def _warnings(self, scored: bool) -> list[str]:
-        found = []
+        warnings = []
         for cause, count in self.forks.items():
             remedy = f"; {REMEDIES[cause]}" if cause in REMEDIES else ""
-            found.append(f"{count} forked: {CAUSES[cause]}{remedy}")
+            warnings.append(f"{count} forked: {CAUSES[cause]}{remedy}")
         if self.hidden_tools:
-            found.append(
+            warnings.append(
                 f"the chat template does not show the model these tools: {', '.join(self.hidden_tools)}; describe them "
                 "in a system message, or train a model whose template shows tools (asyncrl-doctor --chat)"
             )
         if self.ignored:
-            found.append(f"ignored: {', '.join(self.ignored)}: the run's own sampling applies")
+            warnings.append(f"ignored: {', '.join(self.ignored)}: the run's own sampling applies")
         if self.relaxed:
-            found.append(f"relaxed: {', '.join(self.relaxed)}: answers may break it, and the agent must cope with that")
+            warnings.append(
+                f"relaxed: {', '.join(self.relaxed)}: answers may break it, and the agent must cope with that"
+            )
         if self.outcome != "stop":
-            found.append(f"a limit ended it ({self.outcome}), and it would be scored as truncated")
+            warnings.append(f"a limit ended it ({self.outcome}), and it would be scored as truncated")
         if self.reward is None and not self.failure and not scored:
-            found.append("it gave no reward; a run needs a function that scores it (reward.function)")
-        return [f"warn  {text}" for text in found]
+            warnings.append("it gave no reward; a run needs a function that scores it (reward.function)")
+        return [f"warn  {text}" for text in warnings]

@@ -51,7 +51,7 @@ class Script:
 
     def _text(self, tools: Sequence[Mapping[str, Any]], stop: Sequence[str]) -> str:
         """Return a tool call, a sentence, or for agents that run code a block of code."""
-        if tool := self._next(tools):
+        if tool := self._next_tool(tools):
             function = tool["function"]
             self._called.add(function["name"])
             arguments = example_of(function.get("parameters") or {})
@@ -59,16 +59,16 @@ class Script:
         answer = f"This is answer {self._answers}."
         if tools or CODE_END not in stop:
             return answer
-        run = f'final_answer("{answer}")' if self._answers > 1 else f'print("{answer}")'
-        return f"<code>\n{run}\n{CODE_END}"
+        code = f'final_answer("{answer}")' if self._answers > 1 else f'print("{answer}")'
+        return f"<code>\n{code}\n{CODE_END}"
 
-    def _next(self, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    def _next_tool(self, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """Return the tool to call: first each once, then always the one that ends the episode; None for a sentence."""
-        ends = [tool for tool in tools if tool["function"]["name"] in ENDS]
-        fresh = [tool for tool in tools if tool not in ends and tool["function"]["name"] not in self._called]
-        if fresh and len(self._called) < MOST_CALLED:
-            return fresh[0]
-        return ends[0] if ends else None
+        ending = [tool for tool in tools if tool["function"]["name"] in ENDS]
+        uncalled = [tool for tool in tools if tool not in ending and tool["function"]["name"] not in self._called]
+        if uncalled and len(self._called) < MOST_CALLED:
+            return uncalled[0]
+        return ending[0] if ending else None
 
 
 class ScriptedPolicy:
@@ -118,19 +118,19 @@ def example_of(schema: Mapping[str, Any], *, root: Mapping[str, Any] | None = No
     for key in ("anyOf", "oneOf", "allOf"):
         if schema.get(key):
             return example_of(schema[key][0], root=root, depth=depth + 1)
-    kind = schema.get("type", "object" if "properties" in schema or depth == 0 else None)
-    kind = kind[0] if isinstance(kind, list) and kind else kind
-    if kind == "object":
+    type_name = schema.get("type", "object" if "properties" in schema or depth == 0 else None)
+    type_name = type_name[0] if isinstance(type_name, list) and type_name else type_name
+    if type_name == "object":
         properties = schema.get("properties") or {}
         required = [name for name in schema.get("required") or () if name in properties]
         return {name: example_of(properties[name], root=root, depth=depth + 1) for name in required}
-    plain: dict[Any, Any] = {"string": "example", "integer": 1, "number": 1.0, "boolean": True, "array": []}
-    return plain.get(kind)
+    examples: dict[Any, Any] = {"string": "example", "integer": 1, "number": 1.0, "boolean": True, "array": []}
+    return examples.get(type_name)
 
 
 def _resolve(root: Mapping[str, Any], reference: str) -> Mapping[str, Any]:
     """Follow a reference such as "#/$defs/Name" in ``root``; an empty schema if it leads nowhere."""
-    found: Any = root
+    value: Any = root
     for part in reference.removeprefix("#/").split("/"):
-        found = found.get(part, {}) if isinstance(found, Mapping) else {}
-    return found if isinstance(found, Mapping) else {}
+        value = value.get(part, {}) if isinstance(value, Mapping) else {}
+    return value if isinstance(value, Mapping) else {}
