@@ -164,6 +164,7 @@ async def _inputs(host: CheckedHost) -> list[Finding]:
 
 
 async def _reward(host: CheckedHost) -> list[Finding]:
+    """Start the reward function while the sample rows are read, then call it on them."""
     config = host.config
     if config is None or not host.has("reward") or config.reward.function == "episode":
         return []

@@ -114,6 +114,7 @@ class Examination:
         return len(self.targets) > 1
 
     async def _examine(self) -> None:
+        """Take each step on the hosts that still answer; the steps record their findings."""
         self._findings += [ok("ssh", f"answers as {facts.facts.hostname}", host) for host, facts in self._facts.items()]
         self._findings += compare_identities(self._facts)
         for step in (
@@ -144,7 +145,7 @@ class Examination:
 
     async def _begin(self, contact: Contact) -> HostFacts:
         await contact.reach()
-        # Between two orders, a host waits for the slowest other host, and then for questions to the head alone.
+        # Three waits may lie between two orders to a host: for its own answer, for the slowest host's, for the head's.
         begin = Begin(deadline_s=3 * self.answer_s, folder=str(Path.cwd()), env=passed_on())
         return await contact.ask(begin, HostFacts)
 

@@ -104,6 +104,7 @@ def main() -> int:
         signal.alarm(deadline_s)
         return answered
 
+    # ``left`` removes what the orders leave behind until the end: listeners and files.
     with contextlib.ExitStack() as left:
         answers: dict[type[Any], Callable[[Any], Any]] = {
             Begin: begin,
