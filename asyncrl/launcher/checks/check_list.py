@@ -89,9 +89,9 @@ class CheckedHost:
     @cached_property
     def model(self) -> asyncio.Task[tuple[Finding | None, ModelSize | None]]:
         """A task with the finding on the model's folder, and the model's size if the folder passes."""
-        return asyncio.create_task(self._model())
+        return asyncio.create_task(self._read_model())
 
-    async def _model(self) -> tuple[Finding | None, ModelSize | None]:
+    async def _read_model(self) -> tuple[Finding | None, ModelSize | None]:
         if self.config is None or not any(ROLES[role_of(actor)].reads_model for actor in self.order.actors):
             return None, None
         return await asyncio.to_thread(check_model, self.config.model.path, self.config.lora)
@@ -99,9 +99,9 @@ class CheckedHost:
     @cached_property
     def inputs(self) -> asyncio.Task[Inputs]:
         """A task with the findings on tokenizer, data and scoring models, and sample rows (inputs.py)."""
-        return asyncio.create_task(self._inputs())
+        return asyncio.create_task(self._read_inputs())
 
-    async def _inputs(self) -> Inputs:
+    async def _read_inputs(self) -> Inputs:
         config = self.config
         if config is None:
             return Inputs()
