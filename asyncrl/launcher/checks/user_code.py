@@ -123,7 +123,10 @@ class RewardTrial:
         return await self._pool.score(request)
 
     async def call(self, samples: Sequence[Sample]) -> Finding:
-        """Call the function on each sample until the time is over, and judge the results."""
+        """Call the function on each sample until the time is over, and judge the results.
+
+        If not even the first call ends in that time, the finding is a warning.
+        """
         trials: dict[str, Trial] = {}
         calls = list(_calls(self._reward, samples, self._n))
         try:
