@@ -1,13 +1,15 @@
 """The messages between a command and a host over one connection: a JSON line each.
 
-A host's entry point (``remote``) says first what the host offers. Orders follow, and answers come in the order of the
-orders. The launcher asks which way leads to the head, and has the host run the list of checks. Then it says what the
-host is to do in the run, or has it make sure that nothing is left of a run. The orders of asyncrl-doctor are in
-doctor/orders.py. The first line is read field by field, because the version that it names may be another than ours.
+A host's entry point (hosts/remote.py) first sends a HostOffer. The command reads it field by field, because the host
+may have another version of asyncrl. The command then sends orders, and the host answers each in turn. A RouteQuery asks
+how the host reaches the head, which is the first host of the run, with the controller. A CheckOrder runs the list of
+checks. A HostSpec hands over the host's part of a run, and an EndOrder makes sure that nothing of a run is left. The
+orders of asyncrl-doctor are in doctor/orders.py.
 
-A host that has its part of a run becomes the guard of its agent, with the same connection. The agent's first line is an
-AgentSpec; the lines ``stop``, ``preempt CAUSE`` and ``kill`` may follow, ``controller ADDRESS`` where the controller is
-on another host, and ``arrived`` after its last event. Its answers are one Event a line.
+After a HostSpec the entry point becomes the guard of the host's node agent, on the same connection. The agent first
+reads an AgentSpec, and then commands: ``stop``, ``preempt CAUSE`` and ``kill``. An agent that is not on the head also
+gets ``controller ADDRESS``. The launcher sends ``arrived`` after the agent's last event. The agent writes an Event a
+line.
 """
 
 from __future__ import annotations
@@ -22,27 +24,27 @@ from asyncrl.launcher.checks.findings import Finding
 
 
 class HostOffer(Struct, frozen=True, kw_only=True, tag="facts"):
-    """The first line: what the host offers."""
+    """The first line that a host sends: what it offers to a run."""
 
     version: str
-    """Version of asyncrl there."""
+    """Version of asyncrl on the host."""
     hostname: str
     cpus: int
     gpus: list[str]
-    """Values that CUDA_VISIBLE_DEVICES may take there."""
+    """Values that CUDA_VISIBLE_DEVICES may take on the host."""
     gpu_problem: str = ""
-    """Reason that the GPUs are unknown."""
+    """Why the GPUs are unknown; empty if they are known."""
     interfaces: dict[str, str]
     """IPv4 address by network interface."""
     client: str = ""
-    """Address from which the launcher reached this host, where ssh says so."""
+    """Address from which the launcher reached this host, as ssh reports it; empty without ssh."""
 
 
 class RouteQuery(Struct, frozen=True, kw_only=True, tag="routes"):
-    """The question by which of its addresses the host reaches the head."""
+    """Asks a host which addresses of the head it reaches, and from which of its own addresses."""
 
     head: str
-    """The head's name in the hostfile."""
+    """The head's name in the hostfile; its address for a host that joins a live run."""
     addresses: list[str]
     """The head's addresses."""
 
@@ -51,50 +53,51 @@ class Routes(Struct, frozen=True, kw_only=True, tag="routes"):
     """The answer to RouteQuery."""
 
     named: list[str]
-    """The addresses that the head's name has on this host; none if it is not known there."""
+    """Addresses to which the head's name resolves on this host; empty if it does not resolve."""
     via: dict[str, str]
-    """This host's own address on the way, by address of the head; absent where there is no way."""
+    """Address of the head → this host's own address on the route to it. Only addresses with a route."""
 
 
 class Checked(Struct, frozen=True, kw_only=True, tag="checked"):
-    """The answer to CheckOrder (checks/findings.py)."""
+    """The answer to CheckOrder (checks/findings.py): the results of the checks."""
 
     findings: list[Finding]
     model: str = ""
-    """Digest of the model's folder; empty without one."""
+    """Digest of the model's folder; empty if no folder is needed or it fails its check."""
 
 
 class HostSpec(Struct, frozen=True, kw_only=True, tag="host"):
-    """The host's part of a run, but for what its agent reads afterwards (AgentSpec)."""
+    """Hands over a host's part of a run. The host answers Prepared; its agent then reads the rest (AgentSpec)."""
 
     version: str
     run_id: str
     run_dir: str
     log_dir: str
     index: int
-    """Index of the agent."""
+    """Index of the host's agent; 0 is on the head."""
     config: str
     """The resolved configuration (JSON)."""
     credentials: dict[str, Any]
-    """Content by file name."""
+    """Content of each credential file, by file name."""
     folder: str
-    """Folder in which the launcher was called; the agent works there too, if there is such a folder."""
+    """The launcher's working directory. The agent changes to it if the host has such a folder."""
     env: dict[str, str]
-    """Variables laid over the host's own environment."""
+    """Environment variables that override the host's own."""
     files: dict[str, str] = {}
-    """Further files of the run folder, content by name."""
+    """Content of further files by name; a host that does not share the run folder writes them to its own."""
 
 
 class Prepared(Struct, frozen=True, kw_only=True, tag="prepared"):
-    """The host is ready, and its guard comes next. ``shared`` if it sees the run folder of the launcher."""
+    """The host is ready and becomes the guard. ``shared``: it sees the launcher's run folder."""
 
     shared: bool
 
 
 class EndOrder(Struct, frozen=True, kw_only=True, tag="end"):
-    """Wait until nothing of the run lives here, up to ``patience_s``; with ``kill``, then kill what does.
+    """Asks a host to wait up to ``patience_s`` seconds until no process of the run is left on it.
 
-    With ``preempt`` the agent first preempts the run, as SIGTERM to the launcher does.
+    With ``kill`` the host then kills what is left, and waits as long again. With ``preempt`` its agent first preempts
+    the run, as SIGTERM to the launcher does.
     """
 
     run_dir: str
@@ -103,69 +106,69 @@ class EndOrder(Struct, frozen=True, kw_only=True, tag="end"):
     kill: bool = True
     preempt: bool = False
     log_dir: str = ""
-    """Folder of the attempt's logs: the answer has the record of how this attempt ended."""
+    """Folder of the logs of an attempt; the answer reports how this attempt ended."""
 
 
 class HostEnded(Struct, frozen=True, kw_only=True, tag="gone"):
-    """The answer to EndOrder: whether something lives still, and whether it was killed for this order."""
+    """The answer to EndOrder: whether a process of the run is left, and whether the order had the agent killed."""
 
     living: bool
     killed: bool
     ended: EndedEvent | None = None
-    """The end of the attempt, if nothing lives and the host has its record: the head has."""
+    """How the attempt ended; None while processes are left. Only the head has this record."""
 
 
 class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
-    """The last line, instead of any answer: why the host cannot do it."""
+    """The host's last line, in place of an answer: why it cannot carry out the order."""
 
     reason: str
     exit_code: int = 1
 
 
 def agent_name(index: int) -> str:
-    """The name of the node agent of the host with this number; the head's is 0."""
+    """Returns the name of the node agent with this index; 0 is on the head."""
     return f"agent/{index}"
 
 
 def private_name(index: int) -> str:
-    """Name of the private folder of an agent's host within the run folder, which hosts may share."""
+    """Returns the name of a host's private folder. Hosts may share the run folder, so the agent's index is in it."""
     return "private" if index == 0 else f"private-{index}"
 
 
 # --- the agent ---
 
 STOP = b"stop\n"
-"""End the run in good order; a second one ends it at once."""
+"""Command: end the run in order. A second one ends it at once."""
 PREEMPT = b"preempt "
-"""Preempt the run: write a checkpoint, then end the actors in order. The name of the asker follows."""
+"""Command: preempt the run, that is, write a checkpoint and end the actors in order. The asker's name follows."""
 KILL = b"kill\n"
-"""End everything at once."""
+"""Command: kill every process of the host's part at once."""
 AT_ONCE = "ended at once"
-"""The reason that is given for what KILL has ended."""
+"""Reason that the agent gives for an end by KILL."""
 
 ARRIVED = b"arrived\n"
-"""The launcher has read the last event, and with it all logs."""
+"""Command: the launcher has read the last event, and with it all logs."""
 CONTROLLER_AT = b"controller "
-"""Word that comes before the controller's address."""
+"""Command: connect to the controller. Its address follows."""
 
 
 class AgentSpec(Struct, frozen=True, kw_only=True):
-    """One host's part of a run. On the head the controller is the first of its actors."""
+    """The actors of one host and how to start them. On the head the controller is the first of them."""
 
     run_dir: str
     log_dir: str
     argv: list[str] = []
     """Executable and first arguments of each actor; NAME and the options of asyncrl.cli.actor are appended."""
     actors: dict[str, dict[str, str]]
-    """By name, the variables laid over the agent's own environment."""
+    """Name of each actor → environment variables that override the agent's own."""
     index: int = 0
     """Index of the agent among those of the run; 0 is on the head."""
     host: str = ""
-    """Address by which the other hosts reach this one; empty for network.host, as in a run on one host."""
+    """Address at which other hosts reach this one. Empty in a run on one host, which uses network.host."""
     name: str = ""
     """Name of this host in the hostfile; empty in a run on one host."""
     above: int = 0
-    """Incarnations of this attempt of the run are above this."""
+    """All incarnations of this attempt of the run are larger (rpc/lifecycle/incarnations.py)."""
 
 
 class StateEvent(Struct, frozen=True, kw_only=True, tag="state"):
@@ -174,13 +177,13 @@ class StateEvent(Struct, frozen=True, kw_only=True, tag="state"):
     phase: str
     waiting_for: list[str] = []
     waits: list[str] = []
-    """Words for what the run waits for, as in RunState."""
+    """Texts on what the run waits for, as in RunState."""
     lost_hosts: dict[str, list[str]] = {}
     """Actors by lost host, as in RunState."""
     leaving: list[str] = []
-    """Agents and actors that have to leave a run that continues."""
+    """Agents and actors that must leave while the run continues."""
     controller: int = 0
-    """Incarnation of the controller that says so. A successor knows of no lost host until it has missed it itself."""
+    """Incarnation of the controller. A restarted one reports no lost host until it has missed the host itself."""
 
 
 class MetricsEvent(Struct, frozen=True, kw_only=True, tag="metrics"):
@@ -190,26 +193,26 @@ class MetricsEvent(Struct, frozen=True, kw_only=True, tag="metrics"):
 
 
 class NoticeEvent(Struct, frozen=True, kw_only=True, tag="notice"):
-    """An actor's notice to the user; a later one with the same actor and key takes its place.
+    """An actor's Notice to the user. A later one with the same actor and key replaces it.
 
-    StateEvent.waits says what the run waits for.
+    StateEvent.waits has the texts of ``Notice.waits_for``.
     """
 
     actor: str
     incarnation: int = 0
-    """Incarnation of the actor that gave it."""
+    """Incarnation of the actor that sent it."""
     key: str
     text: str
     count: int = 1
     """Number of times that it has happened."""
     meanwhile: str = ""
-    """Sentences that hold while the run is live."""
+    """Further text that is true only while the run is live."""
     of: str = ""
     """Total that the count is a part of, as in "279 calls"."""
 
 
 class RestartEvent(Struct, frozen=True, kw_only=True, tag="restart"):
-    """An actor that died for this reason ``after_s`` ago is started again."""
+    """An actor is started again; it died for this reason ``after_s`` seconds ago."""
 
     name: str
     reason: str
@@ -225,31 +228,31 @@ class ReadyEvent(Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class WarningEvent(Struct, frozen=True, kw_only=True, tag="warning"):
-    """A warning for the user: an actor is stuck, or the first lines of its stacks."""
+    """A warning for the user: an actor is stuck, or where its stacks are."""
 
     text: str
 
 
 class BeatEvent(Struct, frozen=True, kw_only=True, tag="beat"):
-    """The agent lives. Sent every supervision.heartbeat_s to its end."""
+    """Heartbeat: the agent lives. Sent every supervision.heartbeat_s until the agent ends."""
 
 
 class ControllerEvent(Struct, frozen=True, kw_only=True, tag="controller"):
-    """The controller's address."""
+    """The controller's address, from the head's agent."""
 
     address: str
 
 
 class LogEvent(Struct, frozen=True, kw_only=True, tag="log"):
-    """Text written to a log file on a host that does not share the run folder; in order."""
+    """New text of a log file on a host that does not share the run folder. Texts of a file come in order."""
 
     file: str
-    """Name of the file."""
+    """Name of the log file."""
     text: str
 
 
 class EndedEvent(Struct, frozen=True, kw_only=True, tag="ended"):
-    """The last event: how the run ended, or that this host has left it. ``actor`` is empty unless one failed."""
+    """The last event: how the run ended, or that this host has left it. ``actor`` is the one that failed, or empty."""
 
     result: Literal["done", "stopped", "preempted", "failed", "left"]
     actor: str = ""

@@ -4,7 +4,8 @@ The first host is the head. It has the controller, the dataloader, the learner's
 role without another place.
 
 * Learner ranks with a GPU fill the first hosts, as long as the engines fit on the rest.
-* An engine never spans hosts. Each goes where most GPUs are free, together with its episode host.
+* An engine is the process of a rollouter. It never spans hosts and goes where most GPUs are free. Its episode host, the
+  process that plays its episodes, is on the same host.
 * Ranks and engines on CPUs go where they get most cores.
 * With episodes, a host without GPUs, rank and engine gets an episode host too, up to ``episode.extra_hosts`` of them.
 * Roles with the place "free cores", such as reward pools, go to the hosts with most cores free, one for each actor.
@@ -16,7 +17,7 @@ and takes one, as under torchrun. An engine sees its own GPUs, and every other a
 
 If there are too few GPUs for that, engines also take GPUs of ranks (``placement.share``): those without a rank first.
 Two ranks never share a GPU, because NCCL refuses it, and two engines never do, because each would get half of a KV
-cache. A run that does not fit is refused with the sum.
+cache. If a run does not fit, the error shows the sum of the GPUs that it needs.
 
 Engines and ranks with a GPU get an even share of their host's threads. Ranks that train on the CPU share all cores,
 because engines are mostly idle while a slow learner trains. So the last bits of what a learner computes depend on the
@@ -43,22 +44,21 @@ MOST_HOSTS_NAMED = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementHost:
-    """A host and what it offers. ``gpus`` are the values that CUDA_VISIBLE_DEVICES may take there.
-
-    ``address`` is that by which other hosts reach it; empty for network.host, as on the only host of a run.
-    """
+    """A host and what it offers to a run."""
 
     name: str
     cpus: int
     gpus: tuple[str, ...] = ()
+    """Values that CUDA_VISIBLE_DEVICES may take on it."""
     address: str = ""
+    """Address at which other hosts reach it. Empty in a run on one host, which uses network.host."""
     interface: str = ""
-    """The network interface that holds the address, where that is known."""
+    """The network interface that has the address; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """One actor on its host."""
+    """One actor with its host, its GPUs and the environment variables that it gets."""
 
     name: str
     host: str
@@ -67,9 +67,10 @@ class Placed:
 
 
 def place(config: Config, hosts: Sequence[PlacementHost]) -> list[Placed]:
-    """Place every actor of a run, the controller first. ``hosts`` have different names, the head is the first of them.
+    """Place every actor of a run, and return them in the order of ``config.actors``, the controller first.
 
-    ``config`` is that of ``with_gpus`` and ``with_episode_hosts``. Raises ConfigError.
+    ``hosts`` have different names; the first is the head. ``config`` has passed through ``with_gpus`` and then
+    ``with_episode_hosts``. Raises ConfigError if the run does not fit.
     """
     assert hosts
     assert len({host.name for host in hosts}) == len(hosts)
@@ -108,7 +109,7 @@ def place(config: Config, hosts: Sequence[PlacementHost]) -> list[Placed]:
 
 
 def with_gpus(config: Config, hosts: Sequence[PlacementHost]) -> Config:
-    """The config with the GPUs of an engine, as these hosts let it be if the user does not say. Raises ConfigError."""
+    """Return the config with rollout.gpus_per_replica filled in: 1 if engines use GPUs and a host has some, or 0."""
     if config.rollout.gpus_per_replica is not None:
         return config
     tree = config.model_dump(mode="json")
@@ -118,9 +119,9 @@ def with_gpus(config: Config, hosts: Sequence[PlacementHost]) -> Config:
 
 
 def with_episode_hosts(config: Config, hosts: Sequence[PlacementHost]) -> Config:
-    """The config with the number of extra episode hosts: by default every host that can be one.
+    """Return the config with episode.extra_hosts set; by default every host that can play episodes alone is one.
 
-    ``config`` is that of ``with_gpus``. Raises ConfigError.
+    ``config`` has passed through ``with_gpus``. Raises ConfigError if the user asks for more than there are.
     """
     wanted = config.episode.extra_hosts
     if config.episode.kind == "single" or wanted == 0:
@@ -145,13 +146,13 @@ def with_episode_hosts(config: Config, hosts: Sequence[PlacementHost]) -> Config
 
 
 def replicas_of(config: Config, host: PlacementHost) -> int:
-    """Engines that a host has room for that is to have nothing else; one, where they compute on CPUs."""
+    """Return how many engines fit on a host that gets nothing else of the run; 1 if engines compute on CPUs."""
     each = _gpus_per_replica(config)
     return len(host.gpus) // each if each else 1
 
 
 def place_replicas(config: Config, host: PlacementHost, names: Sequence[str]) -> list[Placed]:
-    """Place rollouters and episode hosts of these names on a host that has nothing else of the run."""
+    """Place these rollouters and episode hosts on a host that has nothing else of the run, as one that joins."""
     each = _gpus_per_replica(config)
     rollouters = [name for name in names if role_of(name) == "rollouter"]
     threads = _threads(config, host, 0, len(rollouters), on_gpu=False).get("rollouter", 1)
@@ -258,7 +259,7 @@ def _with_sharers(placed: dict[str, Placed], host: str) -> None:
 
 
 def _counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], list[int]]:
-    """Learner ranks and engines of each host where no GPU is shared. Raises ConfigError."""
+    """Return the numbers of ranks and of engines of each host, where no GPU is shared. Raises ConfigError."""
     on_gpu, each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
     gpus = [len(host.gpus) for host in hosts]
     if on_gpu:
@@ -282,19 +283,21 @@ def _counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], 
 
 
 def _spread(counts: list[int], more: int, hosts: Sequence[PlacementHost], computing: list[int]) -> None:
-    """Add ``more`` processes to ``counts``, each where it gets most cores; ``computing`` are those there already."""
+    """Add ``more`` processes to ``counts``, each where it gets most cores; ``computing``: processes already there."""
     for _ in range(more):
         chosen = max(range(len(hosts)), key=lambda i: (hosts[i].cpus / (computing[i] + 1), -i))
         counts[chosen] += 1
-        # Where ranks are spread both are the same list, and each rank counts once.
+        # For ranks the caller passes one list as both, and each rank counts once.
         if counts is not computing:
             computing[chosen] += 1
 
 
 def _split_ranks(config: Config, hosts: Sequence[PlacementHost], each: int) -> list[int]:
-    """Learner ranks of each host, a GPU each: the first hosts as full as leaves room for all engines on the others.
+    """Return the number of learner ranks on each host, each with one GPU of its own; an engine takes ``each`` GPUs.
 
-    Raises ConfigError where there is no such split.
+    The hosts are filled in order, but all engines must still fit. A first pass over the hosts, from the last, computes
+    how many engines fit with n ranks on the hosts from i on. A second pass gives each host the most ranks with which
+    the rest still fits. Raises ConfigError if there is no such split.
     """
     ranks, replicas = config.learner.ranks, config.rollout.replicas if each else 0
     # most[i][n]: the most engines that fit on the hosts from i on with n ranks there; None: the ranks do not fit.
@@ -314,7 +317,7 @@ def _split_ranks(config: Config, hosts: Sequence[PlacementHost], each: int) -> l
     left, engines = ranks, 0
     for index, host in enumerate(hosts):
         here = len(host.gpus)
-        # Rank 0 is on the head.
+        # Rank 0 must be on the head.
         least = 1 if index == 0 else 0
         for taken in range(min(left, here), least - 1, -1):
             after = most[index + 1][left - taken]
@@ -329,7 +332,7 @@ def _split_ranks(config: Config, hosts: Sequence[PlacementHost], each: int) -> l
 
 
 def _refusal(config: Config, hosts: Sequence[PlacementHost], ranks: int, each: int) -> ConfigError:
-    """The error that says why ``ranks`` of the learner and all engines of ``each`` GPUs do not fit."""
+    """Return the error that explains why ``ranks`` learner ranks and all engines, of ``each`` GPUs, do not fit."""
     replicas = config.rollout.replicas
     needed, there = ranks + replicas * each, sum(len(host.gpus) for host in hosts)
     parts = [f"learner.ranks = {ranks}"] * bool(ranks)
@@ -360,7 +363,7 @@ def _refusal(config: Config, hosts: Sequence[PlacementHost], ranks: int, each: i
 def _episode_hosts(
     hosts: Sequence[PlacementHost], ranks: Sequence[int], replicas: Sequence[int]
 ) -> list[PlacementHost]:
-    """The hosts that can play episodes for rollouters elsewhere."""
+    """Return the hosts that can play episodes for rollouters elsewhere: those without GPUs, ranks and engines."""
     return [
         host for host, *computing in zip(hosts, ranks, replicas, strict=True) if not host.gpus and not any(computing)
     ]
@@ -369,8 +372,8 @@ def _episode_hosts(
 def _freest_hosts(
     config: Config, hosts: Sequence[PlacementHost], ranks: Sequence[int], replicas: Sequence[int]
 ) -> list[PlacementHost]:
-    """The hosts, those with most cores free first, counting one for each actor there."""
-    # A run continues without these, so they have a low priority.
+    """Sort the hosts by free cores, most first; an actor uses one core."""
+    # Optional actors do not count: the run continues without them, so they have a low priority.
     on_head = sum(ROLES[role_of(name)].place == "head" and not is_optional(name) for name in config.actors)
     each = 1 if config.episode.kind == "single" else 2
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
@@ -383,7 +386,10 @@ def _freest_hosts(
 
 
 def _threads(config: Config, host: PlacementHost, ranks: int, replicas: int, on_gpu: bool) -> dict[str, int]:
-    """Threads of a process of each role that computes on the host; ``on_gpu``: the learner does it on GPUs."""
+    """Return how many threads each learner and each rollouter on this host gets, by role.
+
+    ``ranks`` and ``replicas`` are their numbers there; ``on_gpu``: the learner trains on GPUs. Configured numbers win.
+    """
     counts = {}
     if config.learner.backend != "sim":
         counts["learner"] = ranks
@@ -404,18 +410,21 @@ def _environment(threads: int, visible: Sequence[str]) -> dict[str, str]:
 
 
 def _interface_environment(host: PlacementHost) -> dict[str, str]:
-    """Variables that name the interface over which collectives go."""
+    """Return the variables that name the network interface for collectives; none if it is unknown."""
     return dict.fromkeys(INTERFACE_VARIABLES, host.interface) if host.interface else {}
 
 
 def _torch_environment(
     config: Config, head: PlacementHost, ranks: Sequence[int], index: int, local: int
 ) -> dict[str, str]:
-    """Variables that torch.distributed reads, for a rank of the host at ``index``; the ranks agree on the port."""
+    """Return the variables that torch.distributed reads, for the rank with number ``local`` on the host at ``index``.
+
+    ``ranks`` has the number of ranks on each host. The ranks themselves agree on the port.
+    """
     return {
         "RANK": str(sum(ranks[:index]) + local),
         "LOCAL_RANK": str(local),
-        # Among the hosts that have ranks.
+        # Index of the host among those that have ranks.
         "GROUP_RANK": str(sum(map(bool, ranks[:index]))),
         "WORLD_SIZE": str(config.learner.ranks),
         "LOCAL_WORLD_SIZE": str(ranks[index]),
@@ -424,7 +433,7 @@ def _torch_environment(
 
 
 def describe(config: Config, placed: Sequence[Placed]) -> list[str]:
-    """Placement and derived numbers, a line each, for people."""
+    """Return lines for people: the placement of each actor, and the numbers derived from the configuration."""
     width = max(len(actor.name) for actor in placed)
     host_width = max(len(actor.host) for actor in placed)
     rows = ["", "placement:"]

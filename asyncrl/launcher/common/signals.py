@@ -9,16 +9,15 @@ STOPPING = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR2)
 
 
 def heeded() -> tuple[signal.Signals, ...]:
-    """The signals that this process takes: all but a SIGHUP that it was started to ignore, as by nohup.
+    """Return the signals that this process takes: STOPPING without a SIGHUP that it was started to ignore, as by nohup.
 
-    SIGINT is always among them: a shell without job control has its background processes ignore it, which
-    is a matter of the terminal's Ctrl-C and not of ``kill -INT``.
+    SIGINT stays: if a shell makes background processes ignore it, this concerns Ctrl-C and not ``kill -INT``.
     """
     without = signal.SIGHUP if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else None
     return tuple(number for number in STOPPING if number != without)
 
 
 def cause_of(number: int) -> str:
-    """Cause of this signal, in the words that the user is shown."""
+    """Return the cause of this signal, in words for the user."""
     names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "a closed terminal"}
     return names.get(signal.Signals(number)) or signal.Signals(number).name

@@ -1,7 +1,8 @@
-"""The IPv4 address by which each host of a run is reached: that of an interface, or that of the route to the head.
+"""Finds the IPv4 address at which the hosts of a run reach each host.
 
-The head's address is one of its own that the others find: the one from which its launcher reached them, or what its
-name stands for there. Fails with UsageError, which names the host and says what to set.
+It is the address of a given interface (``by_interface``), or the host's own address on the route to the head
+(``by_route``). The head is the first host. Its address is one that the others know: the one from which its launcher
+reached them, or to which its name resolves there. Fails with UsageError, which names the host and says what to set.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SIOCGIFADDR = 0x8915
 
 
 def interfaces() -> dict[str, str]:
-    """The IPv4 address of each interface of this host that has one."""
+    """Return the IPv4 address of each interface of this host that has one."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -32,7 +33,7 @@ def interfaces() -> dict[str, str]:
 
 
 def route_to(address: str) -> str | None:
-    """This host's own address on the way to another, None without a way. Nothing is sent."""
+    """Return this host's own address on the route to another address; None without a route. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Any port will do: to connect a datagram socket only chooses the route.
@@ -44,7 +45,7 @@ def route_to(address: str) -> str | None:
 
 
 def addresses_of(name: str) -> list[str]:
-    """IPv4 addresses that a host name stands for here; none if it is not known."""
+    """Resolve a host name on this host to IPv4 addresses; an empty list if it does not resolve."""
     try:
         found = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
     except OSError:
@@ -53,13 +54,13 @@ def addresses_of(name: str) -> list[str]:
 
 
 def find_routes(query: RouteQuery) -> Routes:
-    """Ways from this host to the head, and the addresses that the head's name has here."""
+    """Answer a RouteQuery: find the routes from this host to the head, and resolve the head's name here."""
     via = {address: route_to(address) for address in query.addresses}
     return Routes(named=addresses_of(query.head), via={to: source for to, source in via.items() if source})
 
 
 def is_this_host(name: str) -> bool:
-    """Whether the name, as it stands in a hostfile, is that of the host where this runs."""
+    """Whether a name from a hostfile is the name of this host."""
     own = socket.gethostname().lower()
     if name.lower() in (own, own.partition(".")[0], "localhost"):
         return True
@@ -68,7 +69,7 @@ def is_this_host(name: str) -> bool:
 
 
 def by_interface(hosts: Mapping[str, HostOffer], interface: str) -> dict[str, str]:
-    """The address of each host at this interface. Raises UsageError."""
+    """Return the address that each host has at this interface. Raises UsageError if a host has none."""
     problems = []
     for name, facts in hosts.items():
         if interface not in facts.interfaces:
@@ -80,11 +81,15 @@ def by_interface(hosts: Mapping[str, HostOffer], interface: str) -> dict[str, st
 
 
 def by_route(head: str, hosts: Mapping[str, HostOffer], routes: Mapping[str, Routes]) -> dict[str, str]:
-    """The address of each host on its way to the head; ``routes`` are those of all others. Raises UsageError."""
+    """Return the address of each host, by name, from what the ``routes`` of all hosts but the head say.
+
+    The head gets the address that most hosts know it by, among those that every host reaches. Every other host gets its
+    own address on the route there. Raises UsageError if there is no such address.
+    """
     own = usable(hosts[head])
     wanted = [[hosts[name].client, *route.named] for name, route in routes.items()]
     votes = [address for found in wanted for address in found if address in own]
-    # The one that comes up most often, of those that reach all others.
+    # Each host votes for the addresses that it knows; only those that every host reaches can win.
     chosen = max(
         (address for address in dict.fromkeys(votes) if all(_reaches(route, address) for route in routes.values())),
         key=votes.count,
@@ -99,7 +104,7 @@ def by_route(head: str, hosts: Mapping[str, HostOffer], routes: Mapping[str, Rou
 
 
 def towards(head: str, routes: Mapping[str, Routes]) -> dict[str, str]:
-    """The address of each host on its way to this address of the head. Raises UsageError."""
+    """Return each host's own address on the route to this address of the head. Raises UsageError without a route."""
     lost = [name for name, route in routes.items() if not _reaches(route, head) or head not in route.via]
     if lost:
         raise UsageError(f"{', '.join(lost)}: there is no way to {head}, where the run's controller is")
@@ -107,15 +112,15 @@ def towards(head: str, routes: Mapping[str, Routes]) -> dict[str, str]:
 
 
 def interface_of(facts: HostOffer, address: str) -> str:
-    """The interface that holds an address; empty if none does."""
+    """Return the interface that has an address; empty if none has."""
     return next((name for name, held in facts.interfaces.items() if held == address), "")
 
 
 def usable(facts: HostOffer) -> Sequence[str]:
-    """The addresses by which others may reach a host."""
+    """Return the addresses at which others may reach a host: all but loopback."""
     return [address for address in facts.interfaces.values() if not ipaddress.ip_address(address).is_loopback]
 
 
 def _reaches(route: Routes, address: str) -> bool:
-    # Its own address leads to no other host, as where two hosts number their containers alike.
+    # If the address is the host's own too, it leads to no other host: two hosts may number their containers alike.
     return route.via.get(address, address) != address

@@ -1,4 +1,4 @@
-"""The list of checks as an order to a host: the launcher and asyncrl-doctor send it, and the host answers it here."""
+"""Answers a CheckOrder on the host that receives it from the launcher or asyncrl-doctor: runs the list of checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ LOOK_S = 0.2
 
 
 def answer_check(order: CheckOrder, facts: HostOffer, *, is_cut: Callable[[], bool] = lambda: False) -> Checked:
-    """Run the list in the launcher's folder, under its variables. Ends the process once ``is_cut`` says so."""
+    """Run the checks in the launcher's working directory, with its variables. Both change for this process.
+
+    Every LOOK_S ``is_cut`` is called; if it returns True, because the caller is gone, the process exits.
+    """
     with contextlib.suppress(OSError):
         os.chdir(order.folder or ".")
     os.environ.update(order.env)
@@ -38,7 +41,7 @@ def answer_check(order: CheckOrder, facts: HostOffer, *, is_cut: Callable[[], bo
 
 
 async def check_part(order: CheckOrder, facts: HostOffer) -> Checked:
-    """Run the list for this host's part of a run. Changes neither folder nor environment."""
+    """Run the checks for this host's part of a run. Changes neither the working directory nor the environment."""
     interface = interface_of(facts, order.address)
     host = CheckedHost(order=order, interfaces=facts.interfaces, interface=interface, has_gpus=bool(facts.gpus))
     findings = await check_host(host)

@@ -1,11 +1,11 @@
-"""The end of a connection to one host at the launcher, before its agent lives, or at the doctor: reach it, ask it.
+"""Connects the launcher, or the doctor, to a host before an agent runs there: starts its entry point and sends orders.
 
-A contact is a process whose standard input and output lead to ``remote`` on the host, or to its like. It is in a
-session of its own, so Ctrl-C reaches the launcher alone. Every answer has the caller's deadline. Lines that do not
-belong to us, as a greeting by the user's shell, may come before the first answer and are passed over.
+A contact is a process, such as ssh, whose standard input and output lead to the entry point (remote.py) on the host. It
+has its own session, so Ctrl-C reaches only the launcher. The caller sets a deadline for every answer. Other lines
+before the first answer, such as a greeting of the user's shell, are skipped.
 
-``ReachedHosts`` are the hosts of a command, with work on all of them in parallel. Fails with HostFailed, which names
-the host and why, in the words of the way that leads there. If several hosts failed, their reasons are shown before.
+``ReachedHosts`` works on all hosts of a command in parallel. Fails with HostFailed, which names the host and the reason
+that its start command gives (start.py). If several hosts failed, their reasons are shown first.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from asyncrl.launcher.terminal.progress import TerminalProgress
 LONGEST_LINE_BYTES = 64 << 20
 GREETING_LINES = 1000
 EXIT_S = 15.0
-"""Time that a command has to exit once its output has ended."""
+"""Seconds that a command has to exit once its output has ended."""
 ERRORS_KEPT = 16 << 10
 A = TypeVar("A")
 MORE_FAILURES_S = 3.0
-"""Time that the other hosts have to fail too once one has failed, so that all are named."""
+"""Seconds that the other hosts have to fail too once one has failed, so that the error names all."""
 
 
 class Contact:
-    """The connection to one host. ``process`` is handed on to the follower of the host's agent.
+    """The connection to one host, through ``process``. The follower of the host's agent uses the process later.
 
-    With ``any_host`` a host may have another version or unknown GPUs.
+    With ``any_host`` a host may have another version of asyncrl or unknown GPUs; otherwise that is an error.
     """
 
     is_here = False
-    """Whether it is this host, and ``process`` the guard itself: no connection leads there, and none is lost."""
+    """Whether ``process`` is the guard on this host itself, so that no connection can be lost."""
 
     def __init__(self, name: str, start: StartCommand, *, any_host: bool = False) -> None:
         self.name, self.start, self._any_host = name, start, any_host
         self.facts: HostOffer
         self.process: asyncio.subprocess.Process
         self.asked = ""
-        """The last order, in a word."""
+        """Type of the last order, in lower case; empty before the first."""
         self._errors = b""
         self._log: Path | None = None
         self._reading: asyncio.Task[None] | None = None
 
     async def reach(self) -> None:
-        """Start the command and hear what the host offers. Raises HostFailed."""
+        """Start the command, and set ``facts`` to what the host offers. Raises HostFailed."""
         argv = self.start.argv(self.name)
         try:
             self.process = await asyncio.create_subprocess_exec(
@@ -83,6 +83,7 @@ class Contact:
         raise HostFailed(self.name, "says a great deal, but nothing of asyncrl")
 
     def _take_facts(self, found: dict[str, Any]) -> None:
+        """Check the host's first message and set ``facts``. Raises HostFailed if the host refuses or does not fit."""
         if found["type"] == "refusal":
             raise HostFailed(self.name, str(found.get("reason")))
         ours = version("asyncrl")
@@ -95,7 +96,7 @@ class Contact:
             raise HostFailed(self.name, self.facts.gpu_problem)
 
     async def ask(self, order: msgspec.Struct, answer: type[A]) -> A:
-        """Give an order and wait for its answer. Raises HostFailed, or ValueError if something else comes."""
+        """Send an order and return its answer. Raises HostFailed, or ValueError for an answer of another type."""
         assert self.process.stdout is not None
         self.asked = type(order).__name__.lower()
         self.send(msgspec.json.encode(order) + b"\n")
@@ -108,36 +109,39 @@ class Contact:
         return found
 
     def send(self, data: bytes) -> None:
-        """Write to the host's standard input; lost if it is not there any more."""
+        """Write to the host's standard input. The data is lost if the input is closed."""
         assert self.process.stdin is not None
         if not self.process.stdin.is_closing():
             self.process.stdin.write(data)
 
     def hang_up(self) -> None:
-        """End the host's standard input."""
+        """Close the host's standard input."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 
     def keep_errors(self, log: Path) -> None:
-        """Append the command's own words to this file from now on, together with those that it has said."""
+        """From now on append the command's standard error to this file, after what it has written so far."""
         self._log = log
         if self._errors:
             self._append(self._errors)
 
     async def close(self, within_s: float = EXIT_S) -> None:
-        """End the command, and what it leads to if that has not become the guard. May be repeated."""
+        """End the command, and the entry point on the host unless it has become the guard. May be called again."""
         if not hasattr(self, "process"):
             return
         self.hang_up()
         await self.exited(within_s)
 
     def kill(self) -> None:
-        """End the command at once."""
+        """Kill the command, if it was started."""
         if hasattr(self, "process"):
             self._kill()
 
     async def exited(self, within_s: float = EXIT_S) -> int:
-        """Exit code of the command, after its output has ended; it is killed unless it ends by itself in time."""
+        """Wait for the command to exit, kill it after ``within_s`` seconds, and return its exit code.
+
+        Call this after its output has ended.
+        """
         try:
             async with asyncio.timeout(within_s):
                 await self.process.wait()
@@ -149,12 +153,12 @@ class Contact:
         return self.process.returncode
 
     def is_lost(self, exit_code: int) -> bool:
-        """Whether the command, which has ended with this code, did so because its connection did."""
+        """Whether the command ended with this exit code because its connection broke."""
         return self.start.is_lost(exit_code, self._said)
 
     @property
     def last_error(self) -> str:
-        """The last line of what the command itself has said."""
+        """The last line that the command itself wrote to standard error; empty if it wrote nothing."""
         return last_line(self._said)
 
     @property
@@ -171,7 +175,7 @@ class Contact:
 
     async def _stop_reading(self) -> None:
         if self._reading is not None:
-            # Words of the command may still be on their way; a process that it has left behind may keep its end open.
+            # Some output may not have been read yet. A process that the command left behind may keep its end open.
             await asyncio.wait([self._reading], timeout=0.5)
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -192,9 +196,9 @@ class Contact:
 
 @dataclass
 class ReachedHosts:
-    """The hosts that ``start`` leads to, by name, of the ``count`` hosts of a command.
+    """The contacts, by name, to those of a command's ``count`` hosts that ``start`` leads to.
 
-    ``limit_s`` is supervision.start_timeout_s: the deadline of each piece of work.
+    Each method has ``limit_s`` (supervision.start_timeout_s) for all hosts together.
     """
 
     start: StartCommand
@@ -204,7 +208,7 @@ class ReachedHosts:
     contacts: dict[str, Contact] = field(default_factory=dict)
 
     async def reach(self, names: Sequence[str]) -> None:
-        """Learn what each host has: the ``facts`` of its contact. Raises HostFailed."""
+        """Connect to these hosts and learn what each offers (``Contact.facts``). Raises HostFailed."""
         self.contacts = {name: Contact(name, self.start) for name in names}
         if names:
             self.progress.reaching(list(names))
@@ -212,11 +216,11 @@ class ReachedHosts:
         await self._each(work, "reached", self.progress.reaching)
 
     async def ask(self, orders: Mapping[str, msgspec.Struct], answer: type[A], what: str) -> dict[str, A]:
-        """The answer of each host to its order; an error says that a late host was not ``what``. Raises HostFailed."""
+        """Send each host its order and return the answers. A late host fails as "not ``what``". Raises HostFailed."""
         return await self._each({name: self.contacts[name].ask(order, answer) for name, order in orders.items()}, what)
 
     async def close(self) -> None:
-        """Leave the hosts, those excepted whose agents live."""
+        """Close all connections. Agents that run already continue."""
         await asyncio.gather(*(contact.close() for contact in self.contacts.values()))
 
     async def _each(
@@ -225,7 +229,11 @@ class ReachedHosts:
         what: str,
         tell: Callable[[list[str]], None] = lambda _: None,
     ) -> dict[str, Any]:
-        """The result for each host; ``tell`` receives the hosts that have not answered."""
+        """Wait for the work of all hosts and return the results. The callback receives the hosts still without one.
+
+        After a first failure the other hosts have MORE_FAILURES_S to fail too, then all work is cancelled. Without a
+        failure, hosts that take longer than ``limit_s`` fail. Raises HostFailed.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + self.limit_s
         tasks = {name: asyncio.ensure_future(each) for name, each in work.items()}
@@ -256,6 +264,7 @@ class ReachedHosts:
         return {name: task.result() for name, task in tasks.items()}
 
     def _as_one(self, failures: Mapping[str, HostFailed]) -> HostFailed:
+        """Return the only failure; if there are several, show them all and return an error that counts them."""
         self.progress.end()
         if len(failures) == 1:
             return next(iter(failures.values()))

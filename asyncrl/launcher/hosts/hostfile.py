@@ -4,10 +4,10 @@
     node-1 slots=8
     node-2            # its GPUs are detected
 
-Order counts: the first host is the head. Names are handed to ssh as they stand, so users, ports and addresses belong
-into the ssh configuration, and nothing is let through that ssh would read as an option.
+Order counts: the first host is the head. ssh gets each name unchanged, so users, ports and addresses belong into the
+ssh configuration, and a name that ssh would read as an option is an error.
 
-Fails with UsageError, which names the file and every wrong line, a line of text each.
+Fails with UsageError, which has a line for every wrong line of the file.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _SLOTS = re.compile(r"[0-9]{1,4}")
 
 @dataclass(frozen=True, slots=True)
 class HostLine:
-    """A host of the hostfile. ``slots`` are the GPUs that the run may use there; None for all its GPUs."""
+    """A host of the hostfile. ``slots`` is the number of GPUs that the run may use there; None for all."""
 
     name: str
     slots: int | None = None
 
     def usable(self, gpus: Sequence[str]) -> tuple[str, ...]:
-        """GPUs that the run may use, of the ``gpus`` found on the host. Raises UsageError where there are too few."""
+        """Return the first ``slots`` of the ``gpus`` found on the host. Raises UsageError if there are too few."""
         if self.slots is not None and self.slots > len(gpus):
             raise UsageError(f"{self.name}: slots={self.slots} in the hostfile, but {len(gpus)} GPUs are there")
         return tuple(gpus[: self.slots])
 
 
 def read_hostfile(path: str | Path) -> list[HostLine]:
-    """The hosts of a file, in its order. Raises UsageError."""
+    """Read the hosts of a file, in its order. Raises UsageError."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -51,7 +51,7 @@ def read_hostfile(path: str | Path) -> list[HostLine]:
 
 
 def parse_hostfile(text: str, path: str) -> list[HostLine]:
-    """The hosts of a hostfile's text, in its order; ``path`` is for the errors. Raises UsageError."""
+    """Parse the text of a hostfile into its hosts, in order; ``path`` is for errors. Raises UsageError."""
     hosts: list[HostLine] = []
     lines: dict[str, int] = {}
     problems = []
@@ -63,7 +63,7 @@ def parse_hostfile(text: str, path: str) -> list[HostLine]:
         found = _name_problems(name)
         slots, wrong = _slots(settings)
         found += wrong
-        # DNS makes the same host of a name in other letters.
+        # Upper and lower case do not count in host names.
         first = lines.setdefault(name.lower(), number)
         if first != number and not _name_problems(name):
             found.append(f"{name} is there already, in line {first}; name each host once, with all of its slots")
@@ -78,7 +78,7 @@ def parse_hostfile(text: str, path: str) -> list[HostLine]:
 
 
 def select_hosts(hosts: Sequence[HostLine], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[HostLine]:
-    """The hosts named in ``include`` (all, if it is empty) but not in ``exclude``, in the hostfile's order.
+    """Select the hosts named in ``include`` (all, if it is empty) but not in ``exclude``, in the hostfile's order.
 
     Raises UsageError for names that are not in the hostfile, and where nothing is left.
     """
@@ -104,6 +104,7 @@ def _listed(hosts: Sequence[HostLine], most: int = 8) -> str:
 
 
 def _name_problems(name: str) -> list[str]:
+    """Explain why a name cannot be passed to ssh; an empty list if it can."""
     if _NAME.fullmatch(name) or _is_address(name):
         return []
     if "@" in name:
@@ -117,14 +118,14 @@ def _name_problems(name: str) -> list[str]:
 
 def _is_address(name: str) -> bool:
     try:
-        # With a zone it holds more than an address.
+        # ip_address accepts a zone after "%", which is any text.
         return "%" not in name and bool(ipaddress.ip_address(name))
     except ValueError:
         return False
 
 
 def _slots(settings: Sequence[str]) -> tuple[int | None, list[str]]:
-    """(slots, problems) of the words that follow a host's name."""
+    """Parse the words after a host's name; returns (slots, problems)."""
     slots: int | None = None
     problems = []
     for setting in settings:

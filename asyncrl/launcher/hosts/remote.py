@@ -1,12 +1,12 @@
 """A host's entry point into a run: ``python -m asyncrl.launcher.hosts.remote``, started by ssh or srun.
 
-It says what the host offers, answers orders (common/agent_messages.py), and becomes the guard of the host's agent with
-the same standard input and output. Until it has become the guard it ends when standard input does, or when no order
-comes for ORDER_S, and leaves nothing behind. The doctor's entry point serves its own orders by ``serve``.
+It first sends what the host offers, then answers orders (common/agent_messages.py). At a HostSpec it becomes the guard
+of the host's agent, with the same standard input and output. Before that it exits when standard input ends, or when no
+order comes for ORDER_S, and leaves nothing behind. The doctor's entry point serves its own orders by ``serve``.
 
-Where the run folder of the launcher is seen, by the run's id in it, that folder is used. Elsewhere one is made at the
-same place and marked as the part of another host's run; a folder that is there already without such a mark is left
-alone, and the order refused.
+A host that sees the launcher's run folder, which the run's id in it proves, uses that folder. Any other host makes a
+folder at the same path and marks it as its part of the run. If an unmarked folder is there already, the host leaves it
+alone and refuses the order.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ NVIDIA_SMI_S = 30.0
 
 
 def main() -> int:
-    """Serve orders until standard input ends, or become the guard."""
+    """Serve orders until standard input ends, or become the guard; returns the exit code."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     facts = find_facts()
     answers: dict[type[Any], Callable[[Any], Any]] = {
@@ -75,9 +75,10 @@ def main() -> int:
 
 
 def serve(facts: HostOffer, answers: Mapping[type[Any], Callable[[Any], Any]], output: int = 1) -> int:
-    """Say ``facts`` and answer orders of these types, a line each, until standard input ends; the exit code.
+    """Send ``facts``, then answer orders until standard input ends; returns the exit code.
 
-    ``output`` is the descriptor that lines are written to. An order that fails is answered by a Refusal, the last line.
+    ``answers`` has a function for each type of order. ``output`` is the descriptor to which lines are written. If an
+    order fails, a Refusal is the last line.
     """
     orders = msgspec.json.Decoder(Union[tuple(answers)])  # noqa: UP007
     try:
@@ -102,11 +103,11 @@ def serve(facts: HostOffer, answers: Mapping[type[Any], Callable[[Any], Any]], o
 
 
 def check(order: CheckOrder, facts: HostOffer) -> Checked:
-    """Run the list of checks. Ends the process if the launcher hangs up meanwhile."""
-    # Here, since it imports the configuration, and a host says what it offers before it needs that.
+    """Answer a CheckOrder. Exits the process if the launcher closes the connection meanwhile."""
+    # Imported late, because it imports the configuration, which would delay the host's first line.
     from asyncrl.launcher.hosts.checks import answer_check
 
-    # Imported or called code must not write between the answers.
+    # Output of other code goes to standard error, so that it does not come between the answers.
     output = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -123,6 +124,10 @@ def _launcher_hung_up() -> bool:
 
 
 def _become_guard(spec: HostSpec) -> NoReturn:
+    """Make the host's folders, answer Prepared, and replace this process by the guard.
+
+    Removes the folders again if the guard cannot be started. Raises UsageError, OSError.
+    """
     ours = version("asyncrl")
     if spec.version != ours:
         raise UsageError(f"asyncrl {ours} is installed there, the launcher is {spec.version}")
@@ -147,7 +152,7 @@ def _become_guard(spec: HostSpec) -> NoReturn:
         os.set_inheritable(lock, True)
         _say(Prepared(shared=shared))
         sys.stderr.flush()
-        # The connection may go; the agent's words must not fail for that.
+        # Standard error becomes the agent's log, which can be written even if the connection breaks.
         os.dup2(log, 2)
         os.execv(sys.executable, [sys.executable, "-m", GUARD, str(private), str(lock)])
     finally:
@@ -165,7 +170,10 @@ def _holds(path: Path, run_id: str) -> bool:
 
 
 def _make_part(run_dir: Path, spec: HostSpec) -> None:
-    """Make the folder of this host's part, or take over what is left of an earlier one. Raises UsageError, OSError."""
+    """Make a run folder for this host alone and mark it. A marked folder of an earlier run is used again.
+
+    Raises UsageError for an unmarked folder, and OSError.
+    """
     if run_dir.exists() and not (run_dir / PART).is_file():
         raise UsageError(
             f"{run_dir} is there already and is not part of this run; move it away, or choose another run.name"
@@ -175,7 +183,10 @@ def _make_part(run_dir: Path, spec: HostSpec) -> None:
 
 
 def end(order: EndOrder) -> HostEnded:
-    """Carry out an EndOrder. The guard is found by its argument."""
+    """Carry out an EndOrder: wait for the run's processes, kill the agent if they take too long, and report.
+
+    Also removes the private folders of runs that were killed. The guard is found by its argument, the private folder.
+    """
     run_dir, private = Path(order.run_dir), private_name(order.index)
     if order.preempt:
         _signal_agents(str(run_dir / private), signal.SIGTERM)
@@ -189,12 +200,12 @@ def end(order: EndOrder) -> HostEnded:
             killed = _signal_agents(str(run_dir / private), signal.SIGKILL)
             if not killed:
                 return HostEnded(living=True, killed=False)
-            # The guard has as long to end what is left.
+            # The guard now kills what its agent leaves behind; it gets as long again.
             until = time.monotonic() + order.patience_s
         time.sleep(LOOK_S)
     ended = None
     with contextlib.suppress(OSError):
-        # Here, since it imports the configuration, and a host answers before it needs that.
+        # Imported late, because it imports the configuration, which would delay the host's first line.
         from asyncrl.launcher.run_folder.ended import read_end_of
 
         ended = read_end_of(run_dir, Path(order.log_dir).name)
@@ -204,7 +215,7 @@ def end(order: EndOrder) -> HostEnded:
 
 
 def _signal_agents(private: str, number: signal.Signals) -> bool:
-    """Send the agents a signal; whether there is one."""
+    """Send a signal to the agents of this private folder; returns whether there was one."""
     found = False
     for guard in pids_with(GUARD, private):
         for agent in children_of(guard):
@@ -215,7 +226,10 @@ def _signal_agents(private: str, number: signal.Signals) -> bool:
 
 
 def pids_with(module: str, private: str) -> list[int]:
-    """The guard or the agent that has this private folder, if it lives and can be seen from here."""
+    """Return the pids of the guard or agent (``module``) that has this private folder as an argument.
+
+    Only processes that are visible to this one are found.
+    """
     found, name = [], os.path.basename(private)
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -227,7 +241,10 @@ def pids_with(module: str, private: str) -> list[int]:
 
 
 def _read_line() -> bytes:
-    """The next line of standard input, and nothing beyond it, which is the agent's; empty at the end."""
+    """Return the next line of standard input; empty at its end, after ORDER_S, and for a line that is too long.
+
+    Reads one byte at a time, because the agent reads what follows the line.
+    """
     line = bytearray()
     until = time.monotonic() + ORDER_S
     while len(line) < LONGEST_ORDER_BYTES:
@@ -251,7 +268,7 @@ def _say(answer: Any, output: int = 1) -> None:
 
 
 def find_facts() -> HostOffer:
-    """Offer of this host: the cores this process may use, the GPUs that CUDA_VISIBLE_DEVICES leaves, or all."""
+    """Return what this host offers: the cores that this process may use, and the GPUs that it can see."""
     gpus, problem = _gpus()
     return HostOffer(
         version=version("asyncrl"),
@@ -265,7 +282,7 @@ def find_facts() -> HostOffer:
 
 
 def _gpus() -> tuple[list[str], str]:
-    """The GPUs, and the reason if they are unknown."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, or else all; and why they are unknown, empty if they are known."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         found = [part.strip() for part in visible.split(",") if part.strip()]

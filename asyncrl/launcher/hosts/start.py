@@ -1,7 +1,7 @@
-"""The start of a host's part of a run: a command whose standard input and output are that part's.
+"""The ways to start the entry point (remote.py) on a host: on this host, by ssh, or by srun.
 
-Everything that follows is the same for each way. Nothing secret is ever an argument. Each way says in words why
-a start failed, from the exit code and what the command wrote to its standard error.
+The standard input and output of the command are those of the entry point, so what follows is the same for each way.
+Secrets are never arguments. Each way explains why a start failed, from the exit code and standard error.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from asyncrl.rpc.lifecycle.supervision import describe_exit
 
 REMOTE = ("-m", "asyncrl.launcher.hosts.remote")
 SSH_FAILED = 255
-"""Exit code of ssh for what is its own; every other is that of the command."""
+"""Exit code of ssh for its own failures; any other is that of the command on the host."""
 KEEPALIVE_S = 10
 KEEPALIVES = 3
 SIGNALLED = 128
-"""Exit codes of srun above this one: its step was killed, and be it with its node, unless it ended with such a code."""
+"""srun exits with a code above this one if its step was killed, lost its node, or exited with such a code."""
 EXITED = ": Exited with exit code "
-"""Words of srun on a step that was not killed, and ended with another code than 0."""
+"""srun writes this about a step that was not killed, and exited with another code than 0."""
 SAFE = re.compile(r"[A-Za-z0-9_./:=@%+-]+")
 
 
 class StartCommand(Protocol):
-    """One way to start something on a host."""
+    """One way to start the entry point on a host."""
 
     def argv(self, host: str) -> list[str]:
-        """The command that runs ``asyncrl.launcher.hosts.remote`` on a host."""
+        """Return the command that runs ``asyncrl.launcher.hosts.remote`` on a host."""
         ...
 
     def is_lost(self, exit_code: int, errors: str) -> bool:
-        """Whether the command ended because its connection did, so that the host's part may continue.
+        """Whether the command ended because its connection broke; the host's part of the run may then continue.
 
-        ``errors`` is what it wrote to its standard error.
+        ``errors`` is what the command wrote to standard error.
         """
         ...
 
     def explain(self, host: str, exit_code: int, errors: str) -> str:
-        """Reason that it ended before it said anything, in one line."""
+        """Explain in one line why the command ended before the host sent anything."""
         ...
 
 
@@ -65,11 +65,11 @@ class LocalStart:
 
 @dataclass(frozen=True, slots=True)
 class SshStart:
-    """A start over the system's ssh, with its configuration and agent, and never with a question."""
+    """A start over the system's ssh, with its configuration and ssh agent. ssh never asks the user anything."""
 
     connect_s: float
     args: tuple[str, ...] = ()
-    """Further arguments of ssh; what they set counts before what is set here."""
+    """Further arguments of ssh, which take precedence over the options set here."""
     python: str = sys.executable
     words: tuple[str, ...] = REMOTE
     """Arguments of Python."""
@@ -80,7 +80,7 @@ class SshStart:
             f"ConnectTimeout={math.ceil(self.connect_s)}",
             f"ServerAliveInterval={KEEPALIVE_S}",
             f"ServerAliveCountMax={KEEPALIVES}",
-            # A connection of its own, or one that is there already; none that outlives the command.
+            # ssh may use a shared connection that exists, but does not start one, which would outlive the command.
             "ControlMaster=no",
         ]
         flags = [flag for option in options for flag in ("-o", option)]
@@ -105,26 +105,26 @@ class SshStart:
 
 @dataclass(frozen=True, slots=True)
 class SlurmStart:
-    """A start on a node of the SLURM job that this process runs in, as a step of its own."""
+    """A start as a job step of its own, on a node of the SLURM job in which this process runs."""
 
     args: tuple[str, ...] = ()
-    """Further words before Python: options of srun, and then perhaps a command that leads into a container."""
+    """Words before Python: options of srun, and then perhaps a command that enters a container."""
     python: str = sys.executable
     words: tuple[str, ...] = REMOTE
     """Arguments of Python."""
 
     def argv(self, host: str) -> list[str]:
         step = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap"]
-        # Everything that the job has on that node, independent of the options for its tasks.
+        # The step gets everything that the job has on that node, independent of the options for the job's tasks.
         whole = ["--cpu-bind=none", "--mpi=none", "--export=ALL", "--job-name=asyncrl"]
         return ["srun", *step, *whole, *self.args, self.python, *self.words]
 
     def is_lost(self, exit_code: int, errors: str) -> bool:
-        # The guard reports the signal that killed its agent by such a code too.
+        # If a signal killed the agent, the guard exits with such a code too, and srun writes EXITED.
         return exit_code < 0 or (exit_code > SIGNALLED and EXITED not in errors)
 
     def explain(self, host: str, exit_code: int, errors: str) -> str:
-        # srun says the exit code of any end of its task, last; the reason stands above.
+        # The last lines of srun only have the exit codes of its task; the reason is above them.
         lines = [line for line in errors.splitlines() if not (line.startswith("srun:") and ": task " in line)]
         said = last_line("\n".join(lines))
         if "execve()" in said:
@@ -135,7 +135,7 @@ class SlurmStart:
 
 
 def explain_python(host: str, python: str, exit_code: int, errors: str) -> str:
-    """Reason that ``python -m asyncrl.launcher.hosts.remote`` did not begin."""
+    """Explain why ``python -m asyncrl.launcher.hosts.remote`` ended before the host sent anything."""
     said = last_line(errors)
     if exit_code in (126, 127):
         return f"no Python can run there at {python}; asyncrl has to be installed at the same place on each host"
@@ -145,16 +145,16 @@ def explain_python(host: str, python: str, exit_code: int, errors: str) -> str:
 
 
 def last_line(text: str) -> str:
-    """The last line that is not empty; empty for none."""
+    """Return the last line that is not blank; empty if all are blank."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
 
 def _quote(word: str) -> str:
-    # For any shell that the user has there.
+    # In a form that any login shell on the host understands.
     return word if SAFE.fullmatch(word) else "'" + word.replace("'", "'\\''") + "'"
 
 
 def shown(argv: Sequence[str]) -> str:
-    """A command as one would type it."""
+    """Return a command as a user would type it."""
     return " ".join(map(_quote, argv))
