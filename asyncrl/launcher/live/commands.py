@@ -1,4 +1,4 @@
-"""Commands to a live run, which its launcher need not outlive: preempt it, drain a host, start a replica again.
+"""Commands to a live run, whose launcher need not be alive: preempt it, drain a host, start a replica again.
 
 They fail with UsageError if the run cannot be reached or refuses, and with DeadlineExceeded if it does not answer.
 """
@@ -23,16 +23,16 @@ from asyncrl.messages.hosts import Leave, MemberHost
 from asyncrl.rpc.actor import CONTROLLER
 
 LEAVE_S = 60.0
-"""Longest wait for the answer to Leave, while other rollouters are expected to serve."""
+"""Seconds for which a refused Leave is repeated, because other rollouters are expected to serve soon."""
 FAREWELL_S = 5.0
-"""Time for the messages that follow the end of the last process."""
+"""Seconds for the messages that follow the end of the last process."""
 LOOK_S = 0.1
 STOP = "asyncrl-launch --stop"
-"""Name of the asker in the run's messages."""
+"""Name of this command in the run's messages."""
 
 
 async def bring_back(run: LiveRun, name: str) -> int:
-    """Start a replica again that was set aside; the exit code."""
+    """Have the controller start a replica again that it set aside after too many deaths; returns the exit code."""
     with LiveController(run) as controller:
         await controller.ask(BringBack(name=name))
     TerminalProgress(sys.stdout, run.config.learner.steps).say(f"{name} is started again")
@@ -40,7 +40,10 @@ async def bring_back(run: LiveRun, name: str) -> int:
 
 
 async def leave_run(run: LiveRun, host: str, within_s: float | None = None) -> int:
-    """Drain a host and wait until it has left; the exit code. ``within_s`` is drain_s by default."""
+    """Drain a host and wait until it has left the run; returns the exit code.
+
+    Its actors have ``within_s`` seconds, by default supervision.drain_s, to finish their groups.
+    """
     progress, supervision = TerminalProgress(sys.stdout, run.config.learner.steps), run.config.supervision
     within_s = supervision.drain_s if within_s is None else within_s
     with LiveController(run) as controller:
@@ -48,7 +51,7 @@ async def leave_run(run: LiveRun, host: str, within_s: float | None = None) -> i
         begun: MemberHost = await controller.ask(leave, timeout=LEAVE_S)
         actors = ", ".join(begun.actors)
         progress.say(f"{begun.host} ({begun.agent}) leaves: {actors} have {within_s:g} s to finish their groups")
-        # The time that the agent takes, and then the time until the controller hears from it or counts it as lost.
+        # First the agent ends its actors. Then the controller hears its farewell, or counts the host as lost.
         farewell_s = max(supervision.host_lost_s, supervision.host_grace_s, FAREWELL_S)
         patience = within_s + supervision.drain_s + farewell_s + SLACK_S
         try:
@@ -70,7 +73,7 @@ async def leave_run(run: LiveRun, host: str, within_s: float | None = None) -> i
 
 
 async def _wait_until_left(controller: LiveController, agent: str) -> MemberHost | None:
-    """The host, once it has left or is lost; None if the run ends before."""
+    """Wait until the host of this agent has left or is lost, and return it; None if the run ends before."""
     async for members in controller.members():
         for host in members.hosts:
             if host.agent == agent and host.stage in ("left", "lost"):
@@ -79,16 +82,17 @@ async def _wait_until_left(controller: LiveController, agent: str) -> MemberHost
 
 
 async def stop_run(run: LiveRun) -> int:
-    """Preempt the run and wait for its end; 0 if it can be resumed without a loss, else 1.
+    """Preempt the run and wait for its end; returns 0 if it can be resumed without a loss, else 1.
 
-    The controller preempts it as SIGTERM to the launcher does. The head's agent learns of it, keeps the deadlines, and
-    writes the record of how the run ended. The command waits for the answer and for the end, at most preempt.grace_s
-    and supervision.drain_s each; an error names who did not answer. It may be called again.
+    As after SIGTERM to the launcher, the controller preempts the run. The head's agent learns of it, keeps the
+    deadlines, and writes the record of how the run ended. This command waits for the controller's answer, and then for
+    the end. Each wait lasts at most preempt.grace_s + supervision.drain_s and a margin; a warning names the process
+    that is late. The command may be repeated.
     """
     progress = TerminalProgress(sys.stdout, run.config.learner.steps)
     path, grace_s, drain_s = run.folder.path, run.config.preempt.grace_s, run.config.supervision.drain_s
     progress.say(f"{path} is preempted: it writes a checkpoint (at most {grace_s:g} s), then its processes end")
-    # The guard waits for the processes that its agent has killed.
+    # The margin: the guard waits for the processes that its agent has killed.
     patience = grace_s + drain_s + END_S
     with LiveController(run) as controller:
         asking = asyncio.create_task(controller.ask(StopRun(reason=STOP, preempt=True), timeout=patience))
@@ -108,6 +112,7 @@ async def stop_run(run: LiveRun) -> int:
 
 
 async def _until(enough: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until ``enough`` returns True; returns False if it does not within ``timeout_s`` seconds."""
     loop = asyncio.get_running_loop()
     until = loop.time() + timeout_s
     while not enough():
@@ -118,7 +123,7 @@ async def _until(enough: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def _complain(run: LiveRun, progress: TerminalProgress, what: str) -> int:
-    """Report the failure, and the process that can be killed instead."""
+    """Show what is late, and the agent that the user can kill instead; returns the exit code."""
     found = pids_with(AGENT, str(run.folder.private))
     how = f"; kill -9 {found[0]} ends it at once, with its last checkpoint" if found else ""
     progress.warn([f"{run.folder.path}: {what}{how} (logs: {run.folder.logs})"])
@@ -126,7 +131,7 @@ def _complain(run: LiveRun, progress: TerminalProgress, what: str) -> int:
 
 
 def _conclude(run: LiveRun, progress: TerminalProgress) -> int:
-    """Show how the run ended; the exit code for it."""
+    """Show how the run ended; returns the exit code."""
     ended, left = read_ended(run.folder), find_left(run.config, run.folder)
     if ended is None:
         log = run.folder.logs / "agent-0.log"

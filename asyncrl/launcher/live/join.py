@@ -2,14 +2,14 @@
 
 The configuration is the run's. This command decides by a host's GPUs how many engines it gets, and makes the keys of
 the new agents and actors. Only their public halves go to the controller, which admits them. If anything fails before
-their agents are started, the command asks the controller to let the hosts go. If it cannot ask, the controller lets
-them go after ``supervision.start_timeout_s``.
+the agents are started, the command withdraws the hosts. If it cannot, the controller drops them after
+``supervision.start_timeout_s``.
 
-Then the command follows these hosts to their end, and shows and keeps their events and logs as the run's own launcher
-does. The hosts end with the run, or when they leave: by ``--leave``, because the controller lets them go, or because
-this command is interrupted. The first signal makes the controller drain them, a second one ends them at once, and the
-run continues without them. A host that the controller does not let go, because it has the last rollouter, continues
-until then. A lost connection ends nothing.
+Then the command follows these hosts to their end. It shows their events and stores their logs as the run's launcher
+does. The hosts end with the run, or leave it before: by ``--leave``, at the controller's request, or because this
+command is interrupted. At the first signal the controller drains them; at the second they are killed. Either way the
+run continues without them. The controller does not drain a host with the last rollouter, which continues until the
+second signal. A lost connection ends nothing.
 
 Fails with HostFailed for hosts, and with UsageError for a request that the run refuses.
 """
@@ -59,19 +59,19 @@ from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 from asyncrl.rpc.wire.keys import keyring_of, make_pairs
 
 ASK_S = 20.0
-"""Deadline of one call of Join, which the controller parks, or of Leave."""
+"""Deadline in seconds of a Leave, or of one Join. The controller answers a Join late, once the run is ready."""
 WITHDRAW_S = 5.0
 
 
 def join_run(run: LiveRun, lines: Sequence[HostLine], start: StartCommand, *, dry_run: bool = False) -> int:
-    """Add these hosts to the run, and follow them to their end; the exit code."""
+    """Add these hosts to the run and follow them to their end; returns the exit code."""
     progress = TerminalProgress(sys.stderr if dry_run else sys.stdout, run.config.learner.steps)
     return asyncio.run(JoinedHosts(run, lines, start, progress).main(dry_run=dry_run))
 
 
 @dataclass
 class JoinedHosts:
-    """The hosts that this command adds, and their agents, the ``members``, once these are started."""
+    """The hosts that this command adds to a run, and handles on their agents (``members``) once these are started."""
 
     run: LiveRun
     lines: Sequence[HostLine]
@@ -82,26 +82,28 @@ class JoinedHosts:
     controller: LiveController = field(init=False)
     _reached: ReachedHosts = field(init=False)
     _hosts: dict[str, PlacementHost] = field(default_factory=dict)
-    """By name."""
+    """The new hosts by name, with their addresses and GPUs."""
     _seen: set[str] = field(default_factory=set)
-    """Agents and actors that have served, and agents that leave: each is shown once."""
+    """News that was shown: agents and actors that serve, and "AGENT leaves"."""
     _refused: bool = False
-    """Whether a host cannot leave."""
+    """Whether the controller has refused to drain a host."""
     _killing: bool = False
+    """Whether the agents were asked to kill their actors."""
 
     def __post_init__(self) -> None:
         limit_s = self.run.config.supervision.start_timeout_s
         self._reached = ReachedHosts(self.start, limit_s, self.progress, count=len(self.lines))
 
     async def main(self, *, dry_run: bool) -> int:
-        """Join and follow; until the agents are started, a signal undoes everything."""
+        """Add the hosts and follow them; returns the exit code. A signal before the agents start undoes everything."""
         try:
             return await undone_by_signals(self._main(dry_run=dry_run), self.progress)
         finally:
             await self._reached.close()
 
     async def _main(self, *, dry_run: bool) -> int:
-        # Where the controller listens. The address comes from a socket, so it is not a name.
+        """Reach the hosts and place their actors; then add and follow them, or in a dry run only show the plan."""
+        # The controller's IP address; the URL comes from a socket, so it has no name.
         head = self.run.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         if ipaddress.ip_address(head).is_loopback:
             raise UsageError(
@@ -118,6 +120,7 @@ class JoinedHosts:
             return await self.follow()
 
     async def _place(self, head: str) -> None:
+        """Choose the address and GPUs of each host (``_hosts``). Raises UsageError if an engine does not fit."""
         config, facts = self.run.config, {name: contact.facts for name, contact in self._reached.contacts.items()}
         if config.network.interface is not None:
             at = addresses.by_interface(facts, config.network.interface)
@@ -141,14 +144,17 @@ class JoinedHosts:
     # --- the start of their agents ---
 
     async def _begin(self) -> None:
-        """Start the agents. Raises AsyncRLError, having undone everything."""
+        """Have the controller admit the hosts, prepare each with its keys, and start the agents.
+
+        If anything fails, it withdraws the hosts again. Raises AsyncRLError.
+        """
         config, folder, credentials = self.run.config, self.run.folder, self.run.credentials
         attempts, episodes = config.supervision.max_restarts + 1, config.episode.kind != "single"
         new, pairs = [], list[list[dict[str, str]]]()
         for name, place in self._hosts.items():
             replicas = replicas_of(config, place)
             count = 1 + replicas * (2 if episodes else 1) if credentials.curve else 0
-            # Those of a host's agent come before those of its actors.
+            # The key pairs of a host's agent come before those of its actors.
             own = [make_pairs(attempts) for _ in range(count)]
             keys = [[pair["public"] for pair in each] for each in own]
             pairs += own
@@ -175,7 +181,10 @@ class JoinedHosts:
             self.progress.say(f"{host.host} joins as {host.agent} with {', '.join(host.actors)}")
 
     async def _ask(self, request: Join) -> Joined:
-        """Ask the controller until every actor admits the new ones. Raises UsageError, DeadlineExceeded."""
+        """Repeat the request until every live actor knows the new keys; returns the last reply.
+
+        Raises UsageError, also if that takes longer than supervision.start_timeout_s, and DeadlineExceeded.
+        """
         loop, limit = asyncio.get_running_loop(), self.run.config.supervision.start_timeout_s
         until = loop.time() + limit
         while True:
@@ -187,13 +196,14 @@ class JoinedHosts:
                 raise UsageError(f"the run was not ready for other hosts within {limit:g} s: it waits for {waiting}")
 
     async def _withdraw(self, ask: str, why: str) -> None:
-        # The controller may not know these hosts, or may have refused them.
+        # Errors do not matter: the controller may not know these hosts, or may have refused them.
         for name in self._hosts:
             leave = Leave(host=name, within_s=0.0, reason=f"it could not be started: {why}", ask=ask)
             with contextlib.suppress(AsyncRLError):
                 await self.controller.ask(leave, timeout=WITHDRAW_S)
 
     def _start_agent(self, host: MemberHost) -> AgentHandle:
+
         folder = self.run.folder
         spec = agent_spec(
             folder,
@@ -210,7 +220,7 @@ class JoinedHosts:
     # --- their life in the run ---
 
     async def follow(self) -> int:
-        """Follow the hosts until all have ended; the exit code."""
+        """Follow the hosts until all have ended; returns the largest of their exit codes, or 128 + signal number."""
         self.interrupts.listen()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -232,6 +242,7 @@ class JoinedHosts:
         return max(codes)
 
     async def _follow(self, member: AgentHandle) -> None:
+        # The run's state is the same for all members, so only that from the first live one is shown.
         def take(event: Any) -> None:
             is_first = member is next((one for one in self.members if not one.over), None)
             if not isinstance(event, EndedEvent | StateEvent) or (isinstance(event, StateEvent) and is_first):
@@ -240,6 +251,7 @@ class JoinedHosts:
         await member.hear(self.run.folder.logs, self.progress, take)
 
     async def _watch_members(self) -> None:
+        """Show when actors of these hosts serve and when a host leaves. At the end of the run, end the hosts too."""
         own = {agent_name(member.index) for member in self.members}
         async for members in self.controller.members():
             for host in [host for host in members.hosts if host.agent in own]:
@@ -249,12 +261,16 @@ class JoinedHosts:
                 if host.stage == "leaving" and f"{host.agent} leaves" not in self._seen:
                     self._seen.add(f"{host.agent} leaves")
                     self.progress.say(f"{host.host} leaves" + (f": {host.reason}" if host.reason else ""))
-        # The run has ended on its head.
+        # No more news: the run has ended on its head.
         await end_in_steps(self.members, self.run.config.supervision.drain_s)
 
     # --- the end ---
 
     async def _end_when_asked(self) -> None:
+        """Wait for a signal and have the hosts drained. At the next signal, or if they are late, kill their actors.
+
+        If the controller refuses to drain a host, being late does not count: only a signal kills.
+        """
         await self.interrupts.first()
         within = self.run.config.supervision.drain_s
         self.progress.say(
@@ -273,6 +289,7 @@ class JoinedHosts:
         await kill_members(self.members, self.interrupts)
 
     async def _ask_to_leave(self, member: AgentHandle, within: float) -> None:
+
         if member.over:
             return
         reason = f"its launcher was ended by {signal.Signals(self.interrupts.signal).name}"
@@ -284,7 +301,7 @@ class JoinedHosts:
             self.progress.warn([str(error)])
 
     def _conclude(self, member: AgentHandle) -> int:
-        """Show how a member ended; the exit code for it."""
+        """Show how a member ended; returns the exit code for it."""
         ended = member.ended
         if ended is None and member.lost:
             self.progress.warn([f"{member.loss_words}; its actors continue with the run"])

@@ -1,8 +1,8 @@
 """Connects a command to a live run: finds the run folder, loads the keys and calls the controller.
 
 Users who can read the private folder on the head's machine may call the controller as ``launcher/0``, several commands
-at once. Every call has a deadline. Fails with UsageError if there is no such run, it has ended, its private folder is
-closed to this user, or the controller refuses, with its reason.
+at once. Every call has a deadline. Fails with UsageError if there is no such run, it has ended, or this user cannot
+read its private folder. If the controller refuses a request, the error has its reason.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from asyncrl.rpc.controller_client import ADDRESS_FILE, ControllerClient, read_a
 from asyncrl.rpc.wire.keys import LAUNCHER, Credentials, load_credentials
 
 INCARNATION = 1
-"""Incarnation of every command that speaks as the launcher: with its own the newest would shut the others out."""
+"""Incarnation of every command that calls as the launcher. With different ones only the newest could call."""
 WATCH_S = 10.0
-"""Deadline of a parked call; the controller answers before half of it."""
+"""Deadline in seconds of WatchMembers, which waits for news; the controller answers before half of it."""
 AGAIN_S = 0.5
-"""Pause before a call is repeated."""
+"""Seconds before a call is repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRun:
-    """A live run: its place, and what is needed to speak to it."""
+    """A live run: its folder, and what a command needs to call its controller."""
 
     folder: RunFolder
     config: Config
@@ -49,7 +49,7 @@ class LiveRun:
 
 
 def find_live_run(place: str) -> LiveRun:
-    """The run in this folder. Raises UsageError."""
+    """Find the live run in this folder, and load its configuration, address and keys. Raises UsageError."""
     path = Path(place).absolute()
     private = path / "private"
     try:
@@ -61,7 +61,7 @@ def find_live_run(place: str) -> LiveRun:
                 f"{path}: the run in it has ended, or its head is another machine; call this there, while it lives"
             )
         found = read_address_file(private / ADDRESS_FILE)
-        # If the folder has vanished, the run has just ended: that is found out before whether it has an address.
+        # Loaded before a missing address is reported: if the private folder has vanished, the run has just ended.
         credentials = load_credentials(private, LAUNCHER, 0)
         if found is None:
             raise UsageError(f"{path}: the run in it is only just starting; try again")
@@ -96,7 +96,10 @@ class LiveController(ControllerClient):
         self._run = run
 
     async def ask(self, request: Request, timeout: float | None = None) -> Any:
-        """The reply. Raises UsageError for what is refused, DeadlineExceeded."""
+        """Send a request and return its reply; repeats a request that was refused only for now.
+
+        ``timeout`` (s) covers all repeats. Raises UsageError if it is refused or the run has ended; DeadlineExceeded.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + (self._run.config.network.call_timeout_s if timeout is None else timeout)
         try:
@@ -115,6 +118,7 @@ class LiveController(ControllerClient):
             raise
 
     async def _call(self, request: Request, timeout: float) -> Any:
+        """Send a request once. Raises UsageError if too many commands are connected."""
         try:
             return await self.peer.call(request, timeout=timeout)
         except Refused as error:
@@ -126,7 +130,7 @@ class LiveController(ControllerClient):
             ) from None
 
     async def members(self) -> AsyncIterator[Members]:
-        """The members, again whenever they change, until the run has ended. A controller that is away is waited for."""
+        """Yield the members now and at each change until the run ends. Waits for a controller that is away."""
         seen = -1
         while self._run.lives:
             try:

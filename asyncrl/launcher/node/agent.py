@@ -4,9 +4,9 @@
 
 It reads its spec and then commands from standard input, and writes events to standard output
 (common/agent_messages.py). A host that does not share the run folder sends its logs to the launcher, and keeps them
-only if that fails. The agent is a subreaper: a process that an actor leaves behind becomes its child and is ended too,
-so at the end it has no child. If the agent dies, its guard ends the rest. The guard kills a frozen agent
-(agent_heartbeat.py). Both hold the run's lock.
+only if that fails. The agent is a subreaper: a process that an actor leaves behind becomes its child and is ended too.
+If the agent dies, its guard ends the rest. The guard kills a frozen agent (agent_heartbeat.py). Both hold the run's
+lock.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ END_S = 5.0
 
 
 async def _live(run_dir: Path, pipe: int) -> int:
+    """Read the spec, run a HostAgent to its end, and send the launcher the last events; returns the exit code.
+
+    Meanwhile a thread writes heartbeats for the guard to the descriptor ``pipe``.
+    """
     loop = asyncio.get_running_loop()
     commands = asyncio.StreamReader(limit=SPEC_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
@@ -57,7 +61,7 @@ async def _live(run_dir: Path, pipe: int) -> int:
         agent = HostAgent(spec, config, output)
         return await agent.main(commands)
     finally:
-        # With a limit of 0, drain returns when everything has left.
+        # With a limit of 0, drain returns only when everything is written.
         transport.set_write_buffer_limits(0)
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(FAREWELL_S):
@@ -70,13 +74,13 @@ async def _live(run_dir: Path, pipe: int) -> int:
 
 
 def main() -> int:
-    """Live as the agent, then end every process that is left below it."""
+    """Run the agent, then end every process that is left below it; returns the exit code."""
     guard, lock, private, beats = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     os.set_inheritable(lock, False)
     os.set_inheritable(beats, False)
     become_subreaper()
     die_with_parent(signal.SIGTERM)
-    # The guard may have died before its death was to be a signal.
+    # The guard may have died before die_with_parent, which then sends no signal.
     if os.getppid() != guard:
         return 1
     try:

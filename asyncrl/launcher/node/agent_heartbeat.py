@@ -4,7 +4,7 @@ A thread writes one line per heartbeat to a pipe: the silence (s) after which th
 stopped process (SIGSTOP, a frozen cgroup) writes nothing. The thread also stops if the event loop has not run for
 ``watchdog.stall_s``. A shorter pause may be a slow disk behind the log, and is no reason to end a host's part of a run.
 
-Invariant of the guard (``HeartbeatWatch``): time in which the guard itself did not run does not count, so a host that
+Invariant of the guard (``HeartbeatWatch``): time in which the guard itself did not run does not count. So a host that
 was suspended as a whole resumes unharmed. Standard library only.
 """
 
@@ -28,13 +28,13 @@ MOST_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class Silence:
-    """Measures the silence of a process by checks that are ``look_s`` apart. Pure."""
+    """Measures the silence of a process by checks that are ``look_s`` seconds apart. Pure."""
 
     look_s: float
     seconds: float = 0.0
 
     def look(self, *, heard: bool) -> float:
-        """Note one check; returns the silence until now (s)."""
+        """Count one check, which has ``heard`` something or not; returns the silence until now (s)."""
         self.seconds = 0.0 if heard else self.seconds + self.look_s
         return self.seconds
 
@@ -50,10 +50,10 @@ class HeartbeatWatch:
         self._poll.register(pipe, select.POLLIN)
         self._silence = Silence(LOOK_S)
         self._limit_s = 0.0
-        """The silence that counts as frozen, from the last heartbeat; 0 before the first."""
+        """Seconds of silence after which the agent counts as frozen, as its last heartbeat says; 0 before the first."""
 
     def until_end_or_frozen(self) -> float:
-        """Wait for the end of the agent and return 0, or for a silence that counts as frozen and return it (s)."""
+        """Wait until the agent ends and return 0, or until it counts as frozen and return its silence (s)."""
         while True:
             ready = [descriptor for descriptor, _ in self._poll.poll(1000 * LOOK_S)]
             if self._ended in ready:
@@ -73,7 +73,7 @@ class HeartbeatWatch:
 
 
 class AgentHeartbeat:
-    """The agent's side: writes to ``pipe`` every ``heartbeat_s`` until stopped."""
+    """The agent's side: a thread that writes to ``pipe`` every ``heartbeat_s`` until stopped."""
 
     def __init__(
         self, pipe: int, loop: asyncio.AbstractEventLoop, *, heartbeat_s: float, silence_s: float, stall_s: float
@@ -91,14 +91,14 @@ class AgentHeartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop. The guard still watches, so what follows has to take less than the silence that counts as frozen."""
+        """Stop. The guard still watches, so the agent must then end before it counts as frozen."""
         self._stop.set()
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
         while True:
             if time.monotonic() - self._seen < self._stall_s:
-                # The pipe may be full because the guard is stopped. The agent notices a dead guard by a signal.
+                # If the guard is stopped, the pipe may be full. If it is dead, the agent gets a signal.
                 with contextlib.suppress(OSError):
                     os.write(self._pipe, self._line)
             if not self._loop.is_closed():

@@ -19,13 +19,14 @@ from asyncrl.rpc.wire.keys import load_credentials
 from asyncrl.rpc.wire.zeromq import ZmqTransport
 
 SILENCE_SHARE = 0.5
-"""Deadline of a call whose answer is missed, as a share of the shorter of supervision.silence_s and host_lost_s."""
+"""Deadline of a call to the controller, as a share of the shorter of supervision.silence_s and host_lost_s."""
 
 
 class AgentLink(Actor):
-    """Hands each state to ``on_state``, in order and with every line of metrics once, until cancelled.
+    """The agent as an actor: passes each state of the run to ``on_state``, in order, until cancelled.
 
-    ``on_silent`` is called when a call was not answered, ``on_successor`` when a new incarnation has answered.
+    On the head the states carry every line of metrics once. ``on_silent`` is called when the controller does not answer
+    in time. ``on_successor`` is called when a restarted controller, which has a new incarnation, answers.
     """
 
     role = "agent"
@@ -42,14 +43,14 @@ class AgentLink(Actor):
         super().__init__(context)
         self._on_state, self._on_silent, self._on_successor = on_state, on_silent, on_successor
         self.controller = 0
-        """Incarnation of the controller that was heard last."""
+        """Incarnation of the controller that answered last; 0 before the first answer."""
 
     async def run(self) -> None:
-        """Follow the run."""
+        """Request the run's state again and again, until cancelled."""
         # Only the head's agent passes metrics on.
         no_line = 0 if self.context.index == 0 else -1
         seen, seen_line = -1, no_line
-        # A parked call is answered in time by a controller that lives, so that its silence shows soon enough.
+        # A live controller answers within this time even without news, so a missing answer shows its silence early.
         supervision = self.config.supervision
         shortest = min(supervision.silence_s, supervision.host_lost_s)
         within = min(self.config.network.call_timeout_s, SILENCE_SHARE * shortest)
@@ -66,7 +67,7 @@ class AgentLink(Actor):
             before, self.controller = self.controller, call.answered_by
             if before not in (0, self.controller):
                 self._on_successor()
-                # It counts its lines from 1 again.
+                # The successor counts its lines from 1 again.
                 seen, seen_line = -1, no_line
                 continue
             seen = state.number
@@ -74,7 +75,10 @@ class AgentLink(Actor):
             self._on_state(state)
 
     async def tell(self, message: Request, timeout: float | None = None) -> Any:
-        """The controller's reply; None if it does not answer. A lost report goes to its successor again."""
+        """Send a report and return the controller's reply; None if there was an error.
+
+        A report that is lost with the controller is sent again to its successor (AgentState).
+        """
         try:
             return await self.peer(CONTROLLER).call(message, timeout=timeout)
         except WireError as error:
@@ -82,7 +86,7 @@ class AgentLink(Actor):
             return None
 
     async def say_farewell(self, timeout: float) -> None:
-        """Report that everything on this host has ended, until the controller has kept that."""
+        """Report that everything on this host has ended. Repeats this for ``timeout`` seconds until it is recorded."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         while True:
@@ -90,7 +94,7 @@ class AgentLink(Actor):
                 await self.peer(CONTROLLER).call(HostLeft(), timeout=until - loop.time())
                 return
             except Refused:
-                # A host that has left is not spoken to any more, so this is known.
+                # The controller refuses a host that has left, so it knows.
                 return
             except WireError as error:
                 self.log.warning("farewell not heard", error=str(error))
@@ -109,7 +113,7 @@ def make_link(
     on_silent: Callable[[], None],
     on_successor: Callable[[], None],
 ) -> AgentLink:
-    """The link of this host's agent to the controller at this address; its ``main`` is yet to be run."""
+    """Make the link of this host's agent to the controller at this address. The caller runs its ``main``."""
     run_dir, name = Path(spec.run_dir), agent_name(spec.index)
     credentials = load_credentials(run_dir / private_name(spec.index), name, 0)
     context = ActorContext(

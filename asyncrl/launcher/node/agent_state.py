@@ -1,19 +1,20 @@
 """The decisions of a node agent, without sockets, clocks or processes. The caller brings the time (monotonic, s).
 
-Events go in, instructions come out. On the head the controller starts first, and the others once it has answered. After
-a death, the policy decides between a restart and the end of the run. A condemned actor is killed, and then treated like
-any other death. A replica that is set aside starts again when the controller asks for it. While the controller is
-restarted the others continue; its successor gets every end that it may not know, and a request to preempt the run.
+Each public method is an event and returns the instructions to carry out. On the head the controller starts first, and
+the other actors once it has answered. After a death, the restart policy decides between a restart and the end of the
+run. A *condemned* actor must be killed; its death then counts like any other. A replica that is *set aside* was given
+up, and starts again when the controller asks for it. While the controller is restarted, the other actors continue. The
+new controller is its *successor*. It gets every end that it may not know, and a request to preempt the run.
 
-Invariants: only the process that is condemned is killed for it. Nothing starts once the run is ending, or this host
+Invariants: only the condemned process is killed for that reason. Nothing starts once the run is ending or this host
 leaves. Everything that is left is killed at ``deadline``, at most ``drain_s`` after the run began to end. A preempted
-run is ending at the latest ``grace_s`` and ``drain_s`` after the request. The first failure that this host or the
-controller knows is the one that is reported. The host is finished only when no process is left.
+run is ending at most ``grace_s`` + ``drain_s`` after the request. The reported failure is the first that this host or
+the controller knows. The host is finished only when no process is left.
 
-If this host was cut off from the controller for so long that it may count as lost, its actors are started again without
-counting that as a failure. An end with exit code 0 is a death only if the controller says that it did not ask for it,
-or says nothing for VERDICT_S. A host that has never reached the controller leaves a run that can continue without its
-actors.
+A host is *cut off* after so long without the controller that it may count as lost. Its actors are then started again
+without counting that as a failure. An end with exit code 0 is a death only if the controller did not ask for it, or
+does not answer within VERDICT_S. A host that has never reached the controller leaves the run if the run can
+continue without its actors.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from asyncrl.rpc.lifecycle.registry import FIRST_WORD_S
 from asyncrl.rpc.lifecycle.supervision import UNHEALABLE_EXITS, Restart, Supervisor, describe_exit
 
 NEVER_RAN_GRACE_S = 1.0
-"""Longest drain of a run that never got going, which has nothing worth waiting for."""
+"""Seconds to end in order for a run that was still starting, which has nothing worth waiting for."""
 CUT_OFF_SHARE = 0.5
-"""Silence of the controller after which this host may be lost to it, as a share of supervision.host_lost_s."""
+"""Silence of the controller after which this host is cut off, as a share of supervision.host_lost_s."""
 VERDICT_S = 10.0
-"""Longest wait for the controller's word on an actor that ended with exit code 0: two of its answers may be lost."""
+"""Seconds to wait for the controller's answer on an end with exit code 0. Two answers may be lost within that time."""
 UNANSWERED = 2
-"""Calls in a row without an answer after which a silent controller is frozen: one may be this host's own fault."""
+"""Unanswered calls in a row after which a silent controller counts as frozen. One may be this host's own fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,65 +67,73 @@ Instruction = Spawn | Kill | KillAll | ActorStarted | ActorEnded | StopRun | Res
 
 @dataclass(frozen=True, slots=True)
 class _Unexplained:
-    """An end with exit code 0, the time until which the controller's word on it is awaited, and what is known of it."""
+    """An end with exit code 0, before the controller has said whether it asked for it."""
 
     until: float
+    """Time at which the end counts as a death without the controller's answer."""
     hint: str
     blameless: bool
+    """Whether a death would not count as a failure, because this host was cut off."""
 
 
 @dataclass(slots=True)
 class AgentState:
-    """One host's actors, each with the path of its log, in the order of their start: on the head controller first."""
+    """The state of one host's actors. ``logs`` has their names and logs, in the order of their start."""
 
     logs: Mapping[str, str]
     policy: SupervisionConfig
     grace_s: float
-    """Time that a preempted run has for its checkpoint."""
+    """Seconds that a preempted run has for its checkpoint."""
     failure: ActorFailed | None = None
     stopped: str = ""
     """Reason that the run was stopped; empty if it was not."""
     preempted: bool = False
-    """Whether it ended because it was asked to, and left a checkpoint to resume from."""
+    """Whether the run was preempted, and left a checkpoint to resume from."""
     finished_run: bool = False
     """Whether the last step was trained."""
     ending: bool = False
+    """Whether the run ends on this host: nothing starts any more, and the rest is killed at ``deadline``."""
     leaving: bool = False
-    """Whether this host has to leave a run that continues."""
+    """Whether this host leaves while the run continues."""
     unreached: str = ""
-    """Reason that it leaves without having reached the controller; empty unless it does."""
+    """Why this host leaves without having reached the controller; empty unless it does."""
     deadline: float | None = None
     """Time at which everything that is left is killed."""
     living: set[str] = field(default_factory=set)
+    """Actors that are to be spawned at once, or have a process."""
     incarnations: dict[str, int] = field(default_factory=dict)
-    """Incarnation of the process of each actor that was spawned last."""
+    """Incarnation of the newest process of each actor."""
     _due: dict[str, tuple[float, str, float]] = field(default_factory=dict)
-    """Restarts to come, by actor: the time of the restart, the reason and the time of the death."""
+    """Restarts to come, by actor: (time of the restart, reason of the death, time of the death)."""
     _unexplained: dict[str, _Unexplained] = field(default_factory=dict)
-    """Actors that have ended with exit code 0, until it is known whether the controller asked for it."""
+    """Ends with exit code 0, by actor, until it is known whether the controller asked for them."""
     _condemned: dict[str, str] = field(default_factory=dict)
-    """Actors that are being killed because they were condemned, with the reason."""
+    """Condemned actor that is being killed → the reason."""
     _aside: dict[str, bool] = field(default_factory=dict)
-    """Replicas that are not started for now, each with whether the living controller has said so."""
+    """Replica that is set aside → whether the present controller has set it aside itself."""
     _ends: dict[str, ActorEnded] = field(default_factory=dict)
-    """The last end of each actor."""
+    """Report on the last end of each actor."""
     _all_started: bool = False
+    """Whether all actors were started once, after the controller's first answer."""
     _reachable: bool = False
-    """Whether the living controller has been heard of."""
+    """Whether the present controller has answered."""
     _reach_by: float | None = None
-    """Time by which a controller that was started must have been heard of."""
+    """Time by which a controller that was started must have answered; None if it has or there is no such limit."""
     _has_run: bool = False
+    """Whether the run has left its starting phase."""
     _heard: float = 0.0
+    """Time of the controller's last answer."""
     _unanswered: int = 0
+    """Calls in a row that the controller has not answered."""
     _stale: set[str] = field(default_factory=set)
-    """Actors that lived here while this host was cut off."""
+    """Actors that lived while this host was cut off. The controller may have counted them as dead."""
     _launcher_gone: bool = False
     _guard_lost: bool = False
     _stop_asked: bool = False
     _preempted_by: str = ""
     """Name of the asker that preempted the run; empty if it is not preempted."""
     _preempted_until: float | None = None
-    """Time by which the run must have made way, if it is to."""
+    """Time by which a preempted run must be ending; None if it is not preempted."""
     _checkpoint: bool = False
     """Whether there is a complete checkpoint."""
     _supervisor: Supervisor = field(init=False)
@@ -144,17 +153,23 @@ class AgentState:
         return (self.ending or self.leaving) and not self.living
 
     def begin(self) -> list[Instruction]:
-        """Start."""
+        """Start the controller if this is the head. Other hosts first wait for the controller."""
         return self._spawn(CONTROLLER) if self.is_head else []
 
     def controller_at(self, now: float) -> None:
-        """The controller's address is known; actors started after its first word have numbers above those it knows."""
-        # The head alone can kill a controller that says nothing.
+        """The controller's address is known. On the head it must now answer within ``_first_word_s``.
+
+        Actors start after its first answer, which has the incarnations that theirs must exceed.
+        """
+        # Only the head can kill a controller that does not answer.
         if self.is_head and not self.ending:
             self._reach_by = now + self._first_word_s
 
     def controller_found(self, now: float) -> list[Instruction]:
-        """The controller can be reached: for the first time, or as a new incarnation that knows nothing yet."""
+        """The controller has answered: for the first time, or as a successor that knows nothing yet.
+
+        The first time all other actors start. A successor gets the living actors, their ends and the preemption.
+        """
         if self.ending:
             return []
         self._hear(now)
@@ -162,7 +177,7 @@ class AgentState:
         if not self._all_started and not self.leaving:
             self._all_started = True
             return [spawn for name in self.logs if name != CONTROLLER for spawn in self._spawn(name)]
-        # A successor names no replica before it has received the ends below, so its first state does not start these.
+        # A successor sets replicas aside only once it has the ends below, so its first state must not start them.
         self._aside = dict.fromkeys(self._aside, False)
         living = sorted(self.living - {CONTROLLER})
         told: list[Instruction] = [ActorStarted(name=name, incarnation=self.incarnations[name]) for name in living]
@@ -170,12 +185,12 @@ class AgentState:
         return told if self._preempted_until is None else [*told, StopRun(reason=self._preempted_by, preempt=True)]
 
     def controller_lost(self, reason: str, now: float) -> list[Instruction]:
-        """The controller could not be found, or does not want this agent."""
+        """The controller cannot be reached, or refuses this agent: this host leaves the run or fails."""
         if self.leaving and not self.living:
-            # Nor does it want one whose host has left.
+            # The controller refuses an agent whose host has left.
             return []
         if not (self.ending or self._all_started) and all(is_set_aside(name, is_healable=True) for name in self.logs):
-            # The controller sets them aside, or ends the run for want of others.
+            # All are replicas: the controller sets them aside, or ends the run if there are no others.
             self.leaving, self.unreached = True, reason
             return []
         if not self.ending:
@@ -183,7 +198,7 @@ class AgentState:
         return self._kill(now)
 
     def controller_silent(self, now: float) -> list[Instruction]:
-        """A call to the controller was not answered at all."""
+        """A call to the controller was not answered. The head condemns a controller that is silent for too long."""
         self._unanswered += 1
         if not self.is_head:
             return []
@@ -191,15 +206,18 @@ class AgentState:
         return self._condemn(CONTROLLER, f"it did not answer for {now - self._heard:.0f} s") if silent else []
 
     def spawned(self, name: str, incarnation: int) -> list[Instruction]:
-        """A process is started."""
+        """A process of an actor is started with this incarnation."""
         self.incarnations[name] = incarnation
         self._stale.discard(name)
         return [] if name == CONTROLLER else [ActorStarted(name=name, incarnation=incarnation)]
 
     def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
-        """A process and all of its group are gone; ``hint`` is the last line of its log."""
+        """A process and all of its group are gone; ``hint`` is the last line of its log.
+
+        Reports the end, and treats it as a death unless an end was expected or the exit code is 0.
+        """
         self.living.discard(name)
-        # The reason why it was killed is more useful than the last line of its log.
+        # For a condemned actor the reason is more useful than the last line of its log.
         hint = self._condemned.pop(name, hint)
         if name == CONTROLLER:
             return self._controller_exited(exit_code, hint, now)
@@ -215,8 +233,8 @@ class AgentState:
         return [self._judge(name, exit_code, hint, now, blameless)]
 
     def end_noted(self, name: str, incarnation: int, asked: bool, now: float) -> list[Instruction]:
-        """The controller knows of an end, and says whether it had asked for it."""
-        # A late word, on an end that has been judged meanwhile.
+        """The controller has recorded an end. If it had not ``asked`` for it, an exit code of 0 counts as a death."""
+        # A late answer: the actor was started again meanwhile.
         if self.incarnations.get(name) != incarnation or name in self.living:
             return []
         if asked:
@@ -225,16 +243,16 @@ class AgentState:
         return self._died_after_all(name, now)
 
     def _died_after_all(self, name: str, now: float) -> list[Instruction]:
-        """An end with exit code 0 counts as a death, because it was not asked for."""
+        """Treat an end with exit code 0 as a death, because the controller did not ask for it."""
         end = self._unexplained.pop(name, None)
         if end is None or self.ending or self.leaving:
             return []
         report = self._judge(name, 0, end.hint, now, end.blameless)
-        # The end was reported already, and a restart changes nothing in it.
+        # The end was reported before, as one that is not fatal.
         return [report] if report.fatal else []
 
     def _judge(self, name: str, exit_code: int, hint: str, now: float, blameless: bool) -> ActorEnded:
-        """A death: a restart, or the end."""
+        """Decide about a death and return its report: plan a restart, set a replica aside, or end the run."""
         decision = self._supervisor.ended(name, exit_code, now, blameless=blameless)
         if isinstance(decision, Restart):
             reason = _join(describe_exit(exit_code), hint)
@@ -251,9 +269,11 @@ class AgentState:
 
     @property
     def _first_word_s(self) -> float:
+        """Seconds that a controller has for its first answer."""
         return max(FIRST_WORD_S, self.policy.silence_s)
 
     def _controller_exited(self, exit_code: int, hint: str, now: float) -> list[Instruction]:
+        """Plan a restart of the controller. If the run is ending or it is given up, kill everything."""
         self._reachable, self._unanswered, self._reach_by = False, 0, None
         if not self.ending:
             decision = self._supervisor.ended(CONTROLLER, exit_code, now)
@@ -265,18 +285,21 @@ class AgentState:
         return self._kill(now)
 
     def state(self, state: RunState, now: float) -> list[Instruction]:
-        """The controller has said something."""
-        # While it did not answer, reports of ends may not have reached it either.
+        """The controller has sent the run's state: follow it, or end this host's part with the run's result.
+
+        While the run continues, this kills actors that are condemned or set aside, and starts those set aside no more.
+        """
+        # While the controller did not answer, it may have missed reports of ends, which are sent again.
         told: list[Instruction] = list(self._ends.values()) if self._unanswered else []
         goes_on = state.phase in ("starting", "running", "preempting")
         if goes_on and not self._reachable:
-            # The first state, of this controller or of a successor whose predecessor was never heard.
+            # The first answer of any controller here. That of a later one comes to ``controller_found`` first.
             told = self.controller_found(now) or told
         self._hear(now)
         self._checkpoint |= state.checkpoint >= 0
         self._has_run |= state.phase in ("running", "preempting")
         if state.phase == "preempting" and not (self._stop_asked or self.ending):
-            # A successor has not heard of the wish, which is this host's from here on.
+            # This host remembers it, because a successor does not know that the run was preempted.
             self._begin_preemption(state.reason, now)
         if goes_on:
             told += self._heed_aside(state)
@@ -285,7 +308,7 @@ class AgentState:
                     told += self._condemn(each.name, each.reason)
             return told
         if actor := state.failed_actor:
-            # An actor's own word is worth more than what its end looks like from here.
+            # The reason that the actor itself reported is more useful than its exit code here.
             log = state.log or self.logs.get(actor)
             self.failure = ActorFailed(actor, state.reason, log=log, exit_code=state.exit_code)
         elif state.exit_code == 0:
@@ -297,7 +320,7 @@ class AgentState:
         return []
 
     def stop(self, reason: str, now: float) -> list[Instruction]:
-        """End the run in order; the second time, at once."""
+        """End the run in order, through the controller. At a second call, or if it has not run yet, kill everything."""
         if self._stop_asked:
             return self.kill(reason, now)
         self._stop_asked = True
@@ -308,13 +331,13 @@ class AgentState:
         return [StopRun(reason=reason)] if self._reachable and self._has_run else self._kill(now)
 
     def preempt(self, reason: str, now: float) -> list[Instruction]:
-        """Preempt the run: a checkpoint first, then the end. During the start there is nothing to keep."""
+        """Preempt the run: ask the controller for a checkpoint and the end. A run that is still starting is stopped."""
         if self._stop_asked or self.ending:
             return []
         if not self._has_run:
             return self.stop(reason, now)
         self._begin_preemption(reason, now)
-        # A controller that is away is asked once it is found.
+        # A controller that is away is asked once it answers.
         return [StopRun(reason=reason, preempt=True)] if self._reachable else []
 
     def _begin_preemption(self, reason: str, now: float) -> None:
@@ -322,19 +345,19 @@ class AgentState:
         self._preempted_until = now + self.grace_s + self.policy.drain_s
 
     def guard_lost(self, now: float) -> list[Instruction]:
-        """Without its guard, leftovers of this agent would stay: the run is preempted, and has failed."""
+        """The guard is dead, and can end no leftovers of this agent: preempt the run, which then counts as failed."""
         self._guard_lost = True
         return self.preempt("the death of a guard", now)
 
     def kill(self, reason: str, now: float) -> list[Instruction]:
-        """End everything at once; there may be a checkpoint all the same."""
+        """Kill everything at once. If there is a checkpoint, the run counts as preempted."""
         if not self.ending:
             self.stopped = reason
             self.preempted = self._has_run and self._checkpoint
         return self._kill(now)
 
     def leave(self, within_s: float, now: float) -> list[Instruction]:
-        """This host leaves; its actors know it and end within this time."""
+        """Leave the run. The controller asks the actors to end within ``within_s``; the rest dies ``drain_s`` later."""
         if self.ending or self.leaving or self.is_head:
             return []
         self.leaving = True
@@ -344,11 +367,11 @@ class AgentState:
         return []
 
     def launcher_gone(self) -> None:
-        """The launcher is gone; the run continues while its controller lives."""
+        """The launcher is gone. The run continues unless the controller is silent for host_grace_s too."""
         self._launcher_gone = True
 
     def tick(self, now: float) -> list[Instruction]:
-        """Let time pass."""
+        """Do what is due at this time: kill what is left at a deadline, judge ends, restart actors."""
         if self.ending:
             return self._kill(now) if self.deadline is not None and now >= self.deadline else []
         if self.leaving and self.deadline is not None and now >= self.deadline:
@@ -374,7 +397,7 @@ class AgentState:
         return instructions
 
     def next_deadline(self) -> float | None:
-        """Time at which ``tick`` is to be called if nothing happens before."""
+        """Return the time at which ``tick`` has something to do if no event comes before; None for never."""
         if self.ending:
             return self.deadline
         times = [at for at, *_ in self._due.values()] + [end.until for end in self._unexplained.values()]
@@ -389,7 +412,7 @@ class AgentState:
         return min(times, default=None)
 
     def how_it_ended(self, agent: str, log: str) -> EndedEvent:
-        """The end of this host's part, once ``finished``; ``agent`` is the name of this one, which writes ``log``."""
+        """Return how this host's part ended, once ``finished``. ``agent`` and ``log``: this agent's name and log."""
         if (failed := self.failure) is not None:
             where, code = failed.log or "", failed.exit_code
             return EndedEvent(result="failed", actor=failed.actor, reason=failed.reason, log=where, exit_code=code)
@@ -405,18 +428,18 @@ class AgentState:
         return EndedEvent(result="stopped", reason=self.stopped, exit_code=STOPPED_EXIT_CODE)
 
     def _hear(self, now: float) -> None:
-        """The controller speaks."""
+        """Note that the controller has answered. After a time cut off, the living actors are stale."""
         if self._is_cut_off(now):
             self._stale |= self.living
         self._heard, self._unanswered = now, 0
 
     def _is_cut_off(self, now: float) -> bool:
-        """Whether this host may be lost to the controller."""
+        """Whether the controller has been silent for so long that it may count this host as lost."""
         cut_off_s = CUT_OFF_SHARE * self.policy.host_lost_s
         return not self.is_head and self._reachable and now - self._heard >= cut_off_s
 
     def _heed_aside(self, state: RunState) -> list[Instruction]:
-        """Kill the actors that are set aside, and start those that are so no more."""
+        """Kill the actors that the controller sets aside, and start those that it no longer does."""
         if self.leaving or self.ending:
             return []
         instructions: list[Instruction] = []
@@ -429,14 +452,14 @@ class AgentState:
         for name in [name for name, told in self._aside.items() if told and name not in reasons]:
             del self._aside[name]
             self._supervisor.forgive(name)
-            # One that is still being killed for it is started again when it has died, as any other.
+            # An actor that is still being killed starts again after its death, like any other.
             if name not in self.living:
                 self._ends.pop(name, None)
                 instructions += self._spawn(name)
         return instructions
 
     def _condemn(self, name: str, reason: str) -> list[Instruction]:
-        """Kill an actor of this host for this reason, unless it is being killed or the run ends."""
+        """Kill an actor of this host for this reason, unless it is dead, being killed, or the run ends."""
         if name not in self.living or name in self._condemned or self.ending:
             return []
         self._condemned[name] = reason
@@ -463,6 +486,7 @@ class AgentState:
         self.failure = ActorFailed(name, reason, log=self.logs.get(name), exit_code=code)
 
     def _end(self, now: float) -> None:
+        """Begin the end on this host: cancel restarts and set the deadline for the actors to end by themselves."""
         if not self.ending:
             self.ending = True
             self._due.clear()

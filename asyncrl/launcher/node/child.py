@@ -1,9 +1,9 @@
 """One actor's process: started in its own session, with its own log and environment.
 
 Invariant: after ``wait``, no process of the actor's group or session is left, except those in ``stuck``, which the
-kernel holds. Wardens (workers/warden.py) are in that session, and become children of the agent when the actor
-dies. They get END first: only a warden finds what users' code has started in other sessions. A process that is left
-after ``warden.END_S`` is killed.
+kernel holds. The session includes wardens, the processes that run users' code (workers/warden.py). They become children
+of the agent when the actor dies. They get the signal END first, because only a warden finds what users' code has
+started in other sessions. A process that is left after ``warden.END_S`` is killed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from asyncrl.rpc.linux import (
 from asyncrl.workers import warden
 
 LEFTOVERS_S = 10.0
-"""Time for the leftovers of a process to end, longer than ``warden.END_S``; those that the kernel holds are named."""
+"""Seconds for the leftovers of a process to end, longer than ``warden.END_S``. Later ones are in ``stuck``."""
 HINT_BYTES = 8192
 HINT_CHARACTERS = 300
 
 
 def environment_of(host: Mapping[str, str], actor: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an actor's process: this host's, and before it what is the actor's own. Pure.
+    """Return the environment of an actor's process: the host's variables, overridden by the actor's own. Pure.
 
-    Without CUDA_VISIBLE_DEVICES the host has offered its GPUs by their numbers in the order of the bus, which is the
-    driver's; by default CUDA counts the fastest first.
+    If the host does not set CUDA_VISIBLE_DEVICES, its GPUs have the numbers of the driver, in the order of the bus. So
+    CUDA must use that order; by default it counts the fastest first.
     """
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if "CUDA_VISIBLE_DEVICES" not in host else {}
     return {**order, **host, **actor}
@@ -43,22 +43,22 @@ def environment_of(host: Mapping[str, str], actor: Mapping[str, str]) -> dict[st
 
 @dataclass(slots=True)
 class Child:
-    """A process that this one has spawned; its pid is its own until ``wait`` has reaped it."""
+    """A process that the agent has spawned. No other process can get its pid until ``wait`` has reaped it."""
 
     name: str
     incarnation: int
     pid: int
     log: Path
     log_start: int
-    """Offset in its log at which this process began to write (bytes)."""
+    """Offset in the log at which this process began to write (bytes)."""
     _pidfd: int
     stuck: list[int] = field(default_factory=list)
-    """Processes that it has left behind and that do not end though they were killed."""
+    """Pids of leftovers that do not end though they were killed."""
     _reaped: bool = False
 
     @classmethod
     def spawn(cls, name: str, incarnation: int, argv: list[str], env: Mapping[str, str], log: Path) -> Child:
-        """Start ``argv`` in a session of its own, both outputs to the end of ``log``. Raises OSError."""
+        """Start ``argv`` in a session of its own; both its outputs are appended to ``log``. Raises OSError."""
         log_start = log.stat().st_size if log.exists() else 0
         pid = os.posix_spawn(
             argv[0],
@@ -74,16 +74,17 @@ class Child:
         try:
             return cls(name, incarnation, pid, log, log_start, os.pidfd_open(pid))
         except OSError:
-            # Without a descriptor its end would not be noticed.
+            # Without a pidfd the end of the process would not be noticed.
             kill_group(pid)
             os.waitpid(pid, 0)
             raise
 
     async def wait(self, others: Collection[int]) -> int:
-        """Wait for its end, end its leftovers and reap them all; the exit code, negative for a signal.
+        """Wait for the process to end, then end and reap its leftovers. Returns its exit code, negative for a signal.
 
-        Leftovers are the members of its process group and of its session, which become children of this process, a
-        subreaper. ``others`` are the pids of the other actors of this host. No other code may wait for the process.
+        Leftovers are the members of its group and session, which become children of the agent, a subreaper. They get
+        END, and are killed after ``warden.END_S``. ``others`` are the pids of the other actors of this host. No other
+        code may wait for the process.
         """
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
@@ -95,7 +96,7 @@ class Child:
             os.close(self._pidfd)
         exit_code = reap_child(self.pid)
         self._reaped = True
-        # As long as it has members, no other group or session can have this pid.
+        # While the group or session has members, the kernel does not reuse its pid.
         began, asked = loop.time(), set[int]()
         while orphans := group_members([p for p in children_of(os.getpid()) if p not in others], self.pid):
             waited_s = loop.time() - began
@@ -115,20 +116,20 @@ class Child:
         return exit_code
 
     def kill(self) -> None:
-        """SIGKILL it and its group."""
+        """Send SIGKILL to the process and its group."""
         if not self._reaped:
             kill_group(self.pid)
 
     def ask_for_stacks(self) -> None:
-        """Send SIGUSR1, which an actor answers in its log. Raises ProcessLookupError once it has ended."""
+        """Send SIGUSR1, at which an actor writes its stacks to its log. Raises ProcessLookupError once it has ended."""
         if self._reaped:
             raise ProcessLookupError(self.pid)
         os.kill(self.pid, signal.SIGUSR1)
 
     def last_words(self) -> str:
-        """The last line of plain text that it wrote, as of a traceback; JSON lines are skipped.
+        """Return the last line of plain text that it wrote, such as the end of a traceback; JSON lines are skipped.
 
-        Empty for none, and where its log cannot be read.
+        Empty if it wrote none, or if its log cannot be read.
         """
         try:
             with self.log.open("rb") as file:

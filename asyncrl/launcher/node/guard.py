@@ -2,10 +2,10 @@
 
     python -m asyncrl.launcher.node.guard PRIVATE_FOLDER LOCK_FD
 
-The guard is a subreaper. When the agent dies, even by SIGKILL and even while it starts an actor, the kernel makes
-every descendant of the agent a child of the guard, so no bookkeeping can miss one. The guard then kills its children
-until none is left, removes the run's private folder, and exits with the agent's exit code, or with 128 + the signal
-that killed the agent. It kills a frozen agent (agent_heartbeat.py), which restarts no actor and obeys no command.
+The guard is a subreaper. When the agent dies, even by SIGKILL, the kernel makes all its descendants children of the
+guard, so no bookkeeping can miss one. The guard then kills its children until none is left, and removes the run's
+private folder. Its exit code is the agent's, or 128 + the signal that killed the agent. The guard kills a frozen agent
+(agent_heartbeat.py), which restarts no actor and obeys no command.
 
 Standard input and output are the agent's. The guard holds them open, so their end means that no process is left. The
 guard and the agent hold the lock of the private folder. The guard ignores signals for the run, which the agent handles.
@@ -32,7 +32,7 @@ IGNORED = (*STOPPING, signal.SIGUSR1, signal.SIGPIPE)
 
 
 def main() -> int:
-    """Spawn the agent, wait for its end, end what is left."""
+    """Spawn the agent, wait until it ends or kill it once it is frozen, and end what is left; returns the exit code."""
     private, lock = sys.argv[1], int(sys.argv[2])
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -45,21 +45,21 @@ def main() -> int:
         os.environ,
         setsid=True,
         setsigdef=IGNORED,
-        # The agent unblocks them once it can handle them.
+        # The agent unblocks these signals once it can handle them.
         setsigmask=STOPPING,
     )
     os.close(theirs)
     silent_s = 0.0
     try:
         if silent_s := HeartbeatWatch(agent, beats).until_end_or_frozen():
-            # Not reaped, so the pid is its own. It may wake up at any time, and would find that nothing waits for it.
+            # It is not reaped, so the pid is still its own. Alive, it could wake up when nothing watches it.
             os.kill(agent, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
     finally:
         stuck = end_children(END_S)
         shutil.rmtree(private, ignore_errors=True)
         with contextlib.suppress(OSError):
-            # The folder of a host that has only a part of the run: the agent has emptied it.
+            # Removes the run folder of a host that has its own, which the agent has emptied.
             Path(private).parent.rmdir()
     if silent_s:
         _report(f"the agent did not beat for {silent_s:g} s (supervision.silence_s) and was killed")
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def _report(text: str) -> None:
-    # Not by ``sys.stderr``, which raises where the output is closed, and again when this process ends.
+    # If the output is closed, ``sys.stderr`` would raise here and again when this process ends.
     with contextlib.suppress(OSError):
         os.write(STANDARD_ERROR, f"guard: {text}\n".encode())
 

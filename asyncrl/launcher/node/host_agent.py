@@ -1,9 +1,10 @@
-"""The life of a node agent: it follows the controller and its launcher, and carries out what ``AgentState`` decides.
+"""Runs a node agent: follows the controller and the launcher, and carries out what ``AgentState`` decides.
 
-This shell spawns from the main thread, turns exits, states, commands, signals and time into events, and carries out the
-answers one event at a time. A signal means the same as ``preempt``, a second one, unless it is SIGHUP, the same as
-``kill``. Only the head's agent starts the controller, and reports its address to the launcher, which passes it to the
-others. It also writes the record of how the run ended.
+Exits, states of the run, commands, signals and time become events of ``AgentState``. It answers each with instructions,
+which are carried out before the next event. Actors are spawned from the main thread. A signal means the same as
+``preempt``; a second one means ``kill``, unless one of them is SIGHUP. Only the head's agent starts the controller. It
+reports the controller's address to the launcher, which passes it to the other agents, and writes the record of how the
+run ended.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from asyncrl.rpc.lifecycle.incarnations import Incarnations
 
 LOOK_FOR_CONTROLLER_S = 0.02
 STACKS_S = 5.0
-"""Time that an actor has to write its stacks, in addition to four heartbeats."""
+"""Seconds that an actor has to write its stacks, in addition to four heartbeats."""
 FAREWELL_S = 2.0
 ASK_STOP_S = 2.0
 
@@ -76,13 +77,14 @@ class HostAgent:
         self._starts: dict[str, int] = {}
         self._address = ""
         self._addressed = asyncio.Event()
-        """The launcher has said where the controller is."""
+        """Set once the launcher has sent the controller's address."""
         self._is_part = (self._run_dir / PART).exists()
-        """Whether the run folder is only this host's."""
+        """Whether the run folder is this host's alone, so that its logs are sent to the launcher."""
         self._link: AgentLink | None = None
         self._news = asyncio.Event()
+        """Set after each event, so that the main loop checks whether the host is finished."""
         self._signalled = 0
-        """The first signal, or the first after SIGHUP, which hurries nothing."""
+        """The first signal, or the first after a SIGHUP; 0 for none."""
         own = agent_name(spec.index)
         self._log = get_logger(own)
         self._tasks: asyncio.TaskGroup
@@ -90,11 +92,11 @@ class HostAgent:
         self._stuck = StuckActors(own, log, patience_s, self._launcher.emit, lambda work: self._tasks.create_task(work))
 
     async def main(self, commands: asyncio.StreamReader) -> int:
-        """Run this host's part to its end; the exit code is the run's."""
+        """Run this host's part to its end, obeying the launcher's ``commands``; returns the run's exit code."""
         loop = asyncio.get_running_loop()
         for number in STOPPING:
             loop.add_signal_handler(number, self._on_signal, number)
-        # After the handlers are there: the guard has spawned this process with these signals blocked.
+        # The guard has spawned this process with these signals blocked, until the handlers are installed.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -108,7 +110,7 @@ class HostAgent:
                     await self._wait_for_news()
                     self._news.clear()
                     self._carry_out(self._host.tick(time.monotonic()))
-                # Their processes are gone, so no more stacks will come.
+                # The actors' processes are gone, so stacks that are not taken by now will not come.
                 await self._stuck.wait(FAREWELL_S)
                 if self._link is not None and not self._host.is_head and self._has_parted():
                     await self._say_farewell(self._link)
@@ -124,7 +126,7 @@ class HostAgent:
         return not self._host.unreached and (self._host.leaving or self._host.failure is not None)
 
     async def _say_farewell(self, link: AgentLink) -> None:
-        """Say farewell to the controller; where asked to leave, to a successor too, unless the run ends first."""
+        """Report to the controller that all has ended here. A host that leaves also waits for a new controller."""
         host = self._host
         if host.failure is not None:
             await link.say_farewell(FAREWELL_S)
@@ -138,17 +140,19 @@ class HostAgent:
     # --- events ---
 
     async def _wait_for_news(self) -> None:
+        """Wait for the next event, or until ``tick`` has something to do."""
         deadline = self._host.next_deadline()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 await self._news.wait()
 
     def _do(self, instructions: list[Instruction]) -> None:
-        """Carry out the answer to an event; the next deadline may have changed."""
+        """Carry out the instructions for an event, and wake the main loop: the next deadline may have changed."""
         self._carry_out(instructions)
         self._news.set()
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
+        """Carry out instructions in order. An actor that cannot be spawned counts as one that exited with code 1."""
         unstarted: list[tuple[str, OSError]] = []
         for instruction in instructions:
             match instruction:
@@ -159,10 +163,10 @@ class HostAgent:
                         unstarted.append((name, error))
                 case RestartEvent():
                     self._launcher.emit(instruction)
-                # Not there is one that this same answer was to start.
+                # An actor that could not be spawned just now has no child.
                 case Kill(name, reason) if name in self._children:
                     if name == CONTROLLER:
-                        # Only this agent can report that.
+                        # The controller cannot report itself as stuck.
                         self._stuck.show(self._children[name], f"{name} holds up the run: {reason}")
                     self._stuck.kill(self._children[name], reason)
                 case KillAll():
@@ -172,14 +176,15 @@ class HostAgent:
                     self._tasks.create_task(self._ask_stop(instruction))
                 case ActorStarted() | ActorEnded() if self._link is not None:
                     self._tasks.create_task(self._report(self._link, instruction))
-        # Each is an event of its own, after the instructions above.
+        # Each failed start is an event of its own, after the instructions above.
         for name, failure in unstarted:
-            # The error names the program, also where it is the log that cannot be written.
+            # The error names the program even if the cause is a log that cannot be written.
             why = f"it cannot be started with its log in {self._spec.log_dir}: {failure.strerror}"
             self._log.error("not started", actor=name, reason=why)
             self._carry_out(self._host.exited(name, 1, why, time.monotonic()))
 
     def _on_signal(self, number: signal.Signals) -> None:
+        """Preempt the run at the first signal and kill it at the second; a SIGHUP never leads to a kill."""
         now = time.monotonic()
         self._log.info("signal", number=number.name)
         # The death of the guard comes as SIGTERM (die_with_parent), and leaves this process with another parent.
@@ -193,6 +198,7 @@ class HostAgent:
             self._signalled = number
 
     async def _read_commands(self, commands: asyncio.StreamReader) -> None:
+        """Turn the launcher's commands into events, until the launcher is gone."""
         while line := await commands.readline():
             self._log.info("command", line=line.decode(errors="replace").strip())
             if line == STOP:
@@ -211,6 +217,7 @@ class HostAgent:
         self._news.set()
 
     async def _find_controller(self) -> None:
+        """Wait for the controller's address and follow the controller; without one in time it counts as lost."""
         try:
             async with asyncio.timeout(self._config.supervision.start_timeout_s):
                 await self._learn_address()
@@ -232,6 +239,7 @@ class HostAgent:
         self._news.set()
 
     async def _learn_address(self) -> None:
+        """Set ``_address``: the head reads it from the controller's file, other hosts get it from the launcher."""
         if not self._host.is_head:
             await self._addressed.wait()
             return
@@ -244,7 +252,7 @@ class HostAgent:
         self._launcher.emit(ControllerEvent(address=self._address))
 
     async def _follow(self, link: AgentLink) -> None:
-        # A host is lost when its agent does not beat either.
+        # The controller counts a host as lost if its agent sends no heartbeats either.
         heartbeat = HeartbeatThread(link, self._address, asyncio.get_running_loop())
         listen(link.events.add)
         link.measure()
@@ -258,6 +266,7 @@ class HostAgent:
             link.stop_measuring()
 
     def _on_state(self, state: RunState) -> None:
+        """Report the run's state to the launcher, then act on it."""
         assert self._link is not None
         told = StateEvent(
             phase=state.phase,
@@ -270,9 +279,9 @@ class HostAgent:
         self._launcher.emit(told)
         for line in state.lines:
             self._launcher.emit(_event_of(line))
-        # Before the host may have one of them killed.
+        # First, because ``AgentState`` may have a stuck actor killed.
         self._stuck.hear(state.stuck, self._children)
-        # Before anybody is started for what it says.
+        # Also first: an actor that ``AgentState`` starts must get a number above these.
         self._incarnations.hear(state.dead, state.generations)
         now, own = time.monotonic(), agent_name(self._spec.index)
         for leaving in state.leaving:
@@ -283,7 +292,7 @@ class HostAgent:
     # --- instructions ---
 
     def _spawn(self, name: str) -> None:
-        """Start the process of an actor. Raises OSError."""
+        """Start the process of an actor under its next incarnation. Raises OSError."""
         incarnation = self._incarnations.next(name)
         # Even if it cannot be started, its end is reported under this incarnation.
         started = self._host.spawned(name, incarnation)
@@ -291,10 +300,10 @@ class HostAgent:
         if self._spec.host:
             argv += ["--host", self._spec.host, "--private", private_name(self._spec.index)]
         if ROLES[role_of(name)].fixed:
-            # It always uses the keys of its first start, because its address is known without an attempt.
+            # It always uses the keys of its first start, because others know its address without an attempt.
             argv += ["--attempt", "0"]
             if self._address:
-                # The first one has left it in a file; the others know no other.
+                # A restarted controller binds to the first one's address, because the others know no other.
                 argv += ["--address", self._address]
         else:
             attempt = self._starts.get(name, 0)
@@ -310,6 +319,7 @@ class HostAgent:
         self._tasks.create_task(self._wait(child))
 
     async def _wait(self, child: Child) -> None:
+        """Wait until a child and its leftovers have ended, and report that to ``AgentState``."""
         exit_code = await child.wait({other.pid for other in self._children.values() if other is not child})
         del self._children[child.name]
         if child.stuck:
@@ -319,11 +329,13 @@ class HostAgent:
         self._do(self._host.exited(child.name, exit_code, hint, time.monotonic()))
 
     async def _report(self, link: AgentLink, message: ActorStarted | ActorEnded) -> None:
+        """Send a report to the controller. Its answer on an end becomes an event."""
         reply = await link.tell(message)
         if isinstance(reply, EndNoted):
             self._do(self._host.end_noted(message.name, message.incarnation, reply.asked, time.monotonic()))
 
     async def _ask_stop(self, request: StopRun) -> None:
+        """Ask the controller to stop or preempt the run. If it does not answer on a stop, kill everything."""
         timeout = None if request.preempt else ASK_STOP_S
         asked = self._link is not None and await self._link.tell(request, timeout) is not None
         if not asked and not request.preempt:
@@ -332,9 +344,9 @@ class HostAgent:
     # --- the end ---
 
     async def leave(self, commands: asyncio.StreamReader) -> None:
-        """Remove this host's part of the run folder, if the launcher says that it has everything.
+        """Remove this host's part of the run folder once the launcher has sent ARRIVED, because it has all logs.
 
-        A host that has joined again meanwhile, under a later number, has the same part.
+        If the host has joined again meanwhile, its new agent, with a larger index, uses the same folder.
         """
         numbers = [int(path.name.split("-")[1]) for path in self._run_dir.glob("private-*")]
         if self._is_part and max(numbers, default=0) <= self._spec.index:
@@ -346,6 +358,7 @@ class HostAgent:
                             return
 
     def _say_how_it_ended(self) -> int:
+        """Send the last event; on the head also write the record of the run's end. Returns the exit code."""
         own = agent_name(self._spec.index)
         ended = self._host.how_it_ended(own, f"{self._spec.log_dir}/agent-{self._spec.index}.log")
         if self._host.is_head:
@@ -358,6 +371,7 @@ class HostAgent:
 
 
 def _event_of(line: dict[str, Any]) -> MetricsEvent | NoticeEvent | ReadyEvent:
+    """Return the event for a line of RunState.lines."""
     if line.get("kind") == READY:
         return ReadyEvent(name=line["actor"])
     if line.get("kind") == NOTICE:

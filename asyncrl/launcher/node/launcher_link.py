@@ -1,7 +1,7 @@
 """A node agent's connection to its launcher: events, heartbeats, and the logs of a host without the shared run folder.
 
 A suspended launcher may read nothing for days, so events are dropped while much is unread; the logs have them. Logs are
-sent in order, in whole lines, and never more than the launcher has room for: the file is the queue.
+sent in order and in whole lines. Lines beyond the launcher's room wait in their file.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from asyncrl.launcher.common.agent_messages import BeatEvent, ControllerEvent, E
 from asyncrl.observe.logging import get_logger
 
 UNREAD_BYTES = 1 << 20
-"""Bytes unread by the launcher above which it gets no more metrics, whose file has them all; above twice as many it
-gets only what _ALWAYS_SENT names."""
+"""Bytes unread by the launcher from which on it gets no metrics and heartbeats; metrics.jsonl has all metrics. From
+twice as many on it gets only _ALWAYS_SENT."""
 _ALWAYS_SENT = (ControllerEvent, LogEvent, EndedEvent)
-"""Events without which the launcher would be wrong. Log lines have a limit of their own (``room``)."""
+"""Events that are never dropped, because the launcher needs each. Log lines have a limit of their own (``room``)."""
 CHUNK_BYTES = 128 << 10
-"""Longest piece of a file; a longer line is cut."""
+"""Longest piece of a file in one event; a longer line is cut."""
 SHIP_S = 0.25
 """Interval at which the logs are checked for new lines."""
 READ_S = 0.02
@@ -29,7 +29,7 @@ READ_S = 0.02
 
 
 class LauncherLink:
-    """Writes to ``output``; ``logs`` is the folder whose ``*.log`` files are sent."""
+    """Writes events to ``output``, which the launcher reads. The ``*.log`` files of the folder ``logs`` are sent."""
 
     def __init__(self, output: asyncio.StreamWriter, logs: Path) -> None:
         self._output, self._logs = output, logs
@@ -37,7 +37,7 @@ class LauncherLink:
         """Bytes sent of each file."""
 
     def emit(self, event: Event) -> None:
-        """Send an event, unless the launcher is gone or too far behind for one of this kind."""
+        """Send an event, unless the launcher is gone or has too much unread for an event of this kind."""
         if self._output.is_closing():
             return
         unread = 0 if isinstance(event, _ALWAYS_SENT) else self._output.transport.get_write_buffer_size()
@@ -51,7 +51,7 @@ class LauncherLink:
             await asyncio.sleep(every_s)
 
     def room(self) -> int:
-        """Bytes that the launcher may be sent; -1 if it is gone."""
+        """Return how many bytes of logs may be sent now; -1 if the launcher is gone."""
         unread = self._output.transport.get_write_buffer_size()
         return -1 if self._output.is_closing() else max(0, UNREAD_BYTES - unread)
 
@@ -62,28 +62,31 @@ class LauncherLink:
             await asyncio.sleep(SHIP_S)
 
     async def send_last_logs(self, timeout_s: float) -> None:
-        """Send the rest of the logs, unfinished lines too, while the launcher reads."""
+        """Send the rest of the logs, unfinished lines too, for at most ``timeout_s`` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while await self.send_new_lines(last=True):  # noqa: ASYNC110
                     await asyncio.sleep(READ_S)
 
     async def send_new_lines(self, *, last: bool = False) -> bool:
-        """Send new lines that there is room for; returns whether there may be more."""
+        """Send the new lines of all logs for which there is room; returns whether there may be more."""
         room = self.room()
         try:
             found = await asyncio.to_thread(self._look, room, last=last)
         except OSError as error:
             get_logger("agent").warning("logs cannot be sent", error=str(error))
             return False
-        # A task that is cancelled before this has sent nothing, and the next one finds the same.
+        # If the task is cancelled before this, nothing was sent and the next call finds the same lines.
         for event, end in found:
             self.emit(event)
             self._sent[event.file] = end
         return bool(found) or room == 0
 
     def _look(self, room: int, *, last: bool) -> list[tuple[LogEvent, int]]:
-        """The next pieces, of at most ``room`` bytes and one piece, each with its end offset in its file (bytes)."""
+        """Read the next pieces of all logs, each with its end offset in its file (bytes).
+
+        The last piece may exceed ``room`` (bytes).
+        """
         found: list[tuple[LogEvent, int]] = []
         for path in sorted(self._logs.glob("*.log")):
             end = self._sent.get(path.name, 0)

@@ -1,11 +1,11 @@
-"""Stalled actors: shows the report on each, writes its stacks to the log, and kills it if it is condemned.
+"""Handles stuck actors: shows the report on each, writes its stacks to the agent's log, and kills it if condemned.
 
-py-spy takes the stacks from outside where it is installed and allowed, also of a stopped process and of the processes
-that it has started. Otherwise SIGUSR1 asks the process to write the stacks of its threads and tasks to its log
-(rpc/stacks.py). A stopped process gets no signal; the state that the kernel reports is shown.
+If it is installed and allowed, py-spy takes the stacks from outside, also of a stopped process and of its child
+processes. Otherwise SIGUSR1 asks the process to write the stacks of its threads and tasks to its log (rpc/stacks.py). A
+stopped process gets no signal; only the state that the kernel reports is shown.
 
-Invariant: ``take_stacks`` ends within ``timeout_s`` and about one second, leaves no process behind, changes nothing in
-the other process and never raises; the text names what is missing.
+Invariant: ``take_stacks`` ends within ``timeout_s`` and about one second. It leaves no process behind, changes nothing
+in the other process and never raises. The text names what is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KILL_S = 1.0
 
 
 class StuckActors:
-    """Those of the host of ``agent``. Their stacks are written to its ``log`` within ``patience_s``."""
+    """The stuck actors of one host. Their stacks are written within ``patience_s`` to ``log``, the ``agent``'s log."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class StuckActors:
     ) -> None:
         self._path, self._patience_s, self._emit, self._spawn = log, patience_s, emit, spawn
         self._stuck: dict[tuple[str, int, int], Child] = {}
-        """Processes of actors that are reported, by name, incarnation and report."""
+        """Processes of reported actors, by (name, incarnation, number of the report)."""
         self._taking: dict[tuple[str, int], asyncio.Task[None]] = {}
-        """Tasks that take the stacks of actors, by name and incarnation."""
+        """Tasks that take stacks now, by (name, incarnation)."""
         self._log = get_logger(agent)
 
     def hear(self, stuck: Sequence[Stuck], children: Mapping[str, Child]) -> None:
-        """Take all reports of the controller that hold; each is shown once."""
+        """Take the controller's list of stuck actors, and show each report once. ``children``: the actors here."""
         before, self._stuck = self._stuck, {}
         for actor in stuck:
             key = (actor.name, actor.incarnation, actor.number)
@@ -61,7 +61,7 @@ class StuckActors:
                     self.show(child, actor.report)
 
     def show(self, child: Child, report: str) -> None:
-        """Show a report, if there is one, and take the stacks of the process."""
+        """Show a report, if it is not empty, and start to take the stacks of the process."""
         if report:
             self._log.error("actor is stuck", actor=child.name, pid=child.pid, report=report)
             self._emit(WarningEvent(text=f"watchdog: {report}"))
@@ -70,7 +70,7 @@ class StuckActors:
             self._taking[key] = self._spawn(self._take(child))
 
     def kill(self, child: Child, reason: str) -> None:
-        """Kill an actor, once its stacks are known if they are being taken."""
+        """Kill an actor. If its stacks are being taken, first wait for them."""
         self._log.warning("condemned actor is killed", actor=child.name, pid=child.pid, reason=reason)
         taking = self._taking.get((child.name, child.incarnation))
         if taking is None:
@@ -79,7 +79,7 @@ class StuckActors:
             taking.add_done_callback(lambda _: child.kill())
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait for the stacks that are being taken."""
+        """Wait at most ``timeout_s`` for the stacks that are being taken."""
         if self._taking:
             await asyncio.wait(self._taking.values(), timeout=timeout_s)
 
@@ -89,14 +89,14 @@ class StuckActors:
         finally:
             del self._taking[child.name, child.incarnation]
         write_text(f"stacks of {child.name}:\n{text}\n")
-        # The first line has the state of the process.
+        # The first line is the state of the process. The launcher gets only this line.
         state, *more = text.splitlines()
         rest = f"{len(more)} more lines in {self._path}" if more else f"log: {self._path}"
         self._emit(WarningEvent(text=f"stacks of {child.name}: {state} ({rest})"))
 
 
 async def take_stacks(child: Child, timeout_s: float) -> str:
-    """The stacks of an actor's process."""
+    """Return a text with the state and the stacks of an actor's process. Waits for at most about ``timeout_s``."""
     pid = child.pid
     state = process_state(pid)
     found = await _py_spy(pid, timeout_s / 2, stopped=_is_stopped(state))
@@ -106,7 +106,7 @@ async def take_stacks(child: Child, timeout_s: float) -> str:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's word on a process: its state, and where in the kernel it waits."""
+    """Return what the kernel reports on a process: its state, and where in the kernel it waits."""
     folder = Path("/proc", str(pid))
     state = "gone"
     with contextlib.suppress(OSError):
@@ -131,11 +131,11 @@ def _find_py_spy() -> str | None:
 
 
 async def _py_spy(pid: int, timeout_s: float, *, stopped: bool) -> str:
-    """Output of py-spy; empty if it is not there, may not, or takes too long."""
+    """Return the output of py-spy on a process; empty if it is not installed, not allowed or too slow."""
     program = _find_py_spy()
     if program is None:
         return ""
-    # It cannot suspend what is suspended already.
+    # py-spy cannot suspend a process that is ``stopped`` already.
     argv = [program, "dump", "--subprocesses", "--pid", str(pid), *(["--nonblocking"] if stopped else [])]
     try:
         process = await asyncio.create_subprocess_exec(
@@ -158,12 +158,15 @@ async def _py_spy(pid: int, timeout_s: float, *, stopped: bool) -> str:
                 async with asyncio.timeout(KILL_S):
                     await process.wait()
     text = output[:MOST_BYTES].decode(errors="replace").strip()
-    # It fails at the first subprocess that is no Python, with what it had until then written.
+    # py-spy fails at the first child process that is not Python, but its output up to there counts.
     return text if "Thread" in text else ""
 
 
 async def _ask(child: Child, timeout_s: float) -> str:
-    """Ask by signal; the lines that its log has gained by then, without those that are JSON."""
+    """Ask an actor for its stacks by signal, and return the new lines of its log that are not JSON.
+
+    Waits until the stacks are complete, the process has ended, or ``timeout_s`` has passed.
+    """
     try:
         start = (await asyncio.to_thread(child.log.stat)).st_size
         child.ask_for_stacks()
@@ -174,7 +177,7 @@ async def _ask(child: Child, timeout_s: float) -> str:
     text = ""
     gone = False
     while loop.time() < until and TASKS_END not in text and not gone:
-        # Looked at before the log is read, so that its last lines are not missed.
+        # Checked before the log is read, so that the last lines of a process that ends are not missed.
         gone = process_state(child.pid).startswith(("gone", "Z"))
         await asyncio.sleep(LOOK_S)
         text = await asyncio.to_thread(_plain_lines, child.log, start)
