@@ -76,8 +76,8 @@ def place(config: Config, hosts: Sequence[PlacementHost]) -> list[Placed]:
     assert len({host.name for host in hosts}) == len(hosts)
     layout = _layout(config, hosts)
     ranks, replicas = layout.ranks, layout.replicas
-    on_gpu, each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
-    threads = [_threads(config, *there, on_gpu) for there in zip(hosts, ranks, replicas, strict=True)]
+    on_gpu, gpus_each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
+    threads = [_threads(config, *counts, on_gpu) for counts in zip(hosts, ranks, replicas, strict=True)]
     placed = {}
     first_rank = first_replica = 0
     for index, host in enumerate(hosts):
@@ -88,12 +88,12 @@ def place(config: Config, hosts: Sequence[PlacementHost]) -> list[Placed]:
             name = f"learner/{first_rank + local}"
             placed[name] = Placed(name=name, host=host.name, gpus=learner_gpus[local : local + 1], env=env)
         for local in range(replicas[index]):
-            gpus = layout.gpus_of_engines(host.gpus, learner_gpus)[local * each :][:each]
+            gpus = layout.gpus_of_engines(host.gpus, len(learner_gpus))[local * gpus_each :][:gpus_each]
             env = _environment(threads[index].get("rollouter", 1), gpus) | _interface_environment(host)
             name = f"rollouter/{first_replica + local}"
             placed[name] = Placed(name=name, host=host.name, gpus=gpus, env=env)
-            beside = f"episodes/{first_replica + local}"
-            placed[beside] = Placed(name=beside, host=host.name, env=_environment(1, ()))
+            episodes = f"episodes/{first_replica + local}"
+            placed[episodes] = Placed(name=episodes, host=host.name, env=_environment(1, ()))
         first_rank, first_replica = first_rank + ranks[index], first_replica + replicas[index]
     for host in hosts:
         _with_sharers(placed, host.name)
@@ -127,40 +127,40 @@ def with_episode_hosts(config: Config, hosts: Sequence[PlacementHost]) -> Config
     if config.episode.kind == "single" or wanted == 0:
         return config
     layout = _layout(config, hosts)
-    able = _episode_hosts(hosts, layout.ranks, layout.replicas)
-    if wanted is None and not able:
+    candidates = _episode_hosts(hosts, layout.ranks, layout.replicas)
+    if wanted is None and not candidates:
         return config
     if wanted is None:
         tree = config.model_dump(mode="json")
-        tree["episode"]["extra_hosts"] = len(able)
+        tree["episode"]["extra_hosts"] = len(candidates)
         return validate_config(tree)
-    if wanted > len(able):
-        named = f": {', '.join(host.name for host in able[:MOST_HOSTS_NAMED])}" if able else ""
-        told = (
-            f"episode.extra_hosts: is {wanted}, and {len(able)} of {len(hosts)} hosts have neither GPUs nor a "
+    if wanted > len(candidates):
+        named = f": {', '.join(host.name for host in candidates[:MOST_HOSTS_NAMED])}" if candidates else ""
+        text = (
+            f"episode.extra_hosts: is {wanted}, and {len(candidates)} of {len(hosts)} hosts have neither GPUs nor a "
             f"rollouter nor a rank of the learner{named}; name more of them (slots=0 in the hostfile keeps GPUs out "
             "of a run), or leave it out to take those that there are"
         )
-        raise ConfigError([told])
+        raise ConfigError([text])
     return config
 
 
 def replicas_of(config: Config, host: PlacementHost) -> int:
     """Return how many engines fit on a host that gets nothing else of the run; 1 if engines compute on CPUs."""
-    each = _gpus_per_replica(config)
-    return len(host.gpus) // each if each else 1
+    gpus_each = _gpus_per_replica(config)
+    return len(host.gpus) // gpus_each if gpus_each else 1
 
 
 def place_replicas(config: Config, host: PlacementHost, names: Sequence[str]) -> list[Placed]:
     """Place these rollouters and episode hosts on a host that has nothing else of the run, as one that joins."""
-    each = _gpus_per_replica(config)
+    gpus_each = _gpus_per_replica(config)
     rollouters = [name for name in names if role_of(name) == "rollouter"]
     threads = _threads(config, host, 0, len(rollouters), on_gpu=False).get("rollouter", 1)
     placed = [
         Placed(name=name, host=host.name, env=_environment(1, ())) for name in names if role_of(name) == "episodes"
     ]
     for local, name in enumerate(rollouters):
-        gpus = host.gpus[local * each :][:each]
+        gpus = host.gpus[local * gpus_each :][:gpus_each]
         env = _environment(threads, gpus) | _interface_environment(host)
         placed.append(Placed(name=name, host=host.name, gpus=gpus, env=env))
     return placed
@@ -168,8 +168,8 @@ def place_replicas(config: Config, host: PlacementHost, names: Sequence[str]) ->
 
 def _learner_on_gpu(config: Config, hosts: Sequence[PlacementHost]) -> bool:
     learner = config.learner
-    there = any(host.gpus for host in hosts)
-    return learner.backend != "sim" and (learner.device == "cuda" or (learner.device == "auto" and there))
+    any_gpus = any(host.gpus for host in hosts)
+    return learner.backend != "sim" and (learner.device == "cuda" or (learner.device == "auto" and any_gpus))
 
 
 def _gpus_per_replica(config: Config) -> int:
@@ -181,61 +181,67 @@ def _gpus_per_replica(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Learner ranks and engines of each host, and the GPUs that engines take."""
+    """The numbers of learner ranks and of engines of each host, and which GPUs the engines may use."""
 
     ranks: list[int]
     replicas: list[int]
-    engines_take: Literal["others", "others first", "those of ranks first"] = "others"
+    engines_take: Literal["free", "free first", "ranks first"] = "free"
+    """"free": only GPUs without a rank. "free first": GPUs of ranks too, after those. "ranks first": before those."""
 
-    def gpus_of_engines(self, gpus: tuple[str, ...], of_ranks: tuple[str, ...]) -> tuple[str, ...]:
-        """The GPUs of a host in the order in which its engines take them; ``of_ranks`` are the first of them."""
-        others = gpus[len(of_ranks) :]
-        if self.engines_take == "others":
-            return others
-        return others + of_ranks if self.engines_take == "others first" else gpus
+    def gpus_of_engines(self, gpus: tuple[str, ...], rank_count: int) -> tuple[str, ...]:
+        """Return the GPUs that the engines of a host with these ``gpus`` use, in order; ranks have the first ones."""
+        of_ranks, free = gpus[:rank_count], gpus[rank_count:]
+        if self.engines_take == "free":
+            return free
+        return free + of_ranks if self.engines_take == "free first" else gpus
 
 
 def _layout(config: Config, hosts: Sequence[PlacementHost]) -> _Layout:
-    """Ranks and engines of each host, apart or on shared GPUs as placement.share says. Raises ConfigError."""
+    """Divide ranks and engines over the hosts, on shared GPUs if placement.share wants or allows it.
+
+    Raises ConfigError if they do not fit.
+    """
     share = config.placement.share
-    if share in ("auto", "never") or not may_share(config, hosts):
+    if not (_learner_on_gpu(config, hosts) and _gpus_per_replica(config)):
+        # Only one side uses GPUs.
+        share = "never"
+    if share != "always":
         try:
             return _Layout(*_counts(config, hosts))
         except ConfigError:
             if share == "never" or (shared := _shared_counts(config, hosts)) is None:
                 raise
-            return _Layout(*shared, engines_take="others first")
+            return _Layout(*shared, engines_take="free first")
     shared = _shared_counts(config, hosts)
     if shared is None:
         raise _refusal(config, hosts, config.learner.ranks, _gpus_per_replica(config))
-    return _Layout(*shared, engines_take="those of ranks first")
-
-
-def may_share(config: Config, hosts: Sequence[PlacementHost]) -> bool:
-    """Whether both learner and engines compute on GPUs."""
-    return _learner_on_gpu(config, hosts) and _gpus_per_replica(config) > 0
+    return _Layout(*shared, engines_take="ranks first")
 
 
 def _shared_counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], list[int]] | None:
-    """Learner ranks and engines of each host where an engine may use GPUs of ranks; None if they do not fit."""
-    if not may_share(config, hosts):
+    """Return the numbers of ranks and of engines of each host, where an engine may also use GPUs of ranks.
+
+    Ranks fill the first hosts. An engine goes to a host with enough GPUs that have no engine: first to hosts where these
+    have no rank either, then to the host with most of them. Returns None if ranks or engines alone exceed the GPUs.
+    """
+    gpus_each, gpus = _gpus_per_replica(config), [len(host.gpus) for host in hosts]
+    if not gpus_each:
         return None
-    each, gpus = _gpus_per_replica(config), [len(host.gpus) for host in hosts]
-    ranks, left = [], config.learner.ranks
-    for there in gpus:
-        ranks.append(min(left, there))
+    ranks, left = list[int](), config.learner.ranks
+    for count in gpus:
+        ranks.append(min(left, count))
         left -= ranks[-1]
-    if left or not ranks[0] or sum(there // each for there in gpus) < config.rollout.replicas:
+    if left or not ranks[0] or sum(count // gpus_each for count in gpus) < config.rollout.replicas:
         return None
     replicas = [0] * len(hosts)
 
-    def room(i: int) -> tuple[bool, int, int]:
-        """A host with GPUs that no rank has comes first, then the one with most GPUs without an engine."""
-        free = gpus[i] - replicas[i] * each
-        return free - ranks[i] >= each, free, -i
+    def preference(i: int) -> tuple[bool, int, int]:
+        without_engine = gpus[i] - replicas[i] * gpus_each
+        return without_engine - ranks[i] >= gpus_each, without_engine, -i
 
     for _ in range(config.rollout.replicas):
-        replicas[max((i for i in range(len(hosts)) if room(i)[1] >= each), key=room)] += 1
+        able = [i for i in range(len(hosts)) if gpus[i] - replicas[i] * gpus_each >= gpus_each]
+        replicas[max(able, key=preference)] += 1
     return ranks, replicas
 
 
@@ -260,24 +266,24 @@ def _with_sharers(placed: dict[str, Placed], host: str) -> None:
 
 def _counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], list[int]]:
     """Return the numbers of ranks and of engines of each host, where no GPU is shared. Raises ConfigError."""
-    on_gpu, each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
+    on_gpu, gpus_each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
     gpus = [len(host.gpus) for host in hosts]
     if on_gpu:
-        ranks = _split_ranks(config, hosts, each)
-        free = [there - taken for there, taken in zip(gpus, ranks, strict=True)]
+        ranks = _split_ranks(config, hosts, gpus_each)
+        free = [count - taken for count, taken in zip(gpus, ranks, strict=True)]
     else:
         # Rank 0 is always on the head.
         ranks = [1] + [0] * (len(hosts) - 1)
         _spread(ranks, config.learner.ranks - 1, hosts, ranks)
         free = gpus
     replicas = [0] * len(hosts)
-    if not each:
+    if not gpus_each:
         _spread(replicas, config.rollout.replicas, hosts, list(ranks))
         return ranks, replicas
-    if sum(there // each for there in free) < config.rollout.replicas:
-        raise _refusal(config, hosts, config.learner.ranks if on_gpu else 0, each)
+    if sum(count // gpus_each for count in free) < config.rollout.replicas:
+        raise _refusal(config, hosts, config.learner.ranks if on_gpu else 0, gpus_each)
     for _ in range(config.rollout.replicas):
-        chosen = max(range(len(hosts)), key=lambda i: (free[i] - replicas[i] * each, -i))
+        chosen = max(range(len(hosts)), key=lambda i: (free[i] - replicas[i] * gpus_each, -i))
         replicas[chosen] += 1
     return ranks, replicas
 
@@ -292,72 +298,72 @@ def _spread(counts: list[int], more: int, hosts: Sequence[PlacementHost], comput
             computing[chosen] += 1
 
 
-def _split_ranks(config: Config, hosts: Sequence[PlacementHost], each: int) -> list[int]:
-    """Return the number of learner ranks on each host, each with one GPU of its own; an engine takes ``each`` GPUs.
+def _split_ranks(config: Config, hosts: Sequence[PlacementHost], gpus_each: int) -> list[int]:
+    """Return the number of learner ranks on each host, one GPU for each. An engine takes ``gpus_each`` GPUs.
 
     The hosts are filled in order, but all engines must still fit. A first pass over the hosts, from the last, computes
     how many engines fit with n ranks on the hosts from i on. A second pass gives each host the most ranks with which
     the rest still fits. Raises ConfigError if there is no such split.
     """
-    ranks, replicas = config.learner.ranks, config.rollout.replicas if each else 0
-    # most[i][n]: the most engines that fit on the hosts from i on with n ranks there; None: the ranks do not fit.
-    most: list[list[int | None]] = [[0] + [None] * ranks]
+    ranks, replicas = config.learner.ranks, config.rollout.replicas if gpus_each else 0
+    # most_engines[i][n]: the most engines that fit on hosts[i:] with n ranks there; None if the ranks do not fit.
+    most_engines: list[list[int | None]] = [[0] + [None] * ranks]
     for host in reversed(hosts):
-        rest, here = most[0], len(host.gpus)
+        later_row, gpus = most_engines[0], len(host.gpus)
         row: list[int | None] = []
         for wanted in range(ranks + 1):
             fits = [
-                (here - taken) // each + after if each else after
-                for taken in range(min(wanted, here) + 1)
-                if (after := rest[wanted - taken]) is not None
+                (gpus - taken) // gpus_each + engines_later if gpus_each else engines_later
+                for taken in range(min(wanted, gpus) + 1)
+                if (engines_later := later_row[wanted - taken]) is not None
             ]
             row.append(max(fits, default=None))
-        most.insert(0, row)
+        most_engines.insert(0, row)
     split: list[int] = []
-    left, engines = ranks, 0
+    ranks_left, engines = ranks, 0
     for index, host in enumerate(hosts):
-        here = len(host.gpus)
+        gpus = len(host.gpus)
         # Rank 0 must be on the head.
-        least = 1 if index == 0 else 0
-        for taken in range(min(left, here), least - 1, -1):
-            after = most[index + 1][left - taken]
-            room = (here - taken) // each if each else 0
-            if after is not None and engines + room + after >= replicas:
+        fewest = 1 if index == 0 else 0
+        for taken in range(min(ranks_left, gpus), fewest - 1, -1):
+            engines_later = most_engines[index + 1][ranks_left - taken]
+            engines_here = (gpus - taken) // gpus_each if gpus_each else 0
+            if engines_later is not None and engines + engines_here + engines_later >= replicas:
                 split.append(taken)
-                left, engines = left - taken, engines + room
+                ranks_left, engines = ranks_left - taken, engines + engines_here
                 break
         else:
-            raise _refusal(config, hosts, ranks, each)
+            raise _refusal(config, hosts, ranks, gpus_each)
     return split
 
 
 def _refusal(config: Config, hosts: Sequence[PlacementHost], ranks: int, each: int) -> ConfigError:
     """Return the error that explains why ``ranks`` learner ranks and all engines, of ``each`` GPUs, do not fit."""
     replicas = config.rollout.replicas
-    needed, there = ranks + replicas * each, sum(len(host.gpus) for host in hosts)
+    needed, available = ranks + replicas * each, sum(len(host.gpus) for host in hosts)
     parts = [f"learner.ranks = {ranks}"] * bool(ranks)
     parts += [f"rollout.replicas x rollout.gpus_per_replica = {replicas} x {each} = {replicas * each}"] * bool(each)
     advice = ['set learner.device = "cpu"'] * bool(ranks) + ["set rollout.gpus_per_replica = 0"] * bool(each)
     named = ", ".join(f"{host.name} {len(host.gpus)}" for host in hosts[:MOST_HOSTS_NAMED])
     named += f" and {len(hosts) - MOST_HOSTS_NAMED} hosts more" if len(hosts) > MOST_HOSTS_NAMED else ""
-    has = f"{hosts[0].name} has {there}" if len(hosts) == 1 else f"there are {there}: {named}"
-    told = f"GPUs: {' + '.join(parts)} makes {needed}"
+    has = f"{hosts[0].name} has {available}" if len(hosts) == 1 else f"there are {available}: {named}"
+    text = f"GPUs: {' + '.join(parts)} makes {needed}"
     sharing = ""
     if config.placement.share == "never" and _shared_counts(config, hosts) is not None:
         sharing = ', or set placement.share = "auto", so that ranks and engines share GPUs'
-    if needed > there:
-        told += f", but {has}; ask for fewer, or {' and '.join(advice)} to use the CPU"
-        told += sharing
+    if needed > available:
+        text += f", but {has}; ask for fewer, or {' and '.join(advice)} to use the CPU"
+        text += sharing
     elif ranks and not hosts[0].gpus:
-        told += f" and {has}, but the learner's rank 0 belongs on the first host, and {hosts[0].name} has no GPU"
-        told += "; name a host with GPUs first"
+        text += f" and {has}, but the learner's rank 0 belongs on the first host, and {hosts[0].name} has no GPU"
+        text += "; name a host with GPUs first"
     else:
-        told += (
+        text += (
             f" and {has}, but an engine does not span hosts, and there is no room for {replicas} of {each} GPUs each"
         )
-        told += " beside the learner" if ranks else ""
-        told += f"; ask for fewer, or smaller ones{sharing}"
-    return ConfigError([told])
+        text += " beside the learner" if ranks else ""
+        text += f"; ask for fewer, or smaller ones{sharing}"
+    return ConfigError([text])
 
 
 def _episode_hosts(
@@ -375,10 +381,10 @@ def _freest_hosts(
     """Sort the hosts by free cores, most first; an actor uses one core."""
     # Optional actors do not count: the run continues without them, so they have a low priority.
     on_head = sum(ROLES[role_of(name)].place == "head" and not is_optional(name) for name in config.actors)
-    each = 1 if config.episode.kind == "single" else 2
+    actors_each = 1 if config.episode.kind == "single" else 2
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
     free = [
-        host.cpus - ranks[i] - each * replicas[i] - (host in extra) - (on_head if i == 0 else 0)
+        host.cpus - ranks[i] - actors_each * replicas[i] - (host in extra) - (on_head if i == 0 else 0)
         for i, host in enumerate(hosts)
     ]
     # Sorting keeps the order of those that are equal.

@@ -22,14 +22,14 @@ SIOCGIFADDR = 0x8915
 
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each interface of this host that has one."""
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             # A struct ifreq: 16 bytes of name that end with NUL, then a sockaddr_in with the address at byte 4 of it.
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):
-                found[name] = socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
+    return addresses
 
 
 def route_to(address: str) -> str | None:
@@ -47,10 +47,10 @@ def route_to(address: str) -> str | None:
 def addresses_of(name: str) -> list[str]:
     """Resolve a host name on this host to IPv4 addresses; an empty list if it does not resolve."""
     try:
-        found = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def find_routes(query: RouteQuery) -> Routes:
@@ -64,8 +64,8 @@ def is_this_host(name: str) -> bool:
     own = socket.gethostname().lower()
     if name.lower() in (own, own.partition(".")[0], "localhost"):
         return True
-    here = set(interfaces().values())
-    return any(address in here for address in addresses_of(name))
+    own_addresses = set(interfaces().values())
+    return any(address in own_addresses for address in addresses_of(name))
 
 
 def by_interface(hosts: Mapping[str, HostOffer], interface: str) -> dict[str, str]:
@@ -73,8 +73,8 @@ def by_interface(hosts: Mapping[str, HostOffer], interface: str) -> dict[str, st
     problems = []
     for name, facts in hosts.items():
         if interface not in facts.interfaces:
-            there = ", ".join(f"{known} ({address})" for known, address in facts.interfaces.items()) or "none"
-            problems.append(f"{name}: there is no interface {interface} with an address (network.interface); {there}")
+            listed = ", ".join(f"{other} ({address})" for other, address in facts.interfaces.items()) or "none"
+            problems.append(f"{name}: there is no interface {interface} with an address (network.interface); {listed}")
     if problems:
         raise UsageError("\n".join(problems))
     return {name: facts.interfaces[interface] for name, facts in hosts.items()}
@@ -87,8 +87,8 @@ def by_route(head: str, hosts: Mapping[str, HostOffer], routes: Mapping[str, Rou
     own address on the route there. Raises UsageError if there is no such address.
     """
     own = usable(hosts[head])
-    wanted = [[hosts[name].client, *route.named] for name, route in routes.items()]
-    votes = [address for found in wanted for address in found if address in own]
+    known = [[hosts[name].client, *route.named] for name, route in routes.items()]
+    votes = [address for addresses in known for address in addresses if address in own]
     # Each host votes for the addresses that it knows; only those that every host reaches can win.
     chosen = max(
         (address for address in dict.fromkeys(votes) if all(_reaches(route, address) for route in routes.values())),
@@ -105,9 +105,9 @@ def by_route(head: str, hosts: Mapping[str, HostOffer], routes: Mapping[str, Rou
 
 def towards(head: str, routes: Mapping[str, Routes]) -> dict[str, str]:
     """Return each host's own address on the route to this address of the head. Raises UsageError without a route."""
-    lost = [name for name, route in routes.items() if not _reaches(route, head) or head not in route.via]
-    if lost:
-        raise UsageError(f"{', '.join(lost)}: there is no way to {head}, where the run's controller is")
+    unreachable = [name for name, route in routes.items() if not _reaches(route, head) or head not in route.via]
+    if unreachable:
+        raise UsageError(f"{', '.join(unreachable)}: there is no way to {head}, where the run's controller is")
     return {name: route.via[head] for name, route in routes.items()}
 
 

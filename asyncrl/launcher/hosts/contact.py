@@ -76,22 +76,22 @@ class Contact:
             if not line:
                 raise await self._failure()
             with contextlib.suppress(ValueError):
-                found = json.loads(line)
-                if isinstance(found, dict) and found.get("type") in ("facts", "refusal"):
-                    self._take_facts(found)
+                message = json.loads(line)
+                if isinstance(message, dict) and message.get("type") in ("facts", "refusal"):
+                    self._accept_offer(message)
                     return
         raise HostFailed(self.name, "says a great deal, but nothing of asyncrl")
 
-    def _take_facts(self, found: dict[str, Any]) -> None:
+    def _accept_offer(self, message: dict[str, Any]) -> None:
         """Check the host's first message and set ``facts``. Raises HostFailed if the host refuses or does not fit."""
-        if found["type"] == "refusal":
-            raise HostFailed(self.name, str(found.get("reason")))
+        if message["type"] == "refusal":
+            raise HostFailed(self.name, str(message.get("reason")))
         ours = version("asyncrl")
-        if not self._any_host and found.get("version") != ours:
+        if not self._any_host and message.get("version") != ours:
             raise HostFailed(
-                self.name, f"asyncrl {found.get('version')} is installed there, {ours} here; make them equal"
+                self.name, f"asyncrl {message.get('version')} is installed there, {ours} here; make them equal"
             )
-        self.facts = msgspec.convert(found, HostOffer)
+        self.facts = msgspec.convert(message, HostOffer)
         if self.facts.gpu_problem and not self._any_host:
             raise HostFailed(self.name, self.facts.gpu_problem)
 
@@ -103,10 +103,10 @@ class Contact:
         line = await self.process.stdout.readline()
         if not line:
             raise await self._failure()
-        found: A | Refusal = msgspec.json.decode(line, type=Union[answer, Refusal])  # noqa: UP007
-        if isinstance(found, Refusal):
-            raise HostFailed(self.name, found.reason, exit_code=found.exit_code)
-        return found
+        reply: A | Refusal = msgspec.json.decode(line, type=Union[answer, Refusal])  # noqa: UP007
+        if isinstance(reply, Refusal):
+            raise HostFailed(self.name, reply.reason, exit_code=reply.exit_code)
+        return reply
 
     def send(self, data: bytes) -> None:
         """Write to the host's standard input. The data is lost if the input is closed."""
@@ -154,15 +154,15 @@ class Contact:
 
     def is_lost(self, exit_code: int) -> bool:
         """Whether the command ended with this exit code because its connection broke."""
-        return self.start.is_lost(exit_code, self._said)
+        return self.start.is_lost(exit_code, self._error_text)
 
     @property
     def last_error(self) -> str:
         """The last line that the command itself wrote to standard error; empty if it wrote nothing."""
-        return last_line(self._said)
+        return last_line(self._error_text)
 
     @property
-    def _said(self) -> str:
+    def _error_text(self) -> str:
         return self._errors.decode(errors="replace")
 
     def _kill(self) -> None:
@@ -171,7 +171,7 @@ class Contact:
 
     async def _failure(self) -> HostFailed:
         code = await self.exited()
-        return HostFailed(self.name, self.start.explain(self.name, code, self._said))
+        return HostFailed(self.name, self.start.explain(self.name, code, self._error_text))
 
     async def _stop_reading(self) -> None:
         if self._reading is not None:
@@ -213,39 +213,41 @@ class ReachedHosts:
         if names:
             self.progress.reaching(list(names))
         work = {name: contact.reach() for name, contact in self.contacts.items()}
-        await self._each(work, "reached", self.progress.reaching)
+        await self._wait_for_all(work, "reached", self.progress.reaching)
 
     async def ask(self, orders: Mapping[str, msgspec.Struct], answer: type[A], what: str) -> dict[str, A]:
         """Send each host its order and return the answers. A late host fails as "not ``what``". Raises HostFailed."""
-        return await self._each({name: self.contacts[name].ask(order, answer) for name, order in orders.items()}, what)
+        return await self._wait_for_all(
+            {name: self.contacts[name].ask(order, answer) for name, order in orders.items()}, what
+        )
 
     async def close(self) -> None:
         """Close all connections. Agents that run already continue."""
         await asyncio.gather(*(contact.close() for contact in self.contacts.values()))
 
-    async def _each(
+    async def _wait_for_all(
         self,
         work: Mapping[str, Awaitable[Any]],
         what: str,
-        tell: Callable[[list[str]], None] = lambda _: None,
+        show_waiting: Callable[[list[str]], None] = lambda _: None,
     ) -> dict[str, Any]:
-        """Wait for the work of all hosts and return the results. The callback receives the hosts still without one.
+        """Wait for the work of all hosts and return the results. ``show_waiting`` receives the hosts without one.
 
         After a first failure the other hosts have MORE_FAILURES_S to fail too, then all work is cancelled. Without a
         failure, hosts that take longer than ``limit_s`` fail. Raises HostFailed.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + self.limit_s
-        tasks = {name: asyncio.ensure_future(each) for name, each in work.items()}
+        tasks = {name: asyncio.ensure_future(awaitable) for name, awaitable in work.items()}
         failures: dict[str, HostFailed] = {}
         waiting: list[str] = []
         try:
             while waiting := [name for name, task in tasks.items() if not task.done()]:
-                left = until - loop.time()
-                if left <= 0:
+                left_s = until - loop.time()
+                if left_s <= 0:
                     break
-                await asyncio.wait([tasks[name] for name in waiting], timeout=left, return_when="FIRST_COMPLETED")
-                tell([name for name, task in tasks.items() if not task.done()])
+                await asyncio.wait([tasks[name] for name in waiting], timeout=left_s, return_when="FIRST_COMPLETED")
+                show_waiting([name for name, task in tasks.items() if not task.done()])
                 failed = [task for task in tasks.values() if task.done() and task.exception() is not None]
                 if failed and not failures:
                     until = min(until, loop.time() + MORE_FAILURES_S)
@@ -256,14 +258,14 @@ class ReachedHosts:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
         if not failures:
             for name in waiting:
-                said = self.contacts[name].last_error
+                last_error = self.contacts[name].last_error
                 late = f"not {what} within {self.limit_s:g} s (supervision.start_timeout_s)"
-                failures[name] = HostFailed(name, late + (f": {said}" if said else ""))
+                failures[name] = HostFailed(name, late + (f": {last_error}" if last_error else ""))
         if failures:
-            raise self._as_one(failures)
+            raise self._combine(failures)
         return {name: task.result() for name, task in tasks.items()}
 
-    def _as_one(self, failures: Mapping[str, HostFailed]) -> HostFailed:
+    def _combine(self, failures: Mapping[str, HostFailed]) -> HostFailed:
         """Return the only failure; if there are several, show them all and return an error that counts them."""
         self.progress.end()
         if len(failures) == 1:

@@ -60,15 +60,15 @@ def parse_hostfile(text: str, path: str) -> list[HostLine]:
         if not words:
             continue
         name, *settings = words
-        found = _name_problems(name)
-        slots, wrong = _slots(settings)
-        found += wrong
+        wrong = _name_problems(name)
+        slots, slot_problems = _slots(settings)
+        wrong += slot_problems
         # Upper and lower case do not count in host names.
         first = lines.setdefault(name.lower(), number)
         if first != number and not _name_problems(name):
-            found.append(f"{name} is there already, in line {first}; name each host once, with all of its slots")
-        problems += [f"{path}:{number}: {problem}" for problem in found]
-        if not found:
+            wrong.append(f"{name} is there already, in line {first}; name each host once, with all of its slots")
+        problems += [f"{path}:{number}: {problem}" for problem in wrong]
+        if not wrong:
             hosts.append(HostLine(name, slots))
     if not lines:
         problems.append(f"{path}: names no host; write one a line, as in: node-1 slots=8")

@@ -82,22 +82,22 @@ def serve(facts: HostOffer, answers: Mapping[type[Any], Callable[[Any], Any]], o
     """
     orders = msgspec.json.Decoder(Union[tuple(answers)])  # noqa: UP007
     try:
-        _say(facts, output)
+        _send(facts, output)
         while line := _read_line():
             order = orders.decode(line)
-            _say(answers[type(order)](order), output)
+            _send(answers[type(order)](order), output)
     except BrokenPipeError:
         return 1
     # Before OSError, which some of these are too.
     except AsyncRLError as error:
-        _say(Refusal(reason=str(error), exit_code=error.exit_code), output)
+        _send(Refusal(reason=str(error), exit_code=error.exit_code), output)
         return error.exit_code
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _say(Refusal(reason=f"{where}{error.strerror or error}"), output)
+        _send(Refusal(reason=f"{where}{error.strerror or error}"), output)
         return 1
     except ValueError as error:
-        _say(Refusal(reason=f"{type(error).__name__}: {error}"), output)
+        _send(Refusal(reason=f"{type(error).__name__}: {error}"), output)
         return 1
     return 0
 
@@ -134,7 +134,7 @@ def _become_guard(spec: HostSpec) -> NoReturn:
     run_dir, logs = Path(spec.run_dir), Path(spec.log_dir)
     for path in remove_abandoned(run_dir.parent):
         sys.stderr.write(f"removed {path}, left behind by a run that was killed\n")
-    shared = _holds(logs / RUN_ID, spec.run_id)
+    shared = _contains(logs / RUN_ID, spec.run_id)
     private = run_dir / private_name(spec.index)
     if not shared:
         _make_part(run_dir, spec)
@@ -150,7 +150,7 @@ def _become_guard(spec: HostSpec) -> NoReturn:
         os.environ.update(spec.env)
         # The lock stays held: execv makes this process the guard, with the same descriptors.
         os.set_inheritable(lock, True)
-        _say(Prepared(shared=shared))
+        _send(Prepared(shared=shared))
         sys.stderr.flush()
         # Standard error becomes the agent's log, which can be written even if the connection breaks.
         os.dup2(log, 2)
@@ -162,7 +162,7 @@ def _become_guard(spec: HostSpec) -> NoReturn:
             remove_part(run_dir)
 
 
-def _holds(path: Path, run_id: str) -> bool:
+def _contains(path: Path, run_id: str) -> bool:
     try:
         return path.read_text() == run_id
     except OSError:
@@ -216,13 +216,13 @@ def end(order: EndOrder) -> HostEnded:
 
 def _signal_agents(private: str, number: signal.Signals) -> bool:
     """Send a signal to the agents of this private folder; returns whether there was one."""
-    found = False
+    signalled = False
     for guard in pids_with(GUARD, private):
         for agent in children_of(guard):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(agent, number)
-                found = True
-    return found
+                signalled = True
+    return signalled
 
 
 def pids_with(module: str, private: str) -> list[int]:
@@ -230,14 +230,14 @@ def pids_with(module: str, private: str) -> list[int]:
 
     Only processes that are visible to this one are found.
     """
-    found, name = [], os.path.basename(private)
+    pids, name = [], os.path.basename(private)
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
             # The same folder may have several names.
             if module in words and any(os.path.samefile(word, private) for word in words if word.endswith(name)):
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def _read_line() -> bytes:
@@ -258,7 +258,7 @@ def _read_line() -> bytes:
     return b""
 
 
-def _say(answer: Any, output: int = 1) -> None:
+def _send(answer: Any, output: int = 1) -> None:
     data = msgspec.json.encode(answer) + b"\n"
     while data:
         data = data[os.write(output, data) :]
@@ -285,9 +285,9 @@ def _gpus() -> tuple[list[str], str]:
     """Return the GPUs of CUDA_VISIBLE_DEVICES, or else all; and why they are unknown, empty if they are known."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        found = [part.strip() for part in visible.split(",") if part.strip()]
+        gpus = [part.strip() for part in visible.split(",") if part.strip()]
         # CUDA ignores everything from the first unknown device on, and -1 is unknown.
-        return list(takewhile(lambda gpu: gpu != "-1", found)), ""
+        return list(takewhile(lambda gpu: gpu != "-1", gpus)), ""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return [], ""
@@ -300,8 +300,8 @@ def _gpus() -> tuple[list[str], str]:
             check=True,
         )
     except subprocess.TimeoutExpired:
-        told = f"nvidia-smi does not answer within {NVIDIA_SMI_S:g} s"
-        return [], f"{told}; set CUDA_VISIBLE_DEVICES to say which GPUs to use"
+        problem = f"nvidia-smi does not answer within {NVIDIA_SMI_S:g} s"
+        return [], f"{problem}; set CUDA_VISIBLE_DEVICES to say which GPUs to use"
     except subprocess.CalledProcessError:
         # The tool without a driver: a host without GPUs.
         return [], ""

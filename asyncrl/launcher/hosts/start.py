@@ -92,15 +92,15 @@ class SshStart:
     def explain(self, host: str, exit_code: int, errors: str) -> str:
         if exit_code != SSH_FAILED:
             return explain_python(host, self.python, exit_code, errors)
-        said = last_line(errors)
-        told = f"ssh: {said.removeprefix('ssh: ')}" if said else "ssh failed without a word"
-        if "Permission denied" in said:
-            told += f"; `ssh {host}` has to work without a password: a key that {host} knows, or an agent that has one"
-        elif "Host key verification failed" in said:
-            told += f"; call `ssh {host}` once and see that its key is the right one"
-        elif "Could not resolve" in said:
-            told += "; the name is that of the hostfile"
-        return told
+        last = last_line(errors)
+        text = f"ssh: {last.removeprefix('ssh: ')}" if last else "ssh failed without a word"
+        if "Permission denied" in last:
+            text += f"; `ssh {host}` has to work without a password: a key that {host} knows, or an agent that has one"
+        elif "Host key verification failed" in last:
+            text += f"; call `ssh {host}` once and see that its key is the right one"
+        elif "Could not resolve" in last:
+            text += "; the name is that of the hostfile"
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,22 +126,22 @@ class SlurmStart:
     def explain(self, host: str, exit_code: int, errors: str) -> str:
         # The last lines of srun only have the exit codes of its task; the reason is above them.
         lines = [line for line in errors.splitlines() if not (line.startswith("srun:") and ": task " in line)]
-        said = last_line("\n".join(lines))
-        if "execve()" in said:
-            return explain_python(host, self.python, 127, said)
-        if said.startswith("srun:"):
-            return said
-        return explain_python(host, self.python, exit_code, said)
+        last = last_line("\n".join(lines))
+        if "execve()" in last:
+            return explain_python(host, self.python, 127, last)
+        if last.startswith("srun:"):
+            return last
+        return explain_python(host, self.python, exit_code, last)
 
 
 def explain_python(host: str, python: str, exit_code: int, errors: str) -> str:
     """Explain why ``python -m asyncrl.launcher.hosts.remote`` ended before the host sent anything."""
-    said = last_line(errors)
+    last = last_line(errors)
     if exit_code in (126, 127):
         return f"no Python can run there at {python}; asyncrl has to be installed at the same place on each host"
-    if "No module named" in said:
-        return f"no asyncrl of this version is installed for {python} ({said.rpartition(': ')[2]})"
-    return f"asyncrl did not start there, {describe_exit(exit_code)}" + (f": {said}" if said else "")
+    if "No module named" in last:
+        return f"no asyncrl of this version is installed for {python} ({last.rpartition(': ')[2]})"
+    return f"asyncrl did not start there, {describe_exit(exit_code)}" + (f": {last}" if last else "")
 
 
 def last_line(text: str) -> str:

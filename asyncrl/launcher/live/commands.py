@@ -101,13 +101,13 @@ async def stop_run(run: LiveRun) -> int:
             if run.lives:
                 await asking
         except DeadlineExceeded:
-            return _complain(run, progress, f"{CONTROLLER} has not answered within {patience:g} s")
+            return _report_late(run, progress, f"{CONTROLLER} has not answered within {patience:g} s")
         finally:
             asking.cancel()
             with contextlib.suppress(asyncio.CancelledError, DeadlineExceeded, UsageError):
                 await asking
     if not await _until(lambda: not run.lives, patience):
-        return _complain(run, progress, f"{agent_name(0)} has not ended the run within {patience:g} s")
+        return _report_late(run, progress, f"{agent_name(0)} has not ended the run within {patience:g} s")
     return _conclude(run, progress)
 
 
@@ -122,10 +122,10 @@ async def _until(enough: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-def _complain(run: LiveRun, progress: TerminalProgress, what: str) -> int:
+def _report_late(run: LiveRun, progress: TerminalProgress, what: str) -> int:
     """Show what is late, and the agent that the user can kill instead; returns the exit code."""
-    found = pids_with(AGENT, str(run.folder.private))
-    how = f"; kill -9 {found[0]} ends it at once, with its last checkpoint" if found else ""
+    pids = pids_with(AGENT, str(run.folder.private))
+    how = f"; kill -9 {pids[0]} ends it at once, with its last checkpoint" if pids else ""
     progress.warn([f"{run.folder.path}: {what}{how} (logs: {run.folder.logs})"])
     return 1
 

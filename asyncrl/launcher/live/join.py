@@ -83,7 +83,7 @@ class JoinedHosts:
     _reached: ReachedHosts = field(init=False)
     _hosts: dict[str, PlacementHost] = field(default_factory=dict)
     """The new hosts by name, with their addresses and GPUs."""
-    _seen: set[str] = field(default_factory=set)
+    _shown: set[str] = field(default_factory=set)
     """News that was shown: agents and actors that serve, and "AGENT leaves"."""
     _refused: bool = False
     """Whether the controller has refused to drain a host."""
@@ -123,15 +123,15 @@ class JoinedHosts:
         """Choose the address and GPUs of each host (``_hosts``). Raises UsageError if an engine does not fit."""
         config, facts = self.run.config, {name: contact.facts for name, contact in self._reached.contacts.items()}
         if config.network.interface is not None:
-            at = addresses.by_interface(facts, config.network.interface)
+            chosen = addresses.by_interface(facts, config.network.interface)
         else:
             query = RouteQuery(head=head, addresses=[head])
-            at = addresses.towards(head, await self._reached.ask(dict.fromkeys(facts, query), Routes, "answered"))
-        self._hosts = {line.name: host_of(line, facts[line.name], at[line.name]) for line in self.lines}
-        full = [f"{name} has {len(host.gpus)}" for name, host in self._hosts.items() if not replicas_of(config, host)]
-        if full:
+            chosen = addresses.towards(head, await self._reached.ask(dict.fromkeys(facts, query), Routes, "answered"))
+        self._hosts = {line.name: host_of(line, facts[line.name], chosen[line.name]) for line in self.lines}
+        small = [f"{name} has {len(host.gpus)}" for name, host in self._hosts.items() if not replicas_of(config, host)]
+        if small:
             each = config.rollout.gpus_per_replica
-            raise UsageError(f"an engine of this run takes {each} GPUs (rollout.gpus_per_replica): {', '.join(full)}")
+            raise UsageError(f"an engine of this run takes {each} GPUs (rollout.gpus_per_replica): {', '.join(small)}")
 
     def _show_plan(self) -> None:
         self.progress.end()
@@ -150,16 +150,16 @@ class JoinedHosts:
         """
         config, folder, credentials = self.run.config, self.run.folder, self.run.credentials
         attempts, episodes = config.supervision.max_restarts + 1, config.episode.kind != "single"
-        new, pairs = [], list[list[dict[str, str]]]()
+        added, pairs = [], list[list[dict[str, str]]]()
         for name, place in self._hosts.items():
             replicas = replicas_of(config, place)
             count = 1 + replicas * (2 if episodes else 1) if credentials.curve else 0
             # The key pairs of a host's agent come before those of its actors.
-            own = [make_pairs(attempts) for _ in range(count)]
-            keys = [[pair["public"] for pair in each] for each in own]
-            pairs += own
-            new.append(NewHost(host=name, address=place.address, replicas=replicas, keys=keys, episodes=episodes))
-        request = Join(ask=secrets.token_hex(16), hosts=new)
+            host_pairs = [make_pairs(attempts) for _ in range(count)]
+            keys = [[pair["public"] for pair in each] for each in host_pairs]
+            pairs += host_pairs
+            added.append(NewHost(host=name, address=place.address, replicas=replicas, keys=keys, episodes=episodes))
+        request = Join(ask=secrets.token_hex(16), hosts=added)
         try:
             joined = await self._ask(request)
             names = [name for host in joined.hosts for name in host.names]
@@ -224,13 +224,13 @@ class JoinedHosts:
         self.interrupts.listen()
         try:
             async with asyncio.TaskGroup() as tasks:
-                beside = [
+                background = [
                     tasks.create_task(self._end_when_asked()),
                     tasks.create_task(self._watch_members()),
                     tasks.create_task(watch_silence(self.members, self.run.config, self.progress)),
                 ]
                 await asyncio.gather(*(self._follow(member) for member in self.members))
-                for task in beside:
+                for task in background:
                     task.cancel()
         except BaseExceptionGroup as group:
             # The hosts continue with the run, but their events are not shown any more.
@@ -255,11 +255,11 @@ class JoinedHosts:
         own = {agent_name(member.index) for member in self.members}
         async for members in self.controller.members():
             for host in [host for host in members.hosts if host.agent in own]:
-                if new := [name for name in host.actors if name in members.serving and name not in self._seen]:
-                    self._seen |= {host.agent, *new}
+                if new := [name for name in host.actors if name in members.serving and name not in self._shown]:
+                    self._shown |= {host.agent, *new}
                     self.progress.say(f"{host.host}: {', '.join(new)} serve from now on")
-                if host.stage == "leaving" and f"{host.agent} leaves" not in self._seen:
-                    self._seen.add(f"{host.agent} leaves")
+                if host.stage == "leaving" and f"{host.agent} leaves" not in self._shown:
+                    self._shown.add(f"{host.agent} leaves")
                     self.progress.say(f"{host.host} leaves" + (f": {host.reason}" if host.reason else ""))
         # No more news: the run has ended on its head.
         await end_in_steps(self.members, self.run.config.supervision.drain_s)
@@ -312,7 +312,7 @@ class JoinedHosts:
             return 1
         if ended.result == "failed":
             self.progress.warn([str(ActorFailed(ended.actor, ended.reason, log=ended.log))])
-        elif ended.result == "left" and (self.interrupts.signal or agent_name(member.index) in self._seen):
+        elif ended.result == "left" and (self.interrupts.signal or agent_name(member.index) in self._shown):
             self.progress.say(f"{member.host} has left the run")
         elif ended.result == "left":
             why = f": {ended.reason}" if ended.reason else ""

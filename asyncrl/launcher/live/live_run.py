@@ -134,10 +134,10 @@ class LiveController(ControllerClient):
         seen = -1
         while self._run.lives:
             try:
-                found: Members = await self._call(WatchMembers(seen=seen), WATCH_S)
+                members: Members = await self._call(WatchMembers(seen=seen), WATCH_S)
             except (DeadlineExceeded, RemoteError):
                 await asyncio.sleep(AGAIN_S)
                 continue
-            if found.number != seen:
-                seen = found.number
-                yield found
+            if members.number != seen:
+                seen = members.number
+                yield members

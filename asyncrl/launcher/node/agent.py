@@ -32,7 +32,7 @@ SPEC_BYTES = 16 << 20
 END_S = 5.0
 
 
-async def _live(run_dir: Path, pipe: int) -> int:
+async def _run_agent(run_dir: Path, pipe: int) -> int:
     """Read the spec, run a HostAgent to its end, and send the launcher the last events; returns the exit code.
 
     Meanwhile a thread writes heartbeats for the guard to the descriptor ``pipe``.
@@ -43,7 +43,7 @@ async def _live(run_dir: Path, pipe: int) -> int:
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout)
     output = asyncio.StreamWriter(transport, protocol, None, loop)
     agent: HostAgent | None = None
-    beats: AgentHeartbeat | None = None
+    heartbeat: AgentHeartbeat | None = None
     try:
         line = await commands.readline()
         if not line:
@@ -56,8 +56,8 @@ async def _live(run_dir: Path, pipe: int) -> int:
         configure_logging(config.log.level)
         silence_s, heartbeat_s = config.supervision.agent_silence_s, config.supervision.heartbeat_s
         stall_s = config.watchdog.stall_s
-        beats = AgentHeartbeat(pipe, loop, heartbeat_s=heartbeat_s, silence_s=silence_s, stall_s=stall_s)
-        beats.start()
+        heartbeat = AgentHeartbeat(pipe, loop, heartbeat_s=heartbeat_s, silence_s=silence_s, stall_s=stall_s)
+        heartbeat.start()
         agent = HostAgent(spec, config, output)
         return await agent.main(commands)
     finally:
@@ -69,22 +69,22 @@ async def _live(run_dir: Path, pipe: int) -> int:
         if agent is not None:
             await agent.leave(commands)
         output.close()
-        if beats is not None:
-            beats.stop()
+        if heartbeat is not None:
+            heartbeat.stop()
 
 
 def main() -> int:
     """Run the agent, then end every process that is left below it; returns the exit code."""
-    guard, lock, private, beats = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    guard, lock, private, heartbeat = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     os.set_inheritable(lock, False)
-    os.set_inheritable(beats, False)
+    os.set_inheritable(heartbeat, False)
     become_subreaper()
     die_with_parent(signal.SIGTERM)
     # The guard may have died before die_with_parent, which then sends no signal.
     if os.getppid() != guard:
         return 1
     try:
-        return asyncio.run(_live(Path(private).parent, beats))
+        return asyncio.run(_run_agent(Path(private).parent, heartbeat))
     finally:
         if stuck := end_children(END_S):
             write_text(f"agent: processes {stuck} were killed but do not end\n")

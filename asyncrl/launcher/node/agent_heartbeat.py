@@ -81,7 +81,7 @@ class AgentHeartbeat:
         self._pipe, self._loop = pipe, loop
         self._heartbeat_s, self._stall_s = heartbeat_s, stall_s
         self._line = f"{silence_s:g}\n".encode()
-        self._seen = time.monotonic()
+        self._loop_ran = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="guard heartbeat", daemon=True)
         os.set_blocking(pipe, False)
@@ -97,15 +97,15 @@ class AgentHeartbeat:
 
     def _run(self) -> None:
         while True:
-            if time.monotonic() - self._seen < self._stall_s:
+            if time.monotonic() - self._loop_ran < self._stall_s:
                 # If the guard is stopped, the pipe may be full. If it is dead, the agent gets a signal.
                 with contextlib.suppress(OSError):
                     os.write(self._pipe, self._line)
             if not self._loop.is_closed():
                 with contextlib.suppress(RuntimeError):
-                    self._loop.call_soon_threadsafe(self._mark)
+                    self._loop.call_soon_threadsafe(self._note_loop_runs)
             if self._stop.wait(self._heartbeat_s):
                 return
 
-    def _mark(self) -> None:
-        self._seen = time.monotonic()
+    def _note_loop_runs(self) -> None:
+        self._loop_ran = time.monotonic()

@@ -52,10 +52,10 @@ class AgentLink(Actor):
         seen, seen_line = -1, no_line
         # A live controller answers within this time even without news, so a missing answer shows its silence early.
         supervision = self.config.supervision
-        shortest = min(supervision.silence_s, supervision.host_lost_s)
-        within = min(self.config.network.call_timeout_s, SILENCE_SHARE * shortest)
+        limit_s = min(supervision.silence_s, supervision.host_lost_s)
+        timeout_s = min(self.config.network.call_timeout_s, SILENCE_SHARE * limit_s)
         while True:
-            call = self.peer(CONTROLLER).call(WatchRun(seen=seen, seen_line=seen_line), timeout=within)
+            call = self.peer(CONTROLLER).call(WatchRun(seen=seen, seen_line=seen_line), timeout=timeout_s)
             try:
                 state: RunState = await call
             except (DeadlineExceeded, RemoteError) as error:
@@ -64,8 +64,8 @@ class AgentLink(Actor):
                     self._on_silent()
                 await asyncio.sleep(AWAY_S)
                 continue
-            before, self.controller = self.controller, call.answered_by
-            if before not in (0, self.controller):
+            previous, self.controller = self.controller, call.answered_by
+            if previous not in (0, self.controller):
                 self._on_successor()
                 # The successor counts its lines from 1 again.
                 seen, seen_line = -1, no_line

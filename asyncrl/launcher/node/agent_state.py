@@ -103,13 +103,13 @@ class AgentState:
     """Actors that are to be spawned at once, or have a process."""
     incarnations: dict[str, int] = field(default_factory=dict)
     """Incarnation of the newest process of each actor."""
-    _due: dict[str, tuple[float, str, float]] = field(default_factory=dict)
+    _restarts: dict[str, tuple[float, str, float]] = field(default_factory=dict)
     """Restarts to come, by actor: (time of the restart, reason of the death, time of the death)."""
     _unexplained: dict[str, _Unexplained] = field(default_factory=dict)
     """Ends with exit code 0, by actor, until it is known whether the controller asked for them."""
     _condemned: dict[str, str] = field(default_factory=dict)
     """Condemned actor that is being killed → the reason."""
-    _aside: dict[str, bool] = field(default_factory=dict)
+    _set_aside: dict[str, bool] = field(default_factory=dict)
     """Replica that is set aside → whether the present controller has set it aside itself."""
     _ends: dict[str, ActorEnded] = field(default_factory=dict)
     """Report on the last end of each actor."""
@@ -117,15 +117,15 @@ class AgentState:
     """Whether all actors were started once, after the controller's first answer."""
     _reachable: bool = False
     """Whether the present controller has answered."""
-    _reach_by: float | None = None
+    _answer_by: float | None = None
     """Time by which a controller that was started must have answered; None if it has or there is no such limit."""
     _has_run: bool = False
     """Whether the run has left its starting phase."""
-    _heard: float = 0.0
+    _answered: float = 0.0
     """Time of the controller's last answer."""
     _unanswered: int = 0
     """Calls in a row that the controller has not answered."""
-    _stale: set[str] = field(default_factory=set)
+    _cut_off: set[str] = field(default_factory=set)
     """Actors that lived while this host was cut off. The controller may have counted them as dead."""
     _launcher_gone: bool = False
     _guard_lost: bool = False
@@ -157,13 +157,13 @@ class AgentState:
         return self._spawn(CONTROLLER) if self.is_head else []
 
     def controller_at(self, now: float) -> None:
-        """The controller's address is known. On the head it must now answer within ``_first_word_s``.
+        """The controller's address is known. On the head it must now answer within ``_first_answer_s``.
 
         Actors start after its first answer, which has the incarnations that theirs must exceed.
         """
         # Only the head can kill a controller that does not answer.
         if self.is_head and not self.ending:
-            self._reach_by = now + self._first_word_s
+            self._answer_by = now + self._first_answer_s
 
     def controller_found(self, now: float) -> list[Instruction]:
         """The controller has answered: for the first time, or as a successor that knows nothing yet.
@@ -172,17 +172,17 @@ class AgentState:
         """
         if self.ending:
             return []
-        self._hear(now)
-        self._reachable, self._reach_by = True, None
+        self._note_answer(now)
+        self._reachable, self._answer_by = True, None
         if not self._all_started and not self.leaving:
             self._all_started = True
             return [spawn for name in self.logs if name != CONTROLLER for spawn in self._spawn(name)]
         # A successor sets replicas aside only once it has the ends below, so its first state must not start them.
-        self._aside = dict.fromkeys(self._aside, False)
+        self._set_aside = dict.fromkeys(self._set_aside, False)
         living = sorted(self.living - {CONTROLLER})
-        told: list[Instruction] = [ActorStarted(name=name, incarnation=self.incarnations[name]) for name in living]
-        told += self._ends.values()
-        return told if self._preempted_until is None else [*told, StopRun(reason=self._preempted_by, preempt=True)]
+        sent: list[Instruction] = [ActorStarted(name=name, incarnation=self.incarnations[name]) for name in living]
+        sent += self._ends.values()
+        return sent if self._preempted_until is None else [*sent, StopRun(reason=self._preempted_by, preempt=True)]
 
     def controller_lost(self, reason: str, now: float) -> list[Instruction]:
         """The controller cannot be reached, or refuses this agent: this host leaves the run or fails."""
@@ -202,13 +202,13 @@ class AgentState:
         self._unanswered += 1
         if not self.is_head:
             return []
-        silent = self._reachable and self._unanswered >= UNANSWERED and now - self._heard >= self.policy.silence_s
-        return self._condemn(CONTROLLER, f"it did not answer for {now - self._heard:.0f} s") if silent else []
+        silent = self._reachable and self._unanswered >= UNANSWERED and now - self._answered >= self.policy.silence_s
+        return self._condemn(CONTROLLER, f"it did not answer for {now - self._answered:.0f} s") if silent else []
 
     def spawned(self, name: str, incarnation: int) -> list[Instruction]:
         """A process of an actor is started with this incarnation."""
         self.incarnations[name] = incarnation
-        self._stale.discard(name)
+        self._cut_off.discard(name)
         return [] if name == CONTROLLER else [ActorStarted(name=name, incarnation=incarnation)]
 
     def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
@@ -224,9 +224,9 @@ class AgentState:
         if self.ending or self.leaving:
             return [self._report(name, exit_code, False, "")]
         # A replica that is set aside is not started again now, so it is reported as given up.
-        if name in self._aside:
+        if name in self._set_aside:
             return [self._report(name, exit_code, True, _join(describe_exit(exit_code), hint))]
-        blameless = name in self._stale or self._is_cut_off(now)
+        blameless = name in self._cut_off or self._is_cut_off(now)
         if exit_code == 0:
             self._unexplained[name] = _Unexplained(now + VERDICT_S, hint, blameless)
             return [self._report(name, exit_code, False, _join(describe_exit(exit_code), hint))]
@@ -256,29 +256,29 @@ class AgentState:
         decision = self._supervisor.ended(name, exit_code, now, blameless=blameless)
         if isinstance(decision, Restart):
             reason = _join(describe_exit(exit_code), hint)
-            self._due[name] = (now + decision.after_s, reason, now)
+            self._restarts[name] = (now + decision.after_s, reason, now)
             return self._report(name, exit_code, False, reason)
         reason = _join(decision.reason, hint)
         if is_set_aside(name, is_healable=exit_code not in UNHEALABLE_EXITS):
             # The controller decides whether the run continues without it.
-            self._aside[name] = False
+            self._set_aside[name] = False
         else:
             self._fail(name, reason, exit_code)
-            self._end(now)
+            self._begin_end(now)
         return self._report(name, exit_code, True, reason)
 
     @property
-    def _first_word_s(self) -> float:
+    def _first_answer_s(self) -> float:
         """Seconds that a controller has for its first answer."""
         return max(FIRST_WORD_S, self.policy.silence_s)
 
     def _controller_exited(self, exit_code: int, hint: str, now: float) -> list[Instruction]:
         """Plan a restart of the controller. If the run is ending or it is given up, kill everything."""
-        self._reachable, self._unanswered, self._reach_by = False, 0, None
+        self._reachable, self._unanswered, self._answer_by = False, 0, None
         if not self.ending:
             decision = self._supervisor.ended(CONTROLLER, exit_code, now)
             if isinstance(decision, Restart):
-                self._due[CONTROLLER] = (now + decision.after_s, _join(describe_exit(exit_code), hint), now)
+                self._restarts[CONTROLLER] = (now + decision.after_s, _join(describe_exit(exit_code), hint), now)
                 return []
             self._fail(CONTROLLER, _join(decision.reason, hint), exit_code)
         # Without a controller, the others would not learn when to end.
@@ -290,23 +290,23 @@ class AgentState:
         While the run continues, this kills actors that are condemned or set aside, and starts those set aside no more.
         """
         # While the controller did not answer, it may have missed reports of ends, which are sent again.
-        told: list[Instruction] = list(self._ends.values()) if self._unanswered else []
-        goes_on = state.phase in ("starting", "running", "preempting")
-        if goes_on and not self._reachable:
+        instructions: list[Instruction] = list(self._ends.values()) if self._unanswered else []
+        continues = state.phase in ("starting", "running", "preempting")
+        if continues and not self._reachable:
             # The first answer of any controller here. That of a later one comes to ``controller_found`` first.
-            told = self.controller_found(now) or told
-        self._hear(now)
+            instructions = self.controller_found(now) or instructions
+        self._note_answer(now)
         self._checkpoint |= state.checkpoint >= 0
         self._has_run |= state.phase in ("running", "preempting")
         if state.phase == "preempting" and not (self._stop_asked or self.ending):
             # This host remembers it, because a successor does not know that the run was preempted.
             self._begin_preemption(state.reason, now)
-        if goes_on:
-            told += self._heed_aside(state)
+        if continues:
+            instructions += self._follow_aside(state)
             for each in state.condemned:
                 if self.incarnations.get(each.name) == each.incarnation:
-                    told += self._condemn(each.name, each.reason)
-            return told
+                    instructions += self._condemn(each.name, each.reason)
+            return instructions
         if actor := state.failed_actor:
             # The reason that the actor itself reported is more useful than its exit code here.
             log = state.log or self.logs.get(actor)
@@ -316,7 +316,7 @@ class AgentState:
         else:
             self.stopped = self.stopped or state.reason
             self.preempted = state.exit_code == PREEMPTED_EXIT_CODE
-        self._end(now)
+        self._begin_end(now)
         return []
 
     def stop(self, reason: str, now: float) -> list[Instruction]:
@@ -327,7 +327,7 @@ class AgentState:
         if self.ending:
             return []
         self.stopped = reason
-        self._end(now)
+        self._begin_end(now)
         return [StopRun(reason=reason)] if self._reachable and self._has_run else self._kill(now)
 
     def preempt(self, reason: str, now: float) -> list[Instruction]:
@@ -361,7 +361,7 @@ class AgentState:
         if self.ending or self.leaving or self.is_head:
             return []
         self.leaving = True
-        self._due.clear()
+        self._restarts.clear()
         self._unexplained.clear()
         self.deadline = now + within_s + self.policy.drain_s
         return []
@@ -379,43 +379,43 @@ class AgentState:
             return [KillAll()]
         if self._preempted_until is not None and now >= self._preempted_until:
             return self.kill(f"preempted by {self._preempted_by}, and the controller did not end the run in time", now)
-        if self._launcher_gone and self._reachable and now - self._heard >= self.policy.host_grace_s:
+        if self._launcher_gone and self._reachable and now - self._answered >= self.policy.host_grace_s:
             return self.controller_lost(f"silent for {self.policy.host_grace_s:g} s, and no launcher", now)
         instructions: list[Instruction] = []
-        if self._reach_by is not None and now >= self._reach_by:
-            self._reach_by = None
-            instructions += self._condemn(CONTROLLER, f"it said nothing for {self._first_word_s:g} s after its start")
+        if self._answer_by is not None and now >= self._answer_by:
+            self._answer_by = None
+            instructions += self._condemn(CONTROLLER, f"it said nothing for {self._first_answer_s:g} s after its start")
         for name in [name for name, end in self._unexplained.items() if now >= end.until]:
             instructions += self._died_after_all(name, now)
-        for name in [name for name, (at, *_) in self._due.items() if now >= at]:
-            _, reason, died = self._due.pop(name)
+        for name in [name for name, (at, *_) in self._restarts.items() if now >= at]:
+            _, reason, died = self._restarts.pop(name)
             died_as = self.incarnations.get(name, 0)
             restart = RestartEvent(name=name, reason=reason, after_s=now - died, incarnation=died_as)
             instructions += [restart, *self._spawn(name)]
             if name == CONTROLLER and self._all_started:
-                self._reach_by = now + self._first_word_s
+                self._answer_by = now + self._first_answer_s
         return instructions
 
     def next_deadline(self) -> float | None:
         """Return the time at which ``tick`` has something to do if no event comes before; None for never."""
         if self.ending:
             return self.deadline
-        times = [at for at, *_ in self._due.values()] + [end.until for end in self._unexplained.values()]
+        times = [at for at, *_ in self._restarts.values()] + [end.until for end in self._unexplained.values()]
         if self.deadline is not None:
             times.append(self.deadline)
         if self._launcher_gone and self._reachable:
-            times.append(self._heard + self.policy.host_grace_s)
+            times.append(self._answered + self.policy.host_grace_s)
         if self._preempted_until is not None:
             times.append(self._preempted_until)
-        if self._reach_by is not None:
-            times.append(self._reach_by)
+        if self._answer_by is not None:
+            times.append(self._answer_by)
         return min(times, default=None)
 
     def how_it_ended(self, agent: str, log: str) -> EndedEvent:
         """Return how this host's part ended, once ``finished``. ``agent`` and ``log``: this agent's name and log."""
         if (failed := self.failure) is not None:
-            where, code = failed.log or "", failed.exit_code
-            return EndedEvent(result="failed", actor=failed.actor, reason=failed.reason, log=where, exit_code=code)
+            failed_log, code = failed.log or "", failed.exit_code
+            return EndedEvent(result="failed", actor=failed.actor, reason=failed.reason, log=failed_log, exit_code=code)
         if self.leaving and not self.ending:
             return EndedEvent(result="left", reason=self.unreached)
         if self.finished_run:
@@ -427,30 +427,30 @@ class AgentState:
             return EndedEvent(result="preempted", reason=self.stopped, exit_code=PREEMPTED_EXIT_CODE)
         return EndedEvent(result="stopped", reason=self.stopped, exit_code=STOPPED_EXIT_CODE)
 
-    def _hear(self, now: float) -> None:
-        """Note that the controller has answered. After a time cut off, the living actors are stale."""
+    def _note_answer(self, now: float) -> None:
+        """Note that the controller has answered. If this host was cut off, its actors get into ``_cut_off``."""
         if self._is_cut_off(now):
-            self._stale |= self.living
-        self._heard, self._unanswered = now, 0
+            self._cut_off |= self.living
+        self._answered, self._unanswered = now, 0
 
     def _is_cut_off(self, now: float) -> bool:
         """Whether the controller has been silent for so long that it may count this host as lost."""
         cut_off_s = CUT_OFF_SHARE * self.policy.host_lost_s
-        return not self.is_head and self._reachable and now - self._heard >= cut_off_s
+        return not self.is_head and self._reachable and now - self._answered >= cut_off_s
 
-    def _heed_aside(self, state: RunState) -> list[Instruction]:
+    def _follow_aside(self, state: RunState) -> list[Instruction]:
         """Kill the actors that the controller sets aside, and start those that it no longer does."""
         if self.leaving or self.ending:
             return []
         instructions: list[Instruction] = []
         reasons = {actor.name: actor.reason for actor in state.aside if actor.name in self.logs}
         for name, reason in reasons.items():
-            self._aside[name] = True
-            self._due.pop(name, None)
+            self._set_aside[name] = True
+            self._restarts.pop(name, None)
             self._unexplained.pop(name, None)
             instructions += self._condemn(name, reason)
-        for name in [name for name, told in self._aside.items() if told and name not in reasons]:
-            del self._aside[name]
+        for name in [name for name, is_named in self._set_aside.items() if is_named and name not in reasons]:
+            del self._set_aside[name]
             self._supervisor.forgive(name)
             # An actor that is still being killed starts again after its death, like any other.
             if name not in self.living:
@@ -485,17 +485,17 @@ class AgentState:
         code = exit_code if exit_code in UNHEALABLE_EXITS else 1
         self.failure = ActorFailed(name, reason, log=self.logs.get(name), exit_code=code)
 
-    def _end(self, now: float) -> None:
+    def _begin_end(self, now: float) -> None:
         """Begin the end on this host: cancel restarts and set the deadline for the actors to end by themselves."""
         if not self.ending:
             self.ending = True
-            self._due.clear()
+            self._restarts.clear()
             self._unexplained.clear()
             grace = self.policy.drain_s
             self.deadline = now + (grace if self._has_run else min(grace, NEVER_RAN_GRACE_S))
 
     def _kill(self, now: float) -> list[Instruction]:
-        self._end(now)
+        self._begin_end(now)
         self.deadline = None
         return [KillAll()]
 

@@ -97,7 +97,7 @@ class Child:
         exit_code = reap_child(self.pid)
         self._reaped = True
         # While the group or session has members, the kernel does not reuse its pid.
-        began, asked = loop.time(), set[int]()
+        began, signalled = loop.time(), set[int]()
         while orphans := group_members([p for p in children_of(os.getpid()) if p not in others], self.pid):
             waited_s = loop.time() - began
             if waited_s >= LEFTOVERS_S:
@@ -106,10 +106,10 @@ class Child:
             for pid in orphans:
                 if waited_s >= warden.END_S:
                     kill_child(pid)
-                elif pid not in asked:
+                elif pid not in signalled:
                     # A process that is not a warden ends by the default action of the signal.
                     warden.end(pid)
-                    asked.add(pid)
+                    signalled.add(pid)
                 reap_child(pid)
             await asyncio.sleep(LOOK_AGAIN_S)
         assert exit_code is not None

@@ -37,21 +37,21 @@ def main() -> int:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     become_subreaper()
-    beats, theirs = os.pipe()
-    os.set_inheritable(theirs, True)
+    heartbeats, agent_end = os.pipe()
+    os.set_inheritable(agent_end, True)
     agent = os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "asyncrl.launcher.node.agent", str(os.getpid()), str(lock), private, str(theirs)],
+        [sys.executable, "-m", "asyncrl.launcher.node.agent", str(os.getpid()), str(lock), private, str(agent_end)],
         os.environ,
         setsid=True,
         setsigdef=IGNORED,
         # The agent unblocks these signals once it can handle them.
         setsigmask=STOPPING,
     )
-    os.close(theirs)
+    os.close(agent_end)
     silent_s = 0.0
     try:
-        if silent_s := HeartbeatWatch(agent, beats).until_end_or_frozen():
+        if silent_s := HeartbeatWatch(agent, heartbeats).until_end_or_frozen():
             # It is not reaped, so the pid is still its own. Alive, it could wake up when nothing watches it.
             os.kill(agent, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])

@@ -71,19 +71,19 @@ class HostAgent:
         self._launcher = LauncherLink(output, Path(spec.log_dir))
         self._guard = os.getppid()
         logs = {name: f"{spec.log_dir}/{name.replace('/', '-')}.log" for name in spec.actors}
-        self._host = AgentState(logs, config.supervision, config.preempt.grace_s)
+        self._state = AgentState(logs, config.supervision, config.preempt.grace_s)
         self._incarnations = Incarnations(spec.above, gang_of)
         self._children: dict[str, Child] = {}
         self._starts: dict[str, int] = {}
         self._address = ""
-        self._addressed = asyncio.Event()
+        self._address_sent = asyncio.Event()
         """Set once the launcher has sent the controller's address."""
         self._is_part = (self._run_dir / PART).exists()
         """Whether the run folder is this host's alone, so that its logs are sent to the launcher."""
         self._link: AgentLink | None = None
-        self._news = asyncio.Event()
+        self._event_came = asyncio.Event()
         """Set after each event, so that the main loop checks whether the host is finished."""
-        self._signalled = 0
+        self._first_signal = 0
         """The first signal, or the first after a SIGHUP; 0 for none."""
         own = agent_name(spec.index)
         self._log = get_logger(own)
@@ -105,14 +105,14 @@ class HostAgent:
                 self._tasks.create_task(self._launcher.beat(self._config.supervision.heartbeat_s))
                 if self._is_part:
                     self._tasks.create_task(self._launcher.send_logs())
-                self._do(self._host.begin())
-                while not self._host.finished:
-                    await self._wait_for_news()
-                    self._news.clear()
-                    self._carry_out(self._host.tick(time.monotonic()))
+                self._do(self._state.begin())
+                while not self._state.finished:
+                    await self._wait_for_event()
+                    self._event_came.clear()
+                    self._carry_out(self._state.tick(time.monotonic()))
                 # The actors' processes are gone, so stacks that are not taken by now will not come.
                 await self._stuck.wait(FAREWELL_S)
-                if self._link is not None and not self._host.is_head and self._has_parted():
+                if self._link is not None and not self._state.is_head and self._has_parted():
                     await self._say_farewell(self._link)
                 raise _Finished
         except* _Finished:
@@ -123,33 +123,33 @@ class HostAgent:
 
     def _has_parted(self) -> bool:
         """Whether this host ends, the run may continue, and the controller knows the host."""
-        return not self._host.unreached and (self._host.leaving or self._host.failure is not None)
+        return not self._state.unreached and (self._state.leaving or self._state.failure is not None)
 
     async def _say_farewell(self, link: AgentLink) -> None:
         """Report to the controller that all has ended here. A host that leaves also waits for a new controller."""
-        host = self._host
-        if host.failure is not None:
+        state = self._state
+        if state.failure is not None:
             await link.say_farewell(FAREWELL_S)
             return
         saying = self._tasks.create_task(link.say_farewell(self._config.supervision.host_grace_s))
-        saying.add_done_callback(lambda _: self._news.set())
-        while not saying.done() and not host.ending:
-            await self._news.wait()
-            self._news.clear()
+        saying.add_done_callback(lambda _: self._event_came.set())
+        while not saying.done() and not state.ending:
+            await self._event_came.wait()
+            self._event_came.clear()
 
     # --- events ---
 
-    async def _wait_for_news(self) -> None:
+    async def _wait_for_event(self) -> None:
         """Wait for the next event, or until ``tick`` has something to do."""
-        deadline = self._host.next_deadline()
+        deadline = self._state.next_deadline()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                await self._news.wait()
+                await self._event_came.wait()
 
     def _do(self, instructions: list[Instruction]) -> None:
         """Carry out the instructions for an event, and wake the main loop: the next deadline may have changed."""
         self._carry_out(instructions)
-        self._news.set()
+        self._event_came.set()
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
         """Carry out instructions in order. An actor that cannot be spawned counts as one that exited with code 1."""
@@ -181,7 +181,7 @@ class HostAgent:
             # The error names the program even if the cause is a log that cannot be written.
             why = f"it cannot be started with its log in {self._spec.log_dir}: {failure.strerror}"
             self._log.error("not started", actor=name, reason=why)
-            self._carry_out(self._host.exited(name, 1, why, time.monotonic()))
+            self._carry_out(self._state.exited(name, 1, why, time.monotonic()))
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Preempt the run at the first signal and kill it at the second; a SIGHUP never leads to a kill."""
@@ -189,32 +189,32 @@ class HostAgent:
         self._log.info("signal", number=number.name)
         # The death of the guard comes as SIGTERM (die_with_parent), and leaves this process with another parent.
         if os.getppid() != self._guard:
-            self._do(self._host.guard_lost(now))
-        elif not self._signalled:
-            self._do(self._host.preempt(cause_of(number), now))
-        elif signal.SIGHUP not in (self._signalled, number):
-            self._do(self._host.kill(f"ended at once by {number.name} to the agent", now))
-        if self._signalled in (0, signal.SIGHUP):
-            self._signalled = number
+            self._do(self._state.guard_lost(now))
+        elif not self._first_signal:
+            self._do(self._state.preempt(cause_of(number), now))
+        elif signal.SIGHUP not in (self._first_signal, number):
+            self._do(self._state.kill(f"ended at once by {number.name} to the agent", now))
+        if self._first_signal in (0, signal.SIGHUP):
+            self._first_signal = number
 
     async def _read_commands(self, commands: asyncio.StreamReader) -> None:
         """Turn the launcher's commands into events, until the launcher is gone."""
         while line := await commands.readline():
             self._log.info("command", line=line.decode(errors="replace").strip())
             if line == STOP:
-                self._do(self._host.stop("stopped by the launcher", time.monotonic()))
+                self._do(self._state.stop("stopped by the launcher", time.monotonic()))
             elif line.startswith(PREEMPT):
-                self._do(self._host.preempt(line.removeprefix(PREEMPT).decode().strip(), time.monotonic()))
+                self._do(self._state.preempt(line.removeprefix(PREEMPT).decode().strip(), time.monotonic()))
             elif line == KILL:
-                self._do(self._host.kill(AT_ONCE, time.monotonic()))
+                self._do(self._state.kill(AT_ONCE, time.monotonic()))
             elif line.startswith(CONTROLLER_AT):
                 self._address = line.removeprefix(CONTROLLER_AT).decode().strip()
-                self._addressed.set()
+                self._address_sent.set()
             else:
                 self._log.warning("unknown command", line=line.decode(errors="replace"))
         self._log.warning("launcher is gone")
-        self._host.launcher_gone()
-        self._news.set()
+        self._state.launcher_gone()
+        self._event_came.set()
 
     async def _find_controller(self) -> None:
         """Wait for the controller's address and follow the controller; without one in time it counts as lost."""
@@ -223,7 +223,7 @@ class HostAgent:
                 await self._learn_address()
         except TimeoutError:
             reason = f"no address after {self._config.supervision.start_timeout_s:g} s"
-            self._do(self._host.controller_lost(reason, time.monotonic()))
+            self._do(self._state.controller_lost(reason, time.monotonic()))
             return
         self._link = make_link(
             self._spec,
@@ -231,24 +231,24 @@ class HostAgent:
             self._address,
             self._incarnations.next(agent_name(self._spec.index)),
             on_state=self._on_state,
-            on_silent=lambda: self._do(self._host.controller_silent(time.monotonic())),
-            on_successor=lambda: self._do(self._host.controller_found(time.monotonic())),
+            on_silent=lambda: self._do(self._state.controller_silent(time.monotonic())),
+            on_successor=lambda: self._do(self._state.controller_found(time.monotonic())),
         )
         self._tasks.create_task(self._follow(self._link))
-        self._host.controller_at(time.monotonic())
-        self._news.set()
+        self._state.controller_at(time.monotonic())
+        self._event_came.set()
 
     async def _learn_address(self) -> None:
         """Set ``_address``: the head reads it from the controller's file, other hosts get it from the launcher."""
-        if not self._host.is_head:
-            await self._addressed.wait()
+        if not self._state.is_head:
+            await self._address_sent.wait()
             return
         path = self._run_dir / private_name(self._spec.index) / ADDRESS_FILE
         while not path.exists():  # noqa: ASYNC110
             await asyncio.sleep(LOOK_FOR_CONTROLLER_S)
-        found = read_address_file(path)
-        assert found is not None, f"{path} is replaced, and never removed"
-        self._address = found.address
+        record = read_address_file(path)
+        assert record is not None, f"{path} is replaced, and never removed"
+        self._address = record.address
         self._launcher.emit(ControllerEvent(address=self._address))
 
     async def _follow(self, link: AgentLink) -> None:
@@ -260,7 +260,7 @@ class HostAgent:
         try:
             await link.main()
         except AsyncRLError as error:
-            self._do(self._host.controller_lost(str(error), time.monotonic()))
+            self._do(self._state.controller_lost(str(error), time.monotonic()))
         finally:
             heartbeat.stop()
             link.stop_measuring()
@@ -268,7 +268,7 @@ class HostAgent:
     def _on_state(self, state: RunState) -> None:
         """Report the run's state to the launcher, then act on it."""
         assert self._link is not None
-        told = StateEvent(
+        event = StateEvent(
             phase=state.phase,
             waiting_for=state.waiting_for,
             waits=state.waits,
@@ -276,7 +276,7 @@ class HostAgent:
             leaving=[leaving.name for leaving in state.leaving],
             controller=self._link.controller,
         )
-        self._launcher.emit(told)
+        self._launcher.emit(event)
         for line in state.lines:
             self._launcher.emit(_event_of(line))
         # First, because ``AgentState`` may have a stuck actor killed.
@@ -286,8 +286,8 @@ class HostAgent:
         now, own = time.monotonic(), agent_name(self._spec.index)
         for leaving in state.leaving:
             if leaving.name == own:
-                self._do(self._host.leave(leaving.within_s, now))
-        self._do(self._host.state(state, now))
+                self._do(self._state.leave(leaving.within_s, now))
+        self._do(self._state.state(state, now))
 
     # --- instructions ---
 
@@ -295,7 +295,7 @@ class HostAgent:
         """Start the process of an actor under its next incarnation. Raises OSError."""
         incarnation = self._incarnations.next(name)
         # Even if it cannot be started, its end is reported under this incarnation.
-        started = self._host.spawned(name, incarnation)
+        instructions = self._state.spawned(name, incarnation)
         argv = [*self._spec.argv, name, "--run", self._spec.run_dir, "--incarnation", str(incarnation)]
         if self._spec.host:
             argv += ["--host", self._spec.host, "--private", private_name(self._spec.index)]
@@ -311,10 +311,10 @@ class HostAgent:
             # Later starts use the last key pair.
             pair = min(attempt, self._config.supervision.max_restarts)
             argv += ["--attempt", str(pair), "--controller", self._address]
-        log = Path(self._host.logs[name])
+        log = Path(self._state.logs[name])
         child = Child.spawn(name, incarnation, argv, environment_of(os.environ, self._spec.actors[name]), log)
         self._children[name] = child
-        self._carry_out(started)
+        self._carry_out(instructions)
         self._log.info("spawned", actor=name, pid=child.pid, incarnation=incarnation)
         self._tasks.create_task(self._wait(child))
 
@@ -326,20 +326,20 @@ class HostAgent:
             self._log.error("killed but not ended", actor=child.name, pids=child.stuck)
         hint = child.last_words() if exit_code > 0 else ""
         self._log.info("ended", actor=child.name, pid=child.pid, exit_code=exit_code, hint=hint)
-        self._do(self._host.exited(child.name, exit_code, hint, time.monotonic()))
+        self._do(self._state.exited(child.name, exit_code, hint, time.monotonic()))
 
     async def _report(self, link: AgentLink, message: ActorStarted | ActorEnded) -> None:
         """Send a report to the controller. Its answer on an end becomes an event."""
         reply = await link.tell(message)
         if isinstance(reply, EndNoted):
-            self._do(self._host.end_noted(message.name, message.incarnation, reply.asked, time.monotonic()))
+            self._do(self._state.end_noted(message.name, message.incarnation, reply.asked, time.monotonic()))
 
     async def _ask_stop(self, request: StopRun) -> None:
         """Ask the controller to stop or preempt the run. If it does not answer on a stop, kill everything."""
         timeout = None if request.preempt else ASK_STOP_S
         asked = self._link is not None and await self._link.tell(request, timeout) is not None
         if not asked and not request.preempt:
-            self._do(self._host.kill(request.reason, time.monotonic()))
+            self._do(self._state.kill(request.reason, time.monotonic()))
 
     # --- the end ---
 
@@ -360,8 +360,8 @@ class HostAgent:
     def _say_how_it_ended(self) -> int:
         """Send the last event; on the head also write the record of the run's end. Returns the exit code."""
         own = agent_name(self._spec.index)
-        ended = self._host.how_it_ended(own, f"{self._spec.log_dir}/agent-{self._spec.index}.log")
-        if self._host.is_head:
+        ended = self._state.how_it_ended(own, f"{self._spec.log_dir}/agent-{self._spec.index}.log")
+        if self._state.is_head:
             try:
                 write_ended(self._run_dir, self._spec.log_dir, ended)
             except OSError as error:

@@ -72,31 +72,31 @@ class LauncherLink:
         """Send the new lines of all logs for which there is room; returns whether there may be more."""
         room = self.room()
         try:
-            found = await asyncio.to_thread(self._look, room, last=last)
+            pieces = await asyncio.to_thread(self._read_pieces, room, last=last)
         except OSError as error:
             get_logger("agent").warning("logs cannot be sent", error=str(error))
             return False
         # If the task is cancelled before this, nothing was sent and the next call finds the same lines.
-        for event, end in found:
+        for event, end in pieces:
             self.emit(event)
             self._sent[event.file] = end
-        return bool(found) or room == 0
+        return bool(pieces) or room == 0
 
-    def _look(self, room: int, *, last: bool) -> list[tuple[LogEvent, int]]:
+    def _read_pieces(self, room: int, *, last: bool) -> list[tuple[LogEvent, int]]:
         """Read the next pieces of all logs, each with its end offset in its file (bytes).
 
         The last piece may exceed ``room`` (bytes).
         """
-        found: list[tuple[LogEvent, int]] = []
+        pieces: list[tuple[LogEvent, int]] = []
         for path in sorted(self._logs.glob("*.log")):
             end = self._sent.get(path.name, 0)
-            while room > 0 and (piece := self._next(path, end, last=last)):
+            while room > 0 and (piece := self._read_piece(path, end, last=last)):
                 room, end = room - len(piece), end + len(piece)
-                found.append((LogEvent(file=path.name, text=piece.decode(errors="replace")), end))
-        return found
+                pieces.append((LogEvent(file=path.name, text=piece.decode(errors="replace")), end))
+        return pieces
 
     @staticmethod
-    def _next(path: Path, start: int, *, last: bool) -> bytes:
+    def _read_piece(path: Path, start: int, *, last: bool) -> bytes:
         with path.open("rb") as file:
             file.seek(start)
             piece = file.read(CHUNK_BYTES)

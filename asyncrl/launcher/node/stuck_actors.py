@@ -42,21 +42,21 @@ class StuckActors:
         emit: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        self._path, self._patience_s, self._emit, self._spawn = log, patience_s, emit, spawn
-        self._stuck: dict[tuple[str, int, int], Child] = {}
+        self._log_path, self._patience_s, self._emit, self._spawn = log, patience_s, emit, spawn
+        self._reported: dict[tuple[str, int, int], Child] = {}
         """Processes of reported actors, by (name, incarnation, number of the report)."""
-        self._taking: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._stack_tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         """Tasks that take stacks now, by (name, incarnation)."""
         self._log = get_logger(agent)
 
     def hear(self, stuck: Sequence[Stuck], children: Mapping[str, Child]) -> None:
         """Take the controller's list of stuck actors, and show each report once. ``children``: the actors here."""
-        before, self._stuck = self._stuck, {}
+        before, self._reported = self._reported, {}
         for actor in stuck:
             key = (actor.name, actor.incarnation, actor.number)
             child = children.get(actor.name)
             if child is not None and child.incarnation == actor.incarnation:
-                self._stuck[key] = child
+                self._reported[key] = child
                 if key not in before:
                     self.show(child, actor.report)
 
@@ -66,13 +66,13 @@ class StuckActors:
             self._log.error("actor is stuck", actor=child.name, pid=child.pid, report=report)
             self._emit(WarningEvent(text=f"watchdog: {report}"))
         key = (child.name, child.incarnation)
-        if key not in self._taking:
-            self._taking[key] = self._spawn(self._take(child))
+        if key not in self._stack_tasks:
+            self._stack_tasks[key] = self._spawn(self._take(child))
 
     def kill(self, child: Child, reason: str) -> None:
         """Kill an actor. If its stacks are being taken, first wait for them."""
         self._log.warning("condemned actor is killed", actor=child.name, pid=child.pid, reason=reason)
-        taking = self._taking.get((child.name, child.incarnation))
+        taking = self._stack_tasks.get((child.name, child.incarnation))
         if taking is None:
             child.kill()
         else:
@@ -80,18 +80,18 @@ class StuckActors:
 
     async def wait(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` for the stacks that are being taken."""
-        if self._taking:
-            await asyncio.wait(self._taking.values(), timeout=timeout_s)
+        if self._stack_tasks:
+            await asyncio.wait(self._stack_tasks.values(), timeout=timeout_s)
 
     async def _take(self, child: Child) -> None:
         try:
             text = await take_stacks(child, self._patience_s)
         finally:
-            del self._taking[child.name, child.incarnation]
+            del self._stack_tasks[child.name, child.incarnation]
         write_text(f"stacks of {child.name}:\n{text}\n")
         # The first line is the state of the process. The launcher gets only this line.
         state, *more = text.splitlines()
-        rest = f"{len(more)} more lines in {self._path}" if more else f"log: {self._path}"
+        rest = f"{len(more)} more lines in {self._log_path}" if more else f"log: {self._log_path}"
         self._emit(WarningEvent(text=f"stacks of {child.name}: {state} ({rest})"))
 
 
@@ -99,10 +99,10 @@ async def take_stacks(child: Child, timeout_s: float) -> str:
     """Return a text with the state and the stacks of an actor's process. Waits for at most about ``timeout_s``."""
     pid = child.pid
     state = process_state(pid)
-    found = await _py_spy(pid, timeout_s / 2, stopped=_is_stopped(state))
-    if not found and _is_stopped(state):
+    stacks = await _py_spy(pid, timeout_s / 2, stopped=_is_stopped(state))
+    if not stacks and _is_stopped(state):
         return f"process {pid}: {state}: it was stopped (SIGSTOP) and runs nothing"
-    return f"process {pid}: {state}\n{found or await _ask(child, timeout_s / 2)}"
+    return f"process {pid}: {state}\n{stacks or await _ask_for_stacks(child, timeout_s / 2)}"
 
 
 def process_state(pid: int) -> str:
@@ -126,8 +126,8 @@ def _is_stopped(state: str) -> bool:
 
 
 def _find_py_spy() -> str | None:
-    beside = Path(sys.executable).with_name("py-spy")
-    return shutil.which("py-spy") or (str(beside) if os.access(beside, os.X_OK) else None)
+    own = Path(sys.executable).with_name("py-spy")
+    return shutil.which("py-spy") or (str(own) if os.access(own, os.X_OK) else None)
 
 
 async def _py_spy(pid: int, timeout_s: float, *, stopped: bool) -> str:
@@ -162,7 +162,7 @@ async def _py_spy(pid: int, timeout_s: float, *, stopped: bool) -> str:
     return text if "Thread" in text else ""
 
 
-async def _ask(child: Child, timeout_s: float) -> str:
+async def _ask_for_stacks(child: Child, timeout_s: float) -> str:
     """Ask an actor for its stacks by signal, and return the new lines of its log that are not JSON.
 
     Waits until the stacks are complete, the process has ended, or ``timeout_s`` has passed.
