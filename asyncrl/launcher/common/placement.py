@@ -92,6 +92,7 @@ def place(config: Config, hosts: Sequence[PlacementHost]) -> list[Placed]:
             env = _environment(threads[index].get("rollouter", 1), gpus) | _interface_environment(host)
             name = f"rollouter/{first_replica + local}"
             placed[name] = Placed(name=name, host=host.name, gpus=gpus, env=env)
+            # Left out below if ``config.actors`` has no episode hosts.
             episodes = f"episodes/{first_replica + local}"
             placed[episodes] = Placed(name=episodes, host=host.name, env=_environment(1, ()))
         first_rank, first_replica = first_rank + ranks[index], first_replica + replicas[index]
@@ -109,7 +110,10 @@ def place(config: Config, hosts: Sequence[PlacementHost]) -> list[Placed]:
 
 
 def with_gpus(config: Config, hosts: Sequence[PlacementHost]) -> Config:
-    """Return the config with rollout.gpus_per_replica filled in: 1 if engines use GPUs and a host has some, or 0."""
+    """Return the config with rollout.gpus_per_replica set.
+
+    If the user leaves it out, it is 1 if the engines use GPUs and a host has some, else 0. Raises ConfigError.
+    """
     if config.rollout.gpus_per_replica is not None:
         return config
     tree = config.model_dump(mode="json")
@@ -119,7 +123,7 @@ def with_gpus(config: Config, hosts: Sequence[PlacementHost]) -> Config:
 
 
 def with_episode_hosts(config: Config, hosts: Sequence[PlacementHost]) -> Config:
-    """Return the config with episode.extra_hosts set; by default every host that can play episodes alone is one.
+    """Return the config with episode.extra_hosts set: by default one on every host without GPUs, ranks and engines.
 
     ``config`` has passed through ``with_gpus``. Raises ConfigError if the user asks for more than there are.
     """

@@ -52,11 +52,12 @@ class Contact:
         self.asked = ""
         """Type of the last order, in lower case; empty before the first."""
         self._errors = b""
+        """The end of the command's standard error, at most ERRORS_KEPT bytes."""
         self._log: Path | None = None
         self._reading: asyncio.Task[None] | None = None
 
     async def reach(self) -> None:
-        """Start the command, and set ``facts`` to what the host offers. Raises HostFailed."""
+        """Start the command, and set ``facts`` to what the host offers. Raises HostFailed, also if it does not fit."""
         argv = self.start.argv(self.name)
         try:
             self.process = await asyncio.create_subprocess_exec(
@@ -83,7 +84,6 @@ class Contact:
         raise HostFailed(self.name, "says a great deal, but nothing of asyncrl")
 
     def _accept_offer(self, message: dict[str, Any]) -> None:
-        """Check the host's first message and set ``facts``. Raises HostFailed if the host refuses or does not fit."""
         if message["type"] == "refusal":
             raise HostFailed(self.name, str(message.get("reason")))
         ours = version("asyncrl")

@@ -104,7 +104,6 @@ def _listed(hosts: Sequence[HostLine], most: int = 8) -> str:
 
 
 def _name_problems(name: str) -> list[str]:
-    """Explain why a name cannot be passed to ssh; an empty list if it can."""
     if _NAME.fullmatch(name) or _is_address(name):
         return []
     if "@" in name:

@@ -1,10 +1,11 @@
-"""The decisions of a node agent, without sockets, clocks or processes. The caller brings the time (monotonic, s).
+"""The decisions of a node agent, without sockets, clocks or processes. The caller passes the time (monotonic, s).
 
-Each public method is an event and returns the instructions to carry out. On the head the controller starts first, and
-the other actors once it has answered. After a death, the restart policy decides between a restart and the end of the
-run. A *condemned* actor must be killed; its death then counts like any other. A replica that is *set aside* was given
-up, and starts again when the controller asks for it. While the controller is restarted, the other actors continue. The
-new controller is its *successor*. It gets every end that it may not know, and a request to preempt the run.
+The caller (host_agent.py) passes each event to a method, which returns the instructions to carry out. On the head, the
+controller's host, the controller starts first, and the other actors once it has answered. After a death, the restart
+policy decides between a restart and the end of the run. A *condemned* actor must be killed; its death then counts like
+any other. A replica that is *set aside* was given up, and starts again when the controller asks for it. While the
+controller is restarted, the other actors continue. The new controller is its *successor*. It gets every end that it may
+not know, and a request to preempt the run.
 
 Invariants: only the condemned process is killed for that reason. Nothing starts once the run is ending or this host
 leaves. Everything that is left is killed at ``deadline``, at most ``drain_s`` after the run began to end. A preempted
@@ -110,7 +111,7 @@ class AgentState:
     _condemned: dict[str, str] = field(default_factory=dict)
     """Condemned actor that is being killed → the reason."""
     _set_aside: dict[str, bool] = field(default_factory=dict)
-    """Replica that is set aside → whether the present controller has set it aside itself."""
+    """Replica that is set aside → whether the present controller has named it so in its state."""
     _ends: dict[str, ActorEnded] = field(default_factory=dict)
     """Report on the last end of each actor."""
     _all_started: bool = False
@@ -168,7 +169,8 @@ class AgentState:
     def controller_found(self, now: float) -> list[Instruction]:
         """The controller has answered: for the first time, or as a successor that knows nothing yet.
 
-        The first time all other actors start. A successor gets the living actors, their ends and the preemption.
+        The first time, all other actors start. A successor gets reports on the living actors and on the last end of
+        each actor, and the request to preempt the run if there was one.
         """
         if self.ending:
             return []
@@ -214,7 +216,8 @@ class AgentState:
     def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
         """A process and all of its group are gone; ``hint`` is the last line of its log.
 
-        Reports the end, and treats it as a death unless an end was expected or the exit code is 0.
+        Returns its report. While the run continues here, the end counts as a death, but an exit code of 0 only if the
+        controller did not ask for it (``end_noted``).
         """
         self.living.discard(name)
         # For a condemned actor the reason is more useful than the last line of its log.
@@ -320,7 +323,7 @@ class AgentState:
         return []
 
     def stop(self, reason: str, now: float) -> list[Instruction]:
-        """End the run in order, through the controller. At a second call, or if it has not run yet, kill everything."""
+        """End the run in order, through the controller. Kill all at a second call, or if the run is still starting."""
         if self._stop_asked:
             return self.kill(reason, now)
         self._stop_asked = True
@@ -371,7 +374,10 @@ class AgentState:
         self._launcher_gone = True
 
     def tick(self, now: float) -> list[Instruction]:
-        """Do what is due at this time: kill what is left at a deadline, judge ends, restart actors."""
+        """Do what is due at this time.
+
+        That is: kill what is left at a deadline, give up or condemn a silent controller, judge ends, restart actors.
+        """
         if self.ending:
             return self._kill(now) if self.deadline is not None and now >= self.deadline else []
         if self.leaving and self.deadline is not None and now >= self.deadline:

@@ -74,7 +74,9 @@ class HostAgent:
         self._state = AgentState(logs, config.supervision, config.preempt.grace_s)
         self._incarnations = Incarnations(spec.above, gang_of)
         self._children: dict[str, Child] = {}
+        """The living process of each actor."""
         self._starts: dict[str, int] = {}
+        """Number of times that each actor was started."""
         self._address = ""
         self._address_sent = asyncio.Event()
         """Set once the launcher has sent the controller's address."""
@@ -140,7 +142,6 @@ class HostAgent:
     # --- events ---
 
     async def _wait_for_event(self) -> None:
-        """Wait for the next event, or until ``tick`` has something to do."""
         deadline = self._state.next_deadline()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
@@ -252,7 +253,7 @@ class HostAgent:
         self._launcher.emit(ControllerEvent(address=self._address))
 
     async def _follow(self, link: AgentLink) -> None:
-        # The controller counts a host as lost if its agent sends no heartbeats either.
+        """Run the link to the controller, with heartbeats and measurements of this process, until it fails."""
         heartbeat = HeartbeatThread(link, self._address, asyncio.get_running_loop())
         listen(link.events.add)
         link.measure()
@@ -371,7 +372,6 @@ class HostAgent:
 
 
 def _event_of(line: dict[str, Any]) -> MetricsEvent | NoticeEvent | ReadyEvent:
-    """Return the event for a line of RunState.lines."""
     if line.get("kind") == READY:
         return ReadyEvent(name=line["actor"])
     if line.get("kind") == NOTICE:
