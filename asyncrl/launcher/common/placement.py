@@ -225,8 +225,8 @@ def _layout(config: Config, hosts: Sequence[PlacementHost]) -> _Layout:
 def _shared_counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], list[int]] | None:
     """Return the numbers of ranks and of engines of each host, where an engine may also use GPUs of ranks.
 
-    Ranks fill the first hosts. An engine goes to a host with enough GPUs that have no engine: first to hosts where these
-    have no rank either, then to the host with most of them. Returns None if ranks or engines alone exceed the GPUs.
+    Ranks fill the first hosts. An engine goes to a host with enough GPUs that have no engine. Hosts where these GPUs have
+    no rank either come first, then those with most of them. Returns None if ranks or engines alone exceed the GPUs.
     """
     gpus_each, gpus = _gpus_per_replica(config), [len(host.gpus) for host in hosts]
     if not gpus_each:
@@ -353,7 +353,7 @@ def _refusal(config: Config, hosts: Sequence[PlacementHost], ranks: int, each: i
     has = f"{hosts[0].name} has {available}" if len(hosts) == 1 else f"there are {available}: {named}"
     text = f"GPUs: {' + '.join(parts)} makes {needed}"
     sharing = ""
-    if config.placement.share == "never" and _shared_counts(config, hosts) is not None:
+    if config.placement.share == "never" and ranks and _shared_counts(config, hosts) is not None:
         sharing = ', or set placement.share = "auto", so that ranks and engines share GPUs'
     if needed > available:
         text += f", but {has}; ask for fewer, or {' and '.join(advice)} to use the CPU"
