@@ -1,12 +1,13 @@
-"""The follower's handle on one running agent: reads its events, sends it commands and records how it ends.
+"""The launcher's handle on one node agent: reads its events, sends it commands and records how it ends.
 
-An agent is asked to end, then to kill its actors, and then its connection is cut, each step with a deadline. Its log
-lines are appended to those of the run, and all other lines of a connection are shown.
+A node agent runs the actors of one host. Its guard is its parent process, which ends what a dead agent leaves behind
+(node/guard.py). To end an agent, the launcher asks it to stop, then to kill its actors, and at last cuts its
+connection. Each step has a deadline.
 
-``watch_silence`` reports an agent that is silent, and when it is heard again. A frozen agent is killed by its guard
-after ``supervision.silence_s``. If nothing ends for much longer, the guard is frozen as well: the connection is cut. On
-another host this is a lost connection, on this one the death of the agent. Time in which this process was stopped
-itself does not count.
+``watch_silence`` reports when an agent falls silent and when it is heard again. The guard kills a frozen agent after
+``supervision.silence_s``. If the silence lasts much longer, the guard is frozen too, and the launcher cuts the
+connection. On this host the cut kills the agent; another host just loses its connection. Time in which the launcher
+itself was stopped does not count.
 """
 
 from __future__ import annotations
@@ -41,33 +42,38 @@ from asyncrl.rpc.lifecycle.supervision import describe_exit
 LOOK_S = 0.5
 """Seconds between two checks whether an agent has sent anything."""
 REPORT_SHARE = 0.5
-"""An agent that is silent for this share of supervision.silence_s is reported."""
+"""Share of ``supervision.agent_silence_s`` after which the launcher reports a silent agent."""
 PARTING_S = 20.0
-"""Seconds that a guard has to end the actors of its dead agent, and between two cuts. The guard gives up after half."""
+"""Seconds of silence before the connection of an agent that has reported its end is cut, and between two cuts.
+
+Its guard needs at most half of them to end what is left.
+"""
 SLACK_S = 1.5
-"""Seconds after ``drain_s`` until an agent is asked to kill its actors, and again until it is killed itself."""
+"""Seconds that an agent gets beyond ``drain_s`` before the KILL command, and from that command to the cut."""
 
 
 @dataclass(eq=False)
 class AgentHandle:
-    """One host of the run, the connection to its agent, and what the launcher knows of that agent."""
+    """The agent of one host of the run: the connection to it, and the launcher's view of its state."""
 
     index: int
     contact: Contact
     ended: EndedEvent | None = None
     """The agent's last event, which says how its part of the run ended; None until it arrives."""
     exit_code: int | None = None
+    """Exit code of the connection's process; None while the connection lasts."""
     lost: bool = False
     """True if the connection ended before the agent reported its end."""
     silence: Silence = field(default_factory=lambda: Silence(LOOK_S))
+    """Measures the time since the agent's last line."""
     _heard: bool = False
     """True if the agent sent a line since the last ``look``."""
     _spoken: bool = False
-    """True once the agent has sent a line; until then it has longer before its silence is reported."""
+    """True once the agent has sent a line. Before that, it may be silent for at least FIRST_WORD_S."""
     _reported: bool = False
     """True while a reported silence lasts."""
     _cuts: int = 0
-    """How often ``cut`` was called."""
+    """Number of calls of ``cut``."""
 
     @property
     def over(self) -> bool:
@@ -86,14 +92,14 @@ class AgentHandle:
 
     @property
     def log(self) -> str:
-        """The name of the agent's own log."""
+        """File name of the agent's own log."""
         return f"agent-{self.index}.log"
 
     @property
     def exit_words(self) -> str:
-        """Describes how the agent's process ended, for messages."""
+        """How the agent's process ended, as part of a message. The connection must have ended."""
         assert self.exit_code is not None
-        # The guard reports the signal that killed its agent as 128 and the signal's number.
+        # The guard exits with 128 + N if signal N killed its agent; describe_exit takes -N.
         words = describe_exit(self.exit_code if self.exit_code < 128 else 128 - self.exit_code)
         return (
             f"frozen, without a sign of life for {self.silence.seconds:.0f} s, then {words}"
@@ -103,7 +109,7 @@ class AgentHandle:
 
     @property
     def loss_words(self) -> str:
-        """Describes the loss of the connection, with the reason if it is known, for messages."""
+        """The loss of the connection as part of a message, with the reason if it is known."""
         why = f" ({self.contact.last_error})" if self.contact.last_error else ""
         if self._cuts:
             why = f" (no sign of life for {self.silence.seconds:.0f} s)"
@@ -117,8 +123,8 @@ class AgentHandle:
     async def hear(self, logs: Path, progress: TerminalProgress, take: Callable[[Any], None]) -> None:
         """Read the agent's events until its connection ends, then set ``exit_code`` and ``lost``.
 
-        Log lines are appended to files in ``logs``, lines that are no event are shown, heartbeats only end a silence.
-        ``take`` is called with every other event.
+        Every line ends a silence; a heartbeat does nothing else. The text of a LogEvent is appended to a file in
+        ``logs``, and a line that is no event is shown. ``take`` gets every other event.
         """
         output = self.contact.process.stdout
         assert output is not None
@@ -128,7 +134,7 @@ class AgentHandle:
             try:
                 event = decoder.decode(line)
             except msgspec.MsgspecError:
-                # Not the agent's: other things write to a connection too.
+                # Other programs write to a connection too, for example ssh.
                 progress.warn([f"{self.name}: {line.decode(errors='replace').strip()}"])
                 continue
             if isinstance(event, BeatEvent):
@@ -145,9 +151,10 @@ class AgentHandle:
         self.exit_code = code
 
     def look(self, config: Config, progress: TerminalProgress) -> None:
-        """Check whether the agent sent anything since the last call; the caller does so every LOOK_S.
+        """Check whether the agent sent anything since the last call. The caller repeats this every LOOK_S.
 
-        Reports a silence and its end. If the silence is much longer than the guard allows, cuts the connection.
+        Reports the begin and the end of a long silence. Cuts the connection if the silence lasts much longer than the
+        guard allows.
         """
         if self.over:
             return
@@ -165,7 +172,7 @@ class AgentHandle:
                 f"{limit_s:g} s (supervision.silence_s), with its host's part of the run"
             )
             progress.warn([f"{self.name}: no sign of life for {silent_s:.0f} s; {consequence}"])
-        # An agent whose loop hangs, and beats to its guard, has ``watchdog.stall_s`` more.
+        # An agent whose event loop hangs sends heartbeats to its guard for stall_s more, then has limit_s.
         cut_s = config.watchdog.stall_s + limit_s + supervision.host_lost_s if self.ended is None else PARTING_S
         if silent_s >= cut_s + self._cuts * PARTING_S:
             what = "neither it nor its guard shows a sign of life" if self.ended is None else "its guard has not ended"
@@ -173,7 +180,7 @@ class AgentHandle:
             self.cut()
 
     def cut(self) -> None:
-        """End its connection. On this host: kill the agent and have its guard end the rest; then kill the guard."""
+        """End the connection. On this host, kill the agent, whose guard ends the rest; a second cut kills the guard."""
         self._cuts += 1
         self.contact.kill()
 
@@ -187,7 +194,7 @@ async def watch_silence(members: Sequence[AgentHandle], config: Config, progress
 
 
 async def end_in_steps(members: Sequence[AgentHandle], drain_s: float) -> None:
-    """End agents that have not ended by themselves: ask them to stop, then to kill their actors, then cut them off.
+    """Ask the agents to stop, then to kill their actors, and then cut the connections that are left.
 
     Waits ``drain_s`` plus SLACK_S after the first step and SLACK_S after the second.
     """
@@ -199,7 +206,7 @@ async def end_in_steps(members: Sequence[AgentHandle], drain_s: float) -> None:
 
 
 async def kill_members(members: Sequence[AgentHandle], interrupts: Interrupts) -> None:
-    """Ask all agents to kill their actors; after SLACK_S, or at another signal, cut the connections that are left."""
+    """Ask all agents to kill their actors. After SLACK_S, or at another signal, cut the connections that are left."""
     for member in members:
         member.send(KILL)
     await interrupts.next(SLACK_S)
@@ -207,14 +214,14 @@ async def kill_members(members: Sequence[AgentHandle], interrupts: Interrupts) -
 
 
 def hang_up(members: Sequence[AgentHandle]) -> None:
-    """Cut the connections of agents that have not ended. On this host, kill the agent; its guard ends its actors."""
+    """Cut the connection of every agent that has not ended."""
     for member in members:
         if not member.over:
             member.cut()
 
 
 def _append(logs: Path, event: LogEvent) -> None:
-    # The file name comes from another host: a name that leads out of ``logs`` is ignored.
+    # Another host sends the file name: ignore one that leads out of ``logs``.
     if Path(event.file).name == event.file and event.file.endswith(".log"):
         with contextlib.suppress(OSError), (logs / event.file).open("a") as file:
             file.write(event.text)

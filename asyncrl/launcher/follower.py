@@ -1,16 +1,16 @@
-"""Follows the agents of a run, one on each host, until all have ended, and passes the user's signals on.
+"""Follows the node agents of a run, one on each host, until all have ended, and passes the user's signals on.
 
-The head's agent has the controller, so the launcher asks it to end the run, and it reports how the run ended. The other
-agents hear that from the controller. The first signal preempts a run, or ends it at once during the start; the second
-one ends it at once. The end comes even if something hangs. If an agent does not end its actors within ``drain_s`` of
-the run's end, the launcher asks it to kill them. If it does not, the launcher kills the agent, and its guard ends the
-rest.
+The head is the host of the controller. The launcher asks the head's agent to end the run, and this agent reports how
+the run ended; the others learn it from the controller. The first signal preempts a run, or ends it in order during the
+start. The second signal ends it at once. A process that hangs delays the end only for a bounded time. If an agent does
+not end its actors within ``drain_s`` of the run's end, the launcher asks it to kill them. If that fails, the launcher
+kills the agent, and its guard ends the rest (agent_handle.py).
 
 A lost connection ends nothing: the run continues without that host's events. At the end the launcher connects to the
-host again, for a bounded time, to check that no process is left. If the host is the head, the launcher closes the other
+host again, for a bounded time, to check that no process is left. If the head is lost, the launcher closes the other
 connections too, so that those agents end with their controller.
 
-When ``main`` returns, no process of the run is left, or the launcher has said where it could not check that.
+When ``main`` returns, no process of the run is left, or the launcher has named the hosts that it could not check.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ from asyncrl.launcher.terminal.interrupts import Interrupts
 from asyncrl.launcher.terminal.progress import TerminalProgress
 
 CONFIRM_S = 30.0
-"""Seconds after which the launcher stops trying to connect to a host again."""
+"""Seconds for which the launcher tries to reach a host again, or waits for one answer."""
 ENDED_BY_CODE = {
     0: EndedEvent(result="done"),
     PREEMPTED_EXIT_CODE: EndedEvent(
         result="preempted", reason="asked to end; the launcher did not hear by what", exit_code=PREEMPTED_EXIT_CODE
     ),
 }
-"""How a run ended, by the agent's exit code, if the agent's last event did not arrive."""
+"""How a run ended by the agent's exit code. It is used if the agent's last event did not arrive."""
 LOOK_AGAIN_S = 2.0
-"""Seconds for one try to ask a head whose connection is lost, and the pause after a failed try."""
+"""Seconds that a lost head waits for the end of the run before it answers, and the pause after a failed try."""
 
 
 @dataclass
 class Follower:
-    """The follower of a run's agents. ``members`` are in the order of their index, the head first."""
+    """Follows the agents of a run. ``members`` are in the order of their index, the head first."""
 
     config: Config
     folder: RunFolder
@@ -82,7 +82,9 @@ class Follower:
     _failure: EndedEvent | None = None
     """The first unexpected end of an agent."""
     _killing: bool = False
+    """True once the user's signals end the run at once."""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when an agent has ended; ``_until`` then checks its condition again."""
 
     @property
     def _head(self) -> AgentHandle:
@@ -112,26 +114,27 @@ class Follower:
     # --- events ---
 
     async def _follow(self, member: AgentHandle) -> None:
+        """Read a member's events until its connection ends, find out how it ended, and handle that end."""
         await member.hear(self.folder.logs, self.progress, lambda event: self._take(member, event))
         if member.ended is None and not member.lost and not self._killing:
             member.ended = await self._unread_end(member)
         elif member.ended is None and member is self._head and self._killing and self.interrupts.second:
-            # The user's second signal asked for this: the head hung and was killed.
+            # The head hung, and was killed for the user's second signal.
             member.ended = await asyncio.to_thread(self._end_at_once)
         self._take_end(member)
         self._news.set()
 
     def _end_at_once(self) -> EndedEvent:
-        """Return the end of a run that the user ended at once: preempted if it left a checkpoint, else stopped."""
+        """Return how a run counts that was killed at a second signal: preempted with a checkpoint, stopped without."""
         if find_left(self.config, self.folder).checkpoint is None:
             return EndedEvent(result="stopped", reason=AT_ONCE, exit_code=STOPPED_EXIT_CODE)
         return EndedEvent(result="preempted", reason=AT_ONCE, exit_code=PREEMPTED_EXIT_CODE)
 
     async def _unread_end(self, member: AgentHandle) -> EndedEvent | None:
-        """Find out how an agent ended whose last event did not arrive, as when this process was stopped meanwhile.
+        """Find out how an agent ended whose last event did not arrive, for example because this process was stopped.
 
-        For the head, reads the record in the run folder, then asks its host. Otherwise its exit code decides; None
-        if that does not say.
+        For the head, reads the record in the run folder, and else asks the head's host for it. Without a record, the
+        agent's exit code decides. Returns None if the exit code does not say either.
         """
         ended = None
         if member is self._head:
@@ -141,10 +144,11 @@ class Follower:
                 with contextlib.suppress(HostFailed, TimeoutError):
                     found = await self._ask_anew(member, CONFIRM_S, patience_s=0.0, kill=False)
                     ended = found.ended
-        # Without a record, as on a full disk, the agent's exit code is the run's.
+        # The head may have no record if its disk was full.
         return ended or ENDED_BY_CODE.get(-1 if member.exit_code is None else member.exit_code)
 
     def _take(self, member: AgentHandle, event: Any) -> None:
+        """Act on an event of a member: note failures and the phase, pass the controller's address on, show the rest."""
         match event:
             case EndedEvent():
                 if event.result == "failed" and member is not self._head:
@@ -167,6 +171,7 @@ class Follower:
                 self.progress.show(event)
 
     def _take_end(self, member: AgentHandle) -> None:
+        """Act on the end of a member's connection: warn about a lost one, and fail the run for an unexplained end."""
         if member.lost and not self._killing:
             self.progress.warn([f"{member.loss_words}; its actors continue"])
             if member is self._head:
@@ -179,37 +184,37 @@ class Follower:
             self._fail(EndedEvent(result="failed", actor=member.name, reason=why, log=log))
 
     def _fail(self, event: EndedEvent) -> None:
-        """An agent has ended unexpectedly, so the run cannot continue."""
+        """Record an agent's unexpected end, and stop the run unless it is ending already. Only the first one counts."""
         if self._failure is not None:
             return
         self._failure = msgspec.structs.replace(event, exit_code=event.exit_code or 1)
         if self.phase not in ("preempting", "draining") and not self.interrupts.signal:
-            # A second word would hurry a run that is ending already, or has heard the user's wish.
+            # STOP would cut short the end of a run that is ending already, or that the user has preempted.
             self._head.send(STOP)
 
     def _voice(self) -> AgentHandle | None:
-        """The member that reports the state of the run: the head, or else the first with a connection."""
+        """Return the member whose StateEvents count: the first that is not lost, so the head while it is connected."""
         return next((member for member in self.members if not member.lost), None)
 
     @property
     def _told_end(self) -> EndedEvent | None:
-        """The end of the run, as the head or another agent has reported it."""
+        """How the run ended, from the first member that has reported it; None if none has."""
         told = (member.ended for member in self.members)
         return next((ended for ended in told if ended is not None and ended.result != "left"), None)
 
     # --- the end ---
 
     async def _end(self) -> None:
-        """Carry out what the user asks for by signals, each step with the next one's deadline."""
+        """Wait for a signal, preempt or stop the run, and kill it at a second signal or when the time is over."""
         await self.interrupts.first()
         patience = self.config.supervision.drain_s + SLACK_S
-        # The agents may have had the same signal, and have heard the wish before this process has.
+        # The phase may be draining already: the agents may have received the same signal.
         if self.has_run and self.phase != "draining":
             grace = self.config.preempt.grace_s
             self.progress.say(
                 f"stopping: a checkpoint is written within {grace:g} s; a second Ctrl-C ends the run at once"
             )
-            # The controller, and for want of it the agent, have the same time from when they hear of it.
+            # The controller, or without it the agent, allows this time from the moment that the request arrives.
             patience += grace + self.config.supervision.drain_s
         else:
             self.progress.say("ending the actors in order; a second Ctrl-C ends the run at once")
@@ -223,11 +228,14 @@ class Follower:
         await kill_members(self.members, self.interrupts)
 
     async def _tell_head(self) -> None:
-        """Preempt the run through the head's agent, which knows whether there is anything to keep."""
+        """Ask the head's agent to preempt the run. If its connection is lost, ask over a new one.
+
+        The agent knows whether there is anything to keep in a checkpoint.
+        """
         if not self._head.lost:
             self._head.send(PREEMPT + cause_of(self.interrupts.signal).encode() + b"\n")
             return
-        # Over another connection. The other agents are spoken to by the controller alone since this one was lost.
+        # The connections to the other agents were closed when this one was lost.
         try:
             await self._ask_anew(self._head, CONFIRM_S, patience_s=0.0, kill=False, preempt=True)
         except (HostFailed, TimeoutError) as error:
@@ -236,7 +244,7 @@ class Follower:
             self.progress.say(f"{self._head.host}: is asked to preempt the run")
 
     async def _end_others(self) -> None:
-        """The run has ended on the head: end the agents that do not know it."""
+        """End the agents that still run after the run has ended on the head."""
         if all(member.over for member in self.members):
             return
         ending = asyncio.create_task(end_in_steps(self.members, self.config.supervision.drain_s))
@@ -247,13 +255,13 @@ class Follower:
             ending.cancel()
 
     async def _until(self, enough: Any) -> None:
-        """Wait until ``enough`` holds, or nothing more will be heard of anybody."""
+        """Wait until ``enough()`` is true or all connections have ended."""
         while not (enough() or all(member.over for member in self.members)):
             await self._news.wait()
             self._news.clear()
 
     async def _leave_nothing(self) -> None:
-        """End the agents on this host, and ask the other hosts whose end was not heard."""
+        """End an agent that is left on this host, and check the other hosts whose end is unknown."""
         for member in self.members:
             if member.contact.is_here and member.contact.process.returncode is None:
                 member.exit_code = None
@@ -263,7 +271,10 @@ class Follower:
         await asyncio.gather(*(self._confirm(member) for member in unknown))
 
     async def _wait_for_lost_head(self) -> None:
-        """Wait until the run, now unheard, has ended, is to end at once, or the head stays out of reach."""
+        """Ask a lost head over new connections until nothing of the run lives there, and take its record of the end.
+
+        Gives up at a second signal, or if the head does not answer for ``host_grace_s`` plus ``drain_s``.
+        """
         head, supervision = self._head, self.config.supervision
         order = self._order(head, patience_s=LOOK_AGAIN_S, kill=False)
         loop = asyncio.get_running_loop()
@@ -279,7 +290,7 @@ class Follower:
                     if not found.living:
                         head.ended = found.ended
                         return
-                    # It was reached, and from now on may be out of reach for as long again.
+                    # The head has answered, so the time to reach it starts again.
                     until = loop.time() + supervision.host_grace_s + supervision.drain_s
             except (HostFailed, TimeoutError):
                 again.kill()
@@ -292,14 +303,14 @@ class Follower:
         return member.exit_code is not None and not member.contact.is_lost(member.exit_code)
 
     async def _confirm(self, member: AgentHandle) -> None:
-        """Make sure that nothing is left on a host whose end was not heard."""
+        """Connect again to a host whose end is unknown, end what is left there, and show the result."""
         member.contact.kill()
         await member.contact.close()
         supervision = self.config.supervision
         patience = 0.0 if self._killing else supervision.drain_s + SLACK_S
-        # With the head lost the run may live on there, unless it was asked to end.
+        # If the head is lost, the run may continue there, unless a signal has ended it.
         kill = bool(self.interrupts.signal) or not self._head.lost
-        # The order waits for ``patience_s``, and where something is killed then, for as long again.
+        # The host waits up to ``patience_s`` for processes to end, and as long again if it kills some.
         within_s = min(CONFIRM_S, supervision.start_timeout_s) + 2 * patience
         self.progress.say(f"{member.host}: looking whether anything is left there")
         try:
@@ -319,7 +330,10 @@ class Follower:
             self.progress.say(f"{member.host}: {what}" + (", after its agent was killed" if found.killed else ""))
 
     async def _ask_anew(self, member: AgentHandle, within_s: float, **order: Any) -> HostEnded:
-        """Carry out an EndOrder over another connection. Raises HostFailed and TimeoutError."""
+        """Send the member's host an EndOrder over a new connection, and return its answer within ``within_s`` seconds.
+
+        ``order`` are fields of the EndOrder. Raises HostFailed or TimeoutError.
+        """
         again = Contact(member.host, member.contact.start)
         try:
             async with asyncio.timeout(within_s):
@@ -335,9 +349,10 @@ class Follower:
         return EndOrder(run_dir=str(self.folder.path), index=member.index, log_dir=str(self.folder.logs), **order)
 
     def _result(self) -> EndedEvent:
+        """Return how the run ended: an agent's failure, else the head's report, else another agent's."""
         head = self._head.ended
         asked = self.interrupts.signal and head is not None and head.result == "preempted"
-        # The head was asked to stop because of that failure, unless the run was ending already.
+        # ``_fail`` has made the head stop, so its report does not name the failure.
         if self._failure is not None and (head is None or head.result in ("stopped", "preempted")) and not asked:
             return self._failure
         if head is not None:
@@ -348,7 +363,7 @@ class Follower:
         return EndedEvent(result="failed", actor=self._head.name, reason=reason, exit_code=1)
 
     def _named(self, ended: EndedEvent) -> EndedEvent:
-        """The end with the signal that asked for it."""
+        """Return the end with the user's signal in its reason and exit code, if a signal caused it."""
         if ended.result not in ("stopped", "preempted") or not self.interrupts.signal:
             return ended
         if ended.reason == AT_ONCE:

@@ -1,6 +1,7 @@
-"""A host's part of a run: what the host and its agent get, and the start of the agent, here or over a connection.
+"""A host's part of a run: the specifications for the host and its node agent, and the start of the agent.
 
-Fails with UsageError for a host that has less than its line says, and with OSError.
+The agent starts on this host below a guard, or on another host over a connection. Fails with UsageError for a host that
+has fewer GPUs than its line of the hostfile says, and with OSError.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ PASSED_ON = (
     *("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH_"),
     *(variable for traits in ENGINES.values() for variable in traits.environment),
 )
-"""Beginnings of the names of environment variables that the other hosts have as they are here."""
+"""Prefixes of the environment variables that the launcher copies to the other hosts."""
 
 
 def host_of(line: HostLine, facts: HostOffer, address: str) -> PlacementHost:
-    """The host of a line, by what it offers. Raises UsageError where it has fewer GPUs than the line says."""
+    """Return a host for the placement, from its line of the hostfile and its ``facts``.
+
+    Raises UsageError if the host has fewer GPUs than the line says.
+    """
     return PlacementHost(
         name=line.name,
         cpus=facts.cpus,
@@ -51,13 +55,16 @@ def host_of(line: HostLine, facts: HostOffer, address: str) -> PlacementHost:
 
 
 def host_row(host: PlacementHost, argv: Sequence[str], more: str = "") -> str:
-    """The row of a dry run for a host, with the command that starts its part."""
+    """Return the row of a dry run for a host, with the command that starts its part."""
     where = f" at {host.address} ({host.interface})" if host.address else ""
     return f"  {host.name}{where}{more}: {shown(argv)}"
 
 
 def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[str, Any]) -> HostSpec:
-    """The part of the run of the host whose agent has this index."""
+    """Return the specification that prepares a host: run, configuration, keys, environment and recorded digests.
+
+    ``index`` is the number of the host's agent. ``credentials`` are the key files of the host.
+    """
     return HostSpec(
         version=version("asyncrl"),
         run_id=folder.run_id,
@@ -73,24 +80,25 @@ def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[s
 
 
 def start_agent(contact: Contact, folder: RunFolder, spec: AgentSpec) -> AgentHandle:
-    """Start the agent of a host that is prepared, or of this host below its guard."""
+    """Start the agent of a prepared host by sending its spec over the host's connection, and return its handle."""
     contact.keep_errors(folder.logs / f"start-{contact.name}.log")
     contact.send(msgspec.json.encode(spec) + b"\n")
     return AgentHandle(spec.index, contact)
 
 
 def passed_on() -> dict[str, str]:
-    """The environment variables that are the same on all hosts."""
+    """Return this process's environment variables that all hosts get."""
     return {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)}
 
 
 def agent_spec(
     folder: RunFolder, host: PlacementHost, placed: Sequence[Placed], *, above: int, index: int, is_named: bool = True
 ) -> AgentSpec:
-    """The spec of a host's agent; ``placed`` are its actors, ``is_named`` unless the run has no hostfile.
+    """Return the specification of a host's agent: its actors ``placed``, their environment, and the folders.
 
-    Incarnations are larger than ``above``, the same for all agents. The interfaces that the user has chosen by
-    environment variables come before those of the placement.
+    Every incarnation of its actors is above ``above``, a number that all agents share. ``is_named`` is False if the run
+    has no hostfile; messages then omit the host. Network interfaces that the user has set in the environment are not
+    replaced by those of the placement.
     """
     chosen = [name for name in INTERFACE_VARIABLES if name in os.environ]
     return AgentSpec(
@@ -106,7 +114,7 @@ def agent_spec(
 
 
 class LocalGuard(Contact):
-    """The guard of this host. Its agent, which it starts, waits for its spec."""
+    """The guard of this host as a contact. It starts the agent, which reads its spec from standard input."""
 
     is_here = True
 
@@ -115,7 +123,7 @@ class LocalGuard(Contact):
         self._kills = 0
 
     async def begin(self, folder: RunFolder, lock: int) -> None:
-        """Start it. Raises OSError."""
+        """Start the guard, which inherits the descriptor ``lock`` of the run's lock. Raises OSError."""
         with (folder.logs / "agent-0.log").open("ab") as errors:
             self.process = await asyncio.create_subprocess_exec(
                 *GUARD_ARGV,
@@ -136,6 +144,6 @@ class LocalGuard(Contact):
         for agent in children_of(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(agent, signal.SIGKILL)
-        # A stopped guard runs again. Without a guard the kernel ends the actors, which die with their parent.
+        # SIGCONT: a stopped guard runs again. If the guard is killed, the actors die with their parent.
         self.process.send_signal(signal.SIGKILL if self._kills else signal.SIGCONT)
         self._kills += 1

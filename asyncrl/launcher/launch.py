@@ -1,17 +1,15 @@
-"""A run on its hosts: reach them, place the actors, give each host its part, follow it to the end.
+"""Launches a run: reaches its hosts, places the actors, starts a node agent on each host, and follows the run.
 
-Without a hostfile the only host is this one. The head is this host, if it is one of them, and else the first; it comes
-first from then on. Hosts are reached and prepared in parallel, with ``supervision.start_timeout_s`` as the deadline of
-either; the first that cannot take part ends the launch, and what was begun elsewhere is undone. Nothing is made on disk
-before all hosts are reached and every actor has its place. Only the way to start commands (``start``) differs between
-ssh and srun.
+Without a hostfile the only host is this one. The head, the host of the controller, is this host if it is in the list,
+and else the first. It is moved to the front. Hosts are reached in parallel and then prepared in parallel, each with the
+deadline ``supervision.start_timeout_s``. The first host that fails ends the launch, which is undone on the others. No
+file is written before all hosts are reached and every actor is placed. Only ``start``, which starts commands on the
+hosts, differs between ssh and srun.
 
-Until the agents are started, Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 undo what was done. From then on they
-preempt the run; a second signal ends it at once (follower.py). When ``run_hosts`` returns, no process of the run is
-left here.
+Until the agents are started, Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 undo the launch. From then on they preempt
+the run; a second signal ends it at once (follower.py). When ``run_hosts`` returns, no process of the run is left here.
 
-Fails with HostFailed for hosts, UsageError for what the command line asks of them, ConfigError for what the
-configuration does.
+Fails with HostFailed for a host, UsageError for the command line, and ConfigError for the configuration.
 """
 
 from __future__ import annotations
@@ -91,7 +89,7 @@ from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER, Keyring
 
 RESUMED_FROM = "resumed_from.txt"
-"""File in the folder of logs of a resumed attempt: the checkpoint that it resumes from, and what was passed over."""
+"""File in the folder of logs of a resumed attempt: its checkpoint, changed keys and warnings."""
 
 
 def run_hosts(
@@ -107,19 +105,19 @@ def run_hosts(
     command: str = "",
     planned: Callable[[Config], None] = lambda config: None,
 ) -> int:
-    """Run on these hosts, or on this one alone, to the end and show it; the exit code. With ``dry_run`` only what would
-    run is shown, with "json" its configuration.
+    """Launch a run on the hosts of ``lines``, or on this host alone, follow it to its end, and return the exit code.
 
-    ``shared`` says that all hosts see the run folder, so that a run is resumed wherever its head is; ``everywhere``,
-    that this host too has its part by ``start``, as where that leads into a container. ``detached`` hears of the run's
-    folder, and that the run runs; ``command`` with --resume resumes it. After a dry run ``planned`` is
-    called with the configuration as it was resolved.
+    ``start`` starts commands on the other hosts. ``resume`` is the value of --resume. ``dry_run`` only shows the plan,
+    or with "json" the resolved configuration, and then calls ``planned`` with that configuration. ``shared``: all hosts
+    see the run folder, so this host may resume a run without being the head. ``everywhere``: this host also gets its
+    part by ``start``, for example because that leads into a container. ``detached`` is the command that waits in the
+    terminal (terminal/detach.py). ``command`` is the user's command line, for the advice how to resume.
     """
     here = [HostLine(socket.gethostname())]
     launch = Launch(
         config, here if lines is None else lines, start, dry_run=dry_run, detached=detached, command=command
     )
-    # First: nothing is to be checked of a run that lives or is finished.
+    # This comes first, because a run that is live or finished needs no checks.
     launch.look_here(resume, shared=shared, everywhere=everywhere)
     code = asyncio.run(launch.main())
     if dry_run:
@@ -129,7 +127,7 @@ def run_hosts(
 
 @dataclass
 class Launch:
-    """The launch of one run. Without ``start`` it is one on this host alone, the only one of ``lines``."""
+    """The launch of one run on the hosts of ``lines``; without ``start``, on this host alone."""
 
     config: Config
     lines: Sequence[HostLine]
@@ -141,17 +139,17 @@ class Launch:
     head_is_here: bool = False
     resumption: Resumption | None = None
     facts: dict[str, HostOffer] = field(default_factory=dict)
-    """Facts by host, the head first."""
+    """Each host's report of its hardware and software by the host's name, the head first."""
     hosts: list[PlacementHost] = field(default_factory=list)
     placed: list[Placed] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     """Findings of the checks before the start."""
     progress: TerminalProgress = field(init=False)
     reached: ReachedHosts = field(init=False)
-    """The hosts but this one."""
+    """The hosts that are reached by ``start``."""
 
     def __post_init__(self) -> None:
-        # A plan alone goes to standard output, and fails if it cannot be written.
+        # A dry run prints its plan on standard output, so progress goes elsewhere.
         self.progress = TerminalProgress(sys.stderr if self.dry_run else sys.stdout, self.config.learner.steps)
         limit_s = self.config.supervision.start_timeout_s
         self.reached = ReachedHosts(self.start or LocalStart(), limit_s, self.progress, count=len(self.lines))
@@ -162,7 +160,10 @@ class Launch:
         return Path(self.config.run.dir).absolute()
 
     def look_here(self, resume: str | None, *, shared: bool, everywhere: bool) -> None:
-        """Find the head, what this host offers, and the run that is resumed."""
+        """Find the head and the run to resume, fix chat.date, and examine this host if it is the head.
+
+        Raises UsageError, and the errors of ``find_resumption``.
+        """
         here = [line for line in self.lines if addresses.is_this_host(line.name)]
         if len(here) > 1:
             raise UsageError(f"{' and '.join(line.name for line in here)} are the same host, this one; name it once")
@@ -184,14 +185,14 @@ class Launch:
                 raise UsageError(facts.gpu_problem)
 
     async def main(self) -> int:
-        """Launch the run: until the agents are started a signal undoes everything; from then on it is theirs."""
+        """Launch the run and return the exit code. A signal before the start of the agents undoes the launch."""
         try:
             return await undone_by_signals(self._main(), self.progress)
         finally:
             await self.reached.close()
 
     async def _main(self) -> int:
-        # All but the first where that is this host.
+        # Skip the first if it is this host.
         await self.reached.reach([line.name for line in self.lines[self.head_is_here :]])
         self.facts |= {name: contact.facts for name, contact in self.reached.contacts.items()}
         finished = self.resumption is not None and self.resumption.is_finished
@@ -208,7 +209,10 @@ class Launch:
     # --- hosts ---
 
     async def _place(self, *, with_checks: bool) -> None:
-        """Addresses and actors of each host. Raises ConfigError with every problem, or UsageError."""
+        """Find the hosts' addresses, place the actors, run the checks, and release hosts without an actor.
+
+        Raises ConfigError with the problems of both placement and checks, or UsageError.
+        """
         at = await self._addresses()
         self.hosts = [host_of(line, self.facts[line.name], at[line.name]) for line in self.lines]
         problems = []
@@ -238,7 +242,7 @@ class Launch:
             await self.reached.contacts.pop(host.name).close()
 
     async def _check(self, at: Mapping[str, str]) -> list[Finding]:
-        """Run the list of checks on every host that has actors, at these addresses."""
+        """Run the list of checks on every host that has actors, in parallel. ``at`` has the address of each host."""
         resumed = self.resumption.folder.path if self.resumption is not None else None
         run = resumed or free_run_folder(self.config)
         actors: dict[str, list[str]] = {}
@@ -276,6 +280,7 @@ class Launch:
         return found + [one for name, answer in answers.items() for one in on_host(name, answer.findings)]
 
     async def _addresses(self) -> dict[str, str]:
+        """Return each host's address: empty for one host, else by network.interface or the route to the head."""
         if len(self.facts) == 1:
             return {self.head: ""}
         if self.config.network.interface is not None:
@@ -288,13 +293,13 @@ class Launch:
     # --- the run ---
 
     async def run(self) -> int:
-        """Run what is placed, to the end, and show it; the exit code."""
+        """Start the placed actors, follow the run to its end, show how it ended, and return the exit code."""
         for path in remove_abandoned(self.run_dir):
             self.progress.say(f"removed {path}, left behind by a run that was killed")
         with contextlib.ExitStack() as held:
             folder = self.resumption.folder if self.resumption is not None else create_run_folder(self.config)
             members: list[AgentHandle] = []
-            # From before there is anything to be ended: asyncio swallows what a handler of ours raises.
+            # ``_begin`` lets it listen. Until then a signal cancels the launch.
             interrupts = Interrupts()
             try:
                 await self._begin(folder, held, members, interrupts)
@@ -310,14 +315,18 @@ class Launch:
     async def _begin(
         self, folder: RunFolder, held: contextlib.ExitStack, members: list[AgentHandle], interrupts: Interrupts
     ) -> None:
-        """Do everything up to live agents, which ``members`` has as they are started."""
+        """Take the run folder's lock, prepare all hosts, and start their agents.
+
+        Appends each started agent to ``members``, so that ``_undo`` finds them after an error. ``held`` holds the
+        private folder (run_folder/private.py) if this host is the head.
+        """
         keyring, lock = make_run_keyring(self.config, folder.run_id, len(self.hosts)), -1
         if self.head_is_here:
             lock = held.enter_context(private_folder(folder, self.config, self._files(keyring, 0)))
         elif is_live(folder.path):
-            # The head takes the lock; it may have done so for another launch since the run was found.
+            # The head takes the lock later. Another launch may have resumed the run meanwhile.
             raise in_use(folder.path)
-        # After the look at who holds the private folder: a resumed run is changed from here on.
+        # Only now, with the lock held or seen free: this changes the folder of a resumed run.
         above = begin(folder, self.resumption, self.config, self.progress, self.command)
         if self.detached is not None:
             self.detached.has_folder(folder.path, folder.logs, "" if self.head_is_here else self.head)
@@ -329,7 +338,7 @@ class Launch:
             for name in self.reached.contacts
         }
         await self.reached.ask(specs, Prepared, "prepared")
-        # From here on signals go to the agents, and do not undo the launch.
+        # From here on signals preempt the run instead of undoing the launch.
         interrupts.listen()
         contacts = dict(self.reached.contacts)
         if self.head_is_here:
@@ -355,7 +364,7 @@ class Launch:
         """Return the key files of a host: its actors and agent, and on the head also launcher and viewer."""
         name = self.hosts[index].name
         own = [*(actor.name for actor in self.placed if actor.host == name), agent_name(index)]
-        # Hosts are let in, and a run is watched, from its head.
+        # Commands that add hosts or watch the run are called on the head.
         return keyring.files_of([*own, LAUNCHER, VIEWER] if index == 0 else own)
 
     def _show_plan(self, *, as_json: bool) -> None:
@@ -379,9 +388,9 @@ class Launch:
 
 
 def _for_hosts(config: Config, count: int) -> Config:
-    """Return the configuration for ``count`` hosts: several hosts require CURVE unless it is set. Raises ConfigError.
+    """Return the configuration for ``count`` hosts: with several, security.curve = "auto" becomes "required".
 
-    ``network.host`` may not be set for several hosts.
+    Raises ConfigError if ``network.host`` is set for several hosts.
     """
     if count == 1:
         return config
@@ -410,7 +419,7 @@ def begin(
         progress.say(f"run folder: {folder.path}")
     else:
         _resume(folder, resumption, config, progress)
-    # Before anything of the attempt loads these files.
+    # Digests of users' code and the tokenizer, before a process of this attempt loads them.
     record(folder.path, digests(config))
     if command:
         write_command(folder, command)
@@ -418,6 +427,7 @@ def begin(
 
 
 def _resume(folder: RunFolder, resumption: Resumption, config: Config, progress: TerminalProgress) -> None:
+    """Begin the next attempt in the folder, and print and record its checkpoint, changed keys and warnings."""
     for path in resumption.begin(config):
         progress.say(f"set aside as {path}")
     said = [resumption.describe(), *resumption.describe_changes(config)]
@@ -435,7 +445,10 @@ def plan_rows(
     resumption: Resumption | None,
     hosts: Sequence[str] = (),
 ) -> list[str]:
-    """The rows of ``--dry-run``; ``hosts`` has a row for each of several hosts. A finished run has no findings."""
+    """Return the rows of ``--dry-run``: placement, checks, hosts, and the run folder or the run that is resumed.
+
+    ``hosts`` are the finished rows of several hosts, empty for one. A run that is finished has no ``findings``.
+    """
     found = describe(config, placed)
     found += ["", "checks:", *(f"  {row}" for row in rows(findings))] if findings else []
     found += ["", "hosts:", *hosts] if hosts else []

@@ -1,11 +1,11 @@
-"""Runs under SLURM: the hosts of a job, and the job that runs a configuration.
+"""Runs under SLURM: finds the hosts of a job, and writes and submits the batch script of a job.
 
-Within a job its nodes are the hosts, in SLURM's order, so the first, where the batch script runs, is the head. A job
-may be started again at any time, so there a run of a name is one: it is resumed if it is there, and else begun.
+Within a job its nodes are the hosts, in SLURM's order, so the first, where the batch script runs, is the head. SLURM
+may start a job again at any time, so a job resumes the run of its name if there is one.
 
-A job's batch script is train.sbatch, but for what it is called with and what the job asks for: the GPUs that the
-configuration takes for certain, and then a core for each process. Fails with UsageError for what the command line asks,
-and with HostFailed where SLURM is not there or will not have the job.
+The batch script is train.sbatch with the command of the user and the job's own options. A job requests GPUs only if the
+configuration certainly uses some, and then a core for each process. Fails with UsageError for the command line, and
+with HostFailed if SLURM is missing or rejects the job.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from asyncrl.launcher.run_folder.folders import named_in_utf8, runs_of_name
 from asyncrl.launcher.run_folder.resume import AUTO
 
 ANSWER_S = 60.0
-"""Longest time in which a command of SLURM answers."""
+"""Seconds that a command of SLURM may take."""
 CONTAINER_PYTHON = "python3"
-"""Python of the container, by its own PATH."""
+"""Python interpreter in a container, found by the container's PATH."""
 SPEAKING = {
     "gpus": ("--gpus", "-G", "--gres", "--tres-per"),
     "cpus": ("--cpus-per", "-c", "--mincpus", "--ntasks", "-n", "--exclusive", "--tres-per"),
     "time": ("--time", "-t"),
 }
-"""By resource, the first letters of the options of sbatch that set its amount."""
+"""Prefixes of the options of sbatch that request a resource, by resource."""
 SPEAKING_VARIABLES = {
     "gpus": ("SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SBATCH_GPUS_PER_TASK", "SBATCH_GRES"),
     "cpus": ("SBATCH_CPUS_PER_GPU", "SBATCH_CPUS_PER_TASK", "SBATCH_EXCLUSIVE"),
     "time": ("SBATCH_TIMELIMIT",),
 }
+"""Environment variables that do the same."""
 SCRIPT = Path(__file__).with_name("train.sbatch")
 """The batch script for jobs that users describe themselves."""
 OF_THE_JOB = ("--job-name=", "--nodes=", "--output=")
@@ -50,7 +51,7 @@ BODY_BEGINS = "# SLURM sends USR2"
 
 
 def job_hosts(env: Mapping[str, str] = os.environ) -> list[HostLine]:
-    """The nodes of the job within which this runs, in order. Raises UsageError or HostFailed."""
+    """Return the nodes of the SLURM job that this process belongs to, in order. Raises UsageError or HostFailed."""
     nodes = env.get("SLURM_JOB_NODELIST")
     if not nodes or "SLURM_JOB_ID" not in env:
         raise UsageError("--inside-slurm: this is not within a SLURM job; --slurm submits one")
@@ -79,7 +80,7 @@ def start_of(container: str | None) -> SlurmStart:
 
 
 def resume_of(config: Config, given: str | None) -> str | None:
-    """The run that a job resumes: the one that the user names, else "auto" if a run of its name exists, else None.
+    """Return the value of --resume for a job: the user's, else "auto" if a run of its name exists, else None.
 
     Raises OSError.
     """
@@ -99,7 +100,7 @@ def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: st
     lines = [f"#SBATCH --chdir={shlex.quote(os.getcwd())}"]
     lines += [f"#SBATCH --output={shlex.quote(f'{folder}/{config.run.name}-%j.out')}"]
     lines += [f"#SBATCH {asked}" for asked in _asked(config, nodes, options)]
-    # Last, for of two lines on the same thing sbatch takes the later one.
+    # Last, because sbatch takes the last of two lines that set the same option.
     lines += [f"#SBATCH {options}"] if options else []
     text = SCRIPT.read_text()
     first, *asked = [line for line in text.splitlines() if line.startswith(("#!", "#SBATCH "))]
@@ -109,7 +110,7 @@ def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: st
 
 
 def left_open(config: Config, *, nodes: int, options: str, env: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a line for each of GPUs, CPUs and time that the job does not request: the cluster's default applies."""
+    """Return a warning for each of GPUs, CPUs and time that the job does not request, with the option to add."""
     said, gpus = _said(options, env), gpus_of_a_node(config, nodes)
     found = []
     if gpus is None and "gpus" not in said:
@@ -134,13 +135,13 @@ def gpus_of_a_node(config: Config, nodes: int) -> int | None:
     learner, rollout = config.learner, config.rollout
     each = rollout.gpus_per_replica if rollout.traits.gpus else 0
     if each is None or (learner.backend != "sim" and learner.device == "auto" and not each):
-        # Both take GPUs where there are some.
+        # auto: engines and learner use GPUs if the host has some.
         return None
     ranks = learner.ranks if learner.backend != "sim" and learner.device != "cpu" else 0
     total = ranks + rollout.replicas * each
     if config.placement.share == "always":
         total = max(ranks, rollout.replicas * each)
-    # From an even share, rounded up, to all of them on one node.
+    # Try from an even share of the GPUs, rounded up, to all of them on one node.
     for count in range(-(-total // nodes), total):
         if _placed(config, nodes, count) is not None:
             return count

@@ -1,7 +1,7 @@
-"""The record of how a run ended, kept in its folder, and what it has left to resume from.
+"""How a run ended: the record of its end in the run folder, and the checkpoint and model that it has left.
 
-The head's agent writes the record when everything that it started has ended. If there is no record for the last
-attempt, the run was killed, because an agent that dies writes none. Reading fails with OSError.
+Each start and each resume of a run is an attempt. The head's agent writes the record of an attempt when everything that
+it started has ended. If the last attempt has no record, it was killed. Reading fails with OSError.
 """
 
 from __future__ import annotations
@@ -25,56 +25,58 @@ from asyncrl.observe.metrics_line import read_metrics
 
 ENDED = "ended.json"
 NO_SIGNAL = "no signal:"
-"""Beginning of the learner's reason (learner/groups/intake.py) if no group can be trained."""
+"""Prefix of the learner's reason (learner/groups/intake.py) if it ends because no group can be trained."""
 COMMAND = "command.txt"
-"""File in the folder of logs of an attempt: the command that began it."""
+"""File in an attempt's folder of logs: the command that began it."""
 
 
 class EndRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of the attempt whose logs are in ``log_dir``."""
+    """How the attempt with the folder of logs ``log_dir`` ended."""
 
     log_dir: str
     ended: EndedEvent
 
 
 def write_ended(run_dir: Path, log_dir: str, ended: EndedEvent) -> None:
-    """Keep the record of an end, in the place of that of the attempt before. Raises OSError."""
+    """Write how an attempt ended, and replace the record of the attempt before. Raises OSError."""
     record = msgspec.json.encode(EndRecord(log_dir=log_dir, ended=ended))
     replace_file(run_dir / ENDED, record.decode() + "\n")
 
 
 def read_ended(folder: RunFolder) -> EndedEvent | None:
-    """The end of this attempt; None if there is no record of it. Raises OSError."""
+    """Return how the folder's attempt ended; None if there is no record of it. Raises OSError."""
     return read_end_of(folder.path, folder.logs.name)
 
 
 def read_end_of(run_dir: Path, logs: str) -> EndedEvent | None:
-    """The end of the attempt whose folder of logs has this name, as ``read_ended``. Raises OSError."""
+    """Return how the attempt with the folder of logs ``logs`` ended, or None, as ``read_ended``. Raises OSError."""
     with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
         record = msgspec.json.decode((run_dir / ENDED).read_bytes(), type=EndRecord)
-        # The same folder may have several paths.
+        # Compare names only: hosts may see the same folder under several paths.
         return record.ended if Path(record.log_dir).name == logs else None
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """The newest complete checkpoint and the last step that was trained; 0 for none."""
+    """How far a run has come, and what of it is on disk."""
 
     checkpoint: Found | None
+    """The newest complete checkpoint."""
     trained: int
+    """The last trained step; 0 for none."""
     trouble: str = ""
     """Reason that the checkpoints cannot be read; empty if they can."""
     exported: Path | None = None
-    """The model of the last step, where this attempt has exported it."""
+    """Folder of the exported final model; None if the last attempt has exported none."""
 
     @property
     def lost(self) -> int:
-        """Trained steps that are in no checkpoint."""
+        """Number of trained steps since the checkpoint."""
         return max(0, self.trained - (0 if self.checkpoint is None else self.checkpoint.step))
 
     def describe(self) -> str:
-        """One line for people; empty where nothing was trained."""
+        """One line for people; empty if nothing was trained."""
         if self.trouble:
             return f"left: the checkpoints cannot be read: {self.trouble}"
         lost = f"lost: {_steps(self.lost)}"
@@ -88,14 +90,15 @@ class RunProgress:
 
 
 def find_left(config: Config, folder: RunFolder, heard: int = 0) -> RunProgress:
-    """Find what a run has left in its folder on this machine; nothing for a run on another machine.
+    """Find the checkpoint, the last trained step and the exported model in a run folder.
 
-    ``heard`` is the last step that the launcher has received, which a full disk may lack. Steps beyond learner.steps
-    do not count: an earlier attempt trained them, and the resume dropped them.
+    The folder may be on another machine; then nothing is found. ``heard`` is the last step that the launcher has
+    received: on a full disk metrics.jsonl may lack it. Steps beyond learner.steps do not count, because an earlier
+    attempt with a larger learner.steps trained them.
     """
     trained = 0
     for line in read_metrics(folder.path / "metrics.jsonl", ("train",)):
-        # A resumed run trains steps again, so the last line counts.
+        # After a resume the numbers go back, so the last line counts, and not the largest step.
         trained = line.get("step", trained)
     trained = max(min(trained, config.learner.steps), heard)
     checkpoints = checkpoint_dir(config, folder.path)
@@ -107,22 +110,22 @@ def find_left(config: Config, folder: RunFolder, heard: int = 0) -> RunProgress:
 
 
 def exported_model(run_dir: Path) -> Path | None:
-    """The exported model of a run, if it is that of its last attempt. Raises OSError."""
+    """Return the folder of a run's exported model; None if it is missing or older than the last attempt."""
     export, began = run_dir / "export", run_dir / CONFIG
     is_new = export.is_dir() and began.exists() and export.stat().st_mtime >= began.stat().st_mtime
     return export if is_new else None
 
 
 def write_command(folder: RunFolder, command: str) -> None:
-    """Keep the command that began this attempt, without its --resume. Raises OSError."""
+    """Write ``command``, which began this attempt and lacks its --resume, to the folder of logs. Raises OSError."""
     # A file name in it may not be UTF-8.
     (folder.logs / COMMAND).write_bytes(os.fsencode(f"{command}\n"))
 
 
 def describe_end(folder: RunFolder, ended: EndedEvent, left: RunProgress) -> list[str]:
-    """Lines on a run that ended before its last step: what it has left, how to resume it, and last, why it ended.
+    """Return lines for people: what the run has left, how to resume it, and why it ended.
 
-    Empty for a run that is done.
+    Empty for a run that has done all its steps.
     """
     if ended.result == "done":
         return []

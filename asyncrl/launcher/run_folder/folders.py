@@ -1,9 +1,9 @@
-"""The run folder: its name and its layout.
+"""Run folders: their names, their layout, and the attempts in them.
 
 A run takes the first free name of NAME, NAME-2, NAME-3 and so on, by an atomic ``mkdir``, so nothing that exists is
-overwritten and two starts never share a folder. A resumed run keeps its folder: each attempt has a folder of logs, and
-the configuration of the attempt before is kept. Only one attempt runs at a time, because each holds the private folder
-(private.py).
+overwritten and two starts never share a folder. Each start and each resume is an attempt. Attempts of a run share its
+folder, and each has its own folder of logs and its own configuration. Only one attempt runs at a time, because each
+holds the private folder (private.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncrl.launcher.run_folder.private import CONFIG, PRIVATE, hold_private
 from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER, Keyring, make_keyring
 
 SEALING = ("dataloader/0", "learner/0")
-"""The actor that seals the leases, and the one that looks whose they are."""
+"""The actors with the seal key: the dataloader seals the leases of prompt groups, and the learner checks the seals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class RunFolder:
 
 
 def with_date(config: Config, resumed: Path | None) -> Config:
-    """The configuration with chat.date: the user's, else that of the resumed run folder, else today's.
+    """Return the configuration with chat.date set: the user's, else that of the run folder ``resumed``, else today's.
 
     Chat templates receive the date, so a resume must keep it for the prompts to stay the same.
     """
@@ -71,7 +71,7 @@ def with_date(config: Config, resumed: Path | None) -> Config:
 
 
 def named_in_utf8(path: Path, key: str) -> Path:
-    """The path that ``key`` names. Raises UsageError if it is not UTF-8, because messages cannot carry it then."""
+    """Return the path that ``key`` names. Raises UsageError if it is not UTF-8, because no message can carry it."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -91,14 +91,14 @@ def create_run_folder(config: Config) -> RunFolder:
         (path / CONFIG).write_text(config_to_json(config))
         folder.logs.mkdir(parents=True)
     except OSError:
-        # The disk may be full: the name stays free.
+        # For example on a full disk. The name becomes free again.
         shutil.rmtree(path, ignore_errors=True)
         raise
     return folder
 
 
 def free_run_folder(config: Config) -> Path:
-    """The folder that a start of ``run.name`` would take now; nothing is changed. Raises OSError."""
+    """Return the folder that a start of ``run.name`` would take now, without making it. Raises OSError."""
     return next(_free(config))
 
 
@@ -112,9 +112,9 @@ def _free(config: Config) -> Iterator[Path]:
 
 
 def runs_of_name(config: Config) -> list[Path]:
-    """The run folders of ``run.name`` by number: NAME, NAME-2 and so on.
+    """Return the run folders of ``run.name`` by number: NAME, NAME-2 and so on.
 
-    A run that its user called NAME-2 is not among them.
+    A folder NAME-2 is left out if its own ``run.name`` was NAME-2.
     """
     parent, name = Path(config.run.dir).absolute(), config.run.name
     numbered = re.compile(rf"{re.escape(name)}(?:-([1-9]\d*))?")
@@ -127,7 +127,7 @@ def runs_of_name(config: Config) -> list[Path]:
 
 
 def _started_as(path: Path, name: str) -> bool:
-    # A resume writes the name of the folder into config.json and keeps the first one as config_attempt_1.json.
+    # A resume sets run.name in config.json to the folder's name. config_attempt_1.json keeps the user's.
     for file in path.glob("config*.json"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             if json.loads(file.read_bytes())["run"]["name"] == name:
@@ -142,25 +142,25 @@ def last_attempt(run: Path) -> int:
 
 
 def next_attempt(path: Path) -> RunFolder:
-    """The folder of a run for its next attempt; nothing is changed."""
+    """Return the run folder for its next attempt, without a change on disk."""
     return RunFolder(path=path, run_id=secrets.token_hex(8), attempt=last_attempt(path) + 1)
 
 
 def begin_attempt(folder: RunFolder, config: Config) -> None:
-    """Make the folder of logs and write config.json; that of the attempt before becomes config_attempt_N.json.
+    """Make the attempt's folder of logs, keep the old config.json as config_attempt_N.json, and write the new one.
 
     The caller holds the private folder. Raises OSError.
     """
     folder.logs.mkdir(parents=True)
     kept = folder.path / f"config_attempt_{folder.attempt - 1}.json"
     if not kept.exists():
-        # A copy, so that config.json exists at every moment. Some file systems have no hard links.
+        # Copied, not renamed, so that config.json always exists. Some file systems have no hard links.
         replace_file(kept, (folder.path / CONFIG).read_bytes())
     replace_file(folder.path / CONFIG, config_to_json(config))
 
 
 def make_run_keyring(config: Config, run_id: str, agents: int = 1) -> Keyring:
-    """The credentials of a run on ``agents`` hosts."""
+    """Make the credentials of all actors, of the launcher, of viewers, and of the agents of ``agents`` hosts."""
     names = [*config.actors, *map(agent_name, range(agents)), LAUNCHER, VIEWER]
     attempts = config.supervision.max_restarts + 1
     return make_keyring(run_id, names, attempts=attempts, curve=config.curve, sealing=SEALING)
@@ -168,7 +168,7 @@ def make_run_keyring(config: Config, run_id: str, agents: int = 1) -> Keyring:
 
 @contextlib.contextmanager
 def private_folder(folder: RunFolder, config: Config, files: Mapping[str, Any] | None = None) -> Iterator[int]:
-    """Hold the private folder within the context; gives the descriptor of the held lock.
+    """Make the private folder, and remove it at the end of the context. Yields the descriptor of its held lock.
 
     ``files`` are the credentials of this host; the default is those of a run on this host alone. Raises UsageError if
     another run is live in the folder.

@@ -1,9 +1,12 @@
 """The private folder of a host, which exists only while the run is live there, and the host's part of the run folder.
 
-Invariant: a private folder holds the actors' credentials and a lock (flock). It appears with the lock held, by one
-atomic rename that fails if another run holds the folder. So of two launchers that resume a run at the same moment, one
-runs it and the other is refused. The kernel releases the lock when the last process that holds it ends, so a folder
-whose lock is free belongs to a run that was killed; the next start removes it.
+A private folder holds the actors' credentials and a lock (flock).
+
+Invariant: it appears with the lock held, by one atomic rename that fails if another run holds the folder. So of two
+launchers that resume a run at the same moment, one is refused. The kernel releases the lock when the last process that
+holds it ends, so a folder whose lock is free belongs to a run that was killed; the next start removes it.
+
+Hosts may not share the head's run folder. Then each makes a folder of its own for its part of the run.
 
 Nothing heavy is imported, because a host's entry point has to answer at once.
 """
@@ -27,17 +30,18 @@ from asyncrl.rpc.wire.keys import write_credentials
 
 CONFIG = "config.json"
 PART = "part_of_run"
-"""Marks a run folder that a host without access to the head's run folder has made for its part."""
+"""File that marks a folder which a host without access to the head's run folder has made."""
 PRIVATE = private_name(0)
 LOCK = "lock"
+"""Names of the head's private folder and of the lock in a private folder."""
 RUN_ID = "run_id"
-"""File in the folder of logs of a run on several hosts: a host that can read it sees the head's run folder."""
+"""File in the folder of logs, for several hosts: a host that reads this run's id there shares the run folder."""
 
 
 def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
-    """Make a host's private folder; returns the descriptor of its lock, which is held.
+    """Make a host's private folder with the key files ``files``, and return the descriptor of its held lock.
 
-    Raises UsageError if another run is live there.
+    Raises UsageError if another run is live in the folder.
     """
     made = private.with_name(f"{private.name}-{run_id}")
     try:
@@ -45,9 +49,9 @@ def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
         lock = os.open(made / "lock.new", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The lock gets its name once it is held, so that no other process finds it free.
+            # Named only once it is held, so that no process finds it free.
             os.rename(made / "lock.new", made / LOCK)
-            # A rename replaces an empty folder only, and a private folder in use contains its lock.
+            # This fails if a private folder exists, because a rename replaces only an empty folder.
             os.rename(made, private)
         except OSError as error:
             os.close(lock)
@@ -60,12 +64,12 @@ def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
 
 
 def in_use(path: Path) -> UsageError:
-    """The error for a folder in which a run is live."""
+    """Return the error for a folder in which a run is live."""
     return UsageError(f"{path} is in use: a run is live in it; stop that run first (asyncrl-launch --stop {path})")
 
 
 def is_live(path: Path, private: str = PRIVATE) -> bool:
-    """Whether a run is live in this folder; ``private`` is the name of a host's private folder."""
+    """Return whether a run is live in this folder, by its lock. ``private`` is the name of a host's private folder."""
     try:
         with try_lock(path / private / LOCK) as is_free:
             return not is_free
@@ -74,7 +78,7 @@ def is_live(path: Path, private: str = PRIVATE) -> bool:
 
 
 def remove_part(run_dir: Path) -> None:
-    """Remove a host's part of the run folder. Files that asyncrl did not write stay."""
+    """Remove what asyncrl has written to the folder of a host's part, and the folder itself if it is then empty."""
     for name in ("logs", CONFIG, DIGESTS, PART):
         path = run_dir / name
         if path.is_dir():
@@ -86,7 +90,7 @@ def remove_part(run_dir: Path) -> None:
 
 
 def remove_abandoned(parent: Path) -> list[Path]:
-    """Remove the private folders of runs that were killed; the folders removed."""
+    """Remove the private folders of killed runs in ``parent``, the folder of run folders, and return them."""
     removed = []
     for lock in parent.glob(f"*/{PRIVATE}*/{LOCK}"):
         with contextlib.ExitStack() as held:

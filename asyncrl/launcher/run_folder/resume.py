@@ -1,14 +1,14 @@
-"""The folder and the checkpoint that a run is resumed from, and whether it is still the same run.
+"""Resuming: finds the run folder and the checkpoint, and checks that the configuration still fits them.
 
-``find_resumption`` reads and compares; only ``Resumption.begin`` changes the folder, while its caller holds the private
-folder (private.py). The order of the data and the meaning of a step depend on the seed and on the geometry of batches.
-If they differ from those of the checkpoint, the resume is refused with RunChanged (exit code 78), unless the user
-allows it. The prompts are compared by the checks before the start or, if these take too long, by the dataloader.
-Adapters of another form, and a whole model in place of adapters, are refused with ConfigError: no flag allows that.
+``find_resumption`` only reads and compares. ``Resumption.begin`` then changes the folder, while its caller holds the
+private folder (private.py). The order of the data and the meaning of a step depend on the seed and on the geometry of
+batches. If these differ from the checkpoint's, the resume is refused with RunChanged (exit code 78), unless the user
+allows it. The checks before the start compare the prompts; if these checks take too long, the dataloader does. Other
+adapters, and a whole model in place of adapters, are refused with ConfigError: no flag allows that.
 
-A damaged checkpoint is stepped back from; if the user named it, it is refused with CheckpointError. All file sizes are
-compared here, and checksums of up to CHECKED_BYTES. The ranks of the learner verify the rest when they load it, and
-step back in the same way.
+If the newest checkpoint is damaged, the run resumes from the newest one that is whole. A damaged checkpoint that the
+user has named is refused with CheckpointError. This module compares the sizes of all files, and the checksums of up to
+CHECKED_BYTES. The learner's ranks verify the rest when they load it, and take an older checkpoint in the same way.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ from asyncrl.launcher.run_folder.folders import RunFolder, begin_attempt, next_a
 from asyncrl.launcher.run_folder.private import CONFIG, in_use, is_live
 
 AUTO = "auto"
+"""Value of --resume for the run of ``run.dir`` and ``run.name``."""
 CHECKED_BYTES = 1 << 30
-"""Bytes of the trainer's files that are verified before the start: a few seconds of reading."""
+"""Bytes of a checkpoint whose checksums are verified before the start: a few seconds of reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """A run to resume, and from where."""
+    """A run to resume, and the checkpoint that it resumes from."""
 
     folder: RunFolder
     checkpoint: Found | None
     """Checkpoint to resume from; None for the initial weights, if the run has no checkpoint."""
     is_finished: bool
-    """Whether nothing is left to do."""
+    """True if all steps are trained and the final model is exported, so nothing is left to do."""
     others: list[Path] = field(default_factory=list)
     """Other runs of the name that ``auto`` did not choose."""
     search: StepBack | None = None
-    """Search that found the checkpoint, if the user has named none."""
+    """The search that found the checkpoint, with the damaged ones that it passed over; None if the user named one."""
     prompts: KnownPrompts | None = None
-    """Prompts that the run must have; None if they may differ."""
+    """Fingerprint and number of the prompts that the run must have; None if they may differ."""
     state: CheckpointState | None = None
-    """State of the run in the checkpoint."""
+    """State of the run in the checkpoint; None without a checkpoint."""
 
     def describe(self) -> str:
         """One line for people."""
@@ -62,14 +63,14 @@ class Resumption:
         return f"resuming {self.folder.path} from version {found.version}, step {found.step}: {found.path}{others}"
 
     def describe_changes(self, config: Config) -> list[str]:
-        """Lines for people: each key that ``config``, the resolved configuration, changes, and what it applies to.
+        """Lines for people: each key that ``config`` changes since the checkpoint, and what the change applies to.
 
-        Reads the files of users' code and of the model's tokenizer.
+        Reads the files of users' code and of the model's tokenizer, to compare their digests too.
         """
         return self.state.origin.compare(config).describe(self.state.buffered) if self.state is not None else []
 
     def describe_finished(self, config: Config) -> str:
-        """One line for people, of a run that ``is_finished``."""
+        """One line for people if ``is_finished``: the steps, and how to train more."""
         assert self.checkpoint is not None
         step, steps = self.checkpoint.step, config.learner.steps
         return f"{self.folder.path} is finished: step {step} of {steps}; raise learner.steps to train more"
@@ -83,9 +84,10 @@ class Resumption:
         return [one.describe(self.checkpoint.path, self.checkpoint.step) for one in damaged]
 
     def begin(self, config: Config) -> list[Path]:
-        """Make this the run's attempt, and its checkpoint the newest; the new paths of damaged and newer ones.
+        """Begin the attempt in the folder, and rename all damaged checkpoints and those newer than ours.
 
-        The caller holds the private folder. Raises CheckpointError or OSError.
+        Returns the new paths of the renamed ones. The caller holds the private folder. Raises CheckpointError or
+        OSError.
         """
         begin_attempt(self.folder, config)
         if self.checkpoint is None:
@@ -95,10 +97,10 @@ class Resumption:
 
 
 def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
-    """Find the run of ``config`` to resume; ``place`` is "auto", a run folder, or a checkpoint.
+    """Find the run and the checkpoint to resume, and compare the checkpoint with ``config``.
 
-    The returned configuration has the name and folder of the run that was found. Raises UsageError, CheckpointError,
-    ConfigError or RunChanged.
+    ``place`` is "auto", a run folder, or a checkpoint. The returned configuration has name and folder of the run that
+    was found. Raises UsageError if a run is live there, CheckpointError, ConfigError or RunChanged.
     """
     chosen: Path | None = None
     others: list[Path] = []
@@ -138,9 +140,9 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
 
 
 def _newest(config: Config) -> tuple[Path, list[Path]]:
-    """The run of the name with the newest checkpoint, or the newest run if none has one, and the other runs.
+    """Return the folder of ``run.name`` with the newest checkpoint, or the last folder if none has one, and the others.
 
-    Raises UsageError if one of them is live: it may be the one that the user means.
+    Raises UsageError if a run is live in one of them, because the user may mean that run.
     """
     runs = runs_of_name(config)
     if not runs:
@@ -157,7 +159,7 @@ def _newest(config: Config) -> tuple[Path, list[Path]]:
 
 
 def _written_at(config: Config, path: Path) -> float:
-    """Time at which the newest checkpoint was written; 0 if there is none."""
+    """Return the time of a run's newest checkpoint (s since the epoch); 0 if it has none."""
     checkpoints = CheckpointFolder(checkpoint_dir(config, path)).candidates()
     if not checkpoints:
         return 0.0
@@ -166,7 +168,7 @@ def _written_at(config: Config, path: Path) -> float:
 
 
 def _named(checkpoints: CheckpointFolder, chosen: Path, run: Path) -> Found:
-    """The checkpoint that the user has named, whole in every byte. Raises CheckpointError."""
+    """Verify every byte of ``chosen``, a checkpoint that the user has named, and return it. Raises CheckpointError."""
     try:
         found = checkpoints.at(chosen)
         checkpoints.verify_all(found, None)
@@ -180,7 +182,7 @@ def _named(checkpoints: CheckpointFolder, chosen: Path, run: Path) -> Found:
 
 
 def _locate(config: Config, place: Path) -> tuple[Path, Path | None]:
-    """The run folder, and the checkpoint if ``place`` is one."""
+    """Return the run folder of the path ``place``, and the checkpoint if ``place`` is one. Raises UsageError."""
     if (place / CONFIG).is_file():
         return place, None
     if not place.is_dir():
@@ -197,6 +199,7 @@ def _locate(config: Config, place: Path) -> tuple[Path, Path | None]:
 
 
 def _compare(config: Config, state: CheckpointState) -> None:
+    """Raise RunChanged or ConfigError if the checkpoint's seed, batches, adapters or backend differ from ``config``."""
     if state.seed != config.run.seed and "seed" not in config.resume.allow:
         raise RunChanged("seed", "run.seed", was=str(state.seed), now=str(config.run.seed))
     problems = [*_adapter_problems(state.adapters, Adapters.of(config)), *_backend_problems(config, state)]

@@ -1,12 +1,14 @@
-"""A launcher that outlives its terminal. Standard library only.
+"""--detach: a launcher that outlives its terminal. Standard library only.
 
-The command divides: its child is the launcher, in a session of its own, and this process stays only until the run
-really runs, shows meanwhile what the child writes, and passes signals on to it. The child writes to a file without a
-name until there is a run folder, and from then on to ``launcher.log`` among the run's logs, which begins with what was
-written before. If the child ends before the run runs, its exit code is that of the command, and all that it wrote has
-been shown. A terminal that closes meanwhile ends this process alone.
+The command forks. The child is the launcher, in a session of its own. The parent waits until the run is in its running
+phase; meanwhile it shows what the child writes and passes signals on to it. The child writes to an unnamed temporary
+file until there is a run folder. Then it copies that file to ``launcher.log`` among the run's logs, and writes there.
+If the child ends before the run is running, the command shows all its output and ends with its exit code. A
+terminal that closes meanwhile ends the parent alone.
 
-Nothing may have started a thread before, so it comes before anything heavy is imported.
+A pipe from child to parent carries messages, a JSON object a line: where the run is, then ``{}`` once it is running.
+
+``detach`` forks, so no thread may exist yet: it is called before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -28,20 +30,26 @@ from asyncrl.core.streams import PRINTER, send_nowhere
 
 LOG = "launcher.log"
 LOOK_S = 0.2
+"""Seconds between two looks at the child's output."""
 LONGEST_WORD_BYTES = 1 << 16
+"""Bytes of one read from the pipe or the output."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
 @dataclass
 class Detached:
-    """The child's side: reports to the waiting command where the run is, and that it is running."""
+    """The child's side: reports to the waiting parent where the run is, and that it is running."""
 
     output: IO[bytes]
-    """File that this process writes to so far."""
+    """Temporary file that is this process's standard output and error until ``has_folder``."""
     pipe: int
+    """Write end of the pipe to the parent; -1 once the parent waits no longer."""
 
     def has_folder(self, run_dir: Path, logs: Path, head: str = "") -> None:
-        """Write into this folder from here on. ``head`` is the host where the run is, empty for this one."""
+        """Move the output to ``launcher.log`` in ``logs``, and report the run folder to the parent.
+
+        Copies to the log what was written before. ``head`` is the host of the run folder, empty for this one.
+        """
         PRINTER.finish()
         _flush()
         log = (logs / LOG).open("ab")
@@ -55,7 +63,7 @@ class Detached:
         log.close()
 
     def runs(self) -> None:
-        """The run is running, so the command stops waiting."""
+        """Report that the run is in its running phase, so that the parent ends."""
         self._tell({})
         os.close(self.pipe)
         self.pipe = -1
@@ -68,8 +76,11 @@ class Detached:
 
 
 def detach() -> Detached | int:
-    """Divide: the child gets its end, the parent the command's exit code once the run runs. Raises OSError."""
-    # Or both processes would write what is buffered.
+    """Fork. In the child, return its side at once; in the parent, wait for the run and return the exit code.
+
+    The child's standard streams lead to /dev/null and the temporary file. Raises OSError.
+    """
+    # Otherwise both processes would write what is buffered.
     _flush()
     output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
     ours, theirs = os.pipe()
@@ -87,7 +98,7 @@ def detach() -> Detached | int:
 
 
 class _Waiting:
-    """The parent, which waits until the run runs or the child has ended."""
+    """The parent's side: waits until the run is running or the child has ended, and shows the child's output."""
 
     def __init__(self, child: int, pipe: int, output: IO[bytes]) -> None:
         self._child, self._pipe, self._output = child, pipe, output
@@ -116,15 +127,15 @@ class _Waiting:
         os.kill(self._child, number)
 
     def _follow(self, word: dict[str, object]) -> None:
-        """The child writes elsewhere from here on."""
+        """Show the rest of the old output file, and read the run's log from the given offset from here on."""
         self._show()
         self._run = {key: str(word[key]) for key in ("run", "log", "head")}
         self._output = open(self._run["log"], "rb", buffering=0)  # noqa: SIM115
         self._at = int(str(word["at"]))
 
     def _show(self) -> None:
-        """Show what the child has written since."""
-        # Not read(): the offset is shared with the child, which writes there.
+        """Show what the child has written since the last call, on standard error."""
+        # Not read(), because parent and child share the offset of the temporary file.
         while found := os.pread(self._output.fileno(), LONGEST_WORD_BYTES, self._at):
             self._at += len(found)
             _say(found.decode(errors="replace"), sys.stderr)

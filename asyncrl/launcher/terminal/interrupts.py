@@ -1,4 +1,4 @@
-"""The signals that ask a launcher for the end: the first one in order, the next one at once.
+"""The signals that end a run through its launcher: the first one in order, a second one at once.
 
 SIGHUP is never a second signal, because a closing terminal sends it more than once.
 """
@@ -15,23 +15,23 @@ from asyncrl.launcher.terminal.progress import TerminalProgress
 
 
 class Interrupts:
-    """The signals that came."""
+    """Receives the signals, and says which was the first and which the second."""
 
     def __init__(self) -> None:
         self.signal = 0
-        """The first one, or the first after SIGHUP; 0 for none."""
+        """Number of the first signal, or of the first after SIGHUP; 0 before it."""
         self.second = 0
-        """The one that asked for the end at once; 0 for none."""
+        """Number of the signal that ends the run at once; 0 before it."""
         self._came = asyncio.Event()
 
     def listen(self) -> None:
-        """Take the signals of this process from here on."""
+        """Handle this process's signals by ``note`` from here on."""
         loop = asyncio.get_running_loop()
         for number in heeded():
             loop.add_signal_handler(number, self.note, number)
 
     def note(self, number: int) -> None:
-        """A signal has come."""
+        """Record a signal. The first wakes the waits; so does each later one, unless it or the first is SIGHUP."""
         before = self.signal
         if before in (0, signal.SIGHUP):
             self.signal = number
@@ -40,7 +40,7 @@ class Interrupts:
             self._came.set()
 
     def describe_end_at_once(self) -> str:
-        """Why the run was stopped at once, for the user who asked for it, or did not."""
+        """Return why the run was stopped at once: at a second signal, or because it did not end in time."""
         if not self.second:
             return f"stopped at once, as it did not end in time after {cause_of(self.signal)}"
         if self.second == self.signal == signal.SIGINT:
@@ -48,11 +48,11 @@ class Interrupts:
         return f"stopped at once at the second signal, {cause_of(self.second)}"
 
     async def first(self) -> None:
-        """Wait for a signal, be it one that has come since the last wait for the next."""
+        """Wait for a signal. Return at once if one has arrived already."""
         await self._came.wait()
 
     async def next(self, timeout: float) -> None:
-        """Wait for a signal that comes from here on, or until ``timeout`` seconds are over."""
+        """Wait at most ``timeout`` seconds for a signal that arrives from now on."""
         self._came.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -60,7 +60,10 @@ class Interrupts:
 
 
 async def undone_by_signals(work: Awaitable[int], progress: TerminalProgress) -> int:
-    """Result of ``work``. A signal cancels it, and is said and returned, unless it has taken signals over itself."""
+    """Await ``work`` and return its result. A signal cancels ``work``, is shown, and gives the exit code 128 + signal.
+
+    ``work`` may replace the signal handlers; from then on signals do not cancel it.
+    """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     came: list[int] = []

@@ -1,4 +1,7 @@
-"""Lines of metrics in a few words: of steps, of supervised steps before the first, and of evaluations. Pure."""
+"""Lines of metrics.jsonl as short text for the terminal. Pure.
+
+A line belongs to a training step, a warm step (a supervised step before the first version) or an evaluation.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from asyncrl.observe.metrics_line import (
 )
 
 NAMES_SHOWN = 4
+"""Most names that one line lists."""
 WARM_STEP = "warm step"
 
 
@@ -31,15 +35,16 @@ _STEP_WORDS: dict[str, Callable[[float], str]] = {
 
 
 def describe_step(line: Line, steps: int, pace: str = "", losses: Iterable[str] = ()) -> str:
-    """A line of metrics in a few words; what is absent is left out.
+    """Return a training step's line as text; a metric that it lacks is left out.
 
-    ``pace`` and ``losses`` come early, for a narrow terminal cuts the end.
+    ``steps`` is the run's last step, ``pace`` the text of elapsed and remaining time, ``losses`` the texts of
+    ``describe_losses``. These come early, because a narrow terminal cuts the end.
     """
     parts = [f"step {line.get('step', '?')}/{steps}", *filter(None, [pace]), *losses]
     for key, words in _STEP_WORDS.items():
         value = line.get(key)
         if key == "rollout/tokens_per_s" and not value:
-            # As in the last step, when there is nothing more to sample: true, and of no use to anybody.
+            # In the last step nothing more is sampled, so 0 would say nothing.
             continue
         if key == "rollout/truncated_fraction" and (value or 0.0) < HIGH_TRUNCATION:
             continue
@@ -57,7 +62,7 @@ _WARM_WORDS: dict[str, Callable[[float], str]] = {
 
 
 def describe_warm_step(line: Line) -> str:
-    """A line of a supervised step before the first step in a few words; what is absent is left out."""
+    """Return a warm step's line as text; a metric that it lacks is left out."""
     of = f"/{line['sft/warm_steps_of']}" if "sft/warm_steps_of" in line else ""
     parts = [f"{WARM_STEP} {line.get('sft/warm_steps', '?')}{of}"]
     parts += [words(line[key]) for key, words in _WARM_WORDS.items() if isinstance(line.get(key), int | float)]
@@ -71,23 +76,26 @@ LOSSES = {
     "rollout/dropped_trajectories": "dropped",
     "rollout/failed_attempts": "failed attempts",
 }
-"""Keys of a line of metrics that count what is not trained: groups and prompts since the start of the run, then
-trajectories and attempts at them since the start of its learner."""
+"""Metrics that count what is not trained, with their words.
+
+The counts of ledger/ are groups and prompts since the start of the run. Those of rollout/ are trajectories and
+attempts at them since the start of the run's learner.
+"""
 
 
 def losses_of(line: Line) -> dict[str, int]:
-    """The counts of LOSSES in a line."""
+    """Return the counts of LOSSES that a line has, by metric."""
     return {key: int(line[key]) for key in LOSSES if isinstance(line.get(key), int | float)}
 
 
 def describe_losses(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-    """Words for the counts that have moved since the line before, each with its increase."""
+    """Return a text for each count of ``now`` that is higher than ``before``, with its increase."""
     moved = {key: count - before.get(key, 0) for key, count in now.items() if count > before.get(key, 0)}
     return [f"{LOSSES[key]} {now[key]} (+{by})" for key, by in moved.items()]
 
 
 def describe_eval(line: Line) -> str:
-    """An evaluation's line in a few words, with the versions that were sampled."""
+    """Return an evaluation's line as text, with the versions that were sampled."""
     parts = []
     for key in filter(is_eval_mean, sorted(line)):
         name = key.removesuffix("/mean")
@@ -97,7 +105,7 @@ def describe_eval(line: Line) -> str:
 
 
 def _eval_parts(numbers: Mapping[str, float]) -> list[str]:
-    """Words for the other numbers of an evaluation: the ends of pass@k, length, cut responses, and components."""
+    """Return texts for pass@k (smallest and largest k), mean length, truncated responses and reward components."""
     passed, components = pass_at_numbers(numbers), component_numbers(numbers)
     parts = [f"pass@{k} {fixed(passed[k], 3)}" for k in dict.fromkeys([*passed][:1] + [*passed][-1:])]
     if "length_mean" in numbers:
@@ -111,5 +119,5 @@ def _eval_parts(numbers: Mapping[str, float]) -> list[str]:
 
 
 def mean_in_words(mean: Any) -> str:
-    """The mean of an evaluation in words; it is null where nothing was scored."""
+    """Return the mean of an evaluation as text; it is null if nothing was scored."""
     return fixed(mean, 3) if isinstance(mean, int | float) else "n/a"

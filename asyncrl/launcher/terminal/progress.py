@@ -1,6 +1,7 @@
-"""The launcher's view of a run while it lives: one live line on a terminal, plain lines elsewhere.
+"""Shows the progress of a live run: one line that is rewritten on a terminal, plain lines elsewhere.
 
-All text goes through ``PRINTER``: an output that takes nothing never holds up the launcher.
+All text goes through ``PRINTER``, so an output that blocks never delays the launcher. A notice is an actor's message
+to the user, which it may repeat with a higher count.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from asyncrl.observe.metrics_line import Line
 from asyncrl.rpc.lifecycle.roster import CONTROLLER
 
 PACE_STEPS = 20
-"""Steps over whose mean time the time that is left is estimated."""
+"""Number of last steps whose mean time gives the estimate of the remaining time."""
 NOTICE_S = 10.0
-"""Least time between two lines for notices of one key, unless the text is new."""
+"""Least time in seconds between two lines for notices with the same actor and key."""
 BEFORE_RESTART = " (before it was started again)"
 MOST_NOTICES = 256
-"""Notices kept; those of further keys are in the logs alone."""
+"""Most notices that are kept. Later ones with new keys appear only in the logs."""
 CLEAR_LINE = "\r\x1b[2K"
 _NEWLINE = "\n"
 """The only control character that is printed; all others are shown as escapes."""
@@ -62,37 +63,38 @@ class TerminalProgress:
         self._pace = RunPace(steps, now())
         self.notices = ShownNotices()
         self.step = 0
-        """The last step heard of."""
+        """The last trained step that was reported."""
         self.restarts: dict[str, int] = {}
         """Restarts of each actor, by name."""
         self._losses: dict[str, int] = {}
-        """Groups that were not trained and the like, in the last step's line, by their key."""
+        """Counts of what was not trained, in the last step's line, by metric (``losses_of``)."""
         self._learner_died: tuple[str, float] | None = None
-        """The rank that died first since the last step, and the time of its death."""
+        """The learner rank that died first since the last step, and the time of its death (s, monotonic)."""
         self._start = 0
-        """The learner's ``start`` in the last step's line."""
+        """Number of the learner's start, from the last step's line; it grows when the learner restarts."""
         self._out = out
         self._err = sys.stderr if err is None else err
         self._steps = steps
         self._live = out.isatty()
         self._stands = ""
-        """The state of the run, in the newest words."""
+        """The newest text on the run's state."""
         self._shown = ""
-        """The state as it was written last, with what the run waits for."""
+        """The line as it was written last: the waits and the state."""
         self._waits: list[str] = []
-        """Words for what the run waits for, by the controller's newest state."""
+        """Texts on what the run waits for, from the controller's newest state."""
         self._died: dict[str, float] = {}
-        """Time of death of each actor that is not ready again."""
+        """Time of death (s, monotonic) of each actor that died and is not ready again."""
         self._lost: tuple[int, Mapping[str, list[str]]] = 0, {}
-        """The lost hosts with their actors, and the controller that says so."""
+        """The incarnation of the controller that reported the lost hosts, and the actors of each."""
         self._awaited: int | None = None
-        """Number of actors that the start was last shown to wait for."""
+        """Number of actors in the last line that showed what the start waits for; None before it."""
         self._stages: dict[str, str] = {}
-        """The last of those actors, each with its stage in the words that were shown."""
+        """The text of each of these actors, with its stage, once no more than NAMES_SHOWN are left."""
         self._reached = 0
+        """Number of hosts in the last line that showed which hosts have not answered."""
 
     def show(self, event: Event) -> None:
-        """Show an event, if it says something new."""
+        """Show an event if it is news: rewrite the state, or add a line that stays."""
         if isinstance(event, StateEvent):
             if event.controller != self._lost[0]:
                 self._show_ready(CONTROLLER)
@@ -100,15 +102,15 @@ class TerminalProgress:
             self._wait(event.waits)
         match event:
             case StateEvent(phase="starting", waiting_for=names):
-                # As plain lines, each half as many as before and the last few in a new stage: a large run does not
-                # fill the screen.
+                # Without a terminal, write a line only if half as many actors are left or one of the last few is in a
+                # new stage: else a large run fills the screen.
                 stages = {name.split()[0]: name for name in names} if len(names) <= NAMES_SHOWN else {}
                 moved = any(self._stages.get(actor, stage) != stage for actor, stage in stages.items())
                 if self._live or self._awaited is None or moved or len(names) <= self._awaited // 2:
                     self._awaited, self._stages = len(names), stages
                     self._now(f"starting: waiting for {_some(names)}" if names else "starting")
             case StateEvent(phase="running"):
-                # Metrics say more; between them this line stays.
+                # Keep a line of metrics, which says more.
                 if not self._stands.startswith(("step", WARM_STEP)):
                     self._now("running")
             case StateEvent(phase="preempting"):
@@ -140,14 +142,14 @@ class TerminalProgress:
                 pass
 
     def _show_ready(self, name: str) -> None:
-        """An actor is ready that may have been started again."""
+        """Show that an actor is ready, if it had died."""
         if name in self._died:
             self.say(f"{name} is ready again, {duration(self._now_s() - self._died.pop(name))} after it died")
 
     def _show_hosts(self, state: StateEvent) -> None:
-        """Show hosts that are lost, that are back, and that leave while they are lost."""
+        """Show hosts that are newly lost, that are back, or that leave the run while they are lost."""
         controller, before = self._lost
-        # A controller reports the return of a host only if it has counted the host as lost.
+        # A restarted controller does not know which hosts its predecessor counted as lost.
         before = before if controller == state.controller else {}
         self._lost = state.controller, state.lost_hosts
         for host, actors in state.lost_hosts.items():
@@ -163,19 +165,20 @@ class TerminalProgress:
                 self.say(f"host {host} is back; fenced, and started again there: {_some(actors)}")
 
     def _show_step(self, line: Line) -> None:
+        """Show a training step's line, with the pace and the increases of what was not trained."""
         now = self._now_s()
         if isinstance(line.get("step"), int):
             self.step = line["step"]
             self._pace.heard(line["step"], now)
         losses = losses_of(line)
         if not self._losses and self.step > 1:
-            # A run that is resumed counts on from where it was.
+            # The counts of a resumed run continue, so the first line shows no increase.
             self._losses = losses
         self._now(describe_step(line, self._steps, self._pace.describe(now), describe_losses(self._losses, losses)))
         self._losses = losses
 
     def _show_return(self, line: Line) -> None:
-        """Show the first step of a restarted learner, and the state that it resumed from."""
+        """If ``line`` is a restarted learner's first step, show its delay and the steps that are trained again."""
         start, before, step = line.get("start", 0), self._start, line.get("step", 0)
         self._start = start
         if self._learner_died is not None and start > before > 0:
@@ -185,18 +188,18 @@ class TerminalProgress:
             self.say(f"{told}, from {_basis(step - 1)}; {_again(step, self.step)}")
 
     def reaching(self, hosts: list[str]) -> None:
-        """Show the hosts that have not answered yet."""
+        """Show the hosts that have not answered yet; without a terminal, only when half as many are left."""
         if self._live or not self._reached or len(hosts) <= self._reached // 2:
             self._reached = len(hosts)
             self._now(f"reaching hosts: waiting for {_some(hosts)}" if hosts else "reaching hosts: all are there")
 
     def say(self, text: str) -> None:
-        """Show a line that stays."""
+        """Write a line that stays, above the rewritten one."""
         text = printable(text, keep=_NEWLINE)
         self._write(f"{text}\n{self._fitted(self._shown)}" if self._live else f"{text}\n")
 
     def warn(self, lines: list[str]) -> None:
-        """Show lines that stay, on ``err``."""
+        """Write lines that stay to ``err``."""
         if self._live:
             self._write("")
         PRINTER.print_to(self._err, "".join(f"{printable(line, keep=_NEWLINE)}\n" for line in lines))
@@ -204,7 +207,7 @@ class TerminalProgress:
             self._write(self._fitted(self._shown))
 
     def end(self) -> None:
-        """Leave the terminal as it was found."""
+        """Clear the rewritten line."""
         self._shown = ""
         self._write("")
 
@@ -213,14 +216,15 @@ class TerminalProgress:
         if waits == self._waits:
             return
         self._waits = waits
-        # As plain lines, the next step says soon enough that there is nothing to wait for.
+        # Without a terminal, no line is needed for the end of a wait: the next step shows it.
         if self._live or waits:
             self._now(self._stands)
 
     def _now(self, text: str) -> None:
+        """Set the text on the run's state, and write it after the waits if that changes the line."""
         self._stands = text
         waits = ", ".join(self._waits)
-        # First, for a narrow terminal cuts the end.
+        # The waits come first, because a narrow terminal cuts the end.
         text = printable(f"waiting for {waits}  {text}".rstrip() if waits else text)
         if text != self._shown:
             self._shown = text
@@ -235,12 +239,12 @@ class TerminalProgress:
 
 
 def _basis(step: int) -> str:
-    """Words for the state that a learner with so many trained steps resumes from."""
+    """Text for the state that a learner resumes from when ``step`` steps are trained."""
     return f"the checkpoint of step {step}" if step > 0 else "the initial weights"
 
 
 def _again(first: int, last: int) -> str:
-    """Words for the steps that are trained a second time."""
+    """Text for the steps ``first`` to ``last``, which are trained a second time."""
     if first > last:
         return "no step is trained again"
     return f"step {last} is trained again" if first == last else f"steps {first} to {last} are trained again"
@@ -254,8 +258,8 @@ def _some(names: list[str]) -> str:
 class RunPace:
     """Elapsed time, and the time that is left at the mean pace of the last PACE_STEPS steps. Pure.
 
-    ``steps`` is the run's last step, ``began`` the time of its start (s, monotonic). The mean starts again when a
-    learner goes back to a checkpoint.
+    ``steps`` is the run's last step, ``began`` the time of its start (s, monotonic). The mean starts again when
+    a learner resumes from an earlier step.
     """
 
     def __init__(self, steps: int, began: float) -> None:
@@ -263,13 +267,13 @@ class RunPace:
         self._heard: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
 
     def heard(self, step: int, now: float) -> None:
-        """``step`` was trained at ``now``."""
+        """Record that ``step`` was trained at ``now`` (s, monotonic)."""
         if self._heard and step <= self._heard[-1][0]:
             self._heard.clear()
         self._heard.append((step, now))
 
     def describe(self, now: float) -> str:
-        """Elapsed and remaining time in a few words; the latter only where it is known."""
+        """Return elapsed and remaining time as text; the latter only once two steps are known."""
         words = f"elapsed {clock_words(now - self._began)}"
         if len(self._heard) < 2:
             return words
@@ -279,7 +283,7 @@ class RunPace:
 
 
 def clock_words(seconds: float) -> str:
-    """A time as M:SS, H:MM:SS, or, from a day on, D d HH:MM."""
+    """Return a time as M:SS, H:MM:SS, or from a day on D d HH:MM."""
     whole = max(0, round(seconds))
     minutes, hours, days = whole // 60, whole // 3600, whole // 86400
     if days:
@@ -291,21 +295,22 @@ def clock_words(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
+    """The notices with one actor and key."""
+
     event: NoticeEvent
-    """The newest."""
+    """The newest notice."""
     shown: NoticeEvent
-    """The one that was shown last."""
+    """The notice that was shown last."""
     at: float
-    """Time at which that was (s, monotonic)."""
+    """Time (s, monotonic) at which ``shown`` was shown."""
 
 
 class ShownNotices:
-    """The notices of actors: which line is shown, and when. Pure.
+    """Decides which notices of actors are shown, and when. Pure.
 
-    The first notice of an actor and key is shown when it comes. A later one is shown if its text is new or its count
-    has doubled, at most once in NOTICE_S; without a new text, the sentences on what to do are left out. The summary has
-    the newest notice of each key. An actor that is started again counts from 1, so its counts are not compared with
-    earlier ones.
+    The first notice with an actor and key is shown at once. A later one is shown if its text is new or its count has
+    doubled, at most once in NOTICE_S. The advice on what to do follows only a new text. The summary has the newest
+    notice of each actor and key. A restarted actor counts from 1, so its counts are not compared with earlier ones.
     """
 
     def __init__(self) -> None:
@@ -314,11 +319,11 @@ class ShownNotices:
         """The newest incarnation of each actor that died."""
 
     def ended(self, actor: str, incarnation: int) -> None:
-        """This incarnation of an actor died, and another one starts."""
+        """Record that this incarnation of an actor died, and another one starts."""
         self._ended[actor] = max(incarnation, self._ended.get(actor, 0))
 
     def take(self, event: NoticeEvent, now: float) -> str:
-        """The line to show at ``now`` (s, monotonic); empty for none."""
+        """Record a notice, and return the line to show at ``now`` (s, monotonic); empty for none."""
         key = event.actor, event.key
         before, is_new_text = self._kept.get(key), True
         if before is not None:
@@ -339,7 +344,7 @@ class ShownNotices:
         return _words(event) + (f". {event.meanwhile}" if event.meanwhile and is_new_text else "")
 
     def summary(self) -> list[str]:
-        """A line for each notice, in the order of their first appearance."""
+        """Return a line for the newest notice of each actor and key, in the order in which the first ones came."""
         return [
             _words(shown.event, BEFORE_RESTART if self._is_over(shown.event) else "") for shown in self._kept.values()
         ]

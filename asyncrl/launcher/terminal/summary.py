@@ -1,4 +1,4 @@
-"""The end of a run as the user sees it: its results, where its files are, and why it ended. Fails with OSError."""
+"""Shows the end of a run: its results, where its files are, and why it ended. Fails with OSError."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ OF_THE_RUN = {
     "ledger/left_out": "prompts left out",
 }
 OF_A_LEARNER = {"rollout/dropped_trajectories": "trajectories dropped", "rollout/failed_attempts": "failed attempts"}
-"""Counts of what was not trained, since the start of the run or of its learner."""
+"""Metrics that count what was not trained, since the start of the run, or of each start of the learner."""
 
 
 def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: TerminalProgress) -> int:
-    """Show what came of a run; its exit code."""
+    """Show the results of a run, its notices and how it ended, and return its exit code."""
     progress.end()
     left = find_left(config, folder, heard=progress.step)
     lines = read_metrics(folder.path / "metrics.jsonl", ("train", "eval"))
@@ -55,7 +55,7 @@ def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Ter
 
 
 def _last_figures(folder: RunFolder) -> dict[str, float]:
-    """The learner's figures, as the run's controller has recorded them last; empty where it has not, or not here."""
+    """Return the learner's metrics in the last snapshot of the recording; empty without a recording on this host."""
     try:
         recorded = last_recorded(folder.path, folder.attempt)
     except OSError:
@@ -75,12 +75,12 @@ def summarise(
     restarts: Mapping[str, int] | None = None,
     figures: Mapping[str, float] | None = None,
 ) -> list[str]:
-    """Rows on the results of a run: steps, reward and evaluations first → last, and where its files are.
+    """Return rows on the results of a run: steps, reward and evaluations (first → last), and the paths of its files.
 
-    ``lines`` are those of training and evaluations. Lines after step ``steps`` do not count: an attempt with a larger
-    learner.steps wrote them, and the resume dropped those steps. A full disk may lack lines, so ``trained`` is the
-    least number of steps. ``checkpoint`` is the newest complete one, ``restarts`` counts the restarts of each actor.
-    ``figures`` are the learner's last ones, for a run without a step.
+    ``lines`` of metrics.jsonl are those of training and evaluations. Lines after step ``steps`` do not count: an
+    attempt with a larger learner.steps wrote them. Lines may be missing after a full disk, so at least ``trained``
+    steps count. ``checkpoint`` is the newest complete one, ``restarts`` counts the restarts of each actor. ``figures``
+    are the learner's last metrics, for a run without a line of training.
     """
     lines = [line for line in lines if line.get("step", 0) <= steps]
     train = [line for line in lines if line.get("kind") != "eval"]
@@ -118,7 +118,7 @@ def summarise(
 
 
 def _reward(train: Sequence[Line]) -> str:
-    """Means over the first and the last tenth of the steps whose reward is known: single steps are noisy."""
+    """Return the mean reward over the first and the last tenth of the steps as text, because single steps are noisy."""
     known = [(line.get("step", 0), reward) for line in train if (reward := number_in(line, "reward/mean")) is not None]
     if not known:
         return ""
@@ -133,6 +133,7 @@ def _steps(first: int, last: int) -> str:
 
 
 def _untrained(train: Sequence[Line]) -> str:
+    """Return the counts of what was not trained as text; counts of a learner are summed over the learner's starts."""
     newest: dict[int, Line] = {line.get("start", 0): line for line in train}
     counts = {words: int(number_in(train[-1], key) or 0) for key, words in OF_THE_RUN.items()}
     for key, words in OF_A_LEARNER.items():
