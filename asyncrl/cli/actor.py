@@ -3,10 +3,10 @@
     python -m asyncrl.cli.actor ROLE/INDEX --run FOLDER --incarnation N --attempt K [--controller ADDRESS]
         [--host ADDRESS] [--private NAME] [--address ADDRESS]
 
-Signals that end a run are handled before anything heavy is imported. Only the launcher and the agent act on them; an
-actor ends when the controller drains its role. They get a handler that does nothing. If they were ignored, the
-processes of the actor would inherit that and could not be terminated. An actor does not outlive its agent, even if the
-guard dies with the agent. SIGUSR1 writes the stack of every thread, and where every task waits, to the log.
+Only the launcher and the node agent, the parent of actors, act on signals that end a run. An actor ends when the
+controller drains its role. So an actor gives these signals a handler that does nothing, before it imports anything
+heavy. If it ignored them, its child processes would inherit that and could not be terminated. The kernel kills an actor
+whose agent dies. SIGUSR1 writes the stack of every thread, and where every task waits, to the log.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from typing import NoReturn
 from asyncrl.rpc.linux import die_with_parent
 
 LEFT_TO_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+"""Signals on which the launcher and the agent act."""
 
 
 def main() -> int:
-    """Live as the actor named on the command line; the exit code of the process."""
+    """Run the actor named on the command line until it ends, and return the exit code of the process."""
     for number in LEFT_TO_OTHERS:
         signal.signal(number, lambda *_: None)
     die_with_parent(signal.SIGKILL)
@@ -73,7 +74,7 @@ def main() -> int:
 def _end(exit_code: int) -> NoReturn:
     """End the process without the interpreter's teardown, which takes seconds with torch and vLLM.
 
-    The actor has closed what it held, and the kernel gives back the rest.
+    The actor has closed its sockets and files, and the kernel frees the rest.
     """
     sys.stdout.flush()
     sys.stderr.flush()

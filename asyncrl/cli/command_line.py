@@ -1,9 +1,9 @@
-"""Parsers, flags, dotted flags of the configuration, and output of all commands. Standard library only.
+"""Argument parsers, dotted flags of the configuration (--learner.lr), and output of all commands.
 
-Characters that the output lacks are replaced, it is flushed, and complaints never fail. A reader of the output that has
-read enough, as ``head`` does, ends a command with exit code 141. A full disk or a closed output ends it with code 1 and
-an error. Text that was given to ``PRINTER`` never changes the exit code. A terminal that takes nothing delays the end
-by LAST_S at most.
+Standard library only. ``flushed`` runs a command. It replaces characters that the output cannot encode, and flushes the
+output at the end. If the reader of the output closes it, as ``head`` does, the command ends with exit code 141. A full
+disk or a closed output ends it with code 1 and an error. Text given to ``PRINTER``, such as the errors of ``complain``,
+never changes the exit code. A terminal that blocks delays the end by LAST_S at most.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.core.streams import PRINTER, replace_unknown, send_nowhere
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help stands as it is written; its complaints repeat typed text, so they are made printable."""
+    """A parser that prints its help unchanged, and makes its errors printable, because they repeat the user's text."""
 
     def __init__(self, program: str, description: str, epilog: str, usage: str | None = None) -> None:
         super().__init__(
@@ -34,12 +34,15 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self.takes_keys = False
-        """Whether dotted flags are keys of the configuration."""
-        # Python colours them from 3.14 on, in codes that would be shown as text.
+        """True if the command accepts dotted flags, which set keys of the configuration."""
+        # From 3.14 on argparse colours its text. ``printable`` would show the codes as text.
         self.color = False
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and message, with the keys of the configuration for the flags that it names; end with code 2."""
+        """Print usage and message, and end with code 2.
+
+        For an unknown flag that another system uses, such as --learning-rate, the message names the key that is meant.
+        """
         if self.takes_keys and message.startswith("unrecognized arguments: "):
             message += "".join(f"; {advice}" for advice in map(_key_for, message.split()) if advice)
             message += "; flags of the configuration are dotted keys, as --learner.lr"
@@ -48,13 +51,13 @@ class Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: Any = None) -> None:
         shown = printable(message, keep="\n")
         if file is sys.stdout:
-            # argparse lets no failure be known, and this is what was asked for.
+            # argparse would hide that help or version could not be written.
             sys.stdout.write(shown)
         else:
             super()._print_message(shown, file)
 
     def add_host_arguments(self, what: str) -> None:
-        """Add --hosts and the flags that belong to it; ``what`` is done with the hosts."""
+        """Add --hosts and the flags that belong to it. ``what`` is the verb of the help, for example "run on"."""
         self.add_argument("--hosts", metavar="FILE", help=f"{what} the hosts of this hostfile, by ssh")
         names: dict[str, Any] = {"metavar": "NAME,...", "type": split_names, "default": []}
         self.add_argument("--include", **names, help="of the hosts only these")
@@ -63,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _key_for(word: str) -> str:
-    """The keys for a flag without dots, as --learning-rate; empty for any other word."""
+    """Return advice on the keys that a flag such as --learning-rate means; empty for any other word."""
     flag = word.partition("=")[0]
     meaning = meaning_of(flag.removeprefix("--")) if flag.startswith("--") else None
     if meaning is None:
@@ -74,7 +77,7 @@ def _key_for(word: str) -> str:
 
 
 def split_ssh_args(text: str) -> tuple[str, ...]:
-    """The words of --ssh-args. Raises UsageError."""
+    """Split the value of --ssh-args into words as a shell does. Raises UsageError."""
     from asyncrl.core.errors import UsageError
 
     try:
@@ -84,7 +87,7 @@ def split_ssh_args(text: str) -> tuple[str, ...]:
 
 
 def split_flags(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Dotted flags, ``--a.b VALUE`` or ``--a.b=VALUE``, and the other arguments.
+    """Split off the dotted flags, ``--a.b VALUE`` or ``--a.b=VALUE``; return their values by key, and the rest.
 
     The last value of a repeated key counts. Ends the program on wrong usage.
     """
@@ -109,12 +112,12 @@ def split_flags(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, str], li
 
 
 def split_names(text: str) -> list[str]:
-    """The names in a list with commas, spaces, or both between them."""
+    """Split a list of names at commas and spaces."""
     return text.replace(",", " ").split()
 
 
 def seconds(least: float, most: float) -> Callable[[str], float]:
-    """Reads a number of seconds between these."""
+    """Return a function that argparse calls to read a number of seconds from ``least`` to ``most``."""
 
     def read(text: str) -> float:
         try:
@@ -132,13 +135,13 @@ def seconds(least: float, most: float) -> Callable[[str], float]:
 
 
 class _CannotPrint(Exception):
-    """The output takes no more."""
+    """Standard output could not be written."""
 
 
 def flushed(program: str, command: Callable[[], int]) -> int:
-    """Call the rest of ``program`` and flush what it has printed; the exit code."""
+    """Run ``command``, flush its output, and return the exit code: the command's, or that of a failed output."""
     if sys.stderr is None:
-        # Closed by the caller: errors are lost, and nothing else changes.
+        # The caller has closed standard error: errors are lost, and nothing else changes.
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
         return complain(program, "what is printed cannot be written: standard output is closed", 1)
@@ -148,7 +151,7 @@ def flushed(program: str, command: Callable[[], int]) -> int:
             return command()
         finally:
             PRINTER.finish()
-            # Also where argparse ends the program after --help or --version.
+            # Also when argparse raises SystemExit after --help or --version.
             _flush()
     except BrokenPipeError:
         send_nowhere(sys.stdout)
@@ -171,7 +174,7 @@ def _flush() -> None:
 
 
 def complain(program: str, problem: str, exit_code: int) -> int:
-    """Say on standard error why a command ends; returns ``exit_code``."""
+    """Print on standard error why a command ends, and return ``exit_code``. Never fails."""
     PRINTER.print_to(sys.stderr, printable(f"{program}: {problem}\n", keep="\n"))
     PRINTER.finish()
     return exit_code

@@ -49,11 +49,13 @@ Exit codes: 0 nothing failed; 1 a check failed, no conversation is possible, or 
 usage; 78 wrong configuration; 130 Ctrl-C.
 """
 ANSWER_S = 60.0
+"""Default of --timeout (s)."""
 CONNECT_S = 10.0
+"""Longest time in seconds that ssh takes to connect."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     try:
         return flushed(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
     except KeyboardInterrupt:
@@ -102,7 +104,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _show_chat(configs: Sequence[str], overrides: dict[str, str], *, as_json: bool) -> int:
-    """Show what a chat template does; the exit code. Raises ConfigError."""
+    """Check the model's chat template, show the report, and return the exit code. Raises ConfigError."""
     from asyncrl.config.load import load_config
     from asyncrl.text.chat.renderer import make_renderer
     from asyncrl.text.tokenizer import tokenizer_of
@@ -118,7 +120,7 @@ def _show_chat(configs: Sequence[str], overrides: dict[str, str], *, as_json: bo
 
 
 def _example(renderer: Renderer, tokenizer: Tokenizer) -> list[str]:
-    """A conversation as the model gets it."""
+    """Return lines that show a tool call and its result as the model's chat template renders them."""
     from asyncrl.core.errors import ChatRefused
     from asyncrl.text.chat.probe import TOOLS
 
@@ -143,7 +145,10 @@ def _example(renderer: Renderer, tokenizer: Tokenizer) -> list[str]:
 def _show_agent(
     configs: Sequence[str], overrides: dict[str, str], command: Sequence[str], longest_s: float, *, as_json: bool
 ) -> int:
-    """Play a task with an agent; the exit code. Raises ConfigError."""
+    """Play one task with an agent, show the calls, and return the exit code. Raises ConfigError.
+
+    ``command`` is the agent, or empty for the [episode] of the configuration. ``longest_s`` is --timeout.
+    """
     import asyncio
 
     from asyncrl.config.load import load_config
@@ -197,7 +202,7 @@ def _parser() -> Parser:
 def _targets(
     hostfile: str | None, include: Sequence[str], exclude: Sequence[str], ssh_args: tuple[str, ...]
 ) -> list[tuple[HostLine, StartCommand]]:
-    """The hosts, the head first: this host, if it is among them. Raises UsageError."""
+    """Return the hosts to check with the command that reaches each; this host first if it is one. Raises UsageError."""
     import socket
 
     from asyncrl.launcher.doctor.examination import REMOTE

@@ -1,4 +1,4 @@
-"""asyncrl-export: a checkpoint of a run as a model that transformers and vLLM load.
+"""asyncrl-export: write a run's checkpoint as a model that transformers and vLLM load.
 
 Importing this module, ``--help`` and wrong usage load nothing beyond the standard library.
 """
@@ -32,7 +32,7 @@ checkpoint, 78 the model of the configuration is not there or is another one, 13
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     return flushed(PROGRAM, lambda: _main(argv))
 
 
@@ -68,15 +68,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _export(given: argparse.Namespace) -> int:
-    """Returns the version. Raises AsyncRLError or OSError."""
+    """Check the arguments, write the model, and return its version. Raises AsyncRLError or OSError."""
     from asyncrl.core.errors import UsageError
 
-    # A path that ends in .. has no name of its own.
+    # Resolved, because the last part of a path may be ``..``.
     out = given.out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{given.out}: it is there already; name a folder that is not")
     if out.exists() and (out.samefile(os.curdir) or out.is_mount()):
-        # The model is written beside it, and takes its place.
+        # The model is written to a temporary folder next to OUT, which then replaces it.
         raise UsageError(f"{given.out}: a working folder or a mount point cannot be replaced; name a folder in it")
     config, checkpoints, found = _find(given.run, given.version)
     if given.adapter and not config.lora.is_on:
@@ -91,7 +91,10 @@ def _export(given: argparse.Namespace) -> int:
 
 
 def _find(run: str, version: int | None) -> tuple[Config, CheckpointFolder, Found]:
-    """Raises UsageError, ConfigError or CheckpointError."""
+    """Return the run's configuration, its folder of checkpoints, and the checkpoint of ``version`` (None: the newest).
+
+    Raises UsageError, ConfigError or CheckpointError.
+    """
     from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
     from asyncrl.config.load import config_from_json
     from asyncrl.core.errors import UsageError

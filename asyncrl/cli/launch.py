@@ -1,4 +1,4 @@
-"""asyncrl-launch: start a run and follow it to its end.
+"""asyncrl-launch: start a run and follow it to its end, submit it to SLURM, or change a live run.
 
 Importing this module, ``--help`` and wrong usage load nothing beyond the standard library.
 """
@@ -71,19 +71,20 @@ or --stop, 140 by SIGUSR2.
 
 
 MOST_GENERATED = 100
+"""Largest value of --generate."""
 ALLOWED = (("data", "the prompts"), ("seed", "run.seed"), ("batch", "the geometry of a batch"))
-"""Inputs of a run that may have changed when it is resumed: the end of the flag, and words for people."""
+"""Inputs that a resume may change: the end X of the flag --allow-changed-X, and the words for the help."""
 
 
 class _Interrupted(KeyboardInterrupt):
-    """A signal asked for the end before anything was started. An event loop passes on this kind of exception alone."""
+    """A signal arrived before anything was started. Event loops let only subclasses of KeyboardInterrupt pass."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     _heed_signals()
     try:
         return flushed(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
@@ -98,7 +99,7 @@ def _heed_signals() -> None:
 
 
 def _raise_interrupted(number: int, _frame: FrameType | None) -> None:
-    # A terminal that closes sends SIGHUP more than once, and everything that is begun is to be undone in peace.
+    # A closing terminal sends SIGHUP more than once. A second one must not interrupt the cleanup.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise _Interrupted(number)
 
@@ -192,7 +193,10 @@ class _Version(argparse.Action):
 
 
 def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detached | None, command: str) -> int:
-    """Run here, on the hosts of a file by ssh, or on the nodes of this job. Raises AsyncRLError or OSError."""
+    """Run on this host, on the hosts of --hosts by ssh, or on the nodes of this SLURM job, and return the exit code.
+
+    ``command`` is the user's command line for a later resume. Raises AsyncRLError or OSError.
+    """
     from asyncrl.config.load import load_config
     from asyncrl.launcher.launch import run_hosts
 
@@ -227,17 +231,17 @@ def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detache
 
 
 def _generate(count: int | None, config: Config) -> None:
-    """Sample responses to the first prompts. Raises ConfigError."""
+    """Sample and print responses to the first ``count`` prompts; nothing for None. Raises ConfigError."""
     if count is not None:
         from asyncrl.launcher.doctor.generate import print_generated
 
-        # The event loop of the plan has put the handlers back to what Python begins with.
+        # The event loop of the dry run has reset the signal handlers to Python's defaults.
         _heed_signals()
         print_generated(config, count)
 
 
 def without_resume(argv: list[str]) -> str:
-    """This command as one would type it, without --resume."""
+    """Return the command line that ``argv`` came from, quoted for a shell, without --resume and its value."""
     words: list[str] = []
     rest = iter(argv)
     for word in rest:
@@ -249,7 +253,7 @@ def without_resume(argv: list[str]) -> str:
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """The arguments, with the values that are flags of another command made part of the flag before them."""
+    """Join --sbatch-args and --container with their values by ``=``, because argparse would take these for flags."""
     joined: list[str] = []
     for word in argv:
         if joined and joined[-1] in ("--sbatch-args", "--container"):
@@ -260,7 +264,7 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 
 def _check_slurm_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Ends the program on wrong usage."""
+    """End the program on wrong usage of the flags for SLURM, and of --detach."""
     if sum((given.slurm, given.inside_slurm, given.hosts is not None)) > 1:
         parser.error("--hosts, --slurm and --inside-slurm are three ways to say where to run; choose one")
     if given.detach and (given.slurm or given.inside_slurm or given.dry_run):
@@ -276,7 +280,7 @@ def _check_slurm_flags(parser: argparse.ArgumentParser, given: argparse.Namespac
 
 
 def _check_generate(parser: Parser, given: argparse.Namespace, speaks_to_live_run: bool) -> None:
-    """Ends the program on wrong usage of --generate."""
+    """End the program on wrong usage of --generate."""
     if given.generate is None:
         return
     if not given.dry_run or given.json or speaks_to_live_run:
@@ -290,7 +294,7 @@ def _check_generate(parser: Parser, given: argparse.Namespace, speaks_to_live_ru
 
 
 def _submit(given: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Submit a job, or show its script. Raises AsyncRLError or OSError."""
+    """Write the batch script and submit it, or only print it for --dry-run. Raises AsyncRLError or OSError."""
     from asyncrl.config.load import load_config
     from asyncrl.launcher.slurm import batch_script, left_open, start_of, submit
 
@@ -331,7 +335,7 @@ def _speaks_to_live_run(given: argparse.Namespace) -> bool:
 def _check_live_run_flags(
     parser: argparse.ArgumentParser, given: argparse.Namespace, overrides: Mapping[str, str]
 ) -> None:
-    """Ends the program on wrong usage."""
+    """End the program on wrong usage of --stop, --join, --leave, --bring-back or --within."""
     chosen = {"--bring-back": given.bring_back, "--stop": given.stop, "--join": given.join, "--leave": given.leave}
     named = [flag for flag, value in chosen.items() if value is not None]
     which = named[0] if named else "--leave"
@@ -359,7 +363,7 @@ def _check_live_run_flags(
 
 
 def _speak_to_live_run(given: argparse.Namespace) -> int:
-    """The exit code. Raises AsyncRLError or OSError."""
+    """Carry out --stop, --bring-back, --leave or --join, and return the exit code. Raises AsyncRLError or OSError."""
     import asyncio
 
     from asyncrl.cli.which_run import named
@@ -384,7 +388,7 @@ def _speak_to_live_run(given: argparse.Namespace) -> int:
 
 
 def _with_allowed(given: argparse.Namespace, overrides: dict[str, str]) -> dict[str, str]:
-    """The overrides, with the inputs that may have changed when a run is resumed as resume.allow."""
+    """Return ``overrides`` with resume.allow set from the flags --allow-changed-X, if there are any."""
     allowed = [what for what, _ in ALLOWED if getattr(given, f"allow_changed_{what}")]
     return overrides | {"resume.allow": json.dumps(allowed)} if allowed else overrides
 

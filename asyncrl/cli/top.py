@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from asyncrl.top.view import History
 
 TRACE_S = 30.0
-"""Longest wait for a trace; the controller waits less than half of it for the last parts."""
+"""Seconds that the controller gets to write a trace; it waits less than half of them for the actors' parts."""
 DESCRIPTION = "See what a run does, and which stage the others wait for. It does not change the run."
 EPILOG = """\
 RUN is a run folder (or its name under runs/) on the controller's host, or HOST:PORT of the controller with --keys.
@@ -44,9 +44,9 @@ Exit codes: 0 done, 1 the run does not answer or something cannot be read or wri
 130 Ctrl-C, 141 the reader of the output has closed it.
 """
 SNAPSHOT_S = 20.0
-"""Longest wait for the first snapshot to print."""
+"""Seconds to wait for a snapshot to print."""
 SHORTEST_S = 5.0
-"""Shortest time over which printed rates are taken."""
+"""Seconds that the snapshots must cover, so that rates can be printed."""
 EXCLUDED = {
     "once": ("json",),
     "replay": ("keys",),
@@ -54,15 +54,16 @@ EXCLUDED = {
     "explain": ("once", "json", "keys"),
     "samples": ("once", "json", "keys"),
 }
-"""Flags that exclude one another."""
+"""By flag, the other flags that it excludes."""
 SAMPLES = 3
+"""Default of --count."""
 MOST_SAMPLES = 100
 PAGE_COLUMNS = 120
-"""Columns of a page that no terminal shows."""
+"""Width of the printed page if standard output is no terminal."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     try:
         return flushed(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
     except KeyboardInterrupt:
@@ -158,7 +159,7 @@ def _print_samples(run_dir: Path, given: argparse.Namespace) -> int:
 
 
 def _may_live(run_dir: Path) -> bool:
-    """Whether a run is alive there, or this user may not know."""
+    """Return whether a run is live in the folder; True if this user may not look."""
     from asyncrl.launcher.run_folder.private import is_live
 
     try:
@@ -236,7 +237,10 @@ def _show(source: SnapshotSource) -> int:
 
 
 async def _take(feed: AsyncIterator[Snapshot | Away | Waiting], history: History, run: str, seconds: float) -> None:
-    """Add snapshots until they cover so many seconds, for rates. Raises ActorFailed if none comes."""
+    """Add snapshots from ``feed`` to ``history`` until they cover ``seconds``, for at most SNAPSHOT_S.
+
+    Also ends when the run ends. ``run`` is its name in errors. Raises ActorFailed if no snapshot arrives.
+    """
     import asyncio
 
     from asyncrl.core.errors import ActorFailed

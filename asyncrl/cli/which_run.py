@@ -1,6 +1,7 @@
-"""The run that is meant: a folder, a name under runs/, HOST:PORT, or the newest.
+"""Finds the run that the argument RUN means: a folder, a name under runs/, HOST:PORT, or without RUN the newest.
 
-Importing it loads nothing beyond the standard library. Fails with UsageError, which says what there is instead.
+Importing this module loads nothing beyond the standard library. Fails with UsageError, which names what was found
+instead.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ RUNS = "runs"
 
 
 def run_folder(run: str | None, flag: str) -> Path:
-    """The folder of a run, live or not; without RUN that of the newest. Raises UsageError."""
+    """Return the folder of ``run``, live or not; for None that of the newest run. ``flag`` is named in UsageError."""
     from asyncrl.core.errors import UsageError
 
     if run is not None:
@@ -28,18 +29,18 @@ def run_folder(run: str | None, flag: str) -> Path:
 
 
 def named(run: str) -> str:
-    """The folder of a run, by its path or by its name under runs/; any other text as it stands."""
+    """Return the folder of a run by its path or its name under runs/; any other text unchanged."""
     return str(_named(run) or run)
 
 
 def _named(run: str) -> Path | None:
     found = [path for path in (Path(run), Path(RUNS) / run) if path.is_dir()]
-    # A folder here may have the name of a run, as that of its code.
+    # A folder with config.json comes first: another folder here may have the name of the run.
     return next((path for path in found if (path / "config.json").is_file()), found[0] if found else None)
 
 
 def _runs() -> list[Path]:
-    """The run folders under runs/, the newest first. Those that another user keeps closed are passed over."""
+    """Return the run folders under runs/, the newest first, without those that this user may not read."""
     found = []
     with contextlib.suppress(OSError):
         for path in Path(RUNS).iterdir():
@@ -49,7 +50,7 @@ def _runs() -> list[Path]:
 
 
 def _lives(path: Path) -> bool:
-    """Whether a run lives there that this user may look into."""
+    """Return whether a run is live in the folder; False if this user may not look."""
     from asyncrl.launcher.run_folder.private import is_live
 
     try:
@@ -59,7 +60,10 @@ def _lives(path: Path) -> bool:
 
 
 def live_run_place(run: str | None) -> str:
-    """Run folder or HOST:PORT to attach to. Raises UsageError, which says what there is instead."""
+    """Return the folder or HOST:PORT of the live run that ``run`` means; for None, of the newest live run.
+
+    Raises UsageError if no run is live there, with the next step for the user.
+    """
     from asyncrl.core.errors import UsageError
     from asyncrl.launcher.run_folder.private import is_live
 
