@@ -91,18 +91,18 @@ class Config(Section):
     log: LogConfig = LogConfig()
     """Logging."""
     sinks: SinksConfig = SinksConfig()
-    """Further destinations of metrics than metrics.jsonl."""
+    """Destinations of metrics in addition to metrics.jsonl."""
     trace: TraceConfig = TraceConfig()
     """The timeline."""
 
     @model_validator(mode="before")
     @classmethod
     def _let_episodes_score(cls, tree: Any) -> Any:
-        """Make the episode's own reward the default where user code plays the episode."""
+        """Make reward.function = "episode" the default if users' code plays the episode and returns a reward."""
         if not isinstance(tree, dict) or not isinstance(tree.get("episode"), dict):
             return tree
         reward = tree.get("reward", {})
-        # Tools are not among them, because they return no reward.
+        # Not for episode.tools, because tools return no reward.
         if any(tree["episode"].get(key) for key in ("function", "env", "command")) and isinstance(reward, dict):
             return tree | {"reward": {"function": "episode"} | reward}
         return tree
@@ -137,7 +137,7 @@ class Config(Section):
         return held.data.max_prompt_tokens + (held.max_tokens or self.rollout.max_tokens)
 
     def episodes_open(self, concurrency: int) -> int:
-        """Most open episodes of a rollouter whose engine takes so many calls at a time."""
+        """Most open episodes of a rollouter whose engine takes ``concurrency`` calls at a time."""
         if self.episode.kind == "single":
             return concurrency
         return self.rollout.episodes or EPISODES_PER_CALL * concurrency
@@ -149,7 +149,7 @@ class Config(Section):
 
     @property
     def publishes_adapter(self) -> bool:
-        """Whether a version is the adapters alone."""
+        """Whether a published version holds the adapters alone, and not the whole weights."""
         lora = self.lora
         return lora.is_on and (
             lora.publish == "adapter" or (lora.publish == "auto" and self.rollout.traits.adapter_rank > 0)
@@ -162,7 +162,7 @@ class Config(Section):
 
     @property
     def gate_capacity(self) -> int:
-        """Most groups that may be leased and not trained yet: (limit + 1) * G."""
+        """Most groups that may be leased and not trained yet: (staleness.max + 1) * G."""
         return (self.staleness.max + 1) * self.groups_per_version
 
     @property
@@ -171,7 +171,7 @@ class Config(Section):
         return tuple(f"{role}/{index}" for role in ROLES for index in range(self.number_of(role)))
 
     def number_of(self, role: str) -> int:
-        """Number of the actors of a role."""
+        """Number of actors with this role."""
         number = ROLES[role].number
         return int(attrgetter(number)(self)) if number else 1
 
@@ -193,7 +193,7 @@ class Config(Section):
 
     @property
     def curve(self) -> bool:
-        """Whether CURVE is on."""
+        """Whether the sockets are encrypted by CURVE."""
         if self.security.curve == "auto":
             return self.network.host not in ("127.0.0.1", "::1", "localhost")
         return self.security.curve == "required"

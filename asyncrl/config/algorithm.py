@@ -125,9 +125,9 @@ class SftConfig(Section):
     max_tokens: Positive | None = None
     """Longest sequence of a conversation; by default the longest that the run samples."""
     on_long: Literal["error", "cut"] = "error"
-    """A longer sequence refuses the start with file and line, or is cut to max_tokens without its end token."""
+    """A longer sequence stops the start with file and line, or is cut to max_tokens without its end token."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot be used refuses the start with file and line, or is counted and skipped."""
+    """A row that cannot be used stops the start with file and line, or is counted and skipped."""
 
     @property
     def is_on(self) -> bool:

@@ -12,13 +12,14 @@ from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS
 from asyncrl.config.training import DataConfig
 
 Problem = tuple[str, str]
-"""A dotted key, and what is wrong with its value with what to do."""
+"""A dotted key, and the words that follow it in an error: what is wrong with the value, and what to do."""
 FORBIDDEN_VLLM_KEYS = (
     *("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "weight_transfer_config"),
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     *("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
     *("worker_extension_cls", "scheduler_cls"),
 )
+"""Arguments of vLLM that asyncrl sets itself, so rollout.vllm.extra may not have them."""
 
 
 def _context_key(config: Config) -> str:
@@ -137,7 +138,7 @@ def _teacher_problems(config: Config) -> Iterator[Problem]:
 
 
 def cross_check(config: Config) -> Iterator[Problem]:
-    """Problems between sections."""
+    """Yield a problem for every conflict between the values of a valid configuration."""
     rollout, learner, reward = config.rollout, config.learner, config.reward
     simulated = rollout.traits.makes_up and learner.backend == "sim"
     if config.model.path is None and not simulated:
@@ -145,7 +146,7 @@ def cross_check(config: Config) -> Iterator[Problem]:
     if rollout.traits.makes_up and learner.backend != "sim":
         told = f'the {rollout.engine} engine makes up its tokens, which must not train a model; set it to "sim"'
         yield "learner.backend", told
-    # With episodes, a place of the engine is only taken during a call.
+    # Most trajectories at a time. With episodes, these are more than the engine's calls.
     places, key = config.most_episodes, "rollout.concurrency"
     if config.episode.kind != "single":
         key = "rollout.episodes"
@@ -217,7 +218,7 @@ def cross_check(config: Config) -> Iterator[Problem]:
             yield f"eval.{name}.n", f"is more than {key} = {places}"
     if rollout.min_replicas > rollout.replicas:
         yield "rollout.min_replicas", f"is more than rollout.replicas = {rollout.replicas}"
-    # A shorter limit would take one late heartbeat for silence.
+    # With a shorter limit, one late heartbeat would count as silence.
     beats = 3 * config.supervision.heartbeat_s
     for key in ("supervision.silence_s", "supervision.unreachable_s", "supervision.host_lost_s", "watchdog.stall_s"):
         if attrgetter(key)(config) < beats:

@@ -1,4 +1,4 @@
-"""The engines of ``rollout.engine``: implementation and traits of each.
+"""The inference engines for ``rollout.engine``: class and traits of each.
 
 To add an engine, write a module with an Engine (rollouter/engines/base.py) and an entry here. All other code depends on
 the traits and never on the name. Nothing heavy is imported before the engine is created. Keys are dotted and below
@@ -15,10 +15,10 @@ from asyncrl.config.algorithm import VLLM_RANKS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTraits:
-    """The traits of an engine."""
+    """Properties of an engine on which other code depends instead of its name."""
 
     implementation: str
-    """MODULE:CLASS, called with the Config and the name for its errors."""
+    """MODULE:CLASS of the engine, called with the Config and a name for errors."""
     title: str
     """Name in messages to people."""
     makes_up: bool = False
@@ -26,8 +26,8 @@ class EngineTraits:
     gpus: bool = False
     """Whether it computes on rollout.gpus_per_replica GPUs, if that is not 0."""
     judge: str = ""
-    """MODULE:FUNCTION of the Config and the model's config.json, for an engine with other model code than the learner.
-    Returns None, or a problem with ``told``, ``fix`` and ``key`` if the two would compute different things."""
+    """MODULE:FUNCTION for an engine whose model code differs from the learner's. It gets the Config and the model's
+    config.json. If the two would compute different things, it returns a problem (``told``, ``fix``, ``key``)."""
     adapter_rank: int = 0
     """Highest rank of the adapters that it loads; 0 for none."""
     kv_cache: bool = False

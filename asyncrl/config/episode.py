@@ -12,7 +12,7 @@ from asyncrl.config.section import NonNegative, Positive, Seconds, Section
 EpisodeKind = Literal["single", "function", "env", "tools", "command"]
 OWN_TOOL_PARSERS = ("auto", "json", "none")
 OWN_REASONING_PARSERS = ("auto", "think", "none")
-"""Other names are of vLLM's parsers."""
+"""Names of asyncrl's own parsers; any other name is one of vLLM's."""
 
 
 class EpisodeConfig(Section):
@@ -56,7 +56,7 @@ class EpisodeConfig(Section):
 
     @property
     def kind(self) -> EpisodeKind:
-        """Kind of the player that is set; single without any."""
+        """Key of the code that plays an episode; "single" if none is set."""
         given = [name for name in ("function", "env", "tools", "command") if getattr(self, name)]
         return given[0] if given else "single"  # type: ignore[return-value]
 

@@ -1,4 +1,4 @@
-"""Descriptions of the keys, and of what is wrong with one."""
+"""Describes the keys of the configuration in text: type, default and docstring of each, and errors with advice."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from asyncrl.config.training import SOURCE_KEYS
 from asyncrl.core.other_names import describe_meaning, meaning_of
 
 MOST_ADVICE = 8
-"""Keys of an unknown table for which a problem says what to write."""
+"""Most keys of an unknown table for which an error gives advice."""
 REMOVED_KEYS = {"weights.delta": "was removed: every version is sent whole; leave it out"}
 """Keys of earlier releases, and what to do about each."""
 _PLAIN = {int: "integer", float: "number", bool: "boolean", str: "text", Any: "any value"}
 
 
 def known_keys() -> list[tuple[str, str, str, str]]:
-    """Each key as (dotted key, type, default, description), tables descended into; NAME stands for a free name."""
+    """Return (dotted key, type, default, description) of every key. NAME stands for a name that the user chooses."""
     rows: list[tuple[str, str, str, str]] = []
 
     def visit(section: type[Section], prefix: str) -> None:
@@ -48,7 +48,10 @@ def known_keys() -> list[tuple[str, str, str, str]]:
 
 
 def table_of(field: FieldInfo) -> tuple[type[Section], bool] | None:
-    """The section of a field that is a table or holds tables, and whether these have free names; None for a value."""
+    """Return the section of a field that is a table, and whether the field holds several of them by free names.
+
+    None for a field that holds a value.
+    """
     kind = field.annotation
     for each in (kind, *get_args(kind)):
         if isinstance(each, type) and issubclass(each, Section):
@@ -57,7 +60,7 @@ def table_of(field: FieldInfo) -> tuple[type[Section], bool] | None:
 
 
 def docstrings(section: type[Section]) -> dict[str, str]:
-    """The docstring below each field of a table, by the field's name; a table has those of the one it derives from."""
+    """Return the docstring below each field of a section by the field's name, with the fields of its base classes."""
     found: dict[str, str] = {}
     for each in reversed(section.__mro__):
         if issubclass(each, Section):
@@ -71,7 +74,7 @@ def docstrings(section: type[Section]) -> dict[str, str]:
 
 
 def describe(path: tuple[str, ...], item: Any) -> str:
-    """One line on what pydantic found wrong at ``path``; ``item`` is an entry of ``ValidationError.errors()``."""
+    """Return the line of an error at ``path``. ``item`` is an entry of pydantic's ``ValidationError.errors()``."""
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
         return f"{key}: {REMOVED_KEYS.get(key) or 'unknown key' + _advice(path, item['input'])}"
@@ -86,17 +89,17 @@ def describe(path: tuple[str, ...], item: Any) -> str:
 
 
 def holds_text(key: str) -> bool:
-    """Whether any text may be the value of a dotted key, and no number."""
+    """Return whether the value of a dotted key is always text, even if a flag looks like a number."""
     *_, last = path = key.split(".")
     field = _fields(tuple(path)).get(last)
     return field is not None and field.annotation in (str, str | None)
 
 
 def _advice(path: tuple[str, ...], value: Any) -> str:
-    """Advice on an unknown key, for the end of its line; empty without one.
+    """Return advice on an unknown key for the end of its error, such as "; did you mean learner.lr?", or "".
 
-    A name of another system comes first, because its meaning is exact. An unknown table is compared with known ones,
-    then each of its keys is looked up.
+    A name that another system uses (TRL, verl) comes before similar spellings, because its meaning is exact. A table is
+    compared with known tables, and then each of its keys is looked up.
     """
     siblings = _siblings(path)
     if isinstance(value, dict):
@@ -107,7 +110,7 @@ def _advice(path: tuple[str, ...], value: Any) -> str:
             return "".join(f"; {each}" for each in inner[:MOST_ADVICE]) + (f"; and {more} more" if more > 0 else "")
     if found := _meaning_at(path):
         return f"; {found}"
-    # A key of a table inside, as eval.NAME.data.path for eval.NAME.path.
+    # The key may be missing a table: eval.NAME.path for eval.NAME.data.path.
     for table in siblings:
         if path[-1] in _siblings((*path[:-1], table, "")):
             return f"; did you mean {'.'.join((*path[:-1], table, path[-1]))}?"
@@ -120,7 +123,7 @@ def _advice(path: tuple[str, ...], value: Any) -> str:
 
 
 def _advice_inside(path: tuple[str, ...], table: dict[str, Any]) -> Iterator[str]:
-    """A line for each value in an unknown table whose name means something, or is a key of another section."""
+    """Yield advice for each key in an unknown table that another system uses, or that is a key of another section."""
     for name, value in table.items():
         here = (*path, str(name))
         if isinstance(value, dict):
@@ -132,13 +135,13 @@ def _advice_inside(path: tuple[str, ...], table: dict[str, Any]) -> Iterator[str
 
 
 def _meaning_at(path: tuple[str, ...]) -> str:
-    """The keys for a name of another system, looked up with its table (lora.r) and alone; empty if unknown."""
+    """Return advice on a name of another system, looked up with its table (lora.r) and alone; empty if unknown."""
     meaning = meaning_of("_".join(path[-2:])) or meaning_of(path[-1])
     return describe_meaning(meaning, ".".join(path)) if meaning is not None else ""
 
 
 def _keys_by_name() -> dict[str, str]:
-    """The first dotted key of each last part."""
+    """Return dotted keys by their last part; if several end in it, the first one."""
     found: dict[str, str] = {}
     for key, *_ in known_keys():
         found.setdefault(key.rsplit(".", 1)[-1], key)
@@ -146,17 +149,17 @@ def _keys_by_name() -> dict[str, str]:
 
 
 def _siblings(path: tuple[str, ...]) -> list[str]:
-    """The keys known where the last part of ``path`` stands."""
+    """Return the names of the keys in the section that ``path`` leads to, without its last part."""
     return list(_fields(path))
 
 
 def _fields(path: tuple[str, ...]) -> dict[str, FieldInfo]:
-    """Fields of the section in which the last part of ``path`` stands; none if there is no such section."""
+    """Return the fields of the section that ``path`` leads to, without its last part; empty for an unknown section."""
     section: type[Section] = Config
     named = False
     for part in path[:-1]:
         if named:
-            # In a table of named tables, each name has the same section.
+            # This part is a name that the user has chosen; its section is known already.
             named = False
             continue
         field = section.model_fields.get(part)
@@ -168,7 +171,7 @@ def _fields(path: tuple[str, ...]) -> dict[str, FieldInfo]:
 
 
 def type_words(kind: Any, metadata: Sequence[Any] = ()) -> str:
-    """The type with its bounds, for example "integer > 0", without whether the key is optional.
+    """Return a type with its bounds as text, for example "integer > 0". None in a union is left out.
 
     Invariant: the text has every bound that pydantic checks. A type without text is a bug.
     """
@@ -192,7 +195,7 @@ def type_words(kind: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def default_words(value: Any) -> str:
-    """The value as TOML has it, or "unset"."""
+    """Return a default as TOML text; "unset" for None."""
     if isinstance(value, dict):
         return f"{{ {', '.join(f'{key} = {default_words(each)}' for key, each in value.items())} }}" if value else "{}"
     return "unset" if value is None else json.dumps(value)
@@ -204,6 +207,7 @@ def _either(words: Iterable[str]) -> str:
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
+    """Return pydantic's bounds of a type as the text that follows it, for example " > 0"."""
     found = {
         name: value
         for each in metadata

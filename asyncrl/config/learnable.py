@@ -1,4 +1,4 @@
-"""Settings with which nothing can be learnt. Pure."""
+"""Finds settings with which a run can learn nothing. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncrl.config import Config
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """A setting with which nothing is learnt."""
+    """A setting with which a run learns nothing."""
 
     key: str
     detail: str
@@ -18,7 +18,10 @@ class Obstacle:
 
 
 def obstacles(config: Config) -> list[Obstacle]:
-    """Obstacles of this configuration. No schedule takes a learning rate above 0 to 0 before its last step."""
+    """Return the obstacles in this configuration.
+
+    Only ``lr = 0`` stops learning by the rate: no schedule lets a rate above 0 reach 0 before its last step.
+    """
     learner, reward = config.learner, config.reward
     found = []
     if learner.lr == 0.0:

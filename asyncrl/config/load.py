@@ -27,7 +27,7 @@ from asyncrl.core.errors import ConfigError
 
 
 def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None = None) -> Config:
-    """Read TOML files left to right, lay ``overrides`` (dotted key to text) on top, and validate.
+    """Merge TOML files left to right, apply ``overrides`` (dotted key to text), and validate the result.
 
     An override is read as a TOML value, or as plain text if it is not TOML or the key takes text:
     ``--learner.lr 1e-6``, ``--rollout.stop '["\\n"]'``, ``--run.name 2026``. Raises ConfigError.
@@ -45,7 +45,7 @@ def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             problems.append(f"{file}: not valid TOML: {error}")
     if problems:
-        # The values of a file that cannot be read are missing now.
+        # Stop here: without this file's values, the validation would report false problems.
         raise ConfigError(problems)
     for key, text in (overrides or {}).items():
         node = tree
@@ -61,7 +61,7 @@ def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None
             sources[(*parents, last)] = f"--{key}"
     checkpoints = tree.get("checkpoint")
     if isinstance(checkpoints, dict) and isinstance(checkpoints.get("dir"), str):
-        # A later command on the run may be called from another folder.
+        # Made absolute, because a later command on the run may start in another folder.
         checkpoints["dir"] = os.path.abspath(expand_path(checkpoints["dir"]) or "")
     return validate_config(tree, problems, sources, context=AS_GIVEN)
 
@@ -73,10 +73,10 @@ def validate_config(
     *,
     context: str | None = None,
 ) -> Config:
-    """Validate a plain tree. Raises ConfigError with ``problems`` and every one found here.
+    """Validate a tree of plain values. Raises ConfigError with ``problems`` and every problem found here.
 
-    Paths are expanded only in the context AS_GIVEN. ``sources`` has the file or flag of each value in the tree, by the
-    parts of its key, where these are known.
+    Paths are expanded only in the context AS_GIVEN (section.py). ``sources`` has the file or flag that set a value, by
+    the parts of its key.
     """
     found = list(problems)
     bad: set[tuple[str, ...]] = set()
@@ -89,13 +89,13 @@ def validate_config(
             bad.add(path)
             found.append(describe(path, item) + _from(path, sources or {}))
         try:
-            # The valid values are compared all the same, so that one call shows every problem.
+            # Compare the valid values anyway, so that one call shows every problem.
             config = Config.model_validate(_without(tree, bad), context=context)
         except ValidationError:
             config = None
     if config is not None:
         for key, problem in cross_check(config):
-            # An invalid key had its default here, and a problem of the default is not the user's.
+            # Skip problems of invalid keys: these had their defaults in this comparison.
             if not any(".".join(path).startswith(key) or key.startswith(".".join(path)) for path in bad):
                 found.append(f"{key}: {problem}{_from(tuple(key.split('.')), sources or {})}")
     if found or config is None:
@@ -104,7 +104,7 @@ def validate_config(
 
 
 def config_to_json(config: Config) -> str:
-    """The resolved configuration, as children and ``config.json`` have it."""
+    """Return the configuration as JSON text, for ``config.json`` and for child processes."""
     return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
 
 
@@ -113,13 +113,16 @@ def config_from_json(text: str) -> Config:
     tree = json.loads(text)
     watchdog = tree.get("watchdog", {})
     if watchdog.get("policy") == "restart":
-        # The default of earlier revisions.
+        # Earlier releases wrote this default, which is invalid now.
         del watchdog["policy"]
     return validate_config(tree)
 
 
 def _key_of(place: Sequence[int | str], tree: Any, *, is_missing: bool) -> tuple[str, ...]:
-    """The key of a place in the tree. Behind that of a value which may be of several kinds pydantic names the kind."""
+    """Return the key of an error's location ``place``, pydantic's path into the tree.
+
+    For a value that may have several types, pydantic appends the name of a type; this is left out.
+    """
     key: list[str] = []
     for part in place:
         if isinstance(tree, list) and isinstance(part, int):
@@ -141,7 +144,7 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _leaves(tree: Mapping[str, Any], here: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The keys of all values, an empty table counting as one."""
+    """Yield the key of every value as its parts. An empty table counts as a value."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, (*here, key))
@@ -150,7 +153,7 @@ def _leaves(tree: Mapping[str, Any], here: tuple[str, ...] = ()) -> Iterator[tup
 
 
 def _from(path: tuple[str, ...], sources: Mapping[tuple[str, ...], str]) -> str:
-    """Source of the value at ``path``, or of the first one below it, in parentheses; empty if it is no given one."""
+    """Return the file or flag that set ``path``, a table around it or a key below it, as " (SOURCE)"; empty if none."""
     above = [path[:length] for length in range(len(path), 0, -1)]
     below = [key for key in sources if key[: len(path)] == path]
     place = next((sources[key] for key in (*above, *below) if key in sources), "")
@@ -158,6 +161,7 @@ def _from(path: tuple[str, ...], sources: Mapping[tuple[str, ...], str]) -> str:
 
 
 def _flag_value(key: str, text: str) -> Any:
+    """Read the text of a flag as a TOML value; keep it as text if it is not TOML or the key takes text."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -166,6 +170,8 @@ def _flag_value(key: str, text: str) -> Any:
 
 
 def _without(tree: dict[str, Any], paths: set[tuple[str, ...]]) -> dict[str, Any]:
+    """Return a copy of ``tree`` without the keys ``paths``."""
+
     def strip(node: Any, here: tuple[str, ...]) -> Any:
         if not isinstance(node, dict):
             return node

@@ -39,7 +39,7 @@ class PrometheusConfig(Section):
 
 
 class SinksConfig(Section):
-    """Further destinations of metrics than metrics.jsonl (docs/sinks.md). No sink stops or slows a run."""
+    """Destinations of metrics in addition to metrics.jsonl (docs/sinks.md). No sink stops or slows a run."""
 
     tensorboard: bool = False
     """Write event files to tensorboard/ in the run folder."""

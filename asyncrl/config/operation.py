@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from asyncrl.config.section import NonNegative, OptionalPath, Positive, Seconds, Section
 
 LAST_GROUPS_SHARE = 0.3
-"""Share of preempt.grace_s: longest wait for the last groups of the rollouters."""
+"""Share of preempt.grace_s for which a preempted run waits at most for the last groups of the rollouters."""
 
 
 class CheckpointConfig(Section):
@@ -47,10 +47,10 @@ class PreemptConfig(Section):
     """Time in which the checkpoint must be complete; else the last one counts."""
 
     def too_short(self, step_s: float) -> tuple[str, str]:
-        """The problem with grace_s if a step takes ``step_s`` (s, publication included), and what to do.
+        """Return the problem with grace_s if a step takes ``step_s`` (s, publication included), and what to do.
 
-        Both are empty if there is no problem. A preempted run finishes the step that it has begun, waits for the last
-        groups for LAST_GROUPS_SHARE of the time at most, and writes a checkpoint.
+        Both texts are empty if there is no problem. A preempted run finishes the step that it has begun, waits for the
+        last groups for LAST_GROUPS_SHARE of the time at most, and writes a checkpoint.
         """
         left_s = (1.0 - LAST_GROUPS_SHARE) * self.grace_s
         if step_s <= left_s:
@@ -183,8 +183,8 @@ class SupervisionConfig(Section):
 
     @property
     def agent_silence_s(self) -> float:
-        """Silence (s) of a node agent on a living host after which it counts as frozen.
+        """Silence (s) after which a node agent on a live host counts as frozen.
 
-        Its end costs the run, so that a busy machine is not to cause it.
+        At least 10 s, because the end of an agent may end the run, and a busy machine must not cause that.
         """
         return max(self.silence_s, 10.0)

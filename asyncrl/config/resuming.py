@@ -1,7 +1,7 @@
-"""Changes of the configuration at a resume, and the data that each change applies to. Pure.
+"""Compares the configuration of a resume with that of the checkpoint, and says what each change applies to. Pure.
 
-``TABLE`` classifies every key once. A checkpoint holds groups that were generated and scored under its configuration.
-If a key changes that they depend on, the learner returns them, and they are generated again.
+``TABLE`` puts every key into one class of ``Applies``. A checkpoint holds prompt groups that were generated and scored
+under its configuration. If a key changes that these groups depend on, they are generated again.
 
 Invariant: every key of the configuration is in one class. A key that generation, scoring or the choice of groups
 depends on is in the class GENERATED, or cannot change.
@@ -23,7 +23,7 @@ from asyncrl.config.keys import table_of
 from asyncrl.config.section import Section
 
 LONGEST_VALUE = 60
-"""Characters of a value that are shown."""
+"""Most characters of a value that are shown."""
 
 
 class Applies(enum.Enum):
@@ -91,13 +91,13 @@ CONDITIONS: dict[Applies, str] = {
     Applies.BATCH: "refused, unless `resume.allow` has `batch`; groups of the checkpoint keep their size",
     Applies.REFUSED: "refused",
 }
-"""Further consequences of a change, for the page."""
+"""Further consequences of a change, for the table in docs/runs.md."""
 _CLASS = {entry: applies for applies, entries in TABLE.items() for entry in entries.split()}
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key that differs from the configuration that a checkpoint was written under."""
+    """A key whose value differs from that in the checkpoint's configuration."""
 
     key: str
     applies: Applies
@@ -110,7 +110,7 @@ class Change:
 
 
 def applies(key: str) -> Applies:
-    """The class of a dotted key, or of a table. Raises KeyError for a key that TABLE does not have."""
+    """Return the class of a dotted key or table. Raises KeyError for a key that TABLE does not have."""
     parts = key.split(".")
     for entry in (key, *(".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))):
         if entry in _CLASS:
@@ -119,10 +119,10 @@ def applies(key: str) -> Applies:
 
 
 def changes(was: Mapping[str, Any], config: Config) -> list[Change]:
-    """Keys that ``config`` changes from ``was``, an earlier configuration as plain data, in the order of the sections.
+    """Return the keys that ``config`` changes from ``was``, an earlier configuration as plain data, in section order.
 
-    Keys of the class REFUSED are left out, since a resume that changes them is refused; so are those of COMMAND. A key
-    that the earlier release did not know counts as its default.
+    Keys of the classes REFUSED and COMMAND are left out: a resume that changes the former is refused, and the latter
+    may change. A key that is missing in ``was``, because an earlier release wrote it, counts as its default.
     """
     found = []
     for key, before, after in _differences(Config, was, config.model_dump(mode="json"), ""):
@@ -133,7 +133,7 @@ def changes(was: Mapping[str, Any], config: Config) -> list[Change]:
 
 
 def document() -> str:
-    """The table of docs/runs.md."""
+    """Return the table of docs/runs.md."""
     rows = ["| keys | a change applies |", "|---|---|"]
     for kind, entries in TABLE.items():
         if kind is not Applies.NOW:
@@ -145,7 +145,7 @@ def document() -> str:
 def _differences(
     section: type[Section], was: Mapping[str, Any], now: Mapping[str, Any], prefix: str
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(key, before, after) of each value that differs. A table that only one side has is one value."""
+    """Yield (key, before, after) of each value that differs. A table that only one side has counts as one value."""
     for name, field in section.model_fields.items():
         before, after, table = was.get(name, _default(field)), now.get(name), table_of(field)
         if before == after:
@@ -160,6 +160,7 @@ def _differences(
 
 
 def _of_named(section: type[Section], before: Any, after: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the differences of a table that the user has named, such as eval.NAME."""
     if before is not None and after is not None:
         yield from _differences(section, before, after, f"{key}.")
     else:

@@ -116,7 +116,7 @@ class RolloutConfig(Section):
 
     @property
     def concurrency_bounds(self) -> tuple[int, int]:
-        """Least and most calls that may be in an engine at a time; the same where the number is given."""
+        """Least and most calls that may be in an engine at a time; equal if concurrency is a number."""
         if self.concurrency == "auto":
             return 1, self.value_of(self.traits.calls_key) or AUTO_MOST
         return self.concurrency, self.concurrency
@@ -132,13 +132,13 @@ class RolloutConfig(Section):
 
     @property
     def engine_context(self) -> int | None:
-        """Tokens of the engine's context, where they are set; None where they follow from the sequences."""
+        """Tokens of the engine's context, if they are configured; None if the longest sequence decides."""
         context: int | None = self.value_of(self.traits.context_key)
         return context
 
     @property
     def on_gpu(self) -> bool:
-        """Whether engines compute on GPUs; False until the launcher has decided."""
+        """Whether engines compute on GPUs; False until the launcher has set gpus_per_replica."""
         return self.traits.gpus and bool(self.gpus_per_replica)
 
     @property
@@ -167,7 +167,7 @@ class WeightsConfig(Section):
     """checksum compares every bucket before the load. full also has every replica score the learner's probe, and load
     again if it disagrees."""
     deadline_s: Seconds = 120.0
-    """Longest time from a pause to its commit; then the replica is restarted."""
+    """Longest pause of a replica for an update; then it is restarted."""
     stage_deadline_s: Seconds = 1800.0
     """Longest fetch of a version by shm or stream; then the replica fetches the newest instead."""
     versions_held: Annotated[int, Field(ge=2)] = 4

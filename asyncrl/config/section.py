@@ -14,9 +14,9 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 def expand_path(path: str | None) -> str | None:
-    """The path with ``~``, ``~USER`` and environment variables (``$NAME``, ``${NAME}``) replaced.
+    """Return the path with ``~``, ``~USER`` and environment variables (``$NAME``, ``${NAME}``) replaced.
 
-    A variable that is not set stays as it is. A URL is no path.
+    A variable that is not set stays as it is. A URL is returned unchanged.
     """
     if path is None or "://" in path:
         return path
@@ -28,9 +28,10 @@ def _expand_given(path: str | None, info: ValidationInfo) -> str | None:
 
 
 AS_GIVEN = "as given"
-"""Context in which the user's TOML and flags are validated.
+"""Context of the validation of the user's TOML and flags.
 
-Only there are paths expanded. A resolved configuration is read on other hosts and later, where variables may differ.
+Paths are expanded only in this context. A resolved configuration is read on other hosts and later, where variables may
+differ.
 """
 PathText = Annotated[str, AfterValidator(_expand_given)]
 OptionalPath = Annotated[str | None, AfterValidator(_expand_given)]
@@ -40,8 +41,8 @@ OptionalPath = Annotated[str | None, AfterValidator(_expand_given)]
 class Section(BaseModel):
     """A table of the configuration: immutable, closed to unknown keys, documented by the docstring of each field.
 
-    Strict: a number is no bool, and no text. Docstrings are read where they are shown (``keys``): pydantic would parse
-    the source of each table at the start of every process.
+    Strict: no value is converted, for example a number to text. Docstrings are read only when they are shown
+    (keys.py): pydantic would parse the source of each table at the start of every process.
     """
 
     model_config = ConfigDict(

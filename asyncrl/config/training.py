@@ -22,7 +22,7 @@ class RunConfig(Section):
     seed: NonNegative = 0
     """Seed of the data order, of sampling and of the learner."""
     samples_per_step: NonNegative = 4
-    """Prompt groups whose text is written to samples/: so many trained and filtered ones per step, and so many per
+    """Most prompt groups of a kind (trained, filtered, evaluation) whose text is written to samples/ per step or
     evaluation."""
 
 
@@ -76,17 +76,20 @@ class DataConfig(Section):
     max_left_out_fraction: Fraction = 0.5
     """Largest share of rows that max_prompt_tokens and on_bad_row = "skip" may leave out; else the start is refused."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot be read or tokenized refuses the start with file and line, or is counted and skipped."""
+    """A row that cannot be read or tokenized stops the start with file and line, or is counted and skipped."""
     shuffle: bool = True
     """Shuffle each epoch by (fingerprint, seed, epoch), or keep the order."""
 
     @property
     def prompt_column(self) -> str:
-        """The column of a row that holds its prompt; sources that make their prompts have one of their own."""
+        """Column with the prompt: prompt_key, or "question" for sources that generate their prompts."""
         return "question" if self.source in ("reasoning_gym", "synthetic") else self.prompt_key
 
     def inherit(self, training: DataConfig) -> DataConfig:
-        """The set with the keys of ``training`` that say how a row becomes a prompt, unless they are given here."""
+        """Return this evaluation set with the keys of ``training`` (the data section) that it does not set itself.
+
+        SOURCE_KEYS, which say where rows come from, are not inherited.
+        """
         given = self.model_fields_set
         taken = {
             key: getattr(training, key)
@@ -103,7 +106,7 @@ class DataConfig(Section):
 
     @property
     def tools_column(self) -> str:
-        """The column of a row that holds its tools; empty for sources that make their prompts."""
+        """Column with the tools: tools_key; empty for sources that generate their prompts."""
         return "" if self.source in ("reasoning_gym", "synthetic") else self.tools_key
 
 
@@ -241,7 +244,7 @@ class LearnerConfig(Section):
     tokens_per_microbatch: Positive = 8192
     """Token budget of a packed micro-batch."""
     packing: Literal["auto", "required", "off"] = "auto"
-    """Several sequences per row: if the start-up check allows it, or refuse to start without, or never."""
+    """Pack several sequences per row. auto packs if the start-up check allows it; required refuses the start if not."""
     activation_checkpointing: Literal["auto", "off", "selective", "full"] = "auto"
     """Recompute activations in the backward pass: all of a layer (full), all but its matrix products (selective), or
     none. auto is off on CPU; on CUDA it keeps as much as fits well by the estimate of memory."""
@@ -273,7 +276,7 @@ class StalenessConfig(Section):
 
     @property
     def hard(self) -> bool:
-        """Whether no token that is staler than ``max`` is trained."""
+        """Whether tokens whose staleness exceeds ``max`` are never trained."""
         return self.late == "mask"
 
     @field_validator("late", mode="before")
