@@ -85,7 +85,7 @@ class _Interrupted(KeyboardInterrupt):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    _heed_signals()
+    _handle_signals()
     try:
         return flushed(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
     except (_Interrupted, KeyboardInterrupt) as interrupt:
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(PROGRAM, f"ended by {signal.Signals(number).name}", 128 + number)
 
 
-def _heed_signals() -> None:
+def _handle_signals() -> None:
     for stopping in heeded():
         signal.signal(stopping, _raise_interrupted)
 
@@ -106,24 +106,24 @@ def _raise_interrupted(number: int, _frame: FrameType | None) -> None:
 
 def _main(argv: list[str]) -> int:
     parser = _parser()
-    overrides, rest = split_flags(parser, _joined(argv))
+    overrides, rest = split_flags(parser, _join_values(argv))
     given = parser.parse_args(rest)
     if given.help_config:
         return _print_keys()
-    speaks_to_live_run = _speaks_to_live_run(given)
-    if speaks_to_live_run:
+    is_for_live_run = _is_for_live_run(given)
+    if is_for_live_run:
         _check_live_run_flags(parser, given, overrides)
     elif not given.configs:
         parser.error(f"no CONFIG file is given; for example: {PROGRAM} configs/NAME.toml")
 
     from asyncrl.core.errors import AsyncRLError, ConfigError
 
-    if given.hosts is None and not speaks_to_live_run and (given.include or given.exclude or given.ssh_args):
+    if given.hosts is None and not is_for_live_run and (given.include or given.exclude or given.ssh_args):
         parser.error("--include, --exclude and --ssh-args belong to --hosts FILE")
-    if given.json and (not given.dry_run or given.slurm or speaks_to_live_run):
+    if given.json and (not given.dry_run or given.slurm or is_for_live_run):
         parser.error("--json belongs to --dry-run: it shows the resolved configuration")
     _check_slurm_flags(parser, given)
-    _check_generate(parser, given, speaks_to_live_run)
+    _check_generate(parser, given, is_for_live_run)
     detached: Detached | None = None
     if given.detach:
         from asyncrl.launcher.terminal.detach import Detached, detach
@@ -133,8 +133,8 @@ def _main(argv: list[str]) -> int:
             return answer
         detached = answer
     try:
-        if speaks_to_live_run:
-            return _speak_to_live_run(given)
+        if is_for_live_run:
+            return _command_live_run(given)
         if given.slurm:
             return _submit(given, overrides)
         return _run(given, overrides, detached, without_resume(argv))
@@ -236,7 +236,7 @@ def _generate(count: int | None, config: Config) -> None:
         from asyncrl.launcher.doctor.generate import print_generated
 
         # The event loop of the dry run has reset the signal handlers to Python's defaults.
-        _heed_signals()
+        _handle_signals()
         print_generated(config, count)
 
 
@@ -252,15 +252,15 @@ def without_resume(argv: list[str]) -> str:
     return shlex.join([PROGRAM, *words])
 
 
-def _joined(argv: Sequence[str]) -> list[str]:
+def _join_values(argv: Sequence[str]) -> list[str]:
     """Join --sbatch-args and --container with their values by ``=``, because argparse would take these for flags."""
-    joined: list[str] = []
+    words: list[str] = []
     for word in argv:
-        if joined and joined[-1] in ("--sbatch-args", "--container"):
-            joined[-1] += f"={word}"
+        if words and words[-1] in ("--sbatch-args", "--container"):
+            words[-1] += f"={word}"
         else:
-            joined.append(word)
-    return joined
+            words.append(word)
+    return words
 
 
 def _check_slurm_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
@@ -279,11 +279,11 @@ def _check_slurm_flags(parser: argparse.ArgumentParser, given: argparse.Namespac
         parser.error("--slurm: say how many nodes, as in --nodes 2")
 
 
-def _check_generate(parser: Parser, given: argparse.Namespace, speaks_to_live_run: bool) -> None:
+def _check_generate(parser: Parser, given: argparse.Namespace, is_for_live_run: bool) -> None:
     """End the program on wrong usage of --generate."""
     if given.generate is None:
         return
-    if not given.dry_run or given.json or speaks_to_live_run:
+    if not given.dry_run or given.json or is_for_live_run:
         parser.error("--generate belongs to --dry-run, without --json")
     if given.hosts is not None or given.slurm or given.inside_slurm:
         parser.error("--generate samples on this host; leave out --hosts and --slurm")
@@ -328,7 +328,7 @@ def _add_live_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--within", metavar="SECONDS", type=seconds(0, 86400), help="time that --leave gives to finish")
 
 
-def _speaks_to_live_run(given: argparse.Namespace) -> bool:
+def _is_for_live_run(given: argparse.Namespace) -> bool:
     return any(value is not None for value in (given.stop, given.join, given.leave, given.bring_back, given.within))
 
 
@@ -362,7 +362,7 @@ def _check_live_run_flags(
         )
 
 
-def _speak_to_live_run(given: argparse.Namespace) -> int:
+def _command_live_run(given: argparse.Namespace) -> int:
     """Carry out --stop, --bring-back, --leave or --join, and return the exit code. Raises AsyncRLError or OSError."""
     import asyncio
 

@@ -193,7 +193,7 @@ def _watch(given: argparse.Namespace) -> int:
         return follow(found()) if run_dir is None else follow_folder(run_dir, keys, is_live)
 
     if not _wants_terminal(given):
-        asyncio.run(_take(feed(), history, run, 0.0 if given.json else SHORTEST_S))
+        asyncio.run(_add_snapshots(feed(), history, run, 0.0 if given.json else SHORTEST_S))
         return _print(history, given)
 
     from asyncrl.messages.monitor import RequestTrace, TraceWritten
@@ -228,7 +228,7 @@ def _show(source: SnapshotSource) -> int:
 
     # The history of a large run has very many objects, without cycles.
     tune_memory()
-    _heed_colourless_terminals()
+    _avoid_missing_colours()
     app = Top(source, ascii_only=not _knows_unicode())
     app.run()
     if app.failure is not None:
@@ -236,7 +236,9 @@ def _show(source: SnapshotSource) -> int:
     return app.return_code or 0
 
 
-async def _take(feed: AsyncIterator[Snapshot | Away | Waiting], history: History, run: str, seconds: float) -> None:
+async def _add_snapshots(
+    feed: AsyncIterator[Snapshot | Away | Waiting], history: History, run: str, seconds: float
+) -> None:
     """Add snapshots from ``feed`` to ``history`` until they cover ``seconds``, for at most SNAPSHOT_S.
 
     Also ends when the run ends. ``run`` is its name in errors. Raises ActorFailed if no snapshot arrives.
@@ -287,7 +289,7 @@ def _print(history: History, given: argparse.Namespace) -> int:
     return 0
 
 
-def _heed_colourless_terminals() -> None:
+def _avoid_missing_colours() -> None:
     """Use no colours on a terminal without colours."""
     import curses
 

@@ -49,7 +49,7 @@ def _runs() -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _lives(path: Path) -> bool:
+def _is_live(path: Path) -> bool:
     """Return whether a run is live in the folder; False if this user may not look."""
     from asyncrl.launcher.run_folder.private import is_live
 
@@ -69,7 +69,7 @@ def live_run_place(run: str | None) -> str:
 
     if run is None:
         found = _runs()
-        live = next((path for path in found if _lives(path)), None)
+        live = next((path for path in found if _is_live(path)), None)
         if live is not None:
             return str(live)
         if not found:

@@ -48,9 +48,9 @@ def _weight_problems(config: Config) -> Iterator[Problem]:
 def _lora_problems(config: Config) -> Iterator[Problem]:
     lora, weights = config.lora, config.weights
     if not lora.is_on:
-        told = "has no effect without adapters; set lora.rank, for example to 32"
+        problem = "has no effect without adapters; set lora.rank, for example to 32"
         changed = [key for key in ("alpha", "targets", "publish") if getattr(lora, key) != getattr(LoraConfig(), key)]
-        yield from ((f"lora.{key}", told) for key in changed)
+        yield from ((f"lora.{key}", problem) for key in changed)
         return
     if config.learner.backend == "sim":
         yield "lora.rank", 'learner.backend = "sim" trains nothing; leave it out'
@@ -60,25 +60,25 @@ def _lora_problems(config: Config) -> Iterator[Problem]:
         return
     traits = config.rollout.traits
     if not traits.adapter_rank:
-        told = f'is adapter, which the engine {config.rollout.engine} cannot load; take auto or "merged"'
-        yield "lora.publish", told
+        problem = f'is adapter, which the engine {config.rollout.engine} cannot load; take auto or "merged"'
+        yield "lora.publish", problem
     elif lora.rank > traits.adapter_rank:
-        told = (
+        problem = (
             f"is {lora.rank}, and {traits.title} takes adapters up to {traits.adapter_rank}; "
             'lower it or set lora.publish to "merged"'
         )
-        yield "lora.rank", told
+        yield "lora.rank", problem
     if weights.transport in ("gloo", "nccl"):
-        told = f"is {weights.transport}, a broadcast, and an adapter is too small for that; take auto, shm or stream"
-        yield "weights.transport", told
+        problem = f"is {weights.transport}, a broadcast, and an adapter is too small for that; take auto, shm or stream"
+        yield "weights.transport", problem
 
 
 def _chat_problems(config: Config) -> Iterator[Problem]:
     named = (("tool_parser", OWN_TOOL_PARSERS), ("reasoning_parser", OWN_REASONING_PARSERS))
     for key, own in named:
         if getattr(config.chat, key) not in own and not config.rollout.traits.parsers:
-            theirs = f'must be one of {", ".join(own)}; vLLM\'s parsers need rollout.engine = "vllm"'
-            yield f"chat.{key}", theirs
+            problem = f'must be one of {", ".join(own)}; vLLM\'s parsers need rollout.engine = "vllm"'
+            yield f"chat.{key}", problem
 
 
 def _episode_problems(config: Config) -> Iterator[Problem]:
@@ -93,8 +93,8 @@ def _episode_problems(config: Config) -> Iterator[Problem]:
     if episode.kind == "command" and episode.options:
         yield "episode.options", "are not given to a command; put them into its arguments"
     if config.reward.truncated == "penalty":
-        told = "penalty compares one response with rollout.max_tokens, and an episode has many; take score or mask"
-        yield "reward.truncated", told
+        problem = "penalty compares one response with rollout.max_tokens, and an episode has many; take score or mask"
+        yield "reward.truncated", problem
     if episode.max_request_bytes > config.network.max_message_bytes:
         yield "episode.max_request_bytes", "must be at most network.max_message_bytes"
     context, length = episode.max_context_tokens, rollout.engine_context
@@ -105,21 +105,21 @@ def _episode_problems(config: Config) -> Iterator[Problem]:
 def _sft_problems(config: Config) -> Iterator[Problem]:
     sft, learner = config.sft, config.learner
     if sft.data is None:
-        told = "has no effect without sft.data; name the file of the conversations"
-        yield from ((f"sft.{key}", told) for key in ("warm_steps", "weight") if getattr(sft, key))
+        problem = "has no effect without sft.data; name the file of the conversations"
+        yield from ((f"sft.{key}", problem) for key in ("warm_steps", "weight") if getattr(sft, key))
         return
     if not sft.is_on:
         yield "sft.data", "is not trained: set sft.warm_steps, or sft.weight for the later steps"
     if learner.backend == "sim":
         yield "sft.data", 'learner.backend = "sim" trains nothing; leave it out'
     if sft.weight and sft.batch < learner.updates_per_batch:
-        told = f"is {sft.batch}, fewer than the updates of a step (learner.updates_per_batch = "
-        yield "sft.batch", f"{told}{learner.updates_per_batch})"
+        problem = f"is {sft.batch}, fewer than the updates of a step (learner.updates_per_batch = "
+        yield "sft.batch", f"{problem}{learner.updates_per_batch})"
     if sft.rise_steps > sft.warm_steps:
         yield "sft.rise_steps", f"is more than sft.warm_steps = {sft.warm_steps}"
     if sft.warm_steps and learner.kl.coefficient and learner.kl.path is None:
-        told = "is model.path by default, and the policy moves away from it in sft.warm_steps; name a folder"
-        yield "learner.kl.path", told
+        problem = "is model.path by default, and the policy moves away from it in sft.warm_steps; name a folder"
+        yield "learner.kl.path", problem
 
 
 def _teacher_problems(config: Config) -> Iterator[Problem]:
@@ -129,12 +129,12 @@ def _teacher_problems(config: Config) -> Iterator[Problem]:
             yield "learner.teacher_server", "has no effect unless learner.teacher is a URL"
         return
     if config.rollout.temperature != 1.0:
-        told = f"is {config.rollout.temperature:g}, but a teacher on a server scores at temperature 1; set it to 1"
-        yield "rollout.temperature", f"{told}, or learner.teacher to the folder of the model"
+        problem = f"is {config.rollout.temperature:g}, but a teacher on a server scores at temperature 1; set it to 1"
+        yield "rollout.temperature", f"{problem}, or learner.teacher to the folder of the model"
     key = learner.teacher_server.api_key_env
     if key and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
-        told = "takes the name of an environment variable, never the key itself"
-        yield "learner.teacher_server.api_key_env", told
+        problem = "takes the name of an environment variable, never the key itself"
+        yield "learner.teacher_server.api_key_env", problem
 
 
 def cross_check(config: Config) -> Iterator[Problem]:
@@ -144,29 +144,29 @@ def cross_check(config: Config) -> Iterator[Problem]:
     if config.model.path is None and not simulated:
         yield "model.path", 'is required unless rollout.engine and learner.backend are both "sim"'
     if rollout.traits.makes_up and learner.backend != "sim":
-        told = f'the {rollout.engine} engine makes up its tokens, which must not train a model; set it to "sim"'
-        yield "learner.backend", told
+        problem = f'the {rollout.engine} engine makes up its tokens, which must not train a model; set it to "sim"'
+        yield "learner.backend", problem
     # Most trajectories at a time. With episodes, these are more than the engine's calls.
-    places, key = config.most_episodes, "rollout.concurrency"
+    in_flight, key = config.most_episodes, "rollout.concurrency"
     if config.episode.kind != "single":
         key = "rollout.episodes"
-    if rollout.samples_per_prompt > places:
+    if rollout.samples_per_prompt > in_flight:
         yield (
             key,
-            f"is {places}, less than one prompt group needs (samples_per_prompt = {rollout.samples_per_prompt})",
+            f"is {in_flight}, less than one prompt group needs (samples_per_prompt = {rollout.samples_per_prompt})",
         )
     if learner.updates_per_batch > learner.groups_per_step:
-        told = f"is {learner.updates_per_batch}, more than there are groups (learner.groups_per_step = "
-        yield "learner.updates_per_batch", f"{told}{learner.groups_per_step})"
+        problem = f"is {learner.updates_per_batch}, more than there are groups (learner.groups_per_step = "
+        yield "learner.updates_per_batch", f"{problem}{learner.groups_per_step})"
     if learner.ranks % learner.replicas:
         yield "learner.replicas", f"is {learner.replicas}, which does not divide learner.ranks = {learner.ranks}"
     if learner.advantage == "reinforce" and learner.dynamic_sampling:
-        told = "drops groups of equal rewards, from which the advantage reinforce learns; set it to false"
-        yield "learner.dynamic_sampling", told
+        problem = "drops groups of equal rewards, from which the advantage reinforce learns; set it to false"
+        yield "learner.dynamic_sampling", problem
     yield from _episode_problems(config)
     if not rollout.traits.kv_cache and rollout.concurrency == "auto":
-        told = f"auto needs the engine's KV cache, and the {rollout.engine} engine has none; give a number"
-        yield "rollout.concurrency", told
+        problem = f"auto needs the engine's KV cache, and the {rollout.engine} engine has none; give a number"
+        yield "rollout.concurrency", problem
     if not rollout.traits.gpus and not rollout.traits.makes_up and rollout.gpus_per_replica:
         yield "rollout.gpus_per_replica", f"the {rollout.engine} engine computes on the CPU; set it to 0"
     length = rollout.engine_context
@@ -214,8 +214,8 @@ def cross_check(config: Config) -> Iterator[Problem]:
         longest = evaluation.data.max_prompt_tokens + (evaluation.max_tokens or rollout.max_tokens)
         if length is not None and length < longest:
             yield _context_key(config), f"is {length}, less than eval.{name} needs: {longest}"
-        if evaluation.n > places:
-            yield f"eval.{name}.n", f"is more than {key} = {places}"
+        if evaluation.n > in_flight:
+            yield f"eval.{name}.n", f"is more than {key} = {in_flight}"
     if rollout.min_replicas > rollout.replicas:
         yield "rollout.min_replicas", f"is more than rollout.replicas = {rollout.replicas}"
     # With a shorter limit, one late heartbeat would count as silence.

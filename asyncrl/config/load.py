@@ -79,25 +79,25 @@ def validate_config(
     the parts of its key.
     """
     found = list(problems)
-    bad: set[tuple[str, ...]] = set()
+    invalid: set[tuple[str, ...]] = set()
     config: Config | None = None
     try:
         config = Config.model_validate(tree, context=context)
     except ValidationError as error:
         for item in error.errors():
             path = _key_of(item["loc"], tree, is_missing=item["type"] == "missing")
-            bad.add(path)
-            found.append(describe(path, item) + _from(path, sources or {}))
+            invalid.add(path)
+            found.append(describe(path, item) + _source_words(path, sources or {}))
         try:
             # Compare the valid values anyway, so that one call shows every problem.
-            config = Config.model_validate(_without(tree, bad), context=context)
+            config = Config.model_validate(_without(tree, invalid), context=context)
         except ValidationError:
             config = None
     if config is not None:
         for key, problem in cross_check(config):
             # Skip problems of invalid keys: these had their defaults in this comparison.
-            if not any(".".join(path).startswith(key) or key.startswith(".".join(path)) for path in bad):
-                found.append(f"{key}: {problem}{_from(tuple(key.split('.')), sources or {})}")
+            if not any(".".join(path).startswith(key) or key.startswith(".".join(path)) for path in invalid):
+                found.append(f"{key}: {problem}{_source_words(tuple(key.split('.')), sources or {})}")
     if found or config is None:
         raise ConfigError(found)
     return config
@@ -152,7 +152,7 @@ def _leaves(tree: Mapping[str, Any], here: tuple[str, ...] = ()) -> Iterator[tup
             yield (*here, key)
 
 
-def _from(path: tuple[str, ...], sources: Mapping[tuple[str, ...], str]) -> str:
+def _source_words(path: tuple[str, ...], sources: Mapping[tuple[str, ...], str]) -> str:
     """Return the file or flag that set ``path``, a table around it or a key below it, as " (SOURCE)"; empty if none."""
     above = [path[:length] for length in range(len(path), 0, -1)]
     below = [key for key in sources if key[: len(path)] == path]

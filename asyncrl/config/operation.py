@@ -111,7 +111,7 @@ class WatchdogConfig(Section):
 
     @field_validator("budgets_s", mode="before")
     @classmethod
-    def _beside_the_defaults(cls, given: Any) -> Any:
+    def _merge_with_defaults(cls, given: Any) -> Any:
         return BUDGETS_S | given if isinstance(given, dict) else given
 
 

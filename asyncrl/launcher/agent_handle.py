@@ -66,9 +66,9 @@ class AgentHandle:
     """True if the connection ended before the agent reported its end."""
     silence: Silence = field(default_factory=lambda: Silence(LOOK_S))
     """Measures the time since the agent's last line."""
-    _heard: bool = False
+    _heard_since_look: bool = False
     """True if the agent sent a line since the last ``look``."""
-    _spoken: bool = False
+    _ever_heard: bool = False
     """True once the agent has sent a line. Before that, it may be silent for at least FIRST_WORD_S."""
     _reported: bool = False
     """True while a reported silence lasts."""
@@ -130,7 +130,7 @@ class AgentHandle:
         assert output is not None
         decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Event)
         while line := await output.readline():
-            self._heard = True
+            self._heard_since_look = True
             try:
                 event = decoder.decode(line)
             except msgspec.MsgspecError:
@@ -160,12 +160,12 @@ class AgentHandle:
             return
         supervision = config.supervision
         limit_s = supervision.agent_silence_s
-        silent_s, reported = self.silence.look(heard=self._heard), self._reported
-        if self._heard and reported:
+        silent_s, reported = self.silence.look(heard=self._heard_since_look), self._reported
+        if self._heard_since_look and reported:
             progress.say(f"{self.name} is heard again")
-        self._spoken |= self._heard
-        report_s = REPORT_SHARE * limit_s if self._spoken else max(REPORT_SHARE * limit_s, FIRST_WORD_S)
-        self._heard, self._reported = False, silent_s >= report_s
+        self._ever_heard |= self._heard_since_look
+        report_s = REPORT_SHARE * limit_s if self._ever_heard else max(REPORT_SHARE * limit_s, FIRST_WORD_S)
+        self._heard_since_look, self._reported = False, silent_s >= report_s
         if self._reported and not reported and self.ended is None:
             consequence = (
                 "it restarts no actor and obeys no command. An agent that is frozen is killed by its guard after "

@@ -83,7 +83,7 @@ class Follower:
     """The first unexpected end of an agent."""
     _killing: bool = False
     """True once the user's signals end the run at once."""
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _member_ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an agent has ended; ``_until`` then checks its condition again."""
 
     @property
@@ -93,7 +93,7 @@ class Follower:
     async def main(self) -> EndedEvent:
         """Show the agents' events until all agents have ended, and return how the run ended."""
         self.interrupts.listen()
-        ending = asyncio.create_task(self._end())
+        obeying = asyncio.create_task(self._obey_signals())
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = watch_silence(self.members, self.config, self.progress)
@@ -103,34 +103,34 @@ class Follower:
                 await self._end_others()
                 await asyncio.wait(following)
                 watching.cancel()
-            if self._head.lost and self._told_end is None:
+            if self._head.lost and self._reported_end is None:
                 await self._wait_for_lost_head()
         finally:
-            ending.cancel()
-            await asyncio.gather(ending, return_exceptions=True)
-            await self._leave_nothing()
-        return self._named(self._result())
+            obeying.cancel()
+            await asyncio.gather(obeying, return_exceptions=True)
+            await self._end_leftovers()
+        return self._with_signal(self._result())
 
     # --- events ---
 
     async def _follow(self, member: AgentHandle) -> None:
         """Read a member's events until its connection ends, find out how it ended, and handle that end."""
-        await member.hear(self.folder.logs, self.progress, lambda event: self._take(member, event))
+        await member.hear(self.folder.logs, self.progress, lambda event: self._handle_event(member, event))
         if member.ended is None and not member.lost and not self._killing:
-            member.ended = await self._unread_end(member)
+            member.ended = await self._recover_end(member)
         elif member.ended is None and member is self._head and self._killing and self.interrupts.second:
             # The head hung, and was killed for the user's second signal.
-            member.ended = await asyncio.to_thread(self._end_at_once)
-        self._take_end(member)
-        self._news.set()
+            member.ended = await asyncio.to_thread(self._end_of_killed_run)
+        self._handle_end(member)
+        self._member_ended.set()
 
-    def _end_at_once(self) -> EndedEvent:
+    def _end_of_killed_run(self) -> EndedEvent:
         """Return how a run counts that was killed at a second signal: preempted with a checkpoint, stopped without."""
         if find_left(self.config, self.folder).checkpoint is None:
             return EndedEvent(result="stopped", reason=AT_ONCE, exit_code=STOPPED_EXIT_CODE)
         return EndedEvent(result="preempted", reason=AT_ONCE, exit_code=PREEMPTED_EXIT_CODE)
 
-    async def _unread_end(self, member: AgentHandle) -> EndedEvent | None:
+    async def _recover_end(self, member: AgentHandle) -> EndedEvent | None:
         """Find out how an agent ended whose last event did not arrive, for example because this process was stopped.
 
         For the head, reads the record in the run folder, and else asks the head's host for it. Without a record, the
@@ -142,12 +142,12 @@ class Follower:
                 ended = await asyncio.to_thread(read_ended, self.folder)
             if ended is None and not member.contact.is_here:
                 with contextlib.suppress(HostFailed, TimeoutError):
-                    found = await self._ask_anew(member, CONFIRM_S, patience_s=0.0, kill=False)
+                    found = await self._ask_again(member, CONFIRM_S, patience_s=0.0, kill=False)
                     ended = found.ended
         # The head may have no record if its disk was full.
         return ended or ENDED_BY_CODE.get(-1 if member.exit_code is None else member.exit_code)
 
-    def _take(self, member: AgentHandle, event: Any) -> None:
+    def _handle_event(self, member: AgentHandle, event: Any) -> None:
         """Act on an event of a member: note failures and the phase, pass the controller's address on, show the rest."""
         match event:
             case EndedEvent():
@@ -161,7 +161,7 @@ class Follower:
                 for other in self.members[1:]:
                     other.send(CONTROLLER_AT + address.encode() + b"\n")
             case StateEvent():
-                if member is self._voice():
+                if member is self._state_reporter():
                     self.phase = event.phase
                     self.progress.show(event)
                     if event.phase in ("running", "preempting") and not self.has_run:
@@ -170,7 +170,7 @@ class Follower:
             case _:
                 self.progress.show(event)
 
-    def _take_end(self, member: AgentHandle) -> None:
+    def _handle_end(self, member: AgentHandle) -> None:
         """Act on the end of a member's connection: warn about a lost one, and fail the run for an unexplained end."""
         if member.lost and not self._killing:
             self.progress.warn([f"{member.loss_words}; its actors continue"])
@@ -192,19 +192,19 @@ class Follower:
             # STOP would cut short the end of a run that is ending already, or that the user has preempted.
             self._head.send(STOP)
 
-    def _voice(self) -> AgentHandle | None:
+    def _state_reporter(self) -> AgentHandle | None:
         """Return the member whose StateEvents count: the first that is not lost, so the head while it is connected."""
         return next((member for member in self.members if not member.lost), None)
 
     @property
-    def _told_end(self) -> EndedEvent | None:
+    def _reported_end(self) -> EndedEvent | None:
         """How the run ended, from the first member that has reported it; None if none has."""
-        told = (member.ended for member in self.members)
-        return next((ended for ended in told if ended is not None and ended.result != "left"), None)
+        ends = (member.ended for member in self.members)
+        return next((ended for ended in ends if ended is not None and ended.result != "left"), None)
 
     # --- the end ---
 
-    async def _end(self) -> None:
+    async def _obey_signals(self) -> None:
         """Wait for a signal, preempt or stop the run, and kill it at a second signal or when the time is over."""
         await self.interrupts.first()
         patience = self.config.supervision.drain_s + SLACK_S
@@ -219,15 +219,15 @@ class Follower:
         else:
             self.progress.say("ending the actors in order; a second Ctrl-C ends the run at once")
         async with asyncio.TaskGroup() as tasks:
-            telling = tasks.create_task(self._tell_head()) if self.phase != "draining" else None
+            preempting = tasks.create_task(self._preempt_head()) if self.phase != "draining" else None
             await self.interrupts.next(patience)
-            if telling is not None:
-                telling.cancel()
+            if preempting is not None:
+                preempting.cancel()
         self.progress.say("ending at once")
         self._killing = True
         await kill_members(self.members, self.interrupts)
 
-    async def _tell_head(self) -> None:
+    async def _preempt_head(self) -> None:
         """Ask the head's agent to preempt the run. If its connection is lost, ask over a new one.
 
         The agent knows whether there is anything to keep in a checkpoint.
@@ -237,7 +237,7 @@ class Follower:
             return
         # The connections to the other agents were closed when this one was lost.
         try:
-            await self._ask_anew(self._head, CONFIRM_S, patience_s=0.0, kill=False, preempt=True)
+            await self._ask_again(self._head, CONFIRM_S, patience_s=0.0, kill=False, preempt=True)
         except (HostFailed, TimeoutError) as error:
             self.progress.warn([f"{self._head.host}: cannot be asked to preempt the run ({_why(error)})"])
         else:
@@ -248,7 +248,7 @@ class Follower:
         if all(member.over for member in self.members):
             return
         ending = asyncio.create_task(end_in_steps(self.members, self.config.supervision.drain_s))
-        ending.add_done_callback(lambda _: self._news.set())
+        ending.add_done_callback(lambda _: self._member_ended.set())
         try:
             await self._until(ending.done)
         finally:
@@ -257,10 +257,10 @@ class Follower:
     async def _until(self, enough: Any) -> None:
         """Wait until ``enough()`` is true or all connections have ended."""
         while not (enough() or all(member.over for member in self.members)):
-            await self._news.wait()
-            self._news.clear()
+            await self._member_ended.wait()
+            self._member_ended.clear()
 
-    async def _leave_nothing(self) -> None:
+    async def _end_leftovers(self) -> None:
         """End an agent that is left on this host, and check the other hosts whose end is unknown."""
         for member in self.members:
             if member.contact.is_here and member.contact.process.returncode is None:
@@ -268,7 +268,7 @@ class Follower:
                 member.send(KILL)
                 await member.contact.process.wait()
         unknown = [member for member in self.members if not (member.contact.is_here or self._is_gone(member))]
-        await asyncio.gather(*(self._confirm(member) for member in unknown))
+        await asyncio.gather(*(self._confirm_ended(member) for member in unknown))
 
     async def _wait_for_lost_head(self) -> None:
         """Ask a lost head over new connections until nothing of the run lives there, and take its record of the end.
@@ -280,29 +280,29 @@ class Follower:
         loop = asyncio.get_running_loop()
         until = loop.time() + supervision.host_grace_s + supervision.drain_s
         while not self._killing and loop.time() < until:
-            again = Contact(head.host, head.contact.start)
+            contact = Contact(head.host, head.contact.start)
             try:
                 async with asyncio.timeout(CONFIRM_S):
-                    await again.reach()
+                    await contact.reach()
                 while not self._killing:
                     async with asyncio.timeout(CONFIRM_S):
-                        found = await again.ask(order, HostEnded)
-                    if not found.living:
-                        head.ended = found.ended
+                        answer = await contact.ask(order, HostEnded)
+                    if not answer.living:
+                        head.ended = answer.ended
                         return
                     # The head has answered, so the time to reach it starts again.
                     until = loop.time() + supervision.host_grace_s + supervision.drain_s
             except (HostFailed, TimeoutError):
-                again.kill()
+                contact.kill()
                 await asyncio.sleep(LOOK_AGAIN_S)
             finally:
-                await again.close()
+                await contact.close()
 
     def _is_gone(self, member: AgentHandle) -> bool:
         """Whether the member's guard has ended, and with it everything on that host."""
         return member.exit_code is not None and not member.contact.is_lost(member.exit_code)
 
-    async def _confirm(self, member: AgentHandle) -> None:
+    async def _confirm_ended(self, member: AgentHandle) -> None:
         """Connect again to a host whose end is unknown, end what is left there, and show the result."""
         member.contact.kill()
         await member.contact.close()
@@ -314,7 +314,7 @@ class Follower:
         within_s = min(CONFIRM_S, supervision.start_timeout_s) + 2 * patience
         self.progress.say(f"{member.host}: looking whether anything is left there")
         try:
-            found = await self._ask_anew(member, within_s, patience_s=patience, kill=kill)
+            answer = await self._ask_again(member, within_s, patience_s=patience, kill=kill)
         except (HostFailed, TimeoutError) as error:
             self.progress.warn(
                 [
@@ -325,25 +325,25 @@ class Follower:
             )
         else:
             if member is self._head and member.ended is None:
-                member.ended = found.ended
-            what = "its part of the run lives on" if found.living else "nothing is left there"
-            self.progress.say(f"{member.host}: {what}" + (", after its agent was killed" if found.killed else ""))
+                member.ended = answer.ended
+            what = "its part of the run lives on" if answer.living else "nothing is left there"
+            self.progress.say(f"{member.host}: {what}" + (", after its agent was killed" if answer.killed else ""))
 
-    async def _ask_anew(self, member: AgentHandle, within_s: float, **order: Any) -> HostEnded:
+    async def _ask_again(self, member: AgentHandle, within_s: float, **order: Any) -> HostEnded:
         """Send the member's host an EndOrder over a new connection, and return its answer within ``within_s`` seconds.
 
         ``order`` are fields of the EndOrder. Raises HostFailed or TimeoutError.
         """
-        again = Contact(member.host, member.contact.start)
+        contact = Contact(member.host, member.contact.start)
         try:
             async with asyncio.timeout(within_s):
-                await again.reach()
-                return await again.ask(self._order(member, **order), HostEnded)
+                await contact.reach()
+                return await contact.ask(self._order(member, **order), HostEnded)
         except (HostFailed, TimeoutError):
-            again.kill()
+            contact.kill()
             raise
         finally:
-            await again.close()
+            await contact.close()
 
     def _order(self, member: AgentHandle, **order: Any) -> EndOrder:
         return EndOrder(run_dir=str(self.folder.path), index=member.index, log_dir=str(self.folder.logs), **order)
@@ -357,12 +357,12 @@ class Follower:
             return self._failure
         if head is not None:
             return head
-        if self._told_end is not None:
-            return self._told_end
+        if self._reported_end is not None:
+            return self._reported_end
         reason = f"its connection was lost; its end is recorded in {self.folder.path} on {self._head.host}"
         return EndedEvent(result="failed", actor=self._head.name, reason=reason, exit_code=1)
 
-    def _named(self, ended: EndedEvent) -> EndedEvent:
+    def _with_signal(self, ended: EndedEvent) -> EndedEvent:
         """Return the end with the user's signal in its reason and exit code, if a signal caused it."""
         if ended.result not in ("stopped", "preempted") or not self.interrupts.signal:
             return ended

@@ -322,7 +322,7 @@ class Launch:
         """
         keyring, lock = make_run_keyring(self.config, folder.run_id, len(self.hosts)), -1
         if self.head_is_here:
-            lock = held.enter_context(private_folder(folder, self.config, self._files(keyring, 0)))
+            lock = held.enter_context(private_folder(folder, self.config, self._key_files(keyring, 0)))
         elif is_live(folder.path):
             # The head takes the lock later. Another launch may have resumed the run meanwhile.
             raise in_use(folder.path)
@@ -334,7 +334,7 @@ class Launch:
             (folder.logs / RUN_ID).write_text(folder.run_id)
         index = {host.name: number for number, host in enumerate(self.hosts)}
         specs = {
-            name: host_spec(self.config, folder, index[name], self._files(keyring, index[name]))
+            name: host_spec(self.config, folder, index[name], self._key_files(keyring, index[name]))
             for name in self.reached.contacts
         }
         await self.reached.ask(specs, Prepared, "prepared")
@@ -360,7 +360,7 @@ class Launch:
         if self.resumption is None:
             shutil.rmtree(folder.path, ignore_errors=True)
 
-    def _files(self, keyring: Keyring, index: int) -> dict[str, Any]:
+    def _key_files(self, keyring: Keyring, index: int) -> dict[str, Any]:
         """Return the key files of a host: its actors and agent, and on the head also launcher and viewer."""
         name = self.hosts[index].name
         own = [*(actor.name for actor in self.placed if actor.host == name), agent_name(index)]
@@ -430,12 +430,12 @@ def _resume(folder: RunFolder, resumption: Resumption, config: Config, progress:
     """Begin the next attempt in the folder, and print and record its checkpoint, changed keys and warnings."""
     for path in resumption.begin(config):
         progress.say(f"set aside as {path}")
-    said = [resumption.describe(), *resumption.describe_changes(config)]
-    for line in said:
+    lines = [resumption.describe(), *resumption.describe_changes(config)]
+    for line in lines:
         progress.say(line)
     progress.warn(resumption.warnings)
-    said += resumption.warnings
-    (folder.logs / RESUMED_FROM).write_text("".join(f"{line}\n" for line in said))
+    lines += resumption.warnings
+    (folder.logs / RESUMED_FROM).write_text("".join(f"{line}\n" for line in lines))
 
 
 def plan_rows(

@@ -99,29 +99,31 @@ def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: st
     folder = named_in_utf8(Path(config.run.dir).absolute(), "run.dir")
     lines = [f"#SBATCH --chdir={shlex.quote(os.getcwd())}"]
     lines += [f"#SBATCH --output={shlex.quote(f'{folder}/{config.run.name}-%j.out')}"]
-    lines += [f"#SBATCH {asked}" for asked in _asked(config, nodes, options)]
+    lines += [f"#SBATCH {option}" for option in _resource_options(config, nodes, options)]
     # Last, because sbatch takes the last of two lines that set the same option.
     lines += [f"#SBATCH {options}"] if options else []
     text = SCRIPT.read_text()
-    first, *asked = [line for line in text.splitlines() if line.startswith(("#!", "#SBATCH "))]
-    given = [line for line in asked if not line.removeprefix("#SBATCH ").startswith(OF_THE_JOB)]
+    first, *directives = [line for line in text.splitlines() if line.startswith(("#!", "#SBATCH "))]
+    given = [line for line in directives if not line.removeprefix("#SBATCH ").startswith(OF_THE_JOB)]
     header = [first, f"#SBATCH --job-name={config.run.name}", f"#SBATCH --nodes={nodes}", *given]
     return "\n".join([*header, *lines, "", f"set -- {shlex.join(argv)}", "", text[text.index(BODY_BEGINS) :]])
 
 
 def left_open(config: Config, *, nodes: int, options: str, env: Mapping[str, str] = os.environ) -> list[str]:
     """Return a warning for each of GPUs, CPUs and time that the job does not request, with the option to add."""
-    said, gpus = _said(options, env), gpus_of_a_node(config, nodes)
-    found = []
-    if gpus is None and "gpus" not in said:
-        told = "the configuration does not say whether GPUs are used"
+    requested, gpus = _requested_by_user(options, env), gpus_of_a_node(config, nodes)
+    warnings = []
+    if gpus is None and "gpus" not in requested:
+        problem = "the configuration does not say whether GPUs are used"
         fix = "set rollout.gpus_per_replica and learner.device, or --sbatch-args '--gpus-per-node=N'"
-        found.append(f"GPUs: {told}, so the job asks for none; {fix}")
-    if not gpus and "cpus" not in said:
-        found.append("CPUs: the job asks for none, and many clusters give one; --sbatch-args '--cpus-per-task=N'")
-    if "time" not in said:
-        found.append("time: the job asks for none, so it ends at the partition's limit; --sbatch-args '--time=8:00:00'")
-    return found
+        warnings.append(f"GPUs: {problem}, so the job asks for none; {fix}")
+    if not gpus and "cpus" not in requested:
+        warnings.append("CPUs: the job asks for none, and many clusters give one; --sbatch-args '--cpus-per-task=N'")
+    if "time" not in requested:
+        warnings.append(
+            "time: the job asks for none, so it ends at the partition's limit; --sbatch-args '--time=8:00:00'"
+        )
+    return warnings
 
 
 def gpus_of_a_node(config: Config, nodes: int) -> int | None:
@@ -165,26 +167,28 @@ def _placed(config: Config, nodes: int, gpus: int) -> list[int] | None:
     return [names.count(host.name) for host in hosts]
 
 
-def _asked(config: Config, nodes: int, options: str) -> list[str]:
+def _resource_options(config: Config, nodes: int, options: str) -> list[str]:
     """Return the options of sbatch that request GPUs and CPUs, unless the user's own options set them."""
-    said, gpus = _said(options, os.environ), gpus_of_a_node(config, nodes)
+    requested, gpus = _requested_by_user(options, os.environ), gpus_of_a_node(config, nodes)
     if not gpus:
         return []
-    asked = [] if "gpus" in said else [f"--gpus-per-node={gpus}"]
+    added = [] if "gpus" in requested else [f"--gpus-per-node={gpus}"]
     processes = _placed(config, nodes, gpus)
-    if processes is not None and "cpus" not in said:
-        asked.append(f"--cpus-per-task={max(processes)}")
-    return asked
+    if processes is not None and "cpus" not in requested:
+        added.append(f"--cpus-per-task={max(processes)}")
+    return added
 
 
-def _said(options: str, env: Mapping[str, str]) -> set[str]:
+def _requested_by_user(options: str, env: Mapping[str, str]) -> set[str]:
     """Return the resources (keys of SPEAKING) that the user sets, by options of sbatch or environment variables."""
     try:
         words = shlex.split(options)
     except ValueError as error:
         raise UsageError(f"--sbatch-args {options}: {error}") from None
-    said = {what for what, names in SPEAKING.items() if any(word.startswith(names) for word in words)}
-    return said | {what for what, names in SPEAKING_VARIABLES.items() if any(name in env for name in names)}
+    requested = {resource for resource, names in SPEAKING.items() if any(word.startswith(names) for word in words)}
+    return requested | {
+        resource for resource, names in SPEAKING_VARIABLES.items() if any(name in env for name in names)
+    }
 
 
 def submit(config: Config, script: str) -> tuple[str, Path, str]:
@@ -200,8 +204,8 @@ def submit(config: Config, script: str) -> tuple[str, Path, str]:
     # sbatch prints JOB, or JOB;CLUSTER.
     job = _call(["sbatch", "--parsable", str(path)]).strip().partition(";")[0]
     # The user's options may change the output's path: SLURM reports the final one.
-    said = _call(["scontrol", "--oneliner", "show", "job", job])
-    output = next((word.partition("=")[2] for word in said.split() if word.startswith("StdOut=")), "")
+    description = _call(["scontrol", "--oneliner", "show", "job", job])
+    output = next((word.partition("=")[2] for word in description.split() if word.startswith("StdOut=")), "")
     return job, path, output or str(folder / f"{config.run.name}-{job}.out")
 
 

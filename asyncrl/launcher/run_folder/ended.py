@@ -137,9 +137,9 @@ def describe_end(folder: RunFolder, ended: EndedEvent, left: RunProgress) -> lis
     if left.checkpoint is not None:
         rows = [f"{row}; {resume}" for row in rows]
     if ended.result == "stopped":
-        anew = "; without a checkpoint, the same command starts a new run"
-        anew = anew if left.trained and left.checkpoint is None else ""
-        return [*rows, f"ended before the last step: {ended.reason}{anew}"]
+        hint = "; without a checkpoint, the same command starts a new run"
+        hint = hint if left.trained and left.checkpoint is None else ""
+        return [*rows, f"ended before the last step: {ended.reason}{hint}"]
     first, _, rest = ended.reason.partition("\n")
     rows += [*rest.splitlines(), str(ActorFailed(ended.actor, first, log=ended.log))]
     if first.startswith(NO_SIGNAL) and left.checkpoint is not None:

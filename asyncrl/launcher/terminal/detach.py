@@ -59,20 +59,20 @@ class Detached:
         log.flush()
         for number in (1, 2):
             os.dup2(log.fileno(), number)
-        self._tell({"run": str(run_dir), "log": str(logs / LOG), "head": head, "at": log.tell()})
+        self._report({"run": str(run_dir), "log": str(logs / LOG), "head": head, "at": log.tell()})
         log.close()
 
     def runs(self) -> None:
         """Report that the run is in its running phase, so that the parent ends."""
-        self._tell({})
+        self._report({})
         os.close(self.pipe)
         self.pipe = -1
 
-    def _tell(self, word: dict[str, object]) -> None:
+    def _report(self, message: dict[str, object]) -> None:
         if self.pipe >= 0:
             # The command is gone once the terminal is closed.
             with contextlib.suppress(BrokenPipeError):
-                os.write(self.pipe, json.dumps(word).encode() + b"\n")
+                os.write(self.pipe, json.dumps(message).encode() + b"\n")
 
 
 def detach() -> Detached | int:
@@ -83,18 +83,18 @@ def detach() -> Detached | int:
     # Otherwise both processes would write what is buffered.
     _flush()
     output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-    ours, theirs = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child:
-        os.close(theirs)
-        return _Waiting(child, ours, output).main()
-    os.close(ours)
+        os.close(write_end)
+        return _Waiting(child, read_end, output).main()
+    os.close(read_end)
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDONLY)
-    for number, at in ((nowhere, 0), (output.fileno(), 1), (output.fileno(), 2)):
-        os.dup2(number, at)
+    for source, target in ((nowhere, 0), (output.fileno(), 1), (output.fileno(), 2)):
+        os.dup2(source, target)
     os.close(nowhere)
-    return Detached(output, theirs)
+    return Detached(output, write_end)
 
 
 class _Waiting:
@@ -102,45 +102,45 @@ class _Waiting:
 
     def __init__(self, child: int, pipe: int, output: IO[bytes]) -> None:
         self._child, self._pipe, self._output = child, pipe, output
-        self._at = 0
+        self._offset = 0
         self._run: dict[str, str] = {}
 
     def main(self) -> int:
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
-        words = b""
+        rest = b""
         while True:
             ready, _, _ = select.select([self._pipe], [], [], LOOK_S)
             self._show()
             if not ready:
                 continue
-            found = os.read(self._pipe, LONGEST_WORD_BYTES)
-            if not found:
+            chunk = os.read(self._pipe, LONGEST_WORD_BYTES)
+            if not chunk:
                 return self._ended()
-            *whole, words = (words + found).split(b"\n")
-            for word in map(json.loads, whole):
-                if not word:
-                    return self._runs()
-                self._follow(word)
+            *lines, rest = (rest + chunk).split(b"\n")
+            for message in map(json.loads, lines):
+                if not message:
+                    return self._leave_running()
+                self._follow(message)
 
     def _pass_on(self, number: int, _frame: object) -> None:
         os.kill(self._child, number)
 
-    def _follow(self, word: dict[str, object]) -> None:
+    def _follow(self, message: dict[str, object]) -> None:
         """Show the rest of the old output file, and read the run's log from the given offset from here on."""
         self._show()
-        self._run = {key: str(word[key]) for key in ("run", "log", "head")}
+        self._run = {key: str(message[key]) for key in ("run", "log", "head")}
         self._output = open(self._run["log"], "rb", buffering=0)  # noqa: SIM115
-        self._at = int(str(word["at"]))
+        self._offset = int(str(message["at"]))
 
     def _show(self) -> None:
         """Show what the child has written since the last call, on standard error."""
         # Not read(), because parent and child share the offset of the temporary file.
-        while found := os.pread(self._output.fileno(), LONGEST_WORD_BYTES, self._at):
-            self._at += len(found)
-            _say(found.decode(errors="replace"), sys.stderr)
+        while chunk := os.pread(self._output.fileno(), LONGEST_WORD_BYTES, self._offset):
+            self._offset += len(chunk)
+            _write_to(chunk.decode(errors="replace"), sys.stderr)
 
-    def _runs(self) -> int:
+    def _leave_running(self) -> int:
         self._show()
         run, head = self._run["run"], self._run["head"]
         there = f" (on {head})" if head else ""
@@ -151,7 +151,7 @@ class _Waiting:
             f"watch       asyncrl-top {shlex.quote(run)}{there}",
             f"end         asyncrl-launch --stop {shlex.quote(run)}{there}",
         )
-        _say("".join(f"{row}\n" for row in rows), sys.stdout)
+        _write_to("".join(f"{row}\n" for row in rows), sys.stdout)
         return 0
 
     def _ended(self) -> int:
@@ -160,7 +160,7 @@ class _Waiting:
         return code if code >= 0 else 128 - code
 
 
-def _say(text: str, stream: TextIO) -> None:
+def _write_to(text: str, stream: TextIO) -> None:
     try:
         stream.write(text)
         stream.flush()

@@ -22,7 +22,7 @@ class Interrupts:
         """Number of the first signal, or of the first after SIGHUP; 0 before it."""
         self.second = 0
         """Number of the signal that ends the run at once; 0 before it."""
-        self._came = asyncio.Event()
+        self._arrived = asyncio.Event()
 
     def listen(self) -> None:
         """Handle this process's signals by ``note`` from here on."""
@@ -37,7 +37,7 @@ class Interrupts:
             self.signal = number
         if not before or signal.SIGHUP not in (before, number):
             self.second = self.second or (number if before else 0)
-            self._came.set()
+            self._arrived.set()
 
     def describe_end_at_once(self) -> str:
         """Return why the run was stopped at once: at a second signal, or because it did not end in time."""
@@ -49,14 +49,14 @@ class Interrupts:
 
     async def first(self) -> None:
         """Wait for a signal. Return at once if one has arrived already."""
-        await self._came.wait()
+        await self._arrived.wait()
 
     async def next(self, timeout: float) -> None:
         """Wait at most ``timeout`` seconds for a signal that arrives from now on."""
-        self._came.clear()
+        self._arrived.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self._came.wait()
+                await self._arrived.wait()
 
 
 async def undone_by_signals(work: Awaitable[int], progress: TerminalProgress) -> int:
@@ -66,12 +66,12 @@ async def undone_by_signals(work: Awaitable[int], progress: TerminalProgress) ->
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    came: list[int] = []
+    received: list[int] = []
 
     def interrupt(number: int) -> None:
-        if came and number == signal.SIGHUP:
+        if received and number == signal.SIGHUP:
             return
-        came.append(number)
+        received.append(number)
         task.cancel()
 
     for number in heeded():
@@ -79,8 +79,8 @@ async def undone_by_signals(work: Awaitable[int], progress: TerminalProgress) ->
     try:
         return await work
     except asyncio.CancelledError:
-        if not came:
+        if not received:
             raise
         progress.end()
-        progress.warn([f"asyncrl-launch: ended by {signal.Signals(came[0]).name}"])
-        return 128 + came[0]
+        progress.warn([f"asyncrl-launch: ended by {signal.Signals(received[0]).name}"])
+        return 128 + received[0]

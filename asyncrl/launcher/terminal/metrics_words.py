@@ -63,8 +63,8 @@ _WARM_WORDS: dict[str, Callable[[float], str]] = {
 
 def describe_warm_step(line: Line) -> str:
     """Return a warm step's line as text; a metric that it lacks is left out."""
-    of = f"/{line['sft/warm_steps_of']}" if "sft/warm_steps_of" in line else ""
-    parts = [f"{WARM_STEP} {line.get('sft/warm_steps', '?')}{of}"]
+    total = f"/{line['sft/warm_steps_of']}" if "sft/warm_steps_of" in line else ""
+    parts = [f"{WARM_STEP} {line.get('sft/warm_steps', '?')}{total}"]
     parts += [words(line[key]) for key, words in _WARM_WORDS.items() if isinstance(line.get(key), int | float)]
     return "  ".join(parts)
 
@@ -90,8 +90,8 @@ def losses_of(line: Line) -> dict[str, int]:
 
 def describe_losses(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     """Return a text for each count of ``now`` that is higher than ``before``, with its increase."""
-    moved = {key: count - before.get(key, 0) for key, count in now.items() if count > before.get(key, 0)}
-    return [f"{LOSSES[key]} {now[key]} (+{by})" for key, by in moved.items()]
+    increases = {key: count - before.get(key, 0) for key, count in now.items() if count > before.get(key, 0)}
+    return [f"{LOSSES[key]} {now[key]} (+{by})" for key, by in increases.items()]
 
 
 def describe_eval(line: Line) -> str:

@@ -70,33 +70,33 @@ class TerminalProgress:
         """Counts of what was not trained, in the last step's line, by metric (``losses_of``)."""
         self._learner_died: tuple[str, float] | None = None
         """The learner rank that died first since the last step, and the time of its death (s, monotonic)."""
-        self._start = 0
+        self._learner_start = 0
         """Number of the learner's start, from the last step's line; it grows when the learner restarts."""
         self._out = out
         self._err = sys.stderr if err is None else err
         self._steps = steps
         self._live = out.isatty()
-        self._stands = ""
+        self._state_text = ""
         """The newest text on the run's state."""
         self._shown = ""
         """The line as it was written last: the waits and the state."""
         self._waits: list[str] = []
         """Texts on what the run waits for, from the controller's newest state."""
-        self._died: dict[str, float] = {}
+        self._died_at: dict[str, float] = {}
         """Time of death (s, monotonic) of each actor that died and is not ready again."""
-        self._lost: tuple[int, Mapping[str, list[str]]] = 0, {}
+        self._lost_hosts: tuple[int, Mapping[str, list[str]]] = 0, {}
         """The incarnation of the controller that reported the lost hosts, and the actors of each."""
-        self._awaited: int | None = None
+        self._actors_awaited: int | None = None
         """Number of actors in the last line that showed what the start waits for; None before it."""
         self._stages: dict[str, str] = {}
         """The text of each of these actors, with its stage, once no more than NAMES_SHOWN are left."""
-        self._reached = 0
+        self._hosts_awaited = 0
         """Number of hosts in the last line that showed which hosts have not answered."""
 
     def show(self, event: Event) -> None:
         """Show an event if it is news: rewrite the state, or add a line that stays."""
         if isinstance(event, StateEvent):
-            if event.controller != self._lost[0]:
+            if event.controller != self._lost_hosts[0]:
                 self._show_ready(CONTROLLER)
             self._show_hosts(event)
             self._wait(event.waits)
@@ -106,21 +106,21 @@ class TerminalProgress:
                 # new stage: else a large run fills the screen.
                 stages = {name.split()[0]: name for name in names} if len(names) <= NAMES_SHOWN else {}
                 moved = any(self._stages.get(actor, stage) != stage for actor, stage in stages.items())
-                if self._live or self._awaited is None or moved or len(names) <= self._awaited // 2:
-                    self._awaited, self._stages = len(names), stages
-                    self._now(f"starting: waiting for {_some(names)}" if names else "starting")
+                if self._live or self._actors_awaited is None or moved or len(names) <= self._actors_awaited // 2:
+                    self._actors_awaited, self._stages = len(names), stages
+                    self._set_state(f"starting: waiting for {_listed(names)}" if names else "starting")
             case StateEvent(phase="running"):
                 # Keep a line of metrics, which says more.
-                if not self._stands.startswith(("step", WARM_STEP)):
-                    self._now("running")
+                if not self._state_text.startswith(("step", WARM_STEP)):
+                    self._set_state("running")
             case StateEvent(phase="preempting"):
-                self._now("preempted: writing a checkpoint")
+                self._set_state("preempted: writing a checkpoint")
             case StateEvent(phase="draining"):
-                self._now("draining: ending the actors in order")
+                self._set_state("draining: ending the actors in order")
             case RestartEvent(name=name, reason=reason, after_s=after_s, incarnation=incarnation):
                 self.warn([f"{name} died ({reason}) and is started again"])
                 self.restarts[name] = self.restarts.get(name, 0) + 1
-                self._died[name] = died = self._now_s() - after_s
+                self._died_at[name] = died = self._now_s() - after_s
                 self.notices.ended(name, incarnation)
                 if role_of(name) == "learner" and self._learner_died is None:
                     self._learner_died = name, died
@@ -134,7 +134,7 @@ class TerminalProgress:
             case MetricsEvent(line=line) if line.get("kind") == "eval":
                 self.say(describe_eval(line))
             case MetricsEvent(line=line) if line.get("kind") == "warm":
-                self._now(describe_warm_step(line))
+                self._set_state(describe_warm_step(line))
             case MetricsEvent(line=line):
                 self._show_return(line)
                 self._show_step(line)
@@ -143,26 +143,26 @@ class TerminalProgress:
 
     def _show_ready(self, name: str) -> None:
         """Show that an actor is ready, if it had died."""
-        if name in self._died:
-            self.say(f"{name} is ready again, {duration(self._now_s() - self._died.pop(name))} after it died")
+        if name in self._died_at:
+            self.say(f"{name} is ready again, {duration(self._now_s() - self._died_at.pop(name))} after it died")
 
     def _show_hosts(self, state: StateEvent) -> None:
         """Show hosts that are newly lost, that are back, or that leave the run while they are lost."""
-        controller, before = self._lost
+        controller, before = self._lost_hosts
         # A restarted controller does not know which hosts its predecessor counted as lost.
         before = before if controller == state.controller else {}
-        self._lost = state.controller, state.lost_hosts
+        self._lost_hosts = state.controller, state.lost_hosts
         for host, actors in state.lost_hosts.items():
             if host not in before:
-                self.warn([f"host {host} is lost: nothing is heard of it; dead with it: {_some(actors)}"])
+                self.warn([f"host {host} is lost: nothing is heard of it; dead with it: {_listed(actors)}"])
         agents = tuple(f"({name})" for name in state.leaving)
         for host, actors in before.items():
             if host in state.lost_hosts:
                 continue
             if host.endswith(agents):
-                self.say(f"host {host} leaves the run, which continues without: {_some(actors)}")
+                self.say(f"host {host} leaves the run, which continues without: {_listed(actors)}")
             else:
-                self.say(f"host {host} is back; fenced, and started again there: {_some(actors)}")
+                self.say(f"host {host} is back; fenced, and started again there: {_listed(actors)}")
 
     def _show_step(self, line: Line) -> None:
         """Show a training step's line, with the pace and the increases of what was not trained."""
@@ -174,24 +174,28 @@ class TerminalProgress:
         if not self._losses and self.step > 1:
             # The counts of a resumed run continue, so the first line shows no increase.
             self._losses = losses
-        self._now(describe_step(line, self._steps, self._pace.describe(now), describe_losses(self._losses, losses)))
+        self._set_state(
+            describe_step(line, self._steps, self._pace.describe(now), describe_losses(self._losses, losses))
+        )
         self._losses = losses
 
     def _show_return(self, line: Line) -> None:
         """If ``line`` is a restarted learner's first step, show its delay and the steps that are trained again."""
-        start, before, step = line.get("start", 0), self._start, line.get("step", 0)
-        self._start = start
+        start, before, step = line.get("start", 0), self._learner_start, line.get("step", 0)
+        self._learner_start = start
         if self._learner_died is not None and start > before > 0:
             name, died = self._learner_died
             self._learner_died = None
-            told = f"training continues: step {step} {self._now_s() - died:.1f} s after {name} died"
-            self.say(f"{told}, from {_basis(step - 1)}; {_again(step, self.step)}")
+            text = f"training continues: step {step} {self._now_s() - died:.1f} s after {name} died"
+            self.say(f"{text}, from {_start_words(step - 1)}; {_retrained_words(step, self.step)}")
 
     def reaching(self, hosts: list[str]) -> None:
         """Show the hosts that have not answered yet; without a terminal, only when half as many are left."""
-        if self._live or not self._reached or len(hosts) <= self._reached // 2:
-            self._reached = len(hosts)
-            self._now(f"reaching hosts: waiting for {_some(hosts)}" if hosts else "reaching hosts: all are there")
+        if self._live or not self._hosts_awaited or len(hosts) <= self._hosts_awaited // 2:
+            self._hosts_awaited = len(hosts)
+            self._set_state(
+                f"reaching hosts: waiting for {_listed(hosts)}" if hosts else "reaching hosts: all are there"
+            )
 
     def say(self, text: str) -> None:
         """Write a line that stays, above the rewritten one."""
@@ -218,11 +222,11 @@ class TerminalProgress:
         self._waits = waits
         # Without a terminal, no line is needed for the end of a wait: the next step shows it.
         if self._live or waits:
-            self._now(self._stands)
+            self._set_state(self._state_text)
 
-    def _now(self, text: str) -> None:
+    def _set_state(self, text: str) -> None:
         """Set the text on the run's state, and write it after the waits if that changes the line."""
-        self._stands = text
+        self._state_text = text
         waits = ", ".join(self._waits)
         # The waits come first, because a narrow terminal cuts the end.
         text = printable(f"waiting for {waits}  {text}".rstrip() if waits else text)
@@ -238,19 +242,19 @@ class TerminalProgress:
         PRINTER.print_to(self._out, CLEAR_LINE + text if self._live else text)
 
 
-def _basis(step: int) -> str:
+def _start_words(step: int) -> str:
     """Text for the state that a learner resumes from when ``step`` steps are trained."""
     return f"the checkpoint of step {step}" if step > 0 else "the initial weights"
 
 
-def _again(first: int, last: int) -> str:
+def _retrained_words(first: int, last: int) -> str:
     """Text for the steps ``first`` to ``last``, which are trained a second time."""
     if first > last:
         return "no step is trained again"
     return f"step {last} is trained again" if first == last else f"steps {first} to {last} are trained again"
 
 
-def _some(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     more = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -346,10 +350,11 @@ class ShownNotices:
     def summary(self) -> list[str]:
         """Return a line for the newest notice of each actor and key, in the order in which the first ones came."""
         return [
-            _words(shown.event, BEFORE_RESTART if self._is_over(shown.event) else "") for shown in self._kept.values()
+            _words(shown.event, BEFORE_RESTART if self._is_of_dead(shown.event) else "")
+            for shown in self._kept.values()
         ]
 
-    def _is_over(self, event: NoticeEvent) -> bool:
+    def _is_of_dead(self, event: NoticeEvent) -> bool:
         return event.incarnation <= self._ended.get(event.actor, -1)
 
 
