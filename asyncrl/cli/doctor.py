@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
+    """Check the arguments, then do the one that is chosen: --chat, --agent, or the checks of hosts."""
     parser = _parser()
     overrides, rest = split_flags(parser, argv)
     given = parser.parse_args(rest)

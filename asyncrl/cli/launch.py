@@ -105,6 +105,7 @@ def _raise_interrupted(number: int, _frame: FrameType | None) -> None:
 
 
 def _main(argv: list[str]) -> int:
+    """Check the arguments, fork for --detach, then command a live run, submit a job, or run. Prints its errors."""
     parser = _parser()
     overrides, rest = split_flags(parser, _join_values(argv))
     given = parser.parse_args(rest)

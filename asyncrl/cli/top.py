@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
+    """Check the arguments, then do the one that is chosen: --explain, --samples, --report, --replay, or watch."""
     parser = _parser()
     given = parser.parse_args(argv)
     for one, others in EXCLUDED.items():
@@ -172,6 +173,7 @@ def _may_live(run_dir: Path) -> bool:
 
 
 def _watch(given: argparse.Namespace) -> int:
+    """Follow a live run in the terminal, or print its newest snapshot."""
     import asyncio
 
     from asyncrl.launcher.run_folder.private import is_live
@@ -207,6 +209,7 @@ def _watch(given: argparse.Namespace) -> int:
 
 
 def _replay(run_dir: Path, given: argparse.Namespace) -> int:
+    """Show a recording in the terminal, or print its end."""
     from asyncrl.top.replay import open_replay
 
     replay = open_replay(run_dir, lives=_may_live(run_dir))
@@ -270,6 +273,7 @@ async def _add_snapshots(
 
 
 def _print(history: History, given: argparse.Namespace) -> int:
+    """Print the newest snapshot of ``history``, as JSON or as a page of text."""
     from asyncrl.core.errors import UsageError
 
     if history.newest is None:
@@ -290,7 +294,7 @@ def _print(history: History, given: argparse.Namespace) -> int:
 
 
 def _avoid_missing_colours() -> None:
-    """Use no colours on a terminal without colours."""
+    """Turn colours off if the terminal has fewer than 8."""
     import curses
 
     try:

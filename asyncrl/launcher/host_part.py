@@ -61,10 +61,7 @@ def host_row(host: PlacementHost, argv: Sequence[str], more: str = "") -> str:
 
 
 def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[str, Any]) -> HostSpec:
-    """Return the specification that prepares a host: run, configuration, keys, environment and recorded digests.
-
-    ``index`` is the number of the host's agent. ``credentials`` are the key files of the host.
-    """
+    """Return the specification that prepares the host of agent ``index``; ``credentials`` are its key files."""
     return HostSpec(
         version=version("asyncrl"),
         run_id=folder.run_id,
@@ -94,11 +91,10 @@ def passed_on() -> dict[str, str]:
 def agent_spec(
     folder: RunFolder, host: PlacementHost, placed: Sequence[Placed], *, above: int, index: int, is_named: bool = True
 ) -> AgentSpec:
-    """Return the specification of a host's agent: its actors ``placed``, their environment, and the folders.
+    """Return the specification of a host's agent, with ``placed``, its actors, and their environment.
 
     Every incarnation of its actors is above ``above``, a number that all agents share. ``is_named`` is False if the run
-    has no hostfile; messages then omit the host. Network interfaces that the user has set in the environment are not
-    replaced by those of the placement.
+    has no hostfile. Network interfaces that the user has set in the environment win over those of the placement.
     """
     chosen = [name for name in INTERFACE_VARIABLES if name in os.environ]
     return AgentSpec(

@@ -192,7 +192,8 @@ class Launch:
             await self.reached.close()
 
     async def _main(self) -> int:
-        # Skip the first if it is this host.
+        """Reach the hosts and place the actors. Then show the plan of a dry run, or run if anything is left to do."""
+        # head_is_here skips the first line, which is then this host.
         await self.reached.reach([line.name for line in self.lines[self.head_is_here :]])
         self.facts |= {name: contact.facts for name, contact in self.reached.contacts.items()}
         finished = self.resumption is not None and self.resumption.is_finished

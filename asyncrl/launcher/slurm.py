@@ -210,6 +210,7 @@ def submit(config: Config, script: str) -> tuple[str, Path, str]:
 
 
 def _call(argv: Sequence[str]) -> str:
+    """Run a command of SLURM and return its output. Raises HostFailed if it fails or does not end within ANSWER_S."""
     tool = _find(argv[0])
     try:
         done = subprocess.run([tool, *argv[1:]], capture_output=True, text=True, timeout=ANSWER_S)

@@ -90,11 +90,10 @@ class RunProgress:
 
 
 def find_left(config: Config, folder: RunFolder, heard: int = 0) -> RunProgress:
-    """Find the checkpoint, the last trained step and the exported model in a run folder.
+    """Find the checkpoint, the last trained step and the exported model of a run in its folder on this machine.
 
-    The folder may be on another machine; then nothing is found. ``heard`` is the last step that the launcher has
-    received: on a full disk metrics.jsonl may lack it. Steps beyond learner.steps do not count, because an earlier
-    attempt with a larger learner.steps trained them.
+    ``heard`` is the last step that the launcher has received: on a full disk metrics.jsonl may lack it. Steps beyond
+    learner.steps do not count, because an earlier attempt with a larger learner.steps trained them.
     """
     trained = 0
     for line in read_metrics(folder.path / "metrics.jsonl", ("train",)):

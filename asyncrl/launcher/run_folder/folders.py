@@ -1,9 +1,8 @@
 """Run folders: their names, their layout, and the attempts in them.
 
 A run takes the first free name of NAME, NAME-2, NAME-3 and so on, by an atomic ``mkdir``, so nothing that exists is
-overwritten and two starts never share a folder. Each start and each resume is an attempt. Attempts of a run share its
-folder, and each has its own folder of logs and its own configuration. Only one attempt runs at a time, because each
-holds the private folder (private.py).
+overwritten and two starts never share a folder. Each start and each resume is an attempt, with its own folder of logs
+and configuration in the run folder. Only one attempt runs at a time, because it holds the private folder (private.py).
 """
 
 from __future__ import annotations

@@ -227,6 +227,7 @@ def _backend_problems(config: Config, state: CheckpointState) -> Iterator[str]:
 
 
 def _differences(was: Geometry, now: Geometry) -> Iterator[tuple[str, str, str]]:
+    """Yield (dotted key, old value, new value) for each part of the batches' geometry that has changed."""
     for key, name in (
         ("learner.groups_per_step", "groups_per_step"),
         ("learner.steps_per_version", "steps_per_version"),

@@ -106,6 +106,7 @@ class _Waiting:
         self._run: dict[str, str] = {}
 
     def main(self) -> int:
+        """Show the child's output and act on its messages until it is running or ends; return the exit code."""
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
         rest = b""

@@ -302,9 +302,9 @@ class _Shown:
     """The notices with one actor and key."""
 
     event: NoticeEvent
-    """The newest notice."""
+    """The newest one."""
     shown: NoticeEvent
-    """The notice that was shown last."""
+    """The one that was shown last."""
     at: float
     """Time (s, monotonic) at which ``shown`` was shown."""
 
@@ -319,6 +319,7 @@ class ShownNotices:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], _Shown] = {}
+        """Notices by actor and key."""
         self._ended: dict[str, int] = {}
         """The newest incarnation of each actor that died."""
 
@@ -336,6 +337,7 @@ class ShownNotices:
                 return ""
             is_new_text = (event.text, event.meanwhile) != (shown.text, shown.meanwhile)
             if event.incarnation > shown.incarnation and not is_new_text:
+                # A restarted actor repeats the notice: count from here, and show nothing.
                 self._kept[key] = _Shown(event, event, before.at)
                 return ""
             is_news = is_new_text or event.count >= 2 * shown.count
