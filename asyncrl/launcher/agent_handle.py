@@ -153,7 +153,7 @@ class AgentHandle:
     def look(self, config: Config, progress: TerminalProgress) -> None:
         """Check whether the agent sent anything since the last call. The caller repeats this every LOOK_S.
 
-        Reports the begin and the end of a long silence. Cuts the connection if the silence lasts much longer than the
+        Reports the start and the end of a long silence. Cuts the connection if the silence lasts much longer than the
         guard allows.
         """
         if self.over:
@@ -172,7 +172,7 @@ class AgentHandle:
                 f"{limit_s:g} s (supervision.silence_s), with its host's part of the run"
             )
             progress.warn([f"{self.name}: no sign of life for {silent_s:.0f} s; {consequence}"])
-        # An agent whose event loop hangs sends heartbeats to its guard for stall_s more, then has limit_s.
+        # An agent whose event loop hangs sends its guard heartbeats for stall_s. The guard kills it limit_s after that.
         cut_s = config.watchdog.stall_s + limit_s + supervision.host_lost_s if self.ended is None else PARTING_S
         if silent_s >= cut_s + self._cuts * PARTING_S:
             what = "neither it nor its guard shows a sign of life" if self.ended is None else "its guard has not ended"

@@ -264,6 +264,7 @@ class Follower:
         """End an agent that is left on this host, and check the other hosts whose end is unknown."""
         for member in self.members:
             if member.contact.is_here and member.contact.process.returncode is None:
+                # So that ``send`` still writes to the process.
                 member.exit_code = None
                 member.send(KILL)
                 await member.contact.process.wait()

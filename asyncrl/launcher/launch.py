@@ -149,7 +149,7 @@ class Launch:
     """The hosts that are reached by ``start``."""
 
     def __post_init__(self) -> None:
-        # A dry run prints its plan on standard output, so progress goes elsewhere.
+        # A dry run prints only its plan on standard output.
         self.progress = TerminalProgress(sys.stderr if self.dry_run else sys.stdout, self.config.learner.steps)
         limit_s = self.config.supervision.start_timeout_s
         self.reached = ReachedHosts(self.start or LocalStart(), limit_s, self.progress, count=len(self.lines))

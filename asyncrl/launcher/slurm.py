@@ -48,6 +48,7 @@ SCRIPT = Path(__file__).with_name("train.sbatch")
 OF_THE_JOB = ("--job-name=", "--nodes=", "--output=")
 """Options of train.sbatch that ``batch_script`` replaces with its own."""
 BODY_BEGINS = "# SLURM sends USR2"
+"""Text in train.sbatch from which on ``batch_script`` copies it unchanged."""
 
 
 def job_hosts(env: Mapping[str, str] = os.environ) -> list[HostLine]:

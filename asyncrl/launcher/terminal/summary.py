@@ -25,7 +25,7 @@ OF_THE_RUN = {
     "ledger/left_out": "prompts left out",
 }
 OF_A_LEARNER = {"rollout/dropped_trajectories": "trajectories dropped", "rollout/failed_attempts": "failed attempts"}
-"""Metrics that count what was not trained, since the start of the run, or of each start of the learner."""
+"""Metrics that count what was not trained, since the start of the run, or since each start of the learner."""
 
 
 def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: TerminalProgress) -> int:
