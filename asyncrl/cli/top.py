@@ -149,12 +149,12 @@ def _print_samples(run_dir: Path, given: argparse.Namespace) -> int:
     from asyncrl.observe.samples import FOLDER, SampleChoice, newest_samples
 
     choice = SampleChoice(kind=given.kind, step=given.step)
-    found = newest_samples(run_dir, choice, given.count or SAMPLES)
-    if not found:
+    groups = newest_samples(run_dir, choice, given.count or SAMPLES)
+    if not groups:
         kind, step = f"{given.kind} " if given.kind else "", f" of step {given.step}" if given.step is not None else ""
         why = "the run has not written any yet, or run.samples_per_step is 0"
         return complain(PROGRAM, f"{run_dir / FOLDER} holds no {kind}group{step}: {why}", 1)
-    for line in sample_page(found):
+    for line in sample_page(groups):
         say(line, sys.stdout)
     return 0
 
@@ -184,15 +184,15 @@ def _watch(given: argparse.Namespace) -> int:
     run, keys = live_run_place(given.run), Path(given.keys) if given.keys else None
     run_dir = Path(run) if Path(run).is_dir() else None
 
-    found = partial(find_target, run, keys, is_live)
+    find_controller = partial(find_target, run, keys, is_live)
     with contextlib.suppress(NotStarted):
-        target = found()
+        target = find_controller()
         if run_dir is None:
             must_be_reachable(target.address)
     history = recent_history(run_dir) if run_dir is not None else History()
 
     def feed() -> AsyncIterator[Snapshot | Away | Waiting]:
-        return follow(found()) if run_dir is None else follow_folder(run_dir, keys, is_live)
+        return follow(find_controller()) if run_dir is None else follow_folder(run_dir, keys, is_live)
 
     if not _wants_terminal(given):
         asyncio.run(_add_snapshots(feed(), history, run, 0.0 if given.json else SHORTEST_S))
@@ -201,7 +201,7 @@ def _watch(given: argparse.Namespace) -> int:
     from asyncrl.messages.monitor import RequestTrace, TraceWritten
 
     async def trace() -> str:
-        with Viewer(found()) as viewer:
+        with Viewer(find_controller()) as viewer:
             written: TraceWritten = await viewer.peer.call(RequestTrace(), timeout=TRACE_S)
         return f"trace: {written.path}" if written.path else f"no trace: {written.error}"
 

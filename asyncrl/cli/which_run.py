@@ -22,10 +22,10 @@ def run_folder(run: str | None, flag: str) -> Path:
         if path is None:
             raise UsageError(f"{run}: no such folder; {flag} wants the folder of a run")
         return path
-    found = _runs()
-    if not found:
+    runs = _newest_runs()
+    if not runs:
         raise UsageError(f"there is no run under {Path(RUNS).absolute()}; name the folder of one")
-    return found[0]
+    return runs[0]
 
 
 def named(run: str) -> str:
@@ -34,19 +34,19 @@ def named(run: str) -> str:
 
 
 def _named(run: str) -> Path | None:
-    found = [path for path in (Path(run), Path(RUNS) / run) if path.is_dir()]
+    folders = [path for path in (Path(run), Path(RUNS) / run) if path.is_dir()]
     # A folder with config.json comes first: another folder here may have the name of the run.
-    return next((path for path in found if (path / "config.json").is_file()), found[0] if found else None)
+    return next((path for path in folders if (path / "config.json").is_file()), folders[0] if folders else None)
 
 
-def _runs() -> list[Path]:
+def _newest_runs() -> list[Path]:
     """Return the run folders under runs/, the newest first, without those that this user may not read."""
-    found = []
+    by_time = []
     with contextlib.suppress(OSError):
         for path in Path(RUNS).iterdir():
             with contextlib.suppress(OSError):
-                found.append(((path / "config.json").stat().st_mtime, path))
-    return [path for _, path in sorted(found, reverse=True)]
+                by_time.append(((path / "config.json").stat().st_mtime, path))
+    return [path for _, path in sorted(by_time, reverse=True)]
 
 
 def _is_live(path: Path) -> bool:
@@ -68,13 +68,13 @@ def live_run_place(run: str | None) -> str:
     from asyncrl.launcher.run_folder.private import is_live
 
     if run is None:
-        found = _runs()
-        live = next((path for path in found if _is_live(path)), None)
+        runs = _newest_runs()
+        live = next((path for path in runs if _is_live(path)), None)
         if live is not None:
             return str(live)
-        if not found:
+        if not runs:
             raise UsageError(f"no run lives under {Path(RUNS).absolute()}; name its folder, or HOST:PORT with --keys")
-        raise UsageError(f"no run lives under {RUNS}; to see the last one again: {PROGRAM} {found[0]} --replay")
+        raise UsageError(f"no run lives under {RUNS}; to see the last one again: {PROGRAM} {runs[0]} --replay")
     path = _named(run)
     if path is None:
         if ":" in run:

@@ -52,16 +52,16 @@ def table_of(field: FieldInfo) -> tuple[type[Section], bool] | None:
 
     None for a field that holds a value.
     """
-    kind = field.annotation
-    for each in (kind, *get_args(kind)):
+    annotation = field.annotation
+    for each in (annotation, *get_args(annotation)):
         if isinstance(each, type) and issubclass(each, Section):
-            return each, get_origin(kind) is dict
+            return each, get_origin(annotation) is dict
     return None
 
 
 def docstrings(section: type[Section]) -> dict[str, str]:
     """Return the docstring below each field of a section by the field's name, with the fields of its base classes."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for each in reversed(section.__mro__):
         if issubclass(each, Section):
             (body,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
@@ -69,8 +69,8 @@ def docstrings(section: type[Section]) -> dict[str, str]:
             for field, text in pairwise(body.body):
                 if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                     assert isinstance(field.target, ast.Name)
-                    found[field.target.id] = inspect.cleandoc(ast.literal_eval(text.value))
-    return found
+                    texts[field.target.id] = inspect.cleandoc(ast.literal_eval(text.value))
+    return texts
 
 
 def describe(path: tuple[str, ...], item: Any) -> str:
@@ -142,10 +142,10 @@ def _meaning_at(path: tuple[str, ...]) -> str:
 
 def _keys_by_name() -> dict[str, str]:
     """Return dotted keys by their last part; if several end in it, the first one."""
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for key, *_ in known_keys():
-        found.setdefault(key.rsplit(".", 1)[-1], key)
-    return found
+        keys.setdefault(key.rsplit(".", 1)[-1], key)
+    return keys
 
 
 def _siblings(path: tuple[str, ...]) -> list[str]:
@@ -208,21 +208,21 @@ def _either(words: Iterable[str]) -> str:
 
 def _bounds(metadata: Sequence[Any]) -> str:
     """Return pydantic's bounds of a type as the text that follows it, for example " > 0"."""
-    found = {
+    bounds = {
         name: value
         for each in metadata
         for name in ("gt", "ge", "lt", "le", "pattern", "min_length")
         if (value := getattr(each, name, None)) is not None
     }
-    if (pattern := found.pop("pattern", None)) is not None:
+    if (pattern := bounds.pop("pattern", None)) is not None:
         return f" matching `{pattern}`"
-    if (least := found.pop("min_length", None)) is not None:
+    if (least := bounds.pop("min_length", None)) is not None:
         return f" of {least} or more characters"
-    if found.keys() == {"ge", "le"}:
-        return f" {_number(found['ge'])} to {_number(found['le'])}"
+    if bounds.keys() == {"ge", "le"}:
+        return f" {_number(bounds['ge'])} to {_number(bounds['le'])}"
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     return "".join(
-        f"{' and' * (at > 0)} {signs[name]} {_number(value)}" for at, (name, value) in enumerate(found.items())
+        f"{' and' * (at > 0)} {signs[name]} {_number(value)}" for at, (name, value) in enumerate(bounds.items())
     )
 
 

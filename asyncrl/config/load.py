@@ -78,7 +78,7 @@ def validate_config(
     Paths are expanded only in the context AS_GIVEN (section.py). ``sources`` has the file or flag that set a value, by
     the parts of its key.
     """
-    found = list(problems)
+    all_problems = list(problems)
     invalid: set[tuple[str, ...]] = set()
     config: Config | None = None
     try:
@@ -87,7 +87,7 @@ def validate_config(
         for item in error.errors():
             path = _key_of(item["loc"], tree, is_missing=item["type"] == "missing")
             invalid.add(path)
-            found.append(describe(path, item) + _source_words(path, sources or {}))
+            all_problems.append(describe(path, item) + _source_words(path, sources or {}))
         try:
             # Compare the valid values anyway, so that one call shows every problem.
             config = Config.model_validate(_without(tree, invalid), context=context)
@@ -97,9 +97,9 @@ def validate_config(
         for key, problem in cross_check(config):
             # Skip problems of invalid keys: these had their defaults in this comparison.
             if not any(".".join(path).startswith(key) or key.startswith(".".join(path)) for path in invalid):
-                found.append(f"{key}: {problem}{_source_words(tuple(key.split('.')), sources or {})}")
-    if found or config is None:
-        raise ConfigError(found)
+                all_problems.append(f"{key}: {problem}{_source_words(tuple(key.split('.')), sources or {})}")
+    if all_problems or config is None:
+        raise ConfigError(all_problems)
     return config
 
 

@@ -214,8 +214,8 @@ class Launch:
 
         Raises ConfigError with the problems of both placement and checks, or UsageError.
         """
-        at = await self._addresses()
-        self.hosts = [host_of(line, self.facts[line.name], at[line.name]) for line in self.lines]
+        address_of = await self._addresses()
+        self.hosts = [host_of(line, self.facts[line.name], address_of[line.name]) for line in self.lines]
         problems = []
         try:
             self.config = with_gpus(self.config, self.hosts)
@@ -224,7 +224,7 @@ class Launch:
         except ConfigError as error:
             problems = error.problems
         if with_checks:
-            self.findings = await self._check(at)
+            self.findings = await self._check(address_of)
         if found := errors_of(self.findings):
             raise ConfigError([*problems, *found], found=not problems)
         if problems:
@@ -242,8 +242,8 @@ class Launch:
             self.hosts.remove(host)
             await self.reached.contacts.pop(host.name).close()
 
-    async def _check(self, at: Mapping[str, str]) -> list[Finding]:
-        """Run the list of checks on every host that has actors, in parallel. ``at`` has the address of each host."""
+    async def _check(self, address_of: Mapping[str, str]) -> list[Finding]:
+        """Run the list of checks on every host that has actors, in parallel, and return the findings."""
         resumed = self.resumption.folder.path if self.resumption is not None else None
         run = resumed or free_run_folder(self.config)
         actors: dict[str, list[str]] = {}
@@ -255,7 +255,7 @@ class Launch:
             name: CheckOrder(
                 config=config_to_json(self.config),
                 actors=actors[name],
-                address=at[name] or self.config.network.host,
+                address=address_of[name] or self.config.network.host,
                 run=str(run),
                 is_head=name == self.head,
                 several=len(self.lines) > 1,

@@ -146,12 +146,12 @@ def gpus_of_a_node(config: Config, nodes: int) -> int | None:
         total = max(ranks, rollout.replicas * each)
     # Try from an even share of the GPUs, rounded up, to all of them on one node.
     for count in range(-(-total // nodes), total):
-        if _placed(config, nodes, count) is not None:
+        if _processes_by_node(config, nodes, count) is not None:
             return count
     return total
 
 
-def _placed(config: Config, nodes: int, gpus: int) -> list[int] | None:
+def _processes_by_node(config: Config, nodes: int, gpus: int) -> list[int] | None:
     """Place the actors on ``nodes`` nodes with ``gpus`` GPUs each, and return the number of processes on each node.
 
     Returns None if the actors do not fit.
@@ -174,7 +174,7 @@ def _resource_options(config: Config, nodes: int, options: str) -> list[str]:
     if not gpus:
         return []
     added = [] if "gpus" in requested else [f"--gpus-per-node={gpus}"]
-    processes = _placed(config, nodes, gpus)
+    processes = _processes_by_node(config, nodes, gpus)
     if processes is not None and "cpus" not in requested:
         added.append(f"--cpus-per-task={max(processes)}")
     return added

@@ -81,7 +81,7 @@ def named_in_utf8(path: Path, key: str) -> Path:
 def create_run_folder(config: Config) -> RunFolder:
     """Make the next free folder for ``run.name``, with config.json and an empty log folder. Raises OSError."""
     Path(config.run.dir).absolute().mkdir(parents=True, exist_ok=True)
-    for path in _free(config):
+    for path in _free_paths(config):
         with contextlib.suppress(FileExistsError):
             path.mkdir()
             break
@@ -98,10 +98,10 @@ def create_run_folder(config: Config) -> RunFolder:
 
 def free_run_folder(config: Config) -> Path:
     """Return the folder that a start of ``run.name`` would take now, without making it. Raises OSError."""
-    return next(_free(config))
+    return next(_free_paths(config))
 
 
-def _free(config: Config) -> Iterator[Path]:
+def _free_paths(config: Config) -> Iterator[Path]:
     parent = Path(config.run.dir).absolute()
     for number in count(1):
         path = parent / (config.run.name if number == 1 else f"{config.run.name}-{number}")

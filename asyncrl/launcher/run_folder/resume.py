@@ -105,7 +105,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
     chosen: Path | None = None
     others: list[Path] = []
     if place == AUTO:
-        path, others = _newest(config)
+        path, others = _newest_of_name(config)
     else:
         path, chosen = _locate(config, Path(place).absolute())
     if is_live(path):
@@ -119,19 +119,19 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
     if chosen is None:
         found, search = newest_whole(checkpoints, CHECKED_BYTES)
     else:
-        found = _named(checkpoints, chosen, path)
-    done, prompts, state = False, None, None
+        found = _verified(checkpoints, chosen, path)
+    is_finished, prompts, state = False, None, None
     if found is not None:
         state = read_state(found.path)
         _compare(config, state)
         if "data" not in config.resume.allow and state.fingerprint:
             prompts = KnownPrompts(fingerprint=state.fingerprint, count=state.prompts)
         exported = not config.checkpoint.export_at_end or exported_model(path) is not None
-        done = found.step >= config.learner.steps and exported
+        is_finished = found.step >= config.learner.steps and exported
     return config, Resumption(
         folder=next_attempt(path),
         checkpoint=found,
-        is_finished=done,
+        is_finished=is_finished,
         others=others,
         search=search,
         prompts=prompts,
@@ -139,7 +139,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
     )
 
 
-def _newest(config: Config) -> tuple[Path, list[Path]]:
+def _newest_of_name(config: Config) -> tuple[Path, list[Path]]:
     """Return the folder of ``run.name`` with the newest checkpoint, or the last folder if none has one, and the others.
 
     Raises UsageError if a run is live in one of them, because the user may mean that run.
@@ -167,7 +167,7 @@ def _written_at(config: Config, path: Path) -> float:
     return (mark if mark.exists() else checkpoints[0]).stat().st_mtime
 
 
-def _named(checkpoints: CheckpointFolder, chosen: Path, run: Path) -> Found:
+def _verified(checkpoints: CheckpointFolder, chosen: Path, run: Path) -> Found:
     """Verify every byte of ``chosen``, a checkpoint that the user has named, and return it. Raises CheckpointError."""
     try:
         found = checkpoints.at(chosen)

@@ -112,29 +112,29 @@ class _Waiting:
         rest = b""
         while True:
             ready, _, _ = select.select([self._pipe], [], [], LOOK_S)
-            self._show()
+            self._show_output()
             if not ready:
                 continue
             chunk = os.read(self._pipe, LONGEST_WORD_BYTES)
             if not chunk:
-                return self._ended()
+                return self._end_with_child()
             *lines, rest = (rest + chunk).split(b"\n")
             for message in map(json.loads, lines):
                 if not message:
                     return self._leave_running()
-                self._follow(message)
+                self._switch_to_log(message)
 
     def _pass_on(self, number: int, _frame: object) -> None:
         os.kill(self._child, number)
 
-    def _follow(self, message: dict[str, object]) -> None:
+    def _switch_to_log(self, message: dict[str, object]) -> None:
         """Show the rest of the old output file, and read the run's log from the given offset from here on."""
-        self._show()
+        self._show_output()
         self._run = {key: str(message[key]) for key in ("run", "log", "head")}
         self._output = open(self._run["log"], "rb", buffering=0)  # noqa: SIM115
         self._offset = int(str(message["at"]))
 
-    def _show(self) -> None:
+    def _show_output(self) -> None:
         """Show what the child has written since the last call, on standard error."""
         # Not read(), because parent and child share the offset of the temporary file.
         while chunk := os.pread(self._output.fileno(), LONGEST_WORD_BYTES, self._offset):
@@ -142,7 +142,7 @@ class _Waiting:
             _write_to(chunk.decode(errors="replace"), sys.stderr)
 
     def _leave_running(self) -> int:
-        self._show()
+        self._show_output()
         run, head = self._run["run"], self._run["head"]
         there = f" (on {head})" if head else ""
         rows = (
@@ -155,9 +155,9 @@ class _Waiting:
         _write_to("".join(f"{row}\n" for row in rows), sys.stdout)
         return 0
 
-    def _ended(self) -> int:
+    def _end_with_child(self) -> int:
         code = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
-        self._show()
+        self._show_output()
         return code if code >= 0 else 128 - code
 
 
