@@ -77,7 +77,7 @@ ALLOWED = (("data", "the prompts"), ("seed", "run.seed"), ("batch", "the geometr
 
 
 class _Interrupted(KeyboardInterrupt):
-    """A signal arrived before anything was started. Event loops let only subclasses of KeyboardInterrupt pass."""
+    """A signal arrived before anything was started. As a KeyboardInterrupt it passes through event loops."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -105,7 +105,7 @@ def _raise_interrupted(number: int, _frame: FrameType | None) -> None:
 
 
 def _main(argv: list[str]) -> int:
-    """Check the arguments, fork for --detach, then command a live run, submit a job, or run. Prints its errors."""
+    """Check the arguments, fork for --detach, then command a live run, submit a job, or run."""
     parser = _parser()
     overrides, rest = split_flags(parser, _join_values(argv))
     given = parser.parse_args(rest)

@@ -226,6 +226,7 @@ def _replay(run_dir: Path, given: argparse.Namespace) -> int:
 
 
 def _show(source: SnapshotSource) -> int:
+    """Show the terminal's screens until the user quits. Raises the error that ended them."""
     from asyncrl.rpc.process import tune_memory
     from asyncrl.top.app import Top
 

@@ -82,7 +82,7 @@ class Follower:
     _failure: EndedEvent | None = None
     """The first unexpected end of an agent."""
     _killing: bool = False
-    """True once the user's signals end the run at once."""
+    """True once the run is to end at once."""
     _member_ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an agent has ended; ``_until`` then checks its condition again."""
 
@@ -119,7 +119,7 @@ class Follower:
         if member.ended is None and not member.lost and not self._killing:
             member.ended = await self._recover_end(member)
         elif member.ended is None and member is self._head and self._killing and self.interrupts.second:
-            # The head hung, and was killed for the user's second signal.
+            # The head hung, and was killed at the second signal.
             member.ended = await asyncio.to_thread(self._end_of_killed_run)
         self._handle_end(member)
         self._member_ended.set()

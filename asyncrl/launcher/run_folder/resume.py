@@ -65,7 +65,7 @@ class Resumption:
     def describe_changes(self, config: Config) -> list[str]:
         """Lines for people: each key that ``config`` changes since the checkpoint, and what the change applies to.
 
-        Reads the files of users' code and of the model's tokenizer, to compare their digests too.
+        Also compares the files of users' code and of the model's tokenizer.
         """
         return self.state.origin.compare(config).describe(self.state.buffered) if self.state is not None else []
 
@@ -86,8 +86,7 @@ class Resumption:
     def begin(self, config: Config) -> list[Path]:
         """Begin the attempt in the folder, and rename all damaged checkpoints and those newer than ours.
 
-        Returns the new paths of the renamed ones. The caller holds the private folder. Raises CheckpointError or
-        OSError.
+        Returns their new paths. The caller holds the private folder. Raises CheckpointError or OSError.
         """
         begin_attempt(self.folder, config)
         if self.checkpoint is None:

@@ -102,8 +102,8 @@ class TerminalProgress:
             self._wait(event.waits)
         match event:
             case StateEvent(phase="starting", waiting_for=names):
-                # Without a terminal, write a line only if half as many actors are left or one of the last few is in a
-                # new stage: else a large run fills the screen.
+                # Without a terminal, write a line only if half as many actors are left, or one of the last few is in
+                # a new stage.
                 stages = {name.split()[0]: name for name in names} if len(names) <= NAMES_SHOWN else {}
                 moved = any(self._stages.get(actor, stage) != stage for actor, stage in stages.items())
                 if self._live or self._actors_awaited is None or moved or len(names) <= self._actors_awaited // 2:
