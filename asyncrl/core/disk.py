@@ -1,10 +1,10 @@
-"""Disks without room: recognised in the errors that they cause, and told in words.
+"""Recognises errors that a full disk has caused, and describes them to the user.
 
-A full disk comes as ENOSPC or EDQUOT of the call that met it, and as errors of libraries above that call: those in
-Rust keep its number in their text, and torch's writer of archives complains of its own position instead. The words for
-people name the disk, the bytes that are free there and the bytes that are needed.
+A system call on a full disk fails with ENOSPC or EDQUOT. Libraries above it raise errors of their own. Those in Rust
+keep the number in their text ("os error 28"). The writer of torch's archives complains about its position instead.
+Descriptions name the disk, the bytes that are free there and the bytes that are needed.
 
-Fails with nothing: where the operating system does not say how much is free, the number is None.
+Never fails. Where the operating system does not say how much is free, the number is missing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ FULL = {errno.ENOSPC: "no space left on", errno.EDQUOT: "the disk quota is used 
 _NUMBERED = re.compile(rf"\bos error ({'|'.join(map(str, FULL))})\b")
 _TORCH_WRITER = re.compile(r"inline_container|PytorchStreamWriter failed writing")
 _A_BLOCK = 1 << 16
-"""Bytes; fewer are free on a disk that has torn a file of torch's writer."""
+"""An error of torch's writer counts as a full disk if fewer bytes than this are free."""
 
 
 def full_errno(error: BaseException, path: Path | None = None) -> int:
-    """ENOSPC or EDQUOT if that is why ``error`` was raised, else 0.
+    """Return ENOSPC or EDQUOT if a full disk has caused ``error``, else 0.
 
-    ``path`` is the place of the write: it decides where the error does not say what led to it.
+    Looks for the number in the error and in all errors that led to it. An error of torch's writer has no number: it
+    counts as ENOSPC if the disk of ``path``, the file being written, is nearly full.
     """
     torn = False
     for link in _chain(error):
@@ -42,7 +43,7 @@ def full_errno(error: BaseException, path: Path | None = None) -> int:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and all errors that led to it."""
+    """Yield the error, its causes and contexts, the members of groups among them, and so on, each once."""
     waiting, seen = [error], set[int]()
     while waiting:
         link = waiting.pop()
@@ -56,7 +57,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def nearest_folder(path: Path) -> Path:
-    """The path itself, or the first one above it that exists."""
+    """Return the absolute path if it exists, else its nearest ancestor that exists."""
     path = path.absolute()
     while not os.path.lexists(path):
         path = path.parent
@@ -64,7 +65,7 @@ def nearest_folder(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes that this user may still write where ``path`` is or would be; None where nobody knows."""
+    """Return the bytes that this user may write on the disk of ``path``, which need not exist; None if unknown."""
     try:
         room = os.statvfs(nearest_folder(path))
     except OSError:
@@ -74,7 +75,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 def no_room(path: Path, number: int = errno.ENOSPC, *, needed: int | None = None) -> str:
-    """``no space left on PATH: N free, about M needed``."""
+    """Describe a full disk: ``no space left on PATH: N free, about M needed``. ``number`` is ENOSPC or EDQUOT."""
     free = free_bytes(path)
     parts = [] if free is None else [f"{in_bytes(free)} free"]
     if needed is not None:
@@ -83,7 +84,7 @@ def no_room(path: Path, number: int = errno.ENOSPC, *, needed: int | None = None
 
 
 def in_words(error: OSError, path: Path) -> str:
-    """The refusal of the operating system, at ``path`` or at the file that the error names, in words."""
+    """Describe an error of the operating system; ``path`` is used if the error names no file."""
     where = Path(error.filename) if isinstance(error.filename, str) else path
     if number := full_errno(error, where):
         return no_room(where, number)
@@ -91,7 +92,7 @@ def in_words(error: OSError, path: Path) -> str:
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes for people, as 1.5 GiB."""
+    """Format a number of bytes, as 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -21,7 +21,7 @@ class AsyncRLError(Exception):
 
     exit_code = 1
     restartable = True
-    """Whether a restart may help an actor that ends by it; else the run ends."""
+    """Whether to restart an actor that ends with this error; if False, the run ends instead."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions with keyword-only fields do not pickle by default.
@@ -38,7 +38,7 @@ def _rebuild(cls: type[AsyncRLError], args: tuple[Any, ...], fields: dict[str, A
 class ConfigError(AsyncRLError, ValueError):
     """The configuration is wrong. ``problems`` holds one line for each problem found.
 
-    ``found`` says that the checks before a start found them, so every key is valid.
+    ``found`` is True if a check before the start found them. Each key by itself is then valid.
     """
 
     exit_code = 78
@@ -57,7 +57,7 @@ class ConfigError(AsyncRLError, ValueError):
 class DataError(AsyncRLError, ValueError):
     """A dataset cannot be read. ``path`` and ``line`` (1-based, None for the whole file) say where.
 
-    ``told`` is the message without ``fix``, which may be empty.
+    ``detail`` is the message without ``fix``, the advice to the user, which may be empty.
     """
 
     exit_code = 78
@@ -152,7 +152,7 @@ class InvalidRequest(AsyncRLError, ValueError):
 
 
 class NotLeased(AsyncRLError, PermissionError):
-    """A rollouter delivers a group that was not leased to it, or not as it delivers it."""
+    """A rollouter delivers a group whose lease it does not hold, or whose lease it has changed."""
 
     code = "forbidden"
 
@@ -224,12 +224,14 @@ class BroadcastFailed(AsyncRLError, ConnectionError):
 
 
 class NonFiniteStep(AsyncRLError, ArithmeticError):
-    """The loss or the gradient norm of an update is not finite; it left the weights as they were.
+    """The loss or the gradient norm of an update is not finite, so the weights stay as they were before this update.
 
-    ``what`` is "loss" or "gradient norm", ``step`` counts from 1, ``uids`` are the prompt groups it came from: those
-    with a non-finite loss, or all of the update's where only the gradient was. A rank that does not know them has none.
-    ``trained`` are the groups of the step's updates before it, which were taken, and ``metrics`` theirs. A supervised
-    loss comes from conversations and from no group: these are ``places``, as FILE:LINE.
+    ``what`` names the value that is not finite, "loss" or "gradient norm". ``step`` is the number of the step, from 1.
+    ``uids`` are the prompt groups that may be the cause: those with a non-finite loss. If only the gradient norm is not
+    finite, they are all groups of the update. The list is empty on a rank that does not know the groups. ``trained``
+    are the groups of earlier updates of the same step, which the optimizer did take; ``metrics`` are these updates'
+    metrics. A supervised update has conversations and no groups: ``places`` are the positions of these conversations,
+    as FILE:LINE.
     """
 
     restartable = False
@@ -255,7 +257,7 @@ class NonFiniteStep(AsyncRLError, ArithmeticError):
 
 
 class RewardFailed(AsyncRLError, RuntimeError):
-    """A reward function raised, timed out, died, or returned something that is no reward."""
+    """A reward function raised, timed out, died, or returned an invalid reward."""
 
     code = "reward_failed"
 
@@ -284,8 +286,10 @@ class RewardBroken(AsyncRLError, RuntimeError):
 
 
 class TooManyFailures(AsyncRLError, RuntimeError):
-    """More of a script's trajectories failed than it allows. ``errors`` are their errors, in the order in which they
-    came."""
+    """More of a script's trajectories failed than it allows: ``lost`` of ``total``.
+
+    ``errors`` are their errors, in order of arrival.
+    """
 
     def __init__(self, lost: int, total: int, errors: list[Exception]) -> None:
         self.lost, self.total, self.errors = lost, total, errors
@@ -303,7 +307,7 @@ class EpisodeWorkersEnded(AsyncRLError, RuntimeError):
 
 
 class EpisodeHostFull(AsyncRLError, RuntimeError):
-    """An episode host plays ``most`` episodes and takes no other until one has ended."""
+    """An episode host already plays ``most`` episodes, its limit. It takes no other until one has ended."""
 
     code = "episode_host_full"
     retryable = True
@@ -324,7 +328,7 @@ class EpisodeOver(AsyncRLError, RuntimeError):
 
 
 class ChatRefused(AsyncRLError, ValueError):
-    """A request that the policy cannot answer. ``field`` names the part that is wrong."""
+    """A request that the policy cannot answer. ``field`` names the part that is wrong, ``problem`` says why."""
 
     code = "chat_refused"
 
@@ -378,13 +382,17 @@ class RemoteError(WireError):
 
 
 def phase_word(phase: str, exit_code: int) -> str:
-    """Its phase in a word: a run that ended before its last step was stopped or preempted, and is not done."""
+    """Return the word that users see for the phase of a run.
+
+    This is the phase, except that a run that is done with an exit code was "preempted" or "stopped" before its last
+    step.
+    """
     if phase == "done" and exit_code:
         return "preempted" if exit_code == PREEMPTED_EXIT_CODE else "stopped"
     return phase
 
 
 def phase_and_reason(phase: str, exit_code: int, reason: str) -> str:
-    """The phase's word with the reason, where that is known: ``stopped: by the launcher``."""
+    """Return the word for the phase, with the ``reason`` unless it is empty: ``stopped: by the launcher``."""
     word = phase_word(phase, exit_code)
     return f"{word}: {reason.removeprefix(f'{word} ')}" if reason else word

@@ -1,9 +1,9 @@
-"""Files that are written as a whole or not at all, that outlive a power cut, and that a checksum can be held against.
+"""Writes files whole or not at all, makes them durable, compares them with their checksums, and locks them.
 
-A file is durable once it and the folder that names it have been flushed; the functions say which of the two they do.
-A lock is flock's, on a file that is there for nothing else: it goes with the process that holds it. Records that a full
-disk refuses wait in memory (``KeptWrites``). ``find_source`` finds the file of a user's module without importing it.
-Every fault of JSON from an unknown source is a ValueError.
+A file is durable, so that it outlives a power cut, once it and its folder are flushed. Each function says which of the
+two it flushes. A lock is flock's, on a file that serves no other purpose; the kernel releases it when its process ends.
+``KeptWrites`` keeps records in memory while a full disk refuses them. ``find_source`` finds the file of a user's module
+without importing it. JSON from an unknown source raises ValueError for any fault.
 
 Fails with OSError, as the operating system says it.
 """
@@ -29,7 +29,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class Digest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Size and checksum of a file when it was written."""
+    """Size and checksum of a file at the time when it was written."""
 
     bytes: int
     xxh3_128: str
@@ -37,7 +37,7 @@ class Digest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_file(path: Path, chunks: Iterable[bytes]) -> Digest:
-    """Write a file that is not there yet and flush it. The folder is the caller's to flush."""
+    """Create a file from ``chunks`` and flush it; the caller flushes the folder. Raises OSError if the file exists."""
     descriptor = os.open(path, _NEW, 0o644)
     hasher, size = xxhash.xxh3_128(), 0
     try:
@@ -52,9 +52,10 @@ def write_file(path: Path, chunks: Iterable[bytes]) -> Digest:
 
 
 def find_source(module: str) -> Path | None:
-    """The file that an import of ``module`` loads; None if neither the working directory nor the path has one.
+    """Return the file that ``import module`` would load; None if neither the working directory nor sys.path has it.
 
-    Nothing is imported, and nothing is raised. Modules that only an import hook finds are not found.
+    Searches one part of the dotted name after the other, each in the packages or namespace packages found for the part
+    before. Imports nothing and raises nothing. Does not find modules that only an import hook provides.
     """
     parts = module.split(".")
     if not all(part.isidentifier() for part in parts):
@@ -78,7 +79,7 @@ def find_source(module: str) -> Path | None:
 
 
 def _module_file(stem: str) -> str:
-    """The file of the package or module with this path, without its suffix; empty if no such file exists."""
+    """Return the file of the package or module at path ``stem`` (without suffix), or an empty string."""
     suffixes = [*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES]
     candidates = (f"{path}{suffix}" for path in (os.path.join(stem, "__init__"), stem) for suffix in suffixes)
     return next(filter(os.path.isfile, candidates), "")
@@ -89,21 +90,22 @@ def _is_package(file: str) -> bool:
 
 
 def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, aside: Path | None = None) -> None:
-    """Put ``data`` (text in UTF-8) in the place of a file, if there is one; a reader sees either the old or the new.
+    """Create or replace a file, so that a reader sees the old content or the new, never a part. Durable.
 
-    Durable. ``mode`` are the rights of the new file, those of any new file if None; ``aside`` is the place where it is
-    written first, which is taken to be nobody else's. Raises OSError naming ``path``; all is then as before.
+    ``data`` (text as UTF-8) is written to ``aside``, flushed, and renamed to ``path``. No other process may use
+    ``aside``, by default NAME.new. ``mode`` holds the new file's permissions; None: the default ones. Raises OSError
+    naming ``path``; if the write failed, the old file is unchanged.
     """
     content = data.encode() if isinstance(data, str) else data
     aside = aside or path.with_name(f"{path.name}.new")
     try:
-        # A process that died here has left its file.
+        # A process that died in this function may have left the file.
         aside.unlink(missing_ok=True)
         try:
             descriptor = os.open(aside, _NEW, 0o666 if mode is None else mode)
             try:
                 _write_all(descriptor, content)
-                # ``open`` takes the bits of the umask off its mode.
+                # ``open`` clears the bits of the umask in its mode.
                 if mode is not None:
                     os.fchmod(descriptor, mode)
                 os.fsync(descriptor)
@@ -116,15 +118,15 @@ def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, asid
             raise
         sync(path.parent)
     except OSError as error:
-        # A write does not say which file it was.
+        # The error of a write does not name the file.
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def append_whole(descriptor: int, data: bytes | memoryview) -> None:
-    """Write ``data`` through a descriptor that was opened to append. Raises OSError; the file is then as before.
+    """Append ``data`` through a descriptor that was opened to append. Raises OSError, after restoring the old size.
 
-    To be used by one writer of the file at a time. Not through a buffer: that of a file keeps what a full disk refused,
-    and writes it when the file is closed.
+    Only one writer may use the file at a time. A buffered file object will not do: it keeps the data that a full disk
+    refused, and writes them when the file is closed.
     """
     size = os.fstat(descriptor).st_size
     try:
@@ -135,43 +137,44 @@ def append_whole(descriptor: int, data: bytes | memoryview) -> None:
 
 
 class KeptWrites:
-    """Writes of records, in order. One that fails is kept in memory, with all that follow, until it succeeds.
+    """Performs writes of records in order. Keeps a write that fails, and all later ones, until it succeeds.
 
-    At most ``most_bytes`` are kept: beyond that the oldest records are lost, and counted. A write either does all of
-    its work or raises OSError. To be used by one thread at a time. Code that interrupts this thread, such as a signal
-    handler, may add records as well. One that comes during a write is written after it, or with the next record.
+    A write is a function that does all of its work or raises OSError. At most ``most_bytes`` are kept: beyond that the
+    oldest records are dropped and counted as lost. Used by one thread at a time. A signal handler that interrupts this
+    thread may add records too. If it interrupts a write, its record is written after that one, or with the next record.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._kept: deque[tuple[Callable[[], None], int, int]] = deque()
+        """(write, bytes, records) for each write that is kept, oldest first."""
         self._bytes = 0
         self.records = 0
         """Records that are kept."""
         self.lost = 0
         """Records that were dropped because too many were kept."""
         self.error: OSError | None = None
-        """Reason that the last try failed; None if it did not."""
+        """Error of the last write; None if it succeeded."""
         self._is_busy = False
         """Whether the kept records are being written or dropped."""
 
     def add(self, write: Callable[[], None], size: int, records: int = 1) -> None:
-        """Write ``records`` records of ``size`` bytes behind all that are kept, now or later."""
+        """Write ``records`` records of ``size`` bytes in all, after the kept ones: now, or in a later call."""
         self._kept.append((write, size, records))
         self._bytes += size
         self.records += records
         self.retry()
 
     def retry(self) -> None:
-        """Write what is kept; ``error`` and ``records`` show the result."""
+        """Try the kept writes again; ``error`` and ``records`` show the result."""
         self._alone(self._write)
 
     def give_up(self) -> None:
-        """Count what is kept as lost."""
+        """Drop all kept writes, and count their records as lost."""
         self._alone(self._drop)
 
     def _alone(self, work: Callable[[], None]) -> None:
-        """Do ``work`` unless this call interrupts such work, which then takes in what was added."""
+        """Call ``work``, unless this call interrupts such work: that one then handles the added records as well."""
         if not self._is_busy:
             self._is_busy = True
             try:
@@ -180,6 +183,7 @@ class KeptWrites:
                 self._is_busy = False
 
     def _write(self) -> None:
+        """Perform the kept writes until one fails. Then drop the oldest ones above the limit."""
         self.error = None
         while self._kept:
             try:
@@ -191,11 +195,12 @@ class KeptWrites:
         self._drop(self._most_bytes)
 
     def _drop(self, above_bytes: int = -1) -> None:
-        """Count the oldest records as lost until at most ``above_bytes`` are kept; all of them without a limit."""
+        """Drop the oldest records until at most ``above_bytes`` are kept; by default all. Counts them as lost."""
         while self._kept and self._bytes > above_bytes:
             self.lost += self._forget()
 
     def _forget(self) -> int:
+        """Remove the oldest write. Returns its number of records."""
         _, size, records = self._kept.popleft()
         self._bytes -= size
         self.records -= records
@@ -209,7 +214,7 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names that a folder holds."""
+    """Flush a file, or a folder with the names in it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -218,7 +223,7 @@ def sync(path: Path) -> None:
 
 
 def digest_file(path: Path) -> Digest:
-    """Digest of a whole file, which is read."""
+    """Read a file and return its digest."""
     hasher, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -228,7 +233,7 @@ def digest_file(path: Path) -> Digest:
 
 
 def difference(path: Path, written: Digest) -> str | None:
-    """Difference of a file from the one that was written; None if there is none. Raises OSError."""
+    """Compare a file with the digest of what was written. Returns the difference in words, or None. Raises OSError."""
     found = digest_file(path)
     if found == written:
         return None
@@ -239,7 +244,10 @@ def difference(path: Path, written: Digest) -> str | None:
 
 @contextlib.contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
-    """Whether nobody else holds this lock; then it is held for as long as the context lasts. Raises OSError."""
+    """Context that holds the lock of the existing file ``path``: yields True, or False if another process holds it.
+
+    Raises OSError.
+    """
     lock = os.open(path, os.O_RDWR)
     try:
         try:
@@ -253,7 +261,7 @@ def try_lock(path: Path) -> Iterator[bool]:
 
 
 def lock_is_free(path: Path) -> bool:
-    """Whether nobody holds this lock, for sure; one that is not there is held by nobody."""
+    """Whether it is certain that no process holds this lock. A lock whose file does not exist is free."""
     try:
         with try_lock(path) as is_free:
             return is_free
@@ -262,7 +270,7 @@ def lock_is_free(path: Path) -> bool:
 
 
 def from_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError for invalid JSON, too many digits and too deep nesting."""
+    """Decode a JSON text. Raises ValueError for invalid JSON, too many digits and too deep nesting."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -270,7 +278,7 @@ def from_json(text: str | bytes) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a file. Raises OSError, and ValueError, which names the file."""
+    """Read a file that holds a JSON object. Raises OSError, or ValueError naming the file."""
     try:
         found = from_json(path.read_bytes())
     except ValueError as error:

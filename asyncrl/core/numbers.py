@@ -1,6 +1,6 @@
-"""Numbers for people: short, with their units, never more exact than they are. Pure. An unknown number is ABSENT.
+"""Formats numbers for people: short, with units and without false precision. Pure. None becomes ABSENT.
 
-Invariant: each number takes at most LONGEST characters. Very large and very small ones are written with an exponent.
+Invariant: each result has at most LONGEST characters. Very large and very small numbers get an exponent.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from functools import wraps
 ABSENT = "–"
 LONGEST = 10
 LARGEST_FIXED = 1e5
-"""Size from which on a number with decimals is written with an exponent."""
+"""Numbers with decimals get an exponent from this magnitude on."""
 LARGEST_EXACT = 1e8
 
 
 def _of_what_is_known(words: Callable[..., str]) -> Callable[..., str]:
-    """``words``, with ABSENT for None and a word for numbers that are not finite."""
+    """Decorator of functions that format a number: adds ABSENT for None, and a word for infinity and NaN."""
 
     @wraps(words)
     def said(value: float | None, *rest: int) -> str:
@@ -30,7 +30,10 @@ def _of_what_is_known(words: Callable[..., str]) -> Callable[..., str]:
 
 @_of_what_is_known
 def fixed(value: float, digits: int = 2) -> str:
-    """A number with so many decimals, at most 3; where these show nothing of it, with three digits: 0.50, 1.2e-05."""
+    """Format a number with ``digits`` decimals (at most 3): 0.50.
+
+    Three significant digits replace them if all decimals would be zero, or if the number is very large: 1.2e-05.
+    """
     size = abs(value)
     if size == 0 or 10.0**-digits <= size < LARGEST_FIXED - 0.5:
         return f"{value:.{digits}f}"
@@ -39,7 +42,7 @@ def fixed(value: float, digits: int = 2) -> str:
 
 @_of_what_is_known
 def count(value: float) -> str:
-    """A count in at most five characters, up to 999P: 12, 3.4k, 1.2M."""
+    """Format a count in at most five characters, up to 999P: 12, 3.4k, 1.2M."""
     if abs(value) < 999.5:
         return f"{value:.0f}"
     scaled = value
@@ -52,13 +55,13 @@ def count(value: float) -> str:
 
 @_of_what_is_known
 def exact(value: float) -> str:
-    """A whole number with all of its digits: 15,936; from LARGEST_EXACT on as ``count``."""
+    """Format a whole number with all of its digits: 15,936. From LARGEST_EXACT on, as ``count`` does."""
     return f"{value:,.0f}" if 0 <= value < LARGEST_EXACT - 0.5 else count(value)
 
 
 @_of_what_is_known
 def rate(value: float) -> str:
-    """A rate as ``count`` writes it, with decimals where it is small."""
+    """Format a rate as ``count`` does, with decimals if it is small."""
     if abs(value) >= 99.95:
         return count(value)
     return f"{value:.1f}" if value >= 9.995 or value == 0 else f"{value:.2f}"
@@ -66,7 +69,7 @@ def rate(value: float) -> str:
 
 @_of_what_is_known
 def size(value: float) -> str:
-    """Size in bytes, in decimal units."""
+    """Format a number of bytes in decimal units, as 1.5 GB."""
     scaled = value
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if abs(scaled) < 999.5:
@@ -77,7 +80,7 @@ def size(value: float) -> str:
 
 @_of_what_is_known
 def duration(seconds: float) -> str:
-    """A time: 850 µs, 12 ms, 1.2 s, 12 s, 3m20s, 2h05m, 3d04h."""
+    """Format a time in seconds: 850 µs, 12 ms, 1.2 s, 12 s, 3m20s, 2h05m, 3d04h."""
     if seconds < 0:
         return f"-{duration(-seconds)}"
     if seconds < 0.001:
@@ -98,5 +101,5 @@ def duration(seconds: float) -> str:
 
 @_of_what_is_known
 def percent(share: float) -> str:
-    """A share, 0 to 1, in percent."""
+    """Format a share, 0 to 1, in percent."""
     return f"{100 * share:.0f}%" if abs(share) < 1000 else f"{share:.0e}"

@@ -11,17 +11,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The meaning of a name in asyncrl.
+    """The meaning of another system's name in asyncrl.
 
-    ``keys`` are dotted, with NAME for a free name; empty if asyncrl has no such setting. ``note`` says how the keys
-    differ from the name, or why there are no keys.
+    ``keys`` are asyncrl's keys for it, dotted, with NAME in place of the name of an evaluation. They are empty if
+    asyncrl has no such setting. ``note`` says how the keys differ from the other system's setting, or why there are no
+    keys.
     """
 
     keys: tuple[str, ...]
     note: str = ""
 
     def near(self, path: str) -> tuple[str, ...]:
-        """The keys in the section of ``path`` (dotted), or all keys if none is there. NAME becomes the name in path."""
+        """Choose the keys to suggest to a user who has written the name at ``path`` (dotted).
+
+        These are the keys in the section of ``path``, or all keys if that section has none. In a section eval.NAME, the
+        evaluation's own name replaces NAME.
+        """
         section, _, rest = path.partition(".")
         here = tuple(key for key in self.keys if key.partition(".")[0] == section)
         name, dot, _ = rest.partition(".")
@@ -31,12 +36,12 @@ class Meaning:
 
 
 def meaning_of(name: str) -> Meaning | None:
-    """The meaning of a name, in any case and with - or _; None for an unknown name."""
+    """Look a name up, in any case and with - or _. Returns None for an unknown name."""
     return _MEANINGS.get(name.lower().replace("-", "_"))
 
 
 def describe_meaning(meaning: Meaning, path: str) -> str:
-    """One sentence on the keys for a name that stands at ``path``."""
+    """Describe asyncrl's keys for a name that the user has written at ``path``, in one sentence."""
     if not meaning.keys:
         return f"asyncrl has no such setting: {meaning.note}"
     keys = meaning.near(path)
@@ -276,4 +281,4 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
 )
 _MEANINGS = {name: Meaning(tuple(keys.split()), note) for names, keys, note in _TABLE for name in names.split()}
 NAMES = tuple(name for names, _, _ in _TABLE for name in names.split())
-"""Every name of the table, as often as it is there."""
+"""All names of the table; a name that is in the table twice by mistake occurs twice."""

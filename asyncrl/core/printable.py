@@ -1,7 +1,7 @@
-"""Text that is safe for a terminal. Pure.
+"""Makes text safe for a terminal. Pure.
 
 Text of models, reward functions and users ends up in logs, events and names, and a terminal obeys control characters.
-Controls (C0, DEL, C1), marks of text direction, invisible characters and halves of surrogates are shown as escapes.
+Control characters (C0, DEL, C1), marks of text direction, invisible characters and lone surrogates become escapes.
 Invariant: the result holds none of them except those in ``keep``. It never fails.
 """
 
@@ -19,7 +19,7 @@ _NOT_ASCII = re.compile(r"[^\n\x20-\x7e]")
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """``text`` with a visible escape for each character that is not seen; those in ``keep`` stay."""
+    """Replace each character that a terminal does not show by a visible escape, except those in ``keep``."""
     if text.isprintable():
         return text
     return "".join(each if _is_seen(each) or each in keep else _escape(each) for each in text)
@@ -33,18 +33,18 @@ def say(text: str, stream: TextIO) -> None:
 
 
 def name_some(names: Sequence[str], most: int) -> str:
-    """The first ``most`` of the names, and the number of the others."""
+    """List the first ``most`` names and count the others: ``a, b and 3 more``."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def json_in_ascii(text: str) -> str:
-    """The same JSON in printable ASCII and newlines; other characters occur only in strings and are escaped."""
+    """Return the same JSON in printable ASCII and newlines; other characters occur only in strings and are escaped."""
     return _NOT_ASCII.sub(_json_escape, text)
 
 
 def _is_seen(character: str) -> bool:
-    # Python counts all blanks but the common one as not printable.
+    # Python counts every blank except the ASCII space as not printable.
     return character.isprintable() or unicodedata.category(character) == "Zs"
 
 

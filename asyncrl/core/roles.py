@@ -1,7 +1,6 @@
-"""Roles of a run's actors: the one table of each role's implementation, number, place, and part in start and end. Pure.
+"""Roles of a run's actors: one table with the implementation, number, hosts, start and end of each role. Pure.
 
-A role is the part of an actor's name before the slash, ROLE/INDEX. The order of the table is that of the actors in
-plans and logs, the controller first.
+An actor's name is ROLE/INDEX. Plans and logs list the actors in the order of the table, the controller first.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Place = Literal["head", "ranks", "engines", "beside engines", "free cores"]
-"""Hosts of a role, by the rules of launcher/common/placement.py. Any role may be on the head, or where most cores are
-free; "ranks" is the learner's rule, by its GPUs or cores, "engines" the rollouters', "beside engines" that of episode
-hosts."""
+"""Rule that chooses the hosts of a role (launcher/common/placement.py). Any role may have "head", the first host, or
+"free cores", the hosts with most cores free. "ranks" is the learner's rule, "engines" the rollouters', and the last one
+that of episode hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,26 +22,27 @@ class Role:
     implementation: str
     """MODULE:CLASS of the actor."""
     drain_rank: int
-    """Rank in the end of the run, from 1: the actors of a rank are told to end once all of the lower ranks have."""
+    """Position in the order of the run's end, from 1: the actors of a rank end once all actors of lower ranks have."""
     number: str = ""
-    """Key or property of the configuration that holds the number of its actors; empty for one."""
+    """Key or property of the configuration that holds the number of its actors; empty if there is always one."""
     place: Place = "head"
-    """Hosts of its actors."""
+    """Rule that chooses the hosts of its actors."""
     reads_model: bool = False
     """Whether its host needs the model's folder."""
     reads_tokenizer: bool = False
     """Whether its actors load the tokenizer."""
     gang: bool = False
-    """Whether its actors compute together: when one dies all are started again, so that new ones meet new ones."""
+    """Whether its actors compute together. When one dies, all are restarted, so no new actor meets an old one."""
     replicated: bool = False
-    """Whether each does the same work: a run goes on with those that are left."""
+    """Whether its actors all do the same work. The run continues with those that are left."""
     optional: bool = False
-    """Whether a run goes on without any, whatever they ended of; these are replicated too."""
+    """Whether the run continues even without all of its actors, for any cause of their end. Such a role is replicated
+    too."""
     fixed: bool = False
-    """Whether it is found at one address with one key for the whole run, so its successor takes over both."""
+    """Whether its actor keeps one address and one key for the whole run. A successor takes over both."""
 
     def load(self) -> Any:
-        """The class of the actor, imported now."""
+        """Import the class of the actor and return it."""
         module, _, name = self.implementation.partition(":")
         return getattr(importlib.import_module(module), name)
 
@@ -77,7 +77,7 @@ ROLES: dict[str, Role] = {
         reads_tokenizer=True,
         replicated=True,
     ),
-    # After the rollouters, whose last episodes these play.
+    # Episode hosts end after the rollouters, whose last episodes they play.
     "episodes": Role(
         implementation="asyncrl.episodes.actor:EpisodesActor",
         drain_rank=2,
@@ -85,7 +85,7 @@ ROLES: dict[str, Role] = {
         place="beside engines",
         replicated=True,
     ),
-    # After the learner, whose last metrics these bring out.
+    # Sinks end after the learner, whose last metrics they export.
     "sinks": Role(
         implementation="asyncrl.observe.sinks.actor:Sinks",
         drain_rank=4,
@@ -97,33 +97,36 @@ ROLES: dict[str, Role] = {
 
 
 def role_of(name: str) -> str:
-    """The role in an actor's name, ROLE/INDEX."""
+    """Return the role in an actor's name, ROLE/INDEX."""
     return name.partition("/")[0]
 
 
 def drain_rank(name: str) -> int:
-    """The drain rank of an actor."""
+    """Return the position of an actor in the order of the run's end (Role.drain_rank)."""
     return ROLES[role_of(name)].drain_rank
 
 
 def gang_of(name: str) -> str:
-    """The role with all of whose actors this one dies and starts; empty for one that does so alone."""
+    """Return an actor's role if its actors die and start together (Role.gang); else an empty string."""
     role = ROLES.get(role_of(name))
     return role_of(name) if role is not None and role.gang else ""
 
 
 def is_replicated(name: str) -> bool:
-    """Whether a run goes on without an actor as long as there are others of its role."""
+    """Whether the run continues without an actor while others of its role are left."""
     role = ROLES.get(role_of(name))
     return role is not None and role.replicated
 
 
 def is_optional(name: str) -> bool:
-    """Whether a run goes on without an actor and all others of its role."""
+    """Whether the run continues without an actor and without all others of its role."""
     role = ROLES.get(role_of(name))
     return role is not None and role.optional
 
 
 def is_set_aside(name: str, *, is_healable: bool) -> bool:
-    """Whether a run may go on without an actor that is given up after an exit that a restart may mend, or may not."""
+    """Whether the run continues without an actor that has died too often to be restarted now.
+
+    ``is_healable``: whether a later restart may still help, by the exit of its last process.
+    """
     return is_optional(name) or (is_replicated(name) and is_healable)

@@ -1,12 +1,12 @@
-"""Output to a terminal, a pipe or a file that may take nothing. Standard library only.
+"""Prints to a terminal, a pipe or a file without blocking on one that accepts no output. Standard library only.
 
-``PRINTER`` writes text on a thread of its own, in the order in which it was given. A terminal may take nothing:
-a pager, Ctrl-S, a stopped reader. Its text waits in a bounded queue, which drops the oldest text first. The dropped
-lines are counted and reported where they are missing.
+``PRINTER`` writes text on a thread of its own, in the order of the calls. A terminal may accept nothing for a while: a
+pager, Ctrl-S, a stopped reader. Its text waits in a bounded queue, which drops the oldest text first. Dropped lines are
+counted, and a line in the output reports their number where they are missing.
 
-Invariant: ``print_to`` blocks for PROMPT_S at most, ``finish`` for the time it is given. Output that takes nothing
-raises no error. A stream that is closed for good loses its text, and a full disk loses what does not fit, which is
-counted as well. A stream without a descriptor, as in a test, is written directly and may raise.
+Invariant: ``print_to`` blocks for PROMPT_S at most, ``finish`` for the time that it is given. A stream that accepts
+nothing raises no error. If a stream is closed for good, its text is discarded; text that does not fit on a full disk is
+dropped and counted. A stream without a descriptor, as in a test, is written directly and may raise.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from types import FrameType
 from typing import Any, TextIO
 
 REPLACED = "asyncrl.replaced"
-"""Error handler of encodings: replaces what an encoding lacks by ASCII that says the same, or by an escape."""
+"""Name of an error handler for encodings: writes a character that the encoding lacks as similar ASCII, or as an escape.
+"""
 _ASCII = {"→": "->", "←": "<-", "–": "-", "…": "...", "≤": "<=", "±": "+-", "×": "x", "·": "|", "µ": "u"}
 PROMPT_S = 0.05
-"""Longest wait for a stream that takes text at once, as nearly every one does."""
+"""Longest wait of ``print_to``; nearly every stream has taken the text by then."""
 LAST_S = 5.0
-"""Longest wait at the end of a command for a stream that takes nothing."""
+"""Longest wait at the end of a command for a stream that accepts nothing."""
 MOST_BYTES = 1 << 20
-"""Most text that waits."""
+"""Most bytes of text that wait."""
 LOOK_S = 0.05
+"""Seconds between two looks for a signal in ``finish``."""
 _CHUNK = 4096
 _CLOSED = frozenset({errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ECONNRESET})
-"""Errors after which a stream takes nothing ever again."""
+"""Errors after which a stream never accepts output again."""
 
 
 def _replace(error: UnicodeError) -> tuple[str, int]:
+    """The handler REPLACED. Returns the replacement and the index after the characters that it replaces."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = error.object[error.start : error.end]
@@ -55,38 +58,41 @@ codecs.register_error(REPLACED, _replace)
 
 
 def replace_unknown(*streams: TextIO | None) -> None:
-    """Have these streams replace the characters that their encoding lacks, instead of an error."""
+    """Make these streams replace characters that their encoding lacks, instead of raising."""
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=REPLACED)
 
 
 def send_nowhere(stream: TextIO) -> None:
-    """Discard what is written to ``stream`` from here on, and the text that it still holds.
+    """Redirect a stream to /dev/null: later output and text in its buffer are discarded.
 
-    A closed terminal or reader is no reason for a command to end. Without this, the end of the process would write the
-    rest again, and fail.
+    A command does not end because its terminal or reader has closed. Without this, Python would write the buffered text
+    when the process ends, and fail.
     """
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class Printer:
-    """The writer thread and its queue; the module describes the rules. Its methods are called by one thread."""
+    """The writer thread and its queue, by the rules of the module. Its methods are called by one thread."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
         self._waiting: deque[tuple[TextIO, bytes]] = deque()
         self._bytes = 0
         self._idle = True
-        """Whether the thread writes nothing and nothing waits."""
+        """Whether all text is written: the thread writes nothing, and nothing waits."""
         self._lost: dict[TextIO, int] = {}
-        """Lines that were dropped since the last text that was written, by stream."""
+        """Number of lines dropped since the last text that was written, by stream."""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def print_to(self, stream: TextIO, text: str) -> None:
-        """Write ``text`` to ``stream``, as soon as it takes it. Raises OSError for a stream without a descriptor."""
+        """Queue ``text`` for ``stream``. If nothing waited before, wait PROMPT_S at most until it is written.
+
+        Raises OSError for a stream without a descriptor, which is written directly.
+        """
         data = text.encode(stream.encoding or "utf-8", REPLACED)
         if _descriptor(stream) < 0:
             stream.write(data.decode(stream.encoding or "utf-8"))
@@ -103,11 +109,11 @@ class Printer:
                 self._thread.start()
             self._changed.notify_all()
             if was_idle:
-                # Only here: a stream that is behind is not waited for again.
+                # If other text waits already, the stream accepts nothing, so another wait would be in vain.
                 self._changed.wait_for(lambda: self._idle, PROMPT_S)
 
     def finish(self, within_s: float = LAST_S) -> bool:
-        """Wait until all is written, at most ``within_s`` or until a signal comes; whether it is."""
+        """Wait until all text is written, or a signal comes, or ``within_s`` are over. Returns whether it is written."""
         until = time.monotonic() + within_s
         with _signals_noted() as came, self._changed:
             while not self._idle and not came and time.monotonic() < until:
@@ -119,6 +125,7 @@ class Printer:
         self._lost[stream] = self._lost.get(stream, 0) + data.count(b"\n")
 
     def _run(self) -> None:
+        """The thread: write the queue in order, and before a text the number of lines that were dropped there."""
         while True:
             with self._changed:
                 self._idle = not self._waiting
@@ -146,15 +153,15 @@ def _descriptor(stream: TextIO) -> int:
 
 
 def _write(stream: TextIO, data: bytes) -> bytes:
-    """Write, without a deadline. Returns the rest that found no room; a closed output has none."""
+    """Write ``data``, without a deadline. Returns the bytes that a full disk refused; none for a closed output."""
     try:
-        # Not by the stream: the end of the interpreter would wait for its lock.
+        # By the descriptor: with the stream, the end of the interpreter would wait for the stream's lock.
         descriptor = stream.fileno()
         while data:
             try:
                 data = data[os.write(descriptor, data[:_CHUNK]) :]
             except BlockingIOError:
-                # Another program on the same terminal has made it so.
+                # Another program on the same terminal has made the descriptor non-blocking.
                 select.select([], [descriptor], [], 1.0)
     except ValueError:
         return b""
@@ -169,7 +176,7 @@ def _write(stream: TextIO, data: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _signals_noted() -> Iterator[list[int]]:
-    """Note the signals that ask for an end instead of acting on them: this process is ending."""
+    """Context that collects signals asking for an end, instead of handling them: this process is ending anyway."""
     came: list[int] = []
     before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int] = {}
 
@@ -178,7 +185,7 @@ def _signals_noted() -> Iterator[list[int]]:
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
-            # None: another library installed it, and Python cannot put it back.
+            # None: the handler is not Python's, so Python cannot restore it.
             if (handler := signal.getsignal(number)) is not None and handler != signal.SIG_IGN:
                 before[number] = handler
                 signal.signal(number, note)
