@@ -113,7 +113,7 @@ class Printer:
                 self._changed.wait_for(lambda: self._idle, PROMPT_S)
 
     def finish(self, within_s: float = LAST_S) -> bool:
-        """Wait until all text is written, or a signal comes, or ``within_s`` are over. Returns whether it is written."""
+        """Wait until all text is written, a signal comes, or ``within_s`` are over. Returns whether it is written."""
         until = time.monotonic() + within_s
         with _signals_noted() as came, self._changed:
             while not self._idle and not came and time.monotonic() < until:

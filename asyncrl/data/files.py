@@ -1,10 +1,10 @@
-"""The files of a data set: which ones a path names, and the kind of source that reads them.
+"""Finds the files of a data set that a path names, and the kind of source that reads them.
 
-The kind follows from the files' names, and from their first bytes where a name says nothing. A folder was written by
+The kind follows from a file's name, or from its first bytes if the name has no known suffix. A folder was written by
 ``datasets.save_to_disk``, or it holds JSON or Parquet files, as a download from the hub does. Then the files of one
-split are taken. Fails with DataError if there is no file, or if several sets are there.
+split are taken. Fails with DataError if there is no file, or if the folder holds several data sets.
 
-asyncrl downloads nothing, so that a run reads the same files each time and on each host. An error about a name of the
+Nothing is downloaded, so that a run reads the same files each time and on each host. An error about a name of the
 Hugging Face hub gives the command that downloads it.
 """
 
@@ -22,6 +22,7 @@ from asyncrl.core.errors import DataError
 Kind = Literal["jsonl", "parquet", "hf"]
 PARQUET_MAGIC = b"PAR1"
 LISTED = 5
+"""Most paths that an error names."""
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 _OTHERS = (".csv", ".tsv", ".xlsx", ".arrow", ".feather", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz")
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
@@ -35,8 +36,8 @@ _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 def find_files(pattern: str, *, kind: Kind | None = None, split: str = "train") -> tuple[Kind, list[str]]:
     """Find the files of ``pattern`` (a file, a glob or a folder), and the kind of source that reads them.
 
-    Returns (kind, paths sorted by name); for "hf" the only path is the folder. ``kind`` sets the kind instead of having
-    it found from the files. Raises DataError.
+    Returns (kind, paths sorted by name); for "hf" the only path is the folder. If ``kind`` is given, the files are not
+    examined for it. ``split`` selects files in a folder. Raises DataError.
     """
     folder = Path(pattern)
     if kind == "hf" or (kind is None and _is_saved_to_disk(folder)):
@@ -52,7 +53,7 @@ def find_files(pattern: str, *, kind: Kind | None = None, split: str = "train") 
 
 
 def files_of(pattern: str) -> list[str]:
-    """The files of a path or glob, sorted by name. Raises DataError."""
+    """Return the files of a path or glob, sorted by name. Raises DataError."""
     if Path(pattern).is_file():
         return [pattern]
     if Path(pattern).is_dir():
@@ -64,7 +65,7 @@ def files_of(pattern: str) -> list[str]:
 
 
 def no_such(what: str, path: str) -> DataError:
-    """The error of a missing path; if the path looks like a name of the hub, it gives the command that downloads it."""
+    """Return the error for a missing path; for a name of the hub it gives the command that downloads it."""
     advice = fetch_advice(path, is_dataset=True)
     if not advice:
         return DataError(what, path=path)
@@ -76,7 +77,7 @@ def _is_saved_to_disk(folder: Path) -> bool:
 
 
 def _kind_of(file: str) -> Kind:
-    """The kind of source that reads a file. Raises DataError."""
+    """Choose the kind of source for a file by its suffix, or else by its first bytes. Raises DataError."""
     name = Path(file.lower().removesuffix(".gz"))
     if name.suffix in _KINDS:
         return _KINDS[name.suffix]
@@ -122,7 +123,10 @@ def _of_folder(folder: Path, kind: Kind | None, split: str) -> list[str]:
 
 
 def _holds_rows(file: Path, kind: Kind | None) -> bool:
-    """Whether a file can hold rows of this kind, or of any if None. ``file`` is relative to the data set's folder."""
+    """Whether a file, by its name, can hold rows of this kind, or of any kind if None.
+
+    ``file`` is relative to the data set's folder.
+    """
     found = _KINDS.get(Path(file.name.lower().removesuffix(".gz")).suffix)
     is_hidden = any(part.startswith(".") for part in file.parts)
     return found is not None and kind in (None, found) and not is_hidden and file.name not in _DESCRIPTIONS
@@ -138,9 +142,9 @@ def _listed(paths: Sequence[Path]) -> str:
 
 
 def fetch_command(path: str, *, is_dataset: bool = False) -> str:
-    """The command that downloads the hub's repository ``path``; empty if ``path`` does not look like its name.
+    """Return the command that downloads the hub's repository ``path``; empty if ``path`` does not look like its name.
 
-    A name is OWNER/NAME, or the address of its page. A path that exists, or whose first folder exists, is a path.
+    A name is OWNER/NAME, or the address of its page. A path that exists, or whose first folder exists, is no name.
     """
     if address := _ADDRESS.match(path):
         name = address[1]
@@ -153,7 +157,10 @@ def fetch_command(path: str, *, is_dataset: bool = False) -> str:
 
 
 def fetch_advice(path: str, key: str = "the path", *, is_dataset: bool = False) -> str:
-    """Advice to download what ``path`` names on the hub and to set ``key``; "" if it does not look like such a name."""
+    """Return the advice to download the hub's repository ``path`` and to set ``key`` to the folder.
+
+    Empty if ``path`` does not look like a name of the hub.
+    """
     command = fetch_command(path, is_dataset=is_dataset)
     if not command:
         return ""

@@ -1,4 +1,4 @@
-"""Rows of JSON files, their columns by name, and the order in which the prompts of an epoch are drawn.
+"""Reads the rows of JSON files and their columns, and computes the order in which prompts are drawn.
 
 JSON lines are read as a stream; a JSON list is held in memory whole. Either may be compressed by gzip, which the first
 bytes of a file show. A file that cannot be read raises DataError. A single row that cannot be read becomes a RawRow
@@ -6,12 +6,12 @@ with a ``problem``.
 
 Columns may be nested: ``reward_model.ground_truth``. A column whose own name contains the dots has precedence.
 
-The order is a pure function of (dataset fingerprint, seed, epoch). Position 0, 1, 2, … runs through epoch 0, then epoch
-1, and so on without a seam. Invariant: within an epoch every index occurs exactly once, and the result depends on
-nothing else, neither on a library's random generator nor on earlier look-ups, so that a restarted dataloader continues
+The order is a pure function of (dataset fingerprint, seed, epoch). A position is the number of a draw, from 0; after
+the last prompt of an epoch comes the first one of the next. Invariant: within an epoch every index occurs exactly once.
+The result depends neither on a library's random generator nor on earlier look-ups, so a restarted dataloader continues
 where the lost one was. The permutation is the swap-or-not shuffle (Hoang, Morris, Rogaway, "An Enciphering Scheme Based
 on a Card Shuffle", CRYPTO 2012): O(log n) time and no memory for a lookup, for any n. Each of its rounds is its own
-inverse, so that the position of an index is found by the same rounds backwards.
+inverse, so the same rounds in reverse order give the position of an index.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MIN_ROUNDS = 32
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row that a source read at ``path``:``line``, or the problem with it.
+    """A row that a source has read at ``path``:``line``, or the problem with it.
 
     ``line`` counts from 1; in a JSON list or a Parquet file it counts records.
     """
@@ -55,11 +55,11 @@ class RawRow:
     value: Any = None
     problem: str = ""
     typed: bool = False
-    """Whether it is from a table with typed columns, where a field that an object does not have is null."""
+    """Whether it comes from a table with typed columns, in which a missing field of an object is null."""
 
 
 def read_jsonl(pattern: str) -> Iterator[RawRow]:
-    """The rows of a file, or of each file of a glob. Raises DataError."""
+    """Yield the rows of a file, or of each file of a glob. Raises DataError."""
     yield from read_json_rows(files_of(pattern))
 
 
@@ -76,7 +76,7 @@ def read_json_rows(paths: Iterable[str]) -> Iterator[RawRow]:
 
 
 def _open(path: str) -> BufferedIOBase:
-    """The file, uncompressed. Raises OSError, and DataError for a Parquet file."""
+    """Open a file for reading, through gzip if it is compressed. Raises OSError, and DataError for a Parquet file."""
     with open(path, "rb") as file:
         first = file.read(4)
     if first == PARQUET_MAGIC:
@@ -86,6 +86,7 @@ def _open(path: str) -> BufferedIOBase:
 
 
 def _lines(path: str, file: BufferedIOBase) -> Iterator[RawRow]:
+    """Yield the rows of an open file. If its first line with text begins with "[", the file may be a JSON list."""
     is_first = True
     for number, line in enumerate(file, 1):
         if number == 1:
@@ -100,9 +101,9 @@ def _lines(path: str, file: BufferedIOBase) -> Iterator[RawRow]:
 
 
 def _items(path: str, first: bytes, rest: bytes) -> Iterator[RawRow]:
-    """Read a file whose first line begins with "[": one JSON list, or JSON lines whose first line is a whole list.
+    """Yield the rows of a file that begins with "[": either one JSON list, or JSON lines whose first line is a list.
 
-    ``first`` is that line, ``rest`` the bytes after it. Raises DataError if the file is neither.
+    ``first`` is the first line, ``rest`` the bytes after it. Raises DataError if the file is neither.
     """
     try:
         for number, value in enumerate(_decode(first + rest), 1):
@@ -116,6 +117,7 @@ def _items(path: str, first: bytes, rest: bytes) -> Iterator[RawRow]:
 
 
 def _row(path: str, number: int, line: bytes) -> RawRow:
+    """Decode one line; invalid JSON becomes the row's problem."""
     try:
         return RawRow(path, number, _decode(line))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -123,7 +125,7 @@ def _row(path: str, number: int, line: bytes) -> RawRow:
 
 
 def column_of(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value of the column ``key``, or ``default`` if the row has none. A dotted key names a field of an object."""
+    """Return the value of column ``key``, or ``default`` without it. A dotted key names a field inside an object."""
     found = _find(row, key)
     return default if found is _MISSING else found
 
@@ -134,12 +136,15 @@ def has_column(row: Mapping[str, Any], key: str) -> bool:
 
 
 def column_names(row: Mapping[str, Any]) -> list[str]:
-    """The names of all columns in the order of the row, those inside objects as dotted names."""
+    """Return the names of all columns in the order of the row, those inside objects as dotted names."""
     return list(_names(row, ""))
 
 
 def _find(row: Mapping[str, Any], key: str) -> Any:
-    """The value of a column, or _MISSING. Tries the key as it stands, then each dot as the way into an object."""
+    """Find the value of a column; _MISSING if the row has none.
+
+    Tries the whole key as a name first. Then it splits the key at each dot, and searches the object before the dot.
+    """
     if key in row:
         return row[key]
     dot = key.find(".")
@@ -161,7 +166,7 @@ def _names(row: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class EpochOrder:
-    """The order of ``size`` prompts in every epoch; without ``shuffle`` that of the data."""
+    """The order of ``size`` prompts in every epoch. Without ``shuffle`` this is the order of the data."""
 
     fingerprint: str
     seed: int
@@ -169,7 +174,7 @@ class EpochOrder:
     shuffle: bool = True
 
     def at(self, position: int) -> tuple[int, int]:
-        """(epoch, index) of the prompt at ``position``, counted from 0 over all epochs."""
+        """Return (epoch, index) of the prompt at ``position``, which counts from 0 over all epochs."""
         assert position >= 0 < self.size
         epoch, offset = divmod(position, self.size)
         if not self.shuffle:
@@ -177,15 +182,15 @@ class EpochOrder:
         return epoch, self._swap_or_not(offset, self._rounds(epoch))
 
     def position(self, epoch: int, index: int) -> int:
-        """The inverse of ``at``: the position of this prompt, counted from 0 over all epochs."""
+        """Return the position of a prompt, counted from 0 over all epochs: the inverse of ``at``."""
         assert 0 <= index < self.size
         offset = self._swap_or_not(index, reversed(self._rounds(epoch))) if self.shuffle else index
         return epoch * self.size + offset
 
     def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Prompt indices at the offsets ``start`` to ``stop`` of an epoch, int64 [N]; far cheaper than calls of ``at``.
+        """Return the prompt indices at offsets ``start`` to ``stop`` of an epoch: int64 [N].
 
-        N is ``stop - start``, or less at the end of the epoch.
+        N is ``stop - start``, or less at the end of the epoch. Far cheaper than calls of ``at``.
         """
         import numpy as np
 
@@ -203,6 +208,7 @@ class EpochOrder:
         return _rounds(self.fingerprint, self.seed, epoch, self.size)
 
     def _swap_or_not(self, index: int, rounds: Iterable[tuple[int, int]]) -> int:
+        """Permute an index by these rounds. Each swaps it with its partner, or does not, by a pseudorandom bit."""
         for pivot, key in rounds:
             partner = (pivot - index) % self.size
             # Index and partner share one coin, so that either both are swapped or neither.
@@ -213,7 +219,7 @@ class EpochOrder:
 
 @lru_cache(maxsize=8)
 def _rounds(fingerprint: str, seed: int, epoch: int, size: int) -> tuple[tuple[int, int], ...]:
-    """(pivot, key) of each round of the swap-or-not shuffle, derived from the run's data, seed and epoch."""
+    """Derive (pivot, key) of each round of the shuffle from the fingerprint of the data, the seed and the epoch."""
     found = []
     for number in range(_MIN_ROUNDS + 4 * size.bit_length()):
         digest = hashlib.blake2b(f"{fingerprint}/{seed}/{epoch}/{number}".encode(), digest_size=24).digest()
@@ -222,7 +228,7 @@ def _rounds(fingerprint: str, seed: int, epoch: int, size: int) -> tuple[tuple[i
 
 
 def _coin(key: int, value: int) -> int:
-    """A pseudorandom bit: the highest one of SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
+    """Return a pseudorandom bit: the highest one of SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
     mixed = (value ^ key) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -230,7 +236,7 @@ def _coin(key: int, value: int) -> int:
 
 
 def _coins(key: int, values: np.ndarray) -> np.ndarray:
-    """``_coin`` of each: int64 [N] to bool [N]."""
+    """Apply ``_coin`` to each value: int64 [N] to bool [N]."""
     import numpy as np
 
     mixed = values.astype(np.uint64) ^ np.uint64(key)

@@ -1,9 +1,8 @@
 """Tokens and strings that end a response, in addition to the model's own end-of-sequence token.
 
-A special token never shows in the text of a response. So a string of ``rollout.stop`` that is one is looked for by its
-id, as those of ``rollout.stop_token_ids`` are. Engines end at such an id as at the end-of-sequence token: it is
-sampled, trained and left out of the text. Every other string is looked for in the text
-(rollouter/serving/generation.py).
+A special token never appears in the text of a response. If a string of ``rollout.stop`` is a special token, its id is a
+stop token, as those of ``rollout.stop_token_ids`` are. Engines treat such an id as the end-of-sequence token: it is
+sampled, trained and left out of the text. All other strings are searched in the text (rollouter/serving/generation.py).
 
 Fails with ConfigError, naming the key, for an id that the model does not have.
 """
@@ -20,7 +19,7 @@ from asyncrl.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """The ends of a response, in addition to its longest length."""
+    """The stop tokens and stop strings of a response."""
 
     token_ids: tuple[int, ...] = ()
     """Ids of the tokens, ascending."""
@@ -29,7 +28,8 @@ class Stops:
 
 
 def resolve_stops(rollout: RolloutConfig, tokenizer: Tokenizer) -> Stops:
-    """``rollout.stop`` and ``rollout.stop_token_ids`` as ids of this tokenizer and as strings. Raises ConfigError."""
+    """Convert ``rollout.stop`` and ``rollout.stop_token_ids`` to this tokenizer's ids and strings. Raises ConfigError.
+    """
     size = tokenizer.vocabulary
     strangers = [id for id in rollout.stop_token_ids if id >= size]
     if strangers:
@@ -39,7 +39,7 @@ def resolve_stops(rollout: RolloutConfig, tokenizer: Tokenizer) -> Stops:
 
 
 def with_strings(stops: Stops, strings: Sequence[str], tokenizer: Tokenizer) -> Stops:
-    """``stops`` with more ``strings``; one that is a special token of the tokenizer becomes its id."""
+    """Return ``stops`` with more ``strings``; a string that is a special token is added as its id."""
     special = tokenizer.special_ids
     ids = {*stops.token_ids, *(special[text] for text in strings if text in special)}
     return Stops(tuple(sorted(ids)), (*stops.strings, *(text for text in strings if text not in special)))

@@ -1,9 +1,8 @@
-"""Text to token ids and back, without torch.
+"""Converts text to token ids and back, and renders chats as text, without torch.
 
-A Hugging Face folder is read with ``tokenizers``, and its chat template is rendered with jinja2, as in transformers.
-Only a folder without tokenizer.json needs transformers. Without a folder, for simulated runs, tokens are bytes. Heavy
-modules are imported by ``load_tokenizer`` and at the first chat prompt, because every simulated rollouter imports this
-module.
+``tokenizers`` reads a Hugging Face folder, and jinja2 renders its chat template, as in transformers. Only a folder
+without tokenizer.json needs transformers. Without a folder, for simulated runs, tokens are bytes. Heavy modules are
+imported by ``load_tokenizer`` and at the first chat prompt, because every simulated rollouter imports this module.
 
 Invariant: the same messages give the same ids during a run, even past midnight. A template that asks for the time gets
 the date with which the tokenizer was loaded.
@@ -28,7 +27,7 @@ from asyncrl.config import Config
 from asyncrl.core.errors import ConfigError
 
 _LONGEST_PIECE = 40
-"""Longest text (characters) in an error."""
+"""Most characters of a text that an error quotes."""
 _BYTES = 256
 BYTES_END = "<|end|>"
 BYTES_CALL = "<tool_call>{}</tool_call>"
@@ -42,7 +41,7 @@ TOKENIZER_FILES = (
     "sentencepiece*",
     "tokenization_*.py",
 )
-"""Patterns of file names; every folder with a tokenizer matches one."""
+"""Patterns of file names; every folder with a tokenizer has a file that matches one."""
 
 
 class Tokenizer(Protocol):
@@ -56,9 +55,10 @@ class Tokenizer(Protocol):
     """Exclusive upper bound of all ids: the model's, which may exceed the tokenizer's."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a plain text that the model continues, with the special tokens that the tokenizer puts before it.
+        """Return the ids of a plain text for the model to continue.
 
-        Prompts of chat messages are rendered first (chat/prompt.py). Raises ValueError.
+        They begin with the special tokens that the tokenizer adds in front. Prompts of chat messages are rendered first
+        (chat/prompt.py). Raises ValueError.
         """
 
     def render_chat(
@@ -69,24 +69,26 @@ class Tokenizer(Protocol):
         *,
         generate: bool = True,
     ) -> str:
-        """The text of a conversation through the chat template; with ``generate`` it ends where the assistant answers.
+        """Render a conversation by the chat template. With ``generate`` the text ends where an assistant's answer
+        begins.
 
-        ``options`` are further arguments of the template and override those of the tokenizer. Raises ValueError if the
+        ``options`` are further arguments of the template; they override the tokenizer's own. Raises ValueError if the
         template refuses the conversation, ConfigError without a template.
         """
 
     def template_text(self, *, with_tools: bool) -> str | None:
-        """The source of the chat template that is used with or without tools; None without one."""
+        """Return the source of the chat template for chats with or without tools; None without one."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without those that a tokenizer adds around it. Special tokens in it get their ids."""
+        """Return the ids of a text alone, without tokens that the tokenizer adds. Special tokens in it get their ids.
+        """
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
-        """The text of ids, without special tokens unless ``keep_special``."""
+        """Return the text of ids; special tokens are left out unless ``keep_special``."""
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """The tokenizer of a run, whose chat template receives the run's options. Raises ConfigError."""
+    """Load the tokenizer of a run, with the run's options of the chat template. Raises ConfigError."""
     model, chat = config.model, config.chat
     return load_tokenizer(
         model.path,
@@ -103,10 +105,10 @@ def load_tokenizer(
     date: str | None = None,
     template_options: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
-    """The tokenizer of a model folder, or of bytes without a folder. Raises ConfigError.
+    """Load the tokenizer of a model folder, or of bytes without a folder. Raises ConfigError.
 
-    ``date``, as YYYY-MM-DD, is the date for chat templates, today by default; ``template_options`` are
-    further arguments of the template.
+    ``date``, as YYYY-MM-DD, is the date for chat templates, today by default. ``template_options`` are further
+    arguments of the template.
     """
     if path is None:
         return ByteTokenizer()
@@ -122,13 +124,13 @@ def load_tokenizer(
 
 
 Told = tuple[Date, Mapping[str, Any]]
-"""Values that every chat template of a run receives with the conversation: the date and the options."""
+"""The date and the options that every chat template of a run receives with the conversation."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, and one id that ends a response, whose text is BYTES_END.
+    """Tokenizer whose ids 0 to 255 are UTF-8 bytes; one more id, with the text BYTES_END, ends a response.
 
-    A chat is a line for each message; an answer is its bytes and the end.
+    A chat has one line for each message. An assistant's message ends with BYTES_END.
     """
 
     eos_ids: set[int]
@@ -149,7 +151,7 @@ class ByteTokenizer:
         *,
         generate: bool = True,
     ) -> str:
-        """Text of a conversation; calls of tools are written as Hermes does it, reasoning as Qwen does it."""
+        """Render a conversation, with calls of tools in the form of Hermes and reasoning in that of Qwen."""
         lines = [f"tools: {json.dumps(list(tools), ensure_ascii=False)}"] if tools else []
         for message in messages:
             content, role = message.get("content") or "", message["role"]
@@ -164,7 +166,7 @@ class ByteTokenizer:
         return "\n".join([*lines, "assistant:"] if generate else [*lines, ""])
 
     def template_text(self, *, with_tools: bool) -> str | None:
-        """A text that shows only how calls are written."""
+        """Return a text that only shows the form of calls."""
         return BYTES_CALL
 
     def encode(self, text: str) -> list[int]:
@@ -175,7 +177,7 @@ class ByteTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
-        """Text of ids; invalid UTF-8 becomes U+FFFD."""
+        """Return the text of ids; invalid UTF-8 becomes U+FFFD."""
         if not keep_special:
             return bytes(id for id in ids if 0 <= id < _BYTES).decode(errors="replace")
         end = BYTES_END.encode()
@@ -185,7 +187,7 @@ class ByteTokenizer:
 
 
 class _HuggingFace:
-    """The common part of the two kinds of Hugging Face tokenizers."""
+    """The part that the two kinds of Hugging Face tokenizers share: settings of the folder and chat templates."""
 
     def __init__(self, folder: Path, settings: Told) -> None:
         self._folder = folder
@@ -202,7 +204,7 @@ class _HuggingFace:
 
     @cached_property
     def _special_tokens(self) -> dict[str, str]:
-        """bos_token, eos_token and so on, as text."""
+        """Texts of the named special tokens: bos_token, eos_token and so on."""
         merged = _read_json(self._folder / "special_tokens_map.json") | self._config
         named = {name: _text(value) for name, value in merged.items() if name.endswith("_token")}
         return {name: text for name, text in named.items() if text is not None}
@@ -230,7 +232,7 @@ class _HuggingFace:
 
     @cached_property
     def _named_templates(self) -> dict[str, str]:
-        """Sources of chat templates by name. The only one, and the one of a file, is the default."""
+        """Sources of chat templates by name. A single one, and the one in chat_template.jinja, is the default."""
         source = self._config.get("chat_template")
         named: dict[str, Any] = {"default": source}
         if isinstance(source, list):
@@ -245,7 +247,7 @@ class _HuggingFace:
 
     @cached_property
     def _templates(self) -> tuple[Any, Any]:
-        """The template without tools and the one with them, compiled."""
+        """The compiled templates for chats without tools, and with tools."""
         plain, with_tools = (self.template_text(with_tools=tools) for tools in (False, True))
         if plain is None:
             raise ConfigError([f'data.template: {self._folder} has no chat template; set data.template = "plain"'])
@@ -303,7 +305,11 @@ class _FileTokenizer(_HuggingFace):
             raise ValueError(problem) from None
 
     def _piece_refused(self, text: str) -> str:
-        """The first part of a text that cannot be encoded by itself; the whole text without one."""
+        """Find the first part of a text that cannot be encoded by itself; returns the whole text if there is no such
+        part.
+
+        Normalises and splits the text as the tokenizer does, and tries each part.
+        """
         backend, special = self._backend, "|".join(map(re.escape, self.special_ids))
         for part in re.split(special, text) if special else [text]:
             normal = backend.normalizer.normalize_str(part) if backend.normalizer is not None else part
@@ -364,16 +370,16 @@ class _TransformersTokenizer(_HuggingFace):
 
 
 def _in_context(piece: str, text: str) -> str:
-    """Short literals of a piece of text and of the text around it."""
+    """Quote a piece of a text, and the text around it, shortened: ``'PIECE' in 'TEXT...'``."""
     around = text[max(0, text.find(piece) - _LONGEST_PIECE // 2) :]
     shown = [part if len(part) <= _LONGEST_PIECE else f"{part[:_LONGEST_PIECE]}..." for part in (piece, around)]
     return " in ".join(map(repr, dict.fromkeys(shown)))
 
 
 def _compile(source: str, date: Date) -> Any:
-    """A chat template in the environment that transformers gives it (transformers/utils/chat_template_utils.py).
+    """Compile a chat template in the environment that transformers gives it.
 
-    Its clock shows the beginning of ``date``.
+    See transformers/utils/chat_template_utils.py. Its clock shows the beginning of ``date``. Raises ConfigError.
     """
     from jinja2 import TemplateError, TemplateSyntaxError, nodes
     from jinja2.ext import Extension
@@ -382,7 +388,7 @@ def _compile(source: str, date: Date) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}`` marks the assistant's words; its content is rendered unchanged."""
+        """Tag ``{% generation %}``, which marks the assistant's words; its content is rendered unchanged."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -409,14 +415,14 @@ def _compile(source: str, date: Date) -> Any:
 
 
 def _text(token: Any) -> str | None:
-    """Text of a special token, given as text or as a table with it."""
+    """Return the text of a special token, which a file gives as text or as an object with ``content``."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if the file does not exist."""
+    """Read the JSON object in a file; empty if the file does not exist. Raises ConfigError."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
