@@ -28,8 +28,7 @@ class Stops:
 
 
 def resolve_stops(rollout: RolloutConfig, tokenizer: Tokenizer) -> Stops:
-    """Convert ``rollout.stop`` and ``rollout.stop_token_ids`` to this tokenizer's ids and strings. Raises ConfigError.
-    """
+    """Convert ``rollout.stop`` and ``rollout.stop_token_ids`` to ids and strings. Raises ConfigError."""
     size = tokenizer.vocabulary
     strangers = [id for id in rollout.stop_token_ids if id >= size]
     if strangers:

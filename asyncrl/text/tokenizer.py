@@ -69,8 +69,7 @@ class Tokenizer(Protocol):
         *,
         generate: bool = True,
     ) -> str:
-        """Render a conversation by the chat template. With ``generate`` the text ends where an assistant's answer
-        begins.
+        """Render a conversation by the chat template. With ``generate`` the text ends where an answer must begin.
 
         ``options`` are further arguments of the template; they override the tokenizer's own. Raises ValueError if the
         template refuses the conversation, ConfigError without a template.
@@ -80,8 +79,7 @@ class Tokenizer(Protocol):
         """Return the source of the chat template for chats with or without tools; None without one."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text alone, without tokens that the tokenizer adds. Special tokens in it get their ids.
-        """
+        """Return the ids of a text, without tokens that the tokenizer adds. Special tokens in it get their ids."""
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """Return the text of ids; special tokens are left out unless ``keep_special``."""
@@ -305,8 +303,7 @@ class _FileTokenizer(_HuggingFace):
             raise ValueError(problem) from None
 
     def _piece_refused(self, text: str) -> str:
-        """Find the first part of a text that cannot be encoded by itself; returns the whole text if there is no such
-        part.
+        """Find the first part of a text that cannot be encoded by itself; without one, return the whole text.
 
         Normalises and splits the text as the tokenizer does, and tries each part.
         """

@@ -1,8 +1,8 @@
-"""Messages and tools of OpenAI's chat completions, brought into the one form that chat templates know. Pure.
+"""Checks messages and tools of OpenAI's chat completions, and brings them into the form of chat templates. Pure.
 
 Agents' requests, prompts of rows and supervised conversations all pass through here. Rows are checked more strictly
-than requests: an unusable field is refused by name, because its loss would go unseen. Rows may lack what datasets leave
-out: ids of calls, and null fields.
+than requests: an unusable field is refused by name, because otherwise it would be lost unseen. Rows may lack what
+datasets leave out: ids of calls, and null fields.
 
 Invariant: the result has text alone, and the roles system, user, assistant and tool. Calls have an id and a name, and
 results of tools answer calls that were made before. Fails with ChatRefused, which names the field, as
@@ -27,12 +27,12 @@ Tool = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
 SAME_ROLE = {"developer": "system"}
-"""Later names of roles that templates know by an older one."""
+"""Newer names of roles, with the older names that templates know."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names that clients and datasets have for an assistant's reasoning; the result has the first."""
+"""Field names of an assistant's reasoning in clients and datasets; the result has the first."""
 OF_A_FUNCTION = ("name", "description", "parameters")
 NOT_SHOWN = ("strict",)
-"""Fields of a function that are for the sampling of calls, not for the model's eyes."""
+"""Fields of a function that only control how calls are sampled; the model does not see them."""
 NO_PARAMETERS = {"type": "object", "properties": {}}
 OF_ANY_ROLE = ("role", "content", "name")
 OF_ROLE = {"assistant": (*REASONING, "tool_calls"), "tool": ("tool_call_id",)}
@@ -45,9 +45,10 @@ SHAREGPT = ("from", "value")
 
 
 def normalise_messages(messages: Sequence[Any], *, field: str = "messages") -> list[Message]:
-    """The messages in one form. Arguments of calls become objects where they are JSON objects: templates write them.
+    """Check messages and bring them into the one form of this module. Raises ChatRefused.
 
-    ``field`` is the name of the messages in errors. Raises ChatRefused.
+    Arguments of calls become objects if they are JSON objects, because templates write them as JSON. ``field`` is the
+    name of the messages in errors.
     """
     if not messages:
         raise ChatRefused(field, "holds no message")
@@ -67,9 +68,9 @@ def normalise_messages(messages: Sequence[Any], *, field: str = "messages") -> l
 
 
 def normalise_tools(tools: Sequence[Any], *, field: str = "tools") -> list[Tool]:
-    """The tools in one form, with their fields in the order in which models are trained on them.
+    """Check tools and bring them into one form, with their fields in the order in which models are trained on them.
 
-    Further fields of a function, as ``return``, follow behind. ``field`` is the name of the tools in errors. Raises
+    Further fields of a function, such as ``return``, come last. ``field`` is the name of the tools in errors. Raises
     ChatRefused.
     """
     found: list[Tool] = []
@@ -98,7 +99,7 @@ def normalise_tools(tools: Sequence[Any], *, field: str = "tools") -> list[Tool]
 
 
 def _message(given: Any, field: str) -> Message:
-    """One message in the form that templates know. Raises ChatRefused."""
+    """Check one message and bring it into the form that templates know. Raises ChatRefused."""
     given = object_of(given, field)
     role = _text(given.get("role"), f"{field}.role")
     role = SAME_ROLE.get(role, role)
@@ -125,10 +126,10 @@ def _message(given: Any, field: str) -> Message:
 
 
 def _content(given: Mapping[str, Any], role: str, field: str) -> str:
-    """The text of a message; parts of text are joined by newlines, as vLLM's server does it."""
+    """Return the text of a message. Parts are joined by newlines, as vLLM's server does. Raises ChatRefused."""
     content, field = given.get("content"), f"{field}.content"
     if content is None and role == "assistant":
-        # Templates add it to text, or ask whether it is empty.
+        # Not None: templates concatenate the content, or test whether it is empty.
         return ""
     if isinstance(content, str):
         return _text(content, field)
@@ -146,6 +147,7 @@ def _content(given: Mapping[str, Any], role: str, field: str) -> str:
 
 
 def _calls(given: Any, field: str) -> list[dict[str, Any]]:
+    """Check the calls of tools in a message, and return them with id, type and function. Raises ChatRefused."""
     if given is None:
         return []
     if not isinstance(given, list):
@@ -166,8 +168,9 @@ def _calls(given: Any, field: str) -> list[dict[str, Any]]:
 
 
 def read_arguments(given: Any, field: str = "arguments") -> dict[str, Any] | str:
-    """Arguments of a call as templates want them: an object if they are one that messages of the run can hold, else
-    the text. Raises ChatRefused.
+    """Return the arguments of a call as templates want them. Raises ChatRefused.
+
+    That is an object, if they are a JSON object that a message of the run can hold; else their text.
     """
     if given is None or given == "":
         return {}
@@ -177,7 +180,7 @@ def read_arguments(given: Any, field: str = "arguments") -> dict[str, Any] | str
 
 
 def _can_be_sent(value: dict[str, Any]) -> bool:
-    """Whether MessagePack holds it: no integer beyond 64 bits, no half of a surrogate pair."""
+    """Whether MessagePack can hold a value: no integer beyond 64 bits, no half of a surrogate pair."""
     try:
         msgspec.msgpack.encode(value)
     except (OverflowError, UnicodeEncodeError, RecursionError):
@@ -186,9 +189,10 @@ def _can_be_sent(value: dict[str, Any]) -> bool:
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text, or None if it is invalid.
+    """Decode a JSON text; None if it is invalid.
 
-    NaN, and numbers beyond what a float holds such as 1e999, are invalid: Python would read both and write no JSON.
+    NaN, and numbers that a float cannot hold, such as 1e999, are invalid: Python would read both, and write text that
+    is not JSON.
     """
     try:
         return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
@@ -208,7 +212,7 @@ def _finite(number: str) -> float:
 
 
 def object_of(value: Any, field: str) -> dict[str, Any]:
-    """The value, which is an object. Raises ChatRefused."""
+    """Return the value if it is an object. Raises ChatRefused."""
     if not isinstance(value, dict):
         raise ChatRefused(field, f"must be an object, not {kind_of(value)}")
     return value
@@ -225,15 +229,16 @@ def _text(value: Any, field: str) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a JSON value, for errors."""
+    """Name the type of a JSON value, for errors."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list"}
     return names.get(type(value), "an object")
 
 
 def read_conversation(given: Any, field: str, *, also: Collection[str] = ()) -> list[Message]:
-    """The messages of a row. ``field`` is their column in errors; ``also`` are fields that the caller reads itself.
+    """Check the messages of a row more strictly than those of a request, and normalise them. Raises ChatRefused.
 
-    Raises ChatRefused.
+    Calls without an id get one, and a tool's message without ``tool_call_id`` gets that of the call it answers.
+    ``field`` is the column's name in errors. ``also`` are further fields of a message that the caller reads itself.
     """
     if not isinstance(given, list):
         raise ChatRefused(field, f"must be a list of messages, not {kind_of(given)}")
@@ -259,9 +264,9 @@ def read_conversation(given: Any, field: str, *, also: Collection[str] = ()) -> 
 
 
 def read_tools(given: Any, field: str) -> list[Tool]:
-    """The tools of a row: a list of OpenAI's schemas or of bare functions, or the JSON text of one; none for null.
+    """Read the tools of a row: a list of OpenAI's schemas or of bare functions, or the JSON text of such a list.
 
-    Raises ChatRefused.
+    Returns an empty list for null. Raises ChatRefused.
     """
     if given is None or given == "":
         return []
@@ -280,7 +285,10 @@ def read_tools(given: Any, field: str) -> list[Tool]:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value of a table with typed columns, in which a field that was left out is null, without those fields."""
+    """Remove all fields that are null from a value, also inside it.
+
+    In a table with typed columns, a field that was left out is null.
+    """
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):
@@ -289,12 +297,12 @@ def without_nulls(value: Any) -> Any:
 
 
 def _without_empty(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that say something: empty text in ``content`` does."""
+    """Return the fields that are not empty, and ``content`` even if it is."""
     return {key: value for key, value in given.items() if key == "content" or value not in (None, "", [], {})}
 
 
 def _require_known(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Refuse a field that is not in ``known``; the error says what it may have been meant for. Raises ChatRefused."""
+    """Raise ChatRefused for a field that is not in ``known``; the error says what it may have been meant for."""
     for key in given:
         if key in known:
             continue
@@ -306,6 +314,7 @@ def _require_known(given: Mapping[str, Any], known: Collection[str], where: str)
 
 
 def _check_content(message: Mapping[str, Any], where: str) -> None:
+    """Raise ChatRefused if a message has no content where it needs one, or text parts with unknown fields."""
     content = message.get("content")
     if content in (None, []) and not any(key in message for key in ("tool_calls", *REASONING)):
         problem = "has no part" if content == [] else "is null or missing"
@@ -319,7 +328,7 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
 
 
 def _one_reasoning(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """The message with its reasoning under one name. Raises ChatRefused where two names hold two texts."""
+    """Keep the reasoning under one name only. Raises ChatRefused if two names hold different texts."""
     keys = [key for key in REASONING if key in message]
     for key in keys[1:]:
         if message[key] != message[keys[0]]:
@@ -328,7 +337,7 @@ def _one_reasoning(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _row_calls(given: Any, field: str, prefix: str) -> list[dict[str, Any]]:
-    """The calls, each with an id; ``prefix`` begins the ids of those that have none."""
+    """Check the calls in a row's message, and give an id to each that has none: ``prefix`` and its number."""
     listed = read_json(given) if isinstance(given, str) else given
     if not isinstance(listed, list):
         raise ChatRefused(field, "must be a list of calls, or the JSON text of one")
@@ -349,7 +358,11 @@ def _row_calls(given: Any, field: str, prefix: str) -> list[dict[str, Any]]:
 
 
 def _answered(message: Mapping[str, Any], unanswered: list[tuple[str, str]], where: str) -> Any:
-    """The id of the call that a tool's message answers: its own, or that of the first open call (of its name)."""
+    """Find the call that a tool's message answers. Removes it from ``unanswered`` and returns its id.
+
+    ``unanswered`` has (id, name) of each call. A message without an id answers the first call, of its name if it has
+    one. Raises ChatRefused if it answers none.
+    """
     id, name = message.get("tool_call_id"), message.get("name")
     for place, (open_id, open_name) in enumerate(unanswered):
         if open_id == id or (id is None and name in (None, open_name)):

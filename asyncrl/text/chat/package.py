@@ -1,8 +1,9 @@
-"""The renderers of the package ``renderers`` (PyPI), one for each of some twenty families, in place of the template.
+"""Renders chats with the package ``renderers`` (PyPI) in place of the chat template.
 
-A renderer is Python code that does the work of a family's chat template. The family is named by the configuration,
-never guessed. Invariant: as Renderer has it; an extension is the tokens that the package's bridge puts behind an
-answer. Fails with ConfigError where the package or the family is not there.
+A renderer of the package is Python code that does the work of the chat template of one family of models. There are some
+twenty families. The configuration names the family; it is never guessed. Invariant: as Renderer has it; an extension is
+the tokens that the package's bridge adds after an answer. Fails with ConfigError if the package or the family is
+missing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from asyncrl.text.tokenizer import Tokenizer
 PREFIX = "renderers:"
 QUESTION: Message = {"role": "user", "content": "Hello."}
 KEPT = 16
+"""Most renderers that are kept, one for each set of options."""
 
 
 class PackageRenderer:
@@ -33,7 +35,7 @@ class PackageRenderer:
         self._tokenizer = tokenizer
         self._ends = frozenset(end_ids)
         self._chat = chat
-        # One for each set of options: the package takes options when it makes a renderer.
+        # The package takes options when it makes a renderer.
         self._made = lru_cache(KEPT)(self._make)
         # Made at once, so that a wrong name or model is found at the start.
         self._renderer({})
@@ -146,7 +148,7 @@ class PackageRenderer:
             raise ChatRefused("messages", f"the renderer refuses them: {error}") from None
 
     def _examine(self, shape: Shape) -> TurnCheck:
-        """Check a kind of turn: compare an answer and its extension with a single render (probe.py)."""
+        """Check one kind of turn: compare an answer with its extension to a single render (probe.py)."""
         before, answer, tail = example(shape)
         tools = TOOLS if shape.with_tools else ()
         try:
@@ -156,7 +158,7 @@ class PackageRenderer:
             if answered[: len(asked)] != asked:
                 return TurnCheck("fork", "an answer in the context does not begin as the generation prompt does")
             ends = [place for place in range(len(asked), len(answered)) if answered[place] in self._ends]
-            # With the token that ends it, unless it was cut.
+            # An answer that was cut lacks the token that ends it.
             sampled = answered[len(asked) : ends[0] + shape.ended] if ends else answered[len(asked) :]
             extended = self.extension(tail, tools, {}, last_ids=sampled, finish="stop" if shape.ended else "length")
         except ChatRefused as error:
@@ -173,7 +175,7 @@ class PackageRenderer:
 
 
 class _TokenizerAdapter:
-    """A tokenizer with the interface that the package expects."""
+    """Adapts a tokenizer to the interface that the package expects."""
 
     name_or_path = "asyncrl"
     unk_token_id = None

@@ -30,7 +30,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """An answer in parts."""
+    """An answer, split into its parts."""
 
     content: str
     reasoning: str | None = None
@@ -46,7 +46,7 @@ class AnswerParser(Protocol):
     """Reads one of the forms in which models answer."""
 
     markers: frozenset[str] | None
-    """Special tokens that must stay in the text that it reads; None keeps all of them, and others are left out."""
+    """Special tokens that must stay in the text for this parser, while others are left out; None keeps all."""
 
     def __call__(
         self,
@@ -57,15 +57,15 @@ class AnswerParser(Protocol):
         ids: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Parsed:
-        """The parts of a text.
+        """Split the text of an answer into its parts. Without ``tools`` no call is parsed.
 
-        Without ``tools`` no call is parsed. ``thinking``: the prompt has opened the reasoning
-        already. ``ids`` are those of the text, where it is all of an answer, and ``options`` those of the template.
+        ``thinking``: whether the prompt has opened the reasoning already. ``ids`` are the tokens of the text, if it is
+        a whole answer. ``options`` are those of the template.
         """
 
 
 class NoParser:
-    """The parser that takes all of a text for content."""
+    """Parser that takes the whole text as content."""
 
     markers: frozenset[str] | None = frozenset()
 
@@ -89,7 +89,10 @@ class ThinkParser:
 
 
 class JsonCallParser:
-    """Parser of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, of Hermes and Qwen; or of a list."""
+    """Parser of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, the form of Hermes and Qwen.
+
+    The tag may also hold a list of such calls.
+    """
 
     markers: frozenset[str] | None = frozenset((CALL, END_CALL))
 
@@ -111,7 +114,7 @@ class JsonCallParser:
 
 
 class Both:
-    """Two parsers: one reads the reasoning, the other the calls in the rest."""
+    """Combines two parsers: the first reads the reasoning, the second the calls in the rest."""
 
     def __init__(self, reasoning: AnswerParser, calls: AnswerParser) -> None:
         self._reasoning, self._calls = reasoning, calls
@@ -141,12 +144,12 @@ class Both:
 
 
 def write_calls(calls: Sequence[dict[str, Any]]) -> str:
-    """The calls of a message as JsonCallParser reads them, for templates that leave them out."""
+    """Write the calls of a message as JsonCallParser reads them, for templates that leave calls out."""
     return "\n".join(f"{CALL}\n{json.dumps(call['function'], ensure_ascii=False)}\n{END_CALL}" for call in calls)
 
 
 def _read_calls(text: str) -> list[ParsedCall]:
-    """The call in a text, or those of a list; none where one of them cannot be read."""
+    """Read a call, or a list of calls, from a JSON text. Returns an empty list if any of them is invalid."""
     value = read_json(text)
     each = [one if isinstance(one, dict) else {} for one in (value if isinstance(value, list) else [value])]
     calls = [make_call(one.get("name"), one.get("arguments", {})) for one in each]
@@ -154,9 +157,9 @@ def _read_calls(text: str) -> list[ParsedCall]:
 
 
 def make_call(name: Any, arguments: Any) -> ParsedCall | None:
-    """A call of a name with an object, or with the JSON text of one; None if it is not a valid call."""
+    """Make a call from its name and its arguments, an object or JSON text; None if it is not valid."""
     if isinstance(arguments, str):
-        # Some models write the text of the object.
+        # Some models write the object as a JSON string.
         arguments = read_json(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
@@ -170,7 +173,7 @@ def make_call(name: Any, arguments: Any) -> ParsedCall | None:
 
 
 EngineParsers = Callable[[str | None, str | None], AnswerParser]
-"""Makes a parser of an inference engine from the names of its parser of calls and of its parser of reasoning."""
+"""Function that makes an engine's parser from the names of its parser of calls and of its reasoning parser."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""The check of a chat template: whether the context of a next answer may be extended or must be rendered again. Pure.
+"""Checks a chat template: may the context of the next answer be extended, or must it be rendered again? Pure.
 
-For each kind of turn, an answer's ids with its extension are compared with a single render of the same conversation.
-Verdicts: ``extend`` if they are equal; ``fork`` if not, so another sequence begins; ``refused`` if the template accepts
-no such conversation. A ChatReport has all verdicts. Nothing here ends a run.
+An extension is the tokens between a sampled answer and the next one. For each kind of turn, made-up messages are
+encoded in two ways: an answer's ids with its extension, and a single render of the conversation. Verdicts: ``extend``
+if they are equal; ``fork`` if not, so another sequence begins; ``refused`` if the template accepts no such
+conversation. A ChatReport has all verdicts. Nothing here ends a run.
 
 Some templates leave the reasoning of earlier answers out. With ``history = "sampled"`` the context keeps it, and the
 rest must be equal; ``history = "template"`` forks.
@@ -27,7 +28,7 @@ Verdict = Literal["extend", "fork", "refused"]
 History = Literal["sampled", "template"]
 
 ENDINGS = ("", ".", "7", "}", "é", " ", "\n")
-"""Last characters of answers: some would become one token with what follows."""
+"""Last characters of the answers that are tried: a tokenizer may join some with what follows into one token."""
 TOOLS: tuple[Tool, ...] = tuple(
     {
         "type": "function",
@@ -42,23 +43,23 @@ TOOLS: tuple[Tool, ...] = tuple(
 FILE = "chat.json"
 """Name of the report in the run folder."""
 LONGEST_RUN = 2
-"""Messages of one role in a row that make a difference between shapes."""
+"""A shape counts at most this many messages of one role in a row; more make no difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A kind of turn."""
+    """A kind of turn: an answer of the policy and the messages after it, described by roles and features."""
 
     tail: tuple[str, ...]
-    """Roles of the messages behind the answer; one that begins with tool answers calls."""
+    """Roles of the messages after the answer. If the first is tool, the answer makes calls."""
     reasoning: bool = False
     ended: bool = True
-    """Whether the answer has the token that ends it; one that was cut has not."""
+    """Whether the answer has the token that ends it; an answer that was cut has none."""
     with_tools: bool = True
 
     @classmethod
     def of(cls, tail: Sequence[Message], *, reasoning: bool, ended: bool, with_tools: bool) -> Shape:
-        """The shape of the messages behind an answer."""
+        """Make the shape of an answer with these messages after it."""
         roles: list[str] = []
         for message in tail:
             role = message["role"]
@@ -78,7 +79,7 @@ CASES: tuple[tuple[str, Shape], ...] = (
     ("thinking, tool", Shape(tail=("tool",), reasoning=True)),
     ("thinking, user", Shape(tail=("user",), reasoning=True, with_tools=False)),
 )
-"""The kinds of turns that are checked at start; others are checked when they are met."""
+"""The kinds of turns that are checked at the start; others are checked when they first occur."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +88,16 @@ class TurnCheck:
 
     verdict: Verdict
     reason: str = ""
-    """Reason of a fork or a refusal; of an extension, the part of its context that a single render drops."""
+    """Reason of a fork or a refusal. For an extension: the part of its context that a single render leaves out."""
     by_policy: bool = False
     """Whether it forks because ``history = "template"`` says so."""
 
 
 def examine(template: ChatTemplate, shape: Shape, history: History, options: Mapping[str, Any]) -> TurnCheck:
-    """Check a kind of turn, after several beginnings and with several endings of the answer; returns the worst
-    verdict."""
+    """Check one kind of turn after several beginnings of a conversation, and with several endings of the answer.
+
+    Returns the first verdict that is not ``extend``. Beginnings that the template refuses are left out.
+    """
     tools = TOOLS if shape.with_tools else ()
     found: TurnCheck | None = None
     refusal = "the template refuses every beginning"
@@ -104,7 +107,7 @@ def examine(template: ChatTemplate, shape: Shape, history: History, options: Map
         except ChatRefused as error:
             refusal = error.problem
             continue
-        # A call ends in the template's text; the ends of other answers are tried behind the plain question alone.
+        # A call ends in the template's text. The endings of other answers are tried after the plain question only.
         endings = _known_endings(template) if not place and "tool" not in shape.tail else ENDINGS[:1]
         for ending in endings:
             answer, tail = _answer(shape, ending), _tail(shape)
@@ -120,7 +123,7 @@ def examine(template: ChatTemplate, shape: Shape, history: History, options: Map
 
 
 def _known_endings(template: ChatTemplate) -> list[str]:
-    """Endings that the model can say: some vocabularies lack the last."""
+    """Return the ENDINGS that the tokenizer can encode: some vocabularies lack a few."""
     known = []
     for ending in ENDINGS:
         with suppress(ChatRefused):
@@ -132,7 +135,7 @@ def _known_endings(template: ChatTemplate) -> list[str]:
 def _judge(template: ChatTemplate, turn: ChatTurn, shape: Shape, history: History) -> TurnCheck:
     """Decide whether the conversation after a turn can extend the sampled tokens, or has to fork.
 
-    It can if the tokens of the parts (request, answer, end, what follows) are those of the whole text.
+    It can if these parts, encoded one by one, have the tokens of the whole text: request, answer, end, what follows.
     """
     if shape.ended and not turn.end:
         return TurnCheck("fork", "the template writes no token behind an answer that ends it for the model")
@@ -149,21 +152,23 @@ def _judge(template: ChatTemplate, turn: ChatTurn, shape: Shape, history: Histor
 
 
 def extension_ids(template: ChatTemplate, turn: ChatTurn, *, ended: bool, close: str = "") -> list[int]:
-    """The context tokens behind a sampled answer. One that was cut (not ``ended``) gets its end token, after
-    ``close``."""
+    """Return the context tokens after a sampled answer.
+
+    If it was cut (not ``ended``), they begin with ``close``, such as the end of its reasoning, and its end token.
+    """
     if ended:
-        # The end goes in front, so that the tokenizer does not take the rest for the beginning of a text.
+        # Encoded with the end token in front, so that the tokenizer does not see the rest as the beginning of a text.
         return template.ids(turn.end + turn.after)[1:]
     return template.ids(close + turn.end + turn.after)
 
 
 def example(shape: Shape) -> tuple[list[Message], Message, list[Message]]:
-    """A question, an answer with made-up words, and the messages that follow it."""
+    """Return a question, an answer with made-up words, and the messages that follow it."""
     return next(_beginnings(shape))[1], _answer(shape, ""), _tail(shape)
 
 
 def _beginnings(shape: Shape) -> Iterator[tuple[str, list[Message]]]:
-    """Messages that may stand before an answer, the plain question first, each with a description."""
+    """Yield beginnings of a conversation up to an answer, each with a description; the plain question is first."""
     question: Message = {"role": "user", "content": "Hello."}
     yield "", [question]
     yield ", after a system message", [{"role": "system", "content": "Be brief."}, question]
@@ -218,7 +223,7 @@ class CaseFinding(msgspec.Struct, frozen=True):
 
 
 class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All findings about a template."""
+    """The result of the check of a template."""
 
     renderer: str
     history: str
@@ -228,7 +233,7 @@ class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
     shows_tools: bool
     """Whether the template shows tools to the model."""
     end: str
-    """The token that ends an answer, as text; empty where the template writes none that the model samples."""
+    """Text of the token that ends an answer; empty if the template writes none at which the engine stops."""
     seam: str
     """Text that the template writes between that token and the next message."""
     cases: list[CaseFinding]
@@ -240,7 +245,7 @@ class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
         return any(case.verdict != "refused" for case in self.cases)
 
     def lines(self) -> list[str]:
-        """Lines for people: one for each kind of turn, then the rest."""
+        """Return lines for people: one for each kind of turn, then the rest."""
         width = max(len(case.case) for case in self.cases)
         rows = [f"{case.verdict:<7}  {case.case:<{width}}  {case.reason}".rstrip() for case in self.cases]
         rows.append(f"history {self.history}; date {self.date or 'of today'}")
@@ -249,7 +254,7 @@ class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
         return rows + self.notes
 
     def to_json(self) -> bytes:
-        """The content of FILE."""
+        """Return the content of FILE."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
 
@@ -264,7 +269,10 @@ def make_report(
     seam: str,
     notes: Sequence[str] = (),
 ) -> ChatReport:
-    """Check every case of CASES with ``examine``, those with reasoning only if there is a parser for it."""
+    """Check the kinds of turns in CASES with ``examine``, and report the verdicts with the other findings.
+
+    Kinds with reasoning are left out if no parser reads reasoning.
+    """
     cases = [(name, shape) for name, shape in CASES if not shape.reasoning or reasoning_parser != "none"]
     found = [(name, examine(shape)) for name, shape in cases]
     return ChatReport(

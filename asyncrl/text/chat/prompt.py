@@ -1,14 +1,14 @@
-"""The prompt of a row: read from its columns, and rendered as the model sees it.
+"""Reads the prompt of a row from its columns, and renders it as the model sees it.
 
 Dataloader, dry run and episodes use these functions, so that the prompt whose tokens are counted is the prompt that is
-played. Invariant: a prompt passes only if the model reads all of it. A last message of the assistant is continued or
-refused, never answered by a second one.
+played. Invariant: a prompt passes only if the model reads all of it. If the last message is the assistant's, the policy
+continues it, or the prompt is refused; no second answer follows it.
 
-``ShownCheck`` finds the parts of a conversation that a chat template does not show to the model. The conversation is
-rendered once more with a made-up word in place of each text. A missing word is a part that the model would never read.
-The answer depends on the kinds of messages alone, so it is kept for each kind. There are two exceptions. Reasoning may
-be left out of earlier answers by a template that shows it elsewhere: the model is served so. Ids of calls, and the name
-of the tool in a result, only repeat what the call says.
+``ShownCheck`` finds the parts of a conversation that a chat template does not show to the model. It renders the
+conversation once more with a made-up word, the mark, in place of each text. If the result lacks a mark, the model would
+never read that part. The result depends on the kinds of messages alone, so it is kept for each kind. There are two
+exceptions. A template that shows reasoning elsewhere may leave it out of earlier answers: it does so in use, too. Ids
+of calls, and the name of the tool in a result, get no mark, since they only repeat what the call says.
 
 Fails with ChatRefused, which names the field, and with ConfigError where the model has no chat template.
 """
@@ -31,8 +31,9 @@ from asyncrl.text.tokenizer import Tokenizer
 Prompt = str | list[Message]
 """Text, or chat messages in the form of ``normalise_messages``."""
 CONTINUED = "qkzcontinued"
-"""A word that no template holds; it marks where the last message ends."""
+"""Made-up word at the end of the last message, which the policy continues."""
 MOST_KEPT = 1024
+"""Most kinds of conversations whose result ShownCheck keeps."""
 CALLS_LEFT_OUT = (
     "the chat template shows no calls of tools. Take a model whose template does. If the model writes calls as "
     '<tool_call>{...}</tool_call>, set chat.tool_parser = "json"'
@@ -42,6 +43,7 @@ TOOLS_LEFT_OUT = (
     'leave the column out (for prompts: data.tools_key = "")'
 )
 LEFT_OUT = "the chat template does not show it to the model; {} or take a model whose template does"
+"""Problem of any other part that is not shown; it is completed with the advice for the field in CHANGES."""
 CHANGES = {
     "name": "put it into the content,",
     "reasoning_content": "put it into the content,",
@@ -52,13 +54,16 @@ CHANGES = {
 
 Render = Callable[[Sequence[Message], Sequence[Tool]], str]
 Missing = tuple[int, str, str]
-"""(index of a message, or -1 for the tools; path of the field in it; problem) of a part that is not shown."""
+"""A part that is not shown: index of its message, or -1 for the tools; its path in the message; the problem."""
 UNKNOWN: Missing = (0, "", "")
-"""Marks a kind of conversation that is not checked yet."""
+"""Stands for the result of a kind of conversation that is not checked yet."""
 
 
 def read_prompt(given: Any, field: str, *, continues: bool) -> Prompt:
-    """The prompt in column ``field``; ``continues`` is data.continue_final_message. Raises ChatRefused."""
+    """Check the prompt in column ``field`` and normalise its messages. Raises ChatRefused.
+
+    ``continues`` is data.continue_final_message.
+    """
     if isinstance(given, str):
         if not given.strip():
             raise ChatRefused(field, "is empty")
@@ -82,7 +87,7 @@ def read_prompt(given: Any, field: str, *, continues: bool) -> Prompt:
 
 
 def conversation(prompt: Prompt, system: str | None) -> list[Message]:
-    """The messages of a prompt, behind the system message unless the prompt has one (``developer`` is one)."""
+    """Return a prompt as messages, with ``system`` in front unless it has a system (or developer) message."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system is None or any(message["role"] == "system" for message in messages):
         return messages
@@ -90,7 +95,7 @@ def conversation(prompt: Prompt, system: str | None) -> list[Message]:
 
 
 class PromptEncoder:
-    """Encodes the prompts of one set of data. May be called from several threads at a time."""
+    """Encodes the prompts of one data set. May be called from several threads at a time."""
 
     def __init__(self, tokenizer: Tokenizer, data: DataConfig, config: Config | None = None) -> None:
         self._tokenizer, self._data = tokenizer, data
@@ -98,7 +103,7 @@ class PromptEncoder:
         self._tools_are_code = config is not None and config.episode.kind == "tools"
 
     def __call__(self, prompt: Prompt, tools: Sequence[Tool] = ()) -> tuple[list[int], str]:
-        """The ids of a prompt and its text as the model sees it. Raises ValueError or ConfigError."""
+        """Return the ids of a prompt, and its text as the model sees it. Raises ValueError or ConfigError."""
         if tools and self._tools_are_code:
             problem = "an episode with episode.tools shows the tools of its code alone; set"
             raise ChatRefused(self._data.tools_key, f'{problem} data.tools_key = ""')
@@ -113,10 +118,12 @@ class PromptEncoder:
         return self._tokenizer.encode_prompt(prompt), prompt
 
     def _rendered(self, prompt: Prompt, tools: Sequence[Tool]) -> str:
-        """Check that the template shows all of a prompt, and render it; a last answer is left open. Raises
-        ChatRefused."""
+        """Check that the template shows all of a prompt, and render it up to the policy's answer. Raises ChatRefused.
+
+        If the assistant's message is the last one, the text ends with its content, for the policy to continue.
+        """
         if self._tokenizer.template_text(with_tools=False) is None:
-            # It raises the ConfigError that names the model's folder.
+            # This call raises the ConfigError that names the model's folder.
             self._tokenizer.render_chat(conversation(prompt, None))
         system = self._data.system
         messages = conversation(prompt, system)
@@ -143,12 +150,12 @@ class PromptEncoder:
 
 
 class ShownCheck:
-    """The check of one template.
+    """Checks with one template whether the model reads all parts of a conversation, as the module describes.
 
-    ``render`` gives the text of a conversation; ``writes_calls`` and ``shows_reasoning`` say whether it can show them
-    at all. ``by_answer`` is for supervised conversations, where each answer is trained behind the messages before it. A
-    part then counts as shown if the model reads it before any answer. Some templates show the system message only
-    before the last user.
+    ``render`` returns the text of a conversation. ``writes_calls`` and ``shows_reasoning``: whether the text can have
+    them at all. ``by_answer`` is for supervised conversations, where each answer is trained after the messages before
+    it. A part then counts as shown if the model reads it before any answer. Some templates show the system message only
+    before the last user message.
     """
 
     def __init__(self, render: Render, *, writes_calls: bool, shows_reasoning: bool, by_answer: bool = False) -> None:
@@ -158,7 +165,7 @@ class ShownCheck:
 
     @classmethod
     def of(cls, template: ChatTemplate, chat: ChatConfig, *, by_answer: bool = False) -> ShownCheck:
-        """The check of a model's template; calls in the content count if the run's parser reads them there."""
+        """Make the check of a model's template. Calls in the content count if the run's parser reads them there."""
         return cls(
             lambda messages, tools: template.text(messages, tools, generate=messages[-1]["role"] != "assistant"),
             writes_calls=template.writes_calls or chat.tool_parser == "json",
@@ -169,10 +176,10 @@ class ShownCheck:
     def require(
         self, messages: Sequence[Message], tools: Sequence[Tool], *, field: str, tools_field: str, system: bool = False
     ) -> None:
-        """Raise ChatRefused for the first part that is left out.
+        """Raise ChatRefused for the first part that is not shown.
 
-        ``field`` and ``tools_field`` name the columns; ``system`` says that the first message is data.system, and not
-        the row's.
+        ``field`` and ``tools_field`` are the columns of the messages and the tools, for the error. ``system``: whether
+        the first message is data.system, and not the row's.
         """
         marked = _Marked(messages, tools)
         missing = self._known.get(marked.kind, UNKNOWN)
@@ -191,14 +198,14 @@ class ShownCheck:
         raise ChatRefused(f"{field}[{place - system}]{part}", problem)
 
     def _first_missing(self, marked: _Marked) -> Missing | None:
-        """The first part whose word the rendered text lacks; None if all are shown."""
+        """Render marked messages, and return the first part whose mark the text lacks; None if all are shown."""
         for place, message in enumerate(marked.messages):
             if message.get("tool_calls") and not self._writes_calls:
                 return place, ".tool_calls", CALLS_LEFT_OUT
         try:
             text = self._text(marked.messages, marked.tools)
         except ChatRefused:
-            # The template refuses these words or the conversation itself; its own render says so.
+            # If the template refuses the conversation itself too, its own render will raise the error.
             return None
         for word, place, part in marked.words:
             if word in text or (part == ".reasoning_content" and self._shows_reasoning):
@@ -210,14 +217,14 @@ class ShownCheck:
         return None
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        """The conversation, after the context of each answer if each is trained behind its own."""
+        """Return the rendered conversation; if ``by_answer``, after the rendered messages before each answer."""
         answers = [place for place, message in enumerate(messages) if message["role"] == "assistant" and place]
         ends = [*(answers if self._by_answer else ()), len(messages)]
         return "\n".join(self._render(messages[:end], tools) for end in ends)
 
 
 def hidden_tools(renderer: Renderer, tools: Sequence[Any], options: Mapping[str, Any]) -> list[str]:
-    """Names of tools in a request that do not change the rendered text; empty if the request is refused."""
+    """Return the names of tools in a request that do not change the rendered text; empty for a refused request."""
     asked = [{"role": "user", "content": "q"}]
     try:
         found = normalise_tools(tools)
@@ -229,20 +236,21 @@ def hidden_tools(renderer: Renderer, tools: Sequence[Any], options: Mapping[str,
 
 
 class _Marked:
-    """A conversation with a word of its own in place of each text."""
+    """A conversation in which a made-up word, its mark, replaces each text."""
 
     def __init__(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
         self.words: list[tuple[str, int, str]] = []
-        """Each word with the place of its message, or -1, and its field."""
+        """Each mark with the index of its message, or -1 for the tools, and the path of its field."""
         self.messages = [self._message(message, place) for place, message in enumerate(messages)]
         self.tools = [self._tool(tool, f"[{number}].function") for number, tool in enumerate(tools)]
         self.kind = (
             tuple((message["role"], message["content"] == "") for message in self.messages),
             tuple(self.words),
         )
-        """Everything that the result of the check depends on: roles, and the fields that hold text."""
+        """Everything that the result of the check depends on: the roles, and the fields with a text."""
 
     def _word(self, place: int, part: str) -> str:
+        """Make the mark of the field ``part`` of message ``place``."""
         word = f"qkz{len(self.words)}shown"
         self.words.append((word, place, part))
         return word

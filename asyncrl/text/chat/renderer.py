@@ -1,4 +1,4 @@
-"""Renders messages to tokens through the model's template, extends sampled answers, and parses them.
+"""Renders messages to tokens by the chat template, extends the context after sampled answers, parses answers.
 
 An extension is the tokens between a sampled answer and the next one. Invariant: it is returned only for kinds of turns
 that the check of the template (probe.py) found exact. Then the answer's own ids and the extension equal a single render
@@ -49,7 +49,7 @@ from asyncrl.text.stops import resolve_stops
 from asyncrl.text.tokenizer import Tokenizer
 
 KEPT = 256
-"""Kinds of turns, with options, whose verdict is kept."""
+"""Most kinds of turns (with template options) whose verdict is kept."""
 QUESTION: Message = {"role": "user", "content": "Hello."}
 CLOSED_THINK = f"\n{END_THINK}\n\n"
 
@@ -58,10 +58,10 @@ class Renderer(Protocol):
     """Turns conversations into tokens and answers into messages. May be called from several threads at a time."""
 
     report: ChatReport
-    """Findings of the check at start."""
+    """Result of the check of the template at the start."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]) -> list[int]:
-        """The whole context with generation prompt. Raises ChatRefused."""
+        """Render messages to the tokens of a context that ends with the generation prompt. Raises ChatRefused."""
 
     def extension(
         self,
@@ -72,34 +72,36 @@ class Renderer(Protocol):
         last_ids: Sequence[int],
         finish: FinishReason,
     ) -> list[int] | None:
-        """Context tokens to put behind a sampled answer: its seam, the new messages, the generation prompt.
+        """Return the tokens between a sampled answer and the next: the seam, ``messages``, the generation prompt.
 
-        ``messages`` follow the answer, and none is of the assistant; ``last_ids`` are all of the answer's. None where
-        the template does not allow it: then everything is to be rendered. Raises ChatRefused.
+        ``last_ids`` are all tokens of the answer, and ``messages`` follow it, none of them by the assistant. The seam
+        is the text that the template writes after an answer. None if an extension would not be exact: the caller must
+        then render the whole conversation. Raises ChatRefused.
         """
 
     def answer(
         self, before: Sequence[Message], answer: Message, tools: Sequence[Tool], options: Mapping[str, Any]
     ) -> list[int]:
-        """The tokens of a written answer with its end, as they follow ``render`` of the messages before it. Raises
-        ChatRefused.
+        """Return the tokens of a written answer with its end token, as they follow ``render`` of ``before``.
+
+        Raises ChatRefused.
         """
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of an answer, whole or only begun, as ``parse`` reads it."""
+        """Return the text of an answer, whole or only begun, that ``parse`` reads."""
 
     def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
-        """The parts of a whole answer. Never fails."""
+        """Split a whole answer into its parts. Never fails."""
 
 
 class TemplateRenderer:
-    """The Renderer through the model's own chat template."""
+    """The Renderer that uses the model's own chat template."""
 
     def __init__(self, template: ChatTemplate, parsers: Parsers, chat: ChatConfig) -> None:
         self._template = template
         self._parsers = parsers
         self._history: History = chat.history
-        # Keyed by the options as JSON text. Two threads may check the same at once: neither waits for the other.
+        # The key has the options as JSON text. Two threads may do the same check at once: neither waits for the other.
         self._finding = lru_cache(KEPT)(self._examine)
         self._opens_thinking = lru_cache(KEPT)(self._opens)
         keep = parsers.parser.markers
@@ -136,9 +138,9 @@ class TemplateRenderer:
         ended = last_ids[-1] in self._template.end_ids
         parsed = self.parse(last_ids, tools, options)
         if parsed.unfinished and (ended or self._history == "template"):
-            # A single render closes the reasoning before the answer ends.
+            # A single render would close the reasoning within this answer, which the sampled tokens do not.
             return None
-        # Earlier answers may have reasoning although this one has none.
+        # Even if this answer has no reasoning, earlier ones may have some.
         thinks = self._parsers.thinks and self._history == "template"
         shape = Shape.of(messages, reasoning=thinks, ended=ended, with_tools=bool(tools))
         if self._finding(shape, _key(options)).verdict != "extend":
@@ -146,9 +148,9 @@ class TemplateRenderer:
         answer = _stand_in(messages, parsed)
         turn = learn_turn(self._template, [QUESTION], answer, messages, tools, options)
         if isinstance(turn, str) or (ended and self._template.ends.get(turn.end) != last_ids[-1]):
-            # The template writes one of several tokens that end an answer.
+            # The model has ended the answer with another end token than the one that the template writes.
             return None
-        # An answer that was cut within its reasoning: that is closed before the turn is.
+        # If the answer was cut within its reasoning, the reasoning is closed before the end token.
         close = CLOSED_THINK if parsed.unfinished else ""
         return extension_ids(self._template, turn, ended=ended, close=close)
 
@@ -170,14 +172,14 @@ class TemplateRenderer:
         return self._template.tokenizer.decode(kept, keep_special=True)
 
     def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
-        """The tokens of an answer without the one that ends it."""
+        """Return the tokens of an answer without the end token."""
         return ids[:-1] if ids and ids[-1] in self._template.end_ids else ids
 
     def _examine(self, shape: Shape, options: str) -> TurnCheck:
         return examine(self._template, shape, self._history, json.loads(options))
 
     def _opens(self, with_tools: bool, options: str) -> bool:
-        """Whether the generation prompt opens the reasoning."""
+        """Whether the generation prompt opens the reasoning, with or without tools, under these options (JSON text)."""
         tools, given = TOOLS if with_tools else (), json.loads(options)
         try:
             asked = self._template.text([QUESTION], tools, given)
@@ -194,11 +196,11 @@ def make_renderer(
     *,
     engine_parsers: EngineParsers | None = None,
 ) -> Renderer:
-    """The renderer of a run, with its template checked: some tenths of a second of work.
+    """Make the renderer of a run and check its template, which takes some tenths of a second.
 
-    Answers end at the tokenizer's own tokens and at those of rollout.stop; ``engine_parsers`` makes parsers of the
-    inference engine. Raises ConfigError where the model has no chat template or no such stop token, or the package that
-    chat.renderer names is not there.
+    Answers end at the tokenizer's own end tokens and at those of rollout.stop. ``engine_parsers`` makes the parsers of
+    the inference engine. Raises ConfigError if the model has no chat template or no such stop token, or if the package
+    that chat.renderer names is missing.
     """
     chat = config.chat
     path = config.model.path or "the model"
@@ -212,7 +214,7 @@ def make_renderer(
 def choose_parsers(template: ChatTemplate, chat: ChatConfig, engine_parsers: EngineParsers | None = None) -> Parsers:
     """Choose the parsers that ``chat`` names, or for "auto" those that fit the template.
 
-    Without ``engine_parsers`` those of an engine are replaced by ones that find nothing, which is enough for a check.
+    Without ``engine_parsers``, an engine's parser is replaced by one that finds nothing, which is enough for a check.
     """
     notes: list[str] = []
     tools, reasoning = chat.tool_parser, chat.reasoning_parser
@@ -238,9 +240,9 @@ def choose_parsers(template: ChatTemplate, chat: ChatConfig, engine_parsers: Eng
 
 
 def _recognise_calls(template: ChatTemplate) -> tuple[str, str]:
-    """Find the parser of calls by the template's own form of them; returns its name, or "none" and a note for the user.
+    """Find the parser that reads the calls which the template writes. Returns its name and a note for the user.
 
-    The name is "json" if JsonCallParser reads the calls that the template has written.
+    The name is "json" if JsonCallParser reads them; the note is then empty. Otherwise the name is "none".
     """
     if not template.writes_calls:
         return "none", "the template writes no calls of tools: set chat.tool_parser to the form that the model uses"
@@ -255,13 +257,13 @@ def _recognise_calls(template: ChatTemplate) -> tuple[str, str]:
         names = [call["function"]["name"] for call in calls["tool_calls"]]
         if [call.name for call in parsed.calls] == names and ANSWER in parsed.calls[0].arguments:
             return "json", ""
-        # The template has written them, so its form is seen not to be this one.
+        # The template has written the calls in another form; further tries would not change that.
         break
     return "none", "the form in which the template writes calls is not known here: set chat.tool_parser to vLLM's name"
 
 
 def _seam(template: ChatTemplate) -> tuple[str, str, str]:
-    """The text that ends an answer, the text that the template writes behind it, and a note for the user.
+    """Find the text that ends an answer, the seam that the template writes after it, and a note for the user.
 
     The note is empty unless sampling goes past that end. All three are empty if the template shows no such turn.
     """
@@ -285,7 +287,7 @@ def _seam(template: ChatTemplate) -> tuple[str, str, str]:
 
 
 def _stand_in(messages: Sequence[Message], parsed: Parsed) -> Message:
-    """An answer of the same form as the one that was sampled, with made-up words."""
+    """Return an answer with made-up words in the form of the sampled one, with a call for each result that follows."""
     answer: Message = {"role": "assistant", "content": ANSWER}
     results = list(takewhile(lambda message: message["role"] == "tool", messages))
     if not results:

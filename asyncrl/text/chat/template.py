@@ -1,7 +1,8 @@
-"""The chat template of a model as conversations use it. Its peculiarities are learnt at the start from its renders.
+"""Renders conversations by the chat template of a model, in the form that this template takes.
 
+At the start, small test conversations are rendered to learn the form: how the template takes text, calls and reasoning.
 Invariant: a rendered text depends on messages, tools and options alone. Fails with ChatRefused on a conversation that
-the template refuses, with ConfigError where there is no template.
+the template refuses, with ConfigError if the model has no template.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from asyncrl.text.chat.parsers import END_THINK, THINK, write_calls
 from asyncrl.text.tokenizer import Tokenizer
 
 SHORT_ID = 9
-"""Mistral's templates refuse ids of calls of another length."""
+"""Characters of a short id of a call: Mistral's templates refuse any other length."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _NAME = "qkzcall"
 _TOOLS: list[Tool] = [
@@ -31,15 +32,15 @@ _TOOLS: list[Tool] = [
         },
     }
 ]
-"""A tool with every field that a template may ask for."""
+"""A tool that has every field that a template may read."""
 _USER: Message = {"role": "user", "content": "q"}
 _WORDED: Message = {"role": "user", "content": _NAME}
 
 
 class ChatTemplate:
-    """Renders conversations, and knows the tokens at which answers end.
+    """Renders conversations, and knows the tokens that end an answer.
 
-    ``end_ids`` are those at which the engine stops. Raises ConfigError where the model has no template.
+    ``end_ids`` are the tokens at which the engine stops. Raises ConfigError if the model has no template.
     """
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int], *, path: str = "the model") -> None:
@@ -50,18 +51,18 @@ class ChatTemplate:
         self.end_ids = frozenset(end_ids)
         texts = ((tokenizer.decode([id], keep_special=True), id) for id in sorted(self.end_ids))
         self.ends = {text: id for text, id in texts if text and _encoded(tokenizer, text) == [id]}
-        """The tokens that end an answer by their text, if that text encodes to them."""
+        """Ids of the tokens that end an answer, by their text; only those whose text encodes to them."""
         self._short_ids = False
         self._arguments_as_text = False
-        """Whether the template takes the arguments of calls as JSON text."""
+        """Whether the template must get the arguments of calls as JSON text."""
         self._as_parts = False
-        """Whether the template shows lists of text parts alone."""
+        """Whether the template shows content only if it is a list of text parts."""
         self._reasoning_key = REASONING[0]
-        """The field in which the template looks for reasoning."""
+        """Field of a message from which the template reads reasoning."""
         self.shows_reasoning = False
         """Whether the template writes the reasoning of any answer, or its generation prompt opens one."""
         self.writes_calls = True
-        """Whether the template writes the calls of an earlier answer; otherwise they are put into its content."""
+        """Whether the template writes the calls of an earlier answer; otherwise ``text`` puts them into its content."""
         self._learn()
 
     def _learn(self) -> None:
@@ -83,7 +84,7 @@ class ChatTemplate:
         self._learn_reasoning()
 
     def _learn_reasoning(self) -> None:
-        """Find the field of reasoning that the template shows, or whether its generation prompt opens a reasoning."""
+        """Find the field from which the template writes reasoning, or whether its generation prompt opens one."""
         for key in REASONING:
             plain = {"role": "assistant", "content": "q", key: _NAME}
             called = _call("call_0_0", "f") | {key: _NAME}
@@ -104,7 +105,7 @@ class ChatTemplate:
         *,
         generate: bool = True,
     ) -> str:
-        """A conversation as the model sees it. Raises ChatRefused."""
+        """Render a conversation as the model sees it. Raises ChatRefused."""
         shown = [self._shown(message) for message in messages]
         try:
             return self.tokenizer.render_chat(shown, tools, options, generate=generate)
@@ -114,19 +115,19 @@ class ChatTemplate:
             raise ChatRefused("messages", str(error)) from None
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text. Raises ChatRefused."""
+        """Encode a text. Raises ChatRefused."""
         try:
             return self.tokenizer.encode(text)
         except ValueError as error:
             raise ChatRefused("messages", str(error)) from None
 
     def first_end(self, text: str) -> tuple[int, str] | None:
-        """The place and the text of the first token that ends an answer; of several at one place, the longest."""
+        """Find the first end token in a text. Returns its index and its text; of several at one index, the longest."""
         found = [(at, -len(end), end) for end in self.ends if (at := text.find(end)) >= 0]
         return (min(found)[0], min(found)[2]) if found else None
 
     def _shown(self, message: Message) -> Message:
-        """The message in the form that this template takes, as ``_learn`` has found it."""
+        """Convert a message to the form that this template takes, as ``_learn`` has found it."""
         calls = message.get("tool_calls")
         if calls and not self.writes_calls:
             content = "\n".join(text for text in (message["content"], write_calls(calls)) if text)
@@ -145,7 +146,7 @@ class ChatTemplate:
         return message
 
     def _tried(self, messages: Sequence[Message], tools: Sequence[Tool] = _TOOLS) -> str:
-        """The text, or empty if the template refuses it."""
+        """Render a test conversation; empty if the template refuses it."""
         try:
             return self.text(messages, tools, generate=False)
         except ChatRefused:
@@ -153,7 +154,7 @@ class ChatTemplate:
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text; empty if the vocabulary lacks a part of it."""
+    """Encode a text; empty if the vocabulary lacks a part of it."""
     try:
         return tokenizer.encode(text)
     except ValueError:
@@ -161,13 +162,13 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _shorten(id: str) -> str:
-    """A short id, as unique as the long one."""
+    """Return a short id for a long one, by a hash, so that different ids stay different."""
     digest = hashlib.blake2b(id.encode(), digest_size=SHORT_ID).digest()
     return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
 
 
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with its arguments as JSON text."""
+    """Return the call with its arguments as JSON text."""
     function = call["function"]
     if isinstance(function["arguments"], str):
         return call

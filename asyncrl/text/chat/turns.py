@@ -1,16 +1,17 @@
-"""How a template writes an answer and the text behind it, learnt from a rendered conversation. Pure.
+"""Learns how a template writes an answer and the text after it, from a rendered conversation. Pure.
 
-``learn_turn`` learns it from made-up words; ``answer_ids`` gives the tokens of a written answer, such as one of a
-dataset, as the policy would sample them behind its context. Invariant: these follow the generation prompt and end with
+``learn_turn`` learns it from made-up words. ``answer_ids`` gives the tokens of a written answer, such as one of a
+dataset, as the policy would sample them after its context. Invariant: these follow the generation prompt and end with
 the token that ends an answer, so training matches the contexts that the model will see. Only the template writes that
 token: an answer with its text is refused.
 
 A conversation with made-up words in known places is rendered twice: up to the question, and with the answer and the
-rest. If the first text begins the second, the rest has three parts. They are the words that the model samples, the
-token that ends them, and the context of the next answer.
+messages after it. If the first text begins the second, the rest of the second has three parts. They are the words that
+the model samples, the token that ends them, and the context of the next answer. An answer's frame is the text that the
+template writes around its words.
 
 Raises ChatRefused, which names the part of the message, if the template refuses the conversation. ``learn_turn``
-returns the reason if the answer is not found in it.
+returns the reason if it does not find the answer in the text.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NEXT = "qkznext"
 """Words that no template holds."""
 FIELD = "answer"
 OTHERS = ("qkz", "zqk")
-"""Answers that share no beginning."""
+"""Two answers that do not begin with the same character."""
 _QUESTION: Message = {"role": "user", "content": "q"}
 
 
@@ -44,9 +45,9 @@ class ChatTurn:
     asked: str
     """Text up to the model's answer."""
     sampled: str
-    """Words that the model would have sampled, without the token that ends them."""
+    """Text that the model would have sampled, without the token that ends it."""
     end: str
-    """The token that ends an answer; empty if the template writes none that the model samples."""
+    """Text of the token that ends the answer; empty if the template writes none at which the engine stops."""
     after: str
     """Text after the end: the rest of the answer's frame, the messages that follow, the next generation prompt."""
     dropped: str = ""
@@ -61,10 +62,11 @@ def learn_turn(
     tools: Sequence[Tool],
     options: Mapping[str, Any],
 ) -> ChatTurn | str:
-    """The turn, or the reason why a single render does not continue the model's answer. Raises ChatRefused.
+    """Learn the text of a turn; or return the reason why a single render does not continue the model's answer.
 
-    The content of ``answer`` begins with ANSWER; without content ANSWER is the last word of its calls. Its reasoning is
-    THOUGHT.
+    ``before``, ``answer`` and ``tail`` are the conversation: the messages before the answer, and after it. The content
+    of ``answer`` begins with ANSWER. If it has no content, ANSWER is the last word of its calls. Its reasoning is
+    THOUGHT. Raises ChatRefused.
     """
 
     def text(messages: Sequence[Message], *, generate: bool = True) -> str:
@@ -82,12 +84,13 @@ def learn_turn(
     if head is None or not rest.startswith(head):
         return "an answer in the context does not begin as the generation prompt does"
     excess, rest = prompt[len(head) :], rest[len(head) :]
-    # The last occurrence: each of several calls has one.
+    # The last occurrence, because each call has one.
     place = rest.rfind(ANSWER)
     if place < 0:
         return "the template leaves the answer out"
     dropped = ""
-    # The generation prompt may begin the answer, as by <think>; a template may leave that out of earlier answers.
+    # The generation prompt may begin the answer, as by <think> (``excess``). A template may leave that out of earlier
+    # answers.
     if rest.startswith(excess):
         rest, place = rest[len(excess) :], place - len(excess)
     else:
@@ -95,7 +98,7 @@ def learn_turn(
     thought = _dropped_thought(excess, "reasoning_content" in answer, rest[:place], dropped != "")
     words = answer["content"] or ANSWER
     if not rest.startswith(words, place):
-        # The template trims the words.
+        # The template has removed blanks at the end.
         words = ANSWER
     found = _split(template, rest, place + len(words), text, before, answer)
     if isinstance(found, str):
@@ -105,7 +108,7 @@ def learn_turn(
 
 
 def _plain_head(text: Any, before: Sequence[Message], tail: Sequence[Message], base: str) -> str:
-    """Text that the template writes between ``base`` and the words of an answer without reasoning or calls."""
+    """Return the text between ``base`` and the words of an answer that has neither reasoning nor calls."""
     plain: Message = {"role": "assistant", "content": ANSWER}
     later = [message for message in tail if message["role"] != "tool"] or [{"role": "user", "content": NEXT}]
     try:
@@ -116,14 +119,18 @@ def _plain_head(text: Any, before: Sequence[Message], tail: Sequence[Message], b
 
 
 def _common_head(prompt: str, head: str) -> str | None:
-    """The shorter of generation prompt and head, if it begins the other; else None."""
+    """Return the shorter of the generation prompt and ``head`` if it begins the other; else None."""
     if prompt.startswith(head):
         return head
     return prompt if head.startswith(prompt) else None
 
 
 def _dropped_thought(excess: str, thinks: bool, lead: str, is_dropped: bool) -> str:
-    """Reasoning that the model samples but the template leaves out of ``lead``, the text before the answer."""
+    """Return the reasoning that the model samples, with its tags, if the template leaves it out; else an empty string.
+
+    ``excess`` is the beginning of the answer in the generation prompt; ``is_dropped``: whether the template leaves it
+    out. ``thinks``: whether the answer has reasoning. ``lead`` is the text before the answer's words.
+    """
     opened = THINK in excess and END_THINK not in excess.rpartition(THINK)[2]
     if THOUGHT in lead or not (thinks or (opened and is_dropped)):
         return ""
@@ -144,7 +151,7 @@ def _split(
         return rest[: place + at], end, rest[place + at + len(end) :]
     if not answer.get("tool_calls"):
         return rest[:place], "", rest[place:]
-    # Answers without calls show where the call ends and the frame of the answer begins.
+    # An answer without calls shows the frame; what is written before the frame in this answer belongs to the call.
     plain = text([*before, {"role": "assistant", "content": ANSWER}], generate=False)
     called = text([*before, answer], generate=False)
     frame = plain[plain.rfind(ANSWER) + len(ANSWER) :]
@@ -162,7 +169,10 @@ def answer_ids(
     tools: Sequence[Tool],
     options: Mapping[str, Any],
 ) -> list[int]:
-    """The tokens of ``answer``, with its end, as the policy would sample them after ``before``. Raises ChatRefused."""
+    """Return the tokens of a written answer up to its end token, as the policy would sample them after ``before``.
+
+    Raises ChatRefused.
+    """
     asked = template.text(before, tools, options)
     whole = template.text([*before, answer], tools, options, generate=False)
     written = _written(answer)
@@ -176,16 +186,16 @@ def answer_ids(
         at, end = found
         words, last = rest[:at], [template.ends[end]]
     else:
-        # Any end token will do: always the smallest.
+        # The template writes no end token, so any will do: take the smallest.
         words, last = _unframed(template, rest, options), sorted(template.end_ids)[:1]
     return [*continuation(template.tokenizer, template.ids(asked), asked, words), *last]
 
 
 def continuation(tokenizer: Tokenizer, context: Sequence[int], text: str, words: str) -> list[int]:
-    """The tokens of ``words`` behind ``text``, whose tokens are ``context``.
+    """Return the tokens of ``words`` after ``text``, whose tokens are ``context``. Raises ChatRefused.
 
-    They are cut from the tokens of both texts together, or, if a token would span the seam, encoded from the words
-    alone. Raises ChatRefused.
+    Both texts are encoded together and the context is cut off. If a token spans the boundary, the words are encoded
+    alone.
     """
     try:
         whole = tokenizer.encode(text + words)
@@ -197,7 +207,11 @@ def continuation(tokenizer: Tokenizer, context: Sequence[int], text: str, words:
 
 
 def _behind(asked: str, whole: str, answer: Message) -> str | None:
-    """The text that follows the generation prompt; None if ``whole`` does not continue it."""
+    """Return the text that follows the generation prompt; None if ``whole`` does not continue ``asked``.
+
+    If the generation prompt opens the reasoning, and the template leaves reasoning out, the answer's reasoning is
+    added.
+    """
     if whole.startswith(asked):
         return whole[len(asked) :]
     head, opens, tail = asked.rpartition(THINK)
@@ -219,10 +233,10 @@ def _behind_moved(
     tools: Sequence[Tool],
     options: Mapping[str, Any],
 ) -> str:
-    """The text that follows the generation prompt if an answer changes the text before it.
+    """Return the text that follows the generation prompt, if an answer changes the text before it.
 
-    Some templates move tools or the system message with the last question. Two answers without a common beginning are
-    rendered; their common text ends where the answer begins.
+    Some templates move tools or the system message with the last question. Two answers that begin differently are
+    rendered; their texts are equal up to the place where an answer begins. Raises ChatRefused.
     """
     base = template.text(before, tools, options, generate=False)
     others = ({"role": "assistant", "content": word} for word in OTHERS)
@@ -236,7 +250,7 @@ def _behind_moved(
 
 
 def _unframed(template: ChatTemplate, rest: str, options: Mapping[str, Any]) -> str:
-    """The words of an answer without an end token in the template, without the frame that follows each answer."""
+    """Remove the frame after an answer that has no end token. Returns the answer's words. Raises ChatRefused."""
     shown = template.text([_QUESTION, {"role": "assistant", "content": ANSWER}], (), options, generate=False)
     frame = shown[shown.rfind(ANSWER) + len(ANSWER) :]
     if not rest.endswith(frame):
@@ -245,6 +259,6 @@ def _unframed(template: ChatTemplate, rest: str, options: Mapping[str, Any]) -> 
 
 
 def _written(answer: Message) -> str:
-    """All text of the message itself: content, reasoning and calls."""
+    """Return all text of a message: content, reasoning and calls."""
     calls = answer.get("tool_calls", ())
     return "\n".join([answer["content"], answer.get("reasoning_content", ""), json.dumps(calls, ensure_ascii=False)])

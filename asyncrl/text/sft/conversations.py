@@ -1,4 +1,4 @@
-"""The conversations of ``sft.data``: read, checked, made into tokens, and dealt out to steps.
+"""Reads and checks the conversations of ``sft.data``, encodes them, and assigns them to steps.
 
 Invariant: the conversations of a supervised step are a pure function of (all conversations, run.seed, its number). So a
 resumed run continues with the next conversations. Each epoch has every conversation once.
@@ -28,7 +28,7 @@ LONG = 'raise sft.max_tokens if the memory allows it, or set sft.on_long = "cut"
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRow:
-    """A row as tokens. ``place`` is FILE:LINE."""
+    """A conversation as tokens. ``place`` is the position of its row, FILE:LINE."""
 
     place: str
     sequences: list[Encoded]
@@ -40,28 +40,28 @@ class Conversations:
 
     rows: list[TokenizedRow]
     fingerprint: str
-    """Hex digest of the tokens and of the positions that are trained."""
+    """Digest of the tokens and of the positions that are trained, in hexadecimal."""
     seed: int
     batch: int
     """Conversations of each step."""
     skipped: int = 0
     """Rows left out under sft.on_bad_row = "skip"."""
     first_skipped: str = ""
-    """The first of them: FILE:LINE and its problem."""
+    """Position and problem of the first such row, as FILE:LINE: PROBLEM."""
 
     def of_step(self, number: int) -> list[TokenizedRow]:
-        """Conversations of supervised step ``number``, counted from 1 over warm steps and then those of the run."""
+        """Return the conversations of supervised step ``number``, which counts from 1, warm steps included."""
         order = EpochOrder(self.fingerprint, self.seed, len(self.rows))
         first = (number - 1) * self.batch
         return [self.rows[order.at(position)[1]] for position in range(first, first + self.batch)]
 
     def epochs(self, number: int) -> float:
-        """How many times all conversations have been trained after supervised step ``number``; may be a fraction."""
+        """Return the number of epochs trained after supervised step ``number``, as a fraction."""
         return number * self.batch / len(self.rows)
 
 
 def make_encoder(config: Config, tokenizer: Tokenizer) -> Encoder:
-    """The encoder of a run. Raises ConfigError."""
+    """Make the encoder of a run. Raises ConfigError."""
     if tokenizer.template_text(with_tools=False) is None:
         return Encoder(config, tokenizer, None)
     return Encoder(config, tokenizer, make_renderer(config, tokenizer))
@@ -70,7 +70,10 @@ def make_encoder(config: Config, tokenizer: Tokenizer) -> Encoder:
 def load_conversations(
     config: Config, tokenizer: Tokenizer | None = None, *, goes_on: Callable[[], bool] = lambda: True
 ) -> Conversations:
-    """Read and encode the rows, in order, until ``goes_on`` returns False. Raises DataError or ConfigError."""
+    """Read and encode the rows of sft.data, in order, until ``goes_on`` returns False. Raises DataError or ConfigError.
+
+    An unusable row raises DataError, or is skipped and counted under sft.on_bad_row = "skip".
+    """
     sft = config.sft
     assert sft.data is not None
     tokenizer = tokenizer_of(config) if tokenizer is None else tokenizer
@@ -92,7 +95,7 @@ def load_conversations(
             continue
         rows.append(TokenizedRow(f"{raw.path}:{raw.line}", sequences))
         for each in sequences:
-            # The lengths give the same tokens in other sequences another digest.
+            # With the lengths, the same tokens divided into other sequences have another digest.
             digest.update(np.array([len(each.ids), len(each.trained)], np.int64).tobytes())
             digest.update(each.ids.tobytes())
             digest.update(each.trained.tobytes())

@@ -1,4 +1,4 @@
-"""A row of ``sft.data`` to sequences of tokens with the positions that have a loss. Pure.
+"""Encodes a row of ``sft.data`` as sequences of tokens, with the positions that have a loss. Pure.
 
 A conversation is laid out as the rollouter lays out an episode of the policy: an answer's tokens follow the generation
 prompt. The context of the next answer continues from them if the chat template allows it; otherwise another sequence
@@ -33,7 +33,7 @@ class BadConversation(ValueError):
 
 
 class LongConversation(BadConversation):
-    """A row whose tokens are more than the longest sequence."""
+    """A row with more tokens than the longest sequence may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Encoder:
             self._shown = _shown_check(config, tokenizer, renderer)
 
     def __call__(self, row: Any) -> list[Encoded]:
-        """The sequences of a row, at least one, each with a loss. Raises BadConversation."""
+        """Encode a row as sequences: at least one, each with a loss. Raises BadConversation."""
         if not isinstance(row, dict):
             raise BadConversation(f"is no object; a row is {KEYS}")
         try:
@@ -71,6 +71,7 @@ class Encoder:
         return fitted
 
     def _is_plain(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row is a prompt and a completion to be encoded as plain text. Raises BadConversation."""
         if "messages" in row:
             return False
         if "prompt" not in row or "completion" not in row:
@@ -78,7 +79,7 @@ class Encoder:
         return self._template == "plain"
 
     def _plain(self, row: Mapping[str, Any]) -> list[Encoded]:
-        """The sequence of a prompt and its completion as plain text; empty for a completion without tokens."""
+        """Encode a prompt and its completion as plain text: one sequence, or none if the completion has no tokens."""
         prompt, completion = row["prompt"], row["completion"]
         for key, value in (("prompt", prompt), ("completion", completion)):
             if not isinstance(value, str):
@@ -86,7 +87,7 @@ class Encoder:
         ids = self._tokenizer.encode_prompt(prompt)
         if not ids:
             raise BadConversation("prompt: has no tokens")
-        # Tokens that a tokenizer puts in front are no part of the text.
+        # Without the tokens that a tokenizer adds in front: they are no part of the text.
         bare = self._tokenizer.encode(prompt)
         answer = continuation(self._tokenizer, bare, prompt, completion)
         ends = self._tokenizer.eos_ids
@@ -96,7 +97,7 @@ class Encoder:
         return [Encoded(np.array([*ids, *answer], np.int32), trained)] if answer else []
 
     def _chat(self, row: Mapping[str, Any]) -> list[Encoded]:
-        """The sequences of a conversation, after a check that the template shows all of it."""
+        """Check that the template shows all of a conversation, and encode it as sequences."""
         if self._renderer is None or self._shown is None:
             raise BadConversation("needs a chat template, and the model has none")
         given = row["messages"] if "messages" in row else _of_prompt(row)
@@ -109,7 +110,7 @@ class Encoder:
         return _lay_out(self._renderer, messages, [1] * before + weights, tools, first=before)
 
     def _fitted(self, whole: Encoded) -> Encoded:
-        """The sequence, cut at the longest length if sft.on_long allows it. Raises LongConversation."""
+        """Return the sequence, cut to the longest length if sft.on_long allows it. Raises LongConversation."""
         if len(whole.ids) <= self._longest:
             return whole
         if not self._cuts:
@@ -119,7 +120,7 @@ class Encoder:
 
 
 def _shown_check(config: Config, tokenizer: Tokenizer, renderer: Renderer) -> ShownCheck:
-    """The check that the model reads all of a row, through the renderer that lays it out."""
+    """Make the check that the model reads all of a row, with the renderer that lays the row out."""
     if config.chat.renderer == "template":
         return ShownCheck.of(ChatTemplate(tokenizer, tokenizer.eos_ids), config.chat, by_answer=True)
     return ShownCheck(
@@ -136,6 +137,7 @@ def _lay_out(
     """Lay a conversation out as sequences: one continues as long as the template allows it, then another begins.
 
     ``weights`` has 1 for each message that is trained, else 0. ``first`` is the index of the row's own first message.
+    Raises ChatRefused.
     """
     sequences: list[Encoded] = []
     ids: list[int] = []
@@ -172,7 +174,7 @@ def _encoded(ids: Sequence[int], trained: Sequence[int]) -> Encoded:
 
 
 def _of_prompt(row: Mapping[str, Any]) -> list[Any]:
-    """The messages of a prompt and its completion."""
+    """Return the messages of a row with a prompt and its completion. Raises BadConversation."""
     prompt, completion = row["prompt"], row["completion"]
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     answered = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
@@ -182,7 +184,7 @@ def _of_prompt(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _weight(message: Mapping[str, Any], field: str) -> int:
-    """1 for an answer that is trained, as in OpenAI's files for fine-tuning."""
+    """Return 1 if an answer is trained, else 0: its ``weight``, as in OpenAI's files for fine-tuning."""
     weight = message.get("weight")
     if weight is None:
         return 1
