@@ -7,10 +7,10 @@ writes.
 
 A record is one MessagePack value, an array of two: the xxh3_64 of the body, and the body as a byte string. The body is
 the MessagePack map of a struct; arrays in it are [dtype, shape, bytes], little-endian. The bytes before the body have a
-fixed size, so a file is read record by record, and any streaming reader of MessagePack can read it too.
+fixed size, so a file is read record by record. Any streaming reader of MessagePack can read it too.
 
-Invariants: a file and a record are read whole and as they were written, or not at all; a reader holds one record at a
-time; nothing is unpickled.
+Invariants: a file and a record are read whole and as they were written, or not at all. A reader holds one record at a
+time, and nothing is unpickled.
 
 Fails with CheckpointError naming the file; ``read_groups`` with DataError, which names the number of the record too.
 """
@@ -258,12 +258,14 @@ def _error(file: BinaryIO, number: int, problem: str) -> DataError:
 
 
 def _encode_array(value: Any) -> Any:
+    """Encode an array as [dtype, shape, bytes]. Raises TypeError for any other value."""
     if not isinstance(value, np.ndarray) or value.dtype.name not in DTYPES:
         raise TypeError(f"{getattr(value, 'dtype', type(value).__name__)} cannot be stored in a record")
     return [value.dtype.name, list(value.shape), np.ascontiguousarray(value).reshape(-1).view(np.uint8).data]
 
 
 def _decode_array(kind: type, value: Any) -> Any:
+    """Decode [dtype, shape, bytes] to an array. Raises ValueError."""
     if kind is not np.ndarray:
         raise ValueError(f"{kind.__name__} is no array type")
     if not (isinstance(value, list) and len(value) == 3):

@@ -188,6 +188,7 @@ class CheckpointFolder:
             return [(int(name[1]), int(name[2] or 0), name[0]) for name in found if counts(self.folder / name[0])]
 
     def _names(self) -> list[str]:
+        """Return the names of everything in the folder; empty if there is no folder."""
         with _naming(self.folder):
             try:
                 return os.listdir(self.folder)
@@ -290,6 +291,7 @@ class CheckpointFolder:
         return self._set_aside(path, "damaged")
 
     def _set_aside(self, path: Path, why: str) -> Path:
+        """Rename a checkpoint to WHY-NAME, with a number added if that name is taken. Returns its new path."""
         target, count = self.folder / f"{why}-{path.name}", 1
         with _naming(target):
             while target.exists():
@@ -318,6 +320,7 @@ class CheckpointFolder:
         return self._incarnation
 
     def _refuse_if_older(self, incarnation: int) -> None:
+        """Raise CheckpointError if a newer learner than ``incarnation`` has claimed the folder."""
         newest = self.newest_writer()
         if newest > incarnation:
             raise CheckpointError(
@@ -369,6 +372,7 @@ def step_of(path: Path) -> int | None:
 
 
 def _read_complete(mark: Path) -> _Complete:
+    """Read the COMPLETE of a checkpoint. Raises CheckpointError, or DamagedCheckpoint if it is missing or damaged."""
     with reading(mark):
         try:
             text = mark.read_bytes()

@@ -4,9 +4,9 @@ When a learner restores a checkpoint, it compares the origin in it with its own.
 differs, it gives them back: they are not restored. No outcome was reported for them, so the dataloader leases their
 prompts for another generation. So a group is trained only under the configuration that made it.
 
-Files are compared by digests: the module that MODULE:FUNCTION names, and the files in the model's folder that define
-tokens, the chat template and end-of-sequence tokens. Modules that users' code imports, files that it reads, programs
-and servers are not compared. Nothing is imported, and a file that is not found on this host is not compared.
+Files are compared by digests. They are the module that MODULE:FUNCTION names, and the files in the model's folder that
+define tokens, the chat template and end-of-sequence tokens. Modules that users' code imports, files that it reads,
+programs and servers are not compared. Nothing is imported, and a file that is not found on this host is not compared.
 
 The launcher takes the digests once for each attempt of a run, before its processes load the files. Learners read them
 in the run folder (DIGESTS), so a file that is edited while the run lives changes no digest. The next resume sees the

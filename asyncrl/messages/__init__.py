@@ -49,7 +49,8 @@ class Request(Message, frozen=True, kw_only=True):
     reply: ClassVar[type[Message]]
     idempotent: ClassVar[bool] = True
     idle: ClassVar[bool] = False
-    """Whether waiting for the answer is normal idleness. The request is then parked until there is news."""
+    """Whether waiting for the answer is normal idleness. The request is then parked: answered once there is news, or
+    empty when the caller's waiting time is over."""
 
 
 class Done(Message, frozen=True):

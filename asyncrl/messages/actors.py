@@ -104,9 +104,10 @@ class Aside(Struct, gc=False, frozen=True, array_like=True):
 
 
 class RunState(Message, frozen=True, kw_only=True):
-    """The state of the run."""
+    """The state of the run, as the controller reports it to all actors and the launcher."""
 
     number: int
+    """Number of this state: each change of the state gets a higher one."""
     phase: RunPhase
     draining: list[str] = []
     """Roles that must end now. A role drains before those that it delivers to (controller/state/run_state.py)."""
@@ -116,7 +117,9 @@ class RunState(Message, frozen=True, kw_only=True):
     """Path of the failed actor's log; empty if unknown."""
     exit_code: int = 0
     last_line: int = 0
+    """Number of the last of ``lines``; the caller gives it as WatchRun.seen_line next time."""
     lines: list[dict[str, Any]] = []
+    """The next metrics lines after WatchRun.seen_line, oldest first."""
     waiting_for: list[str] = []
     """Actors that are not ready yet, while the run starts. Sent only to callers that request metrics lines."""
     waits: list[str] = []

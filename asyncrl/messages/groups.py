@@ -1,5 +1,8 @@
 """The lease of a prompt group, as a rollouter requests and returns it, and the group that it generates.
 
+The conversation of an episode may fork, where a context does not continue an earlier answer. A **path** leads from its
+first message to one of its ends.
+
 **Seals** prove to the learner which rollouter a lease was given to, so it need not ask the dataloader. The dataloader
 seals each lease for one incarnation of one rollouter, with a key that it shares with the learner for the whole run.
 Invariant: a seal fits only that incarnation, with the uid, number and purpose that were sealed. Either side may
@@ -8,8 +11,8 @@ restart, and earlier seals still fit.
 **Suspects** are prompts that were being generated when a process died (a rollouter, an engine, a worker of an episode
 host). Most of them did not cause the death. After ALONE_FROM deaths a prompt runs alone, so it causes every later death
 itself. With ``rollout.max_attempts`` such deaths of its own it is quarantined. One number holds all of this:
-``Lease.attempt``, the deaths of a prompt. Deaths in company count up to ALONE_FROM only, so the part above
-ALONE_FROM counts its own. The number travels with the lease, and the learner's ledger keeps it.
+``Lease.attempt``, the deaths of a prompt. Deaths in company count up to ALONE_FROM only, so the part above ALONE_FROM
+counts its own. The number travels with the lease, and the learner's ledger keeps it.
 """
 
 from __future__ import annotations

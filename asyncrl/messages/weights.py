@@ -1,7 +1,8 @@
 """Messages of a weight update: from the learner through the parameter server to the rollouters.
 
-By shm and stream each replica opens segments or fetches chunks by itself; nccl and gloo broadcast to all members at
-once. parameter_server/ explains the terms.
+By shm and stream each replica opens segments or fetches chunks by itself. By nccl and gloo the learner broadcasts to
+all members at once. In parameter_server/, conductor.py explains staging, hosts.py the chain of hosts and its turns, and
+broadcast.py members and epochs.
 """
 
 from __future__ import annotations

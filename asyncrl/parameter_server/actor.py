@@ -72,6 +72,7 @@ class ParameterServer(Actor):
         self._sooner = asyncio.Event()
         """Set when the conductor's next deadline has become earlier than ``_timer``."""
         self._timer: float | None = None
+        """Deadline until which ``_keep_time`` sleeps; None without one."""
 
     async def run(self) -> None:
         self.tasks.create_task(self._keep_time(), name="keep_time")

@@ -33,7 +33,7 @@ from asyncrl.messages.weights import (
 from asyncrl.parameter_server.replicas import BROADCAST_PHASES, Phase, Replica, ReplicaEvent, Replicas
 
 AWAY_S = 5.0
-"""Seconds for which a replica without an open question still counts as present."""
+"""Seconds for which a replica without an open question (replicas.py) still counts as present."""
 LEFT_OUT_MAX = 15
 """Most versions left out between two attempts."""
 

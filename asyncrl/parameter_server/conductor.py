@@ -205,6 +205,7 @@ class Conductor:
         return msgspec.structs.replace(offer, share=True, turn=turn, sources=sources)
 
     def _make_offer(self, replica: Replica, version: int, transport: Transport, now: float) -> Offer:
+        """Begin a staging of ``version``. A replica that has no seniority gets the next one."""
         self.replicas.move(replica, ReplicaEvent.OFFERED)
         replica.target, replica.staging_since = version, now
         replica.outrun, replica.fetches, replica.waits_for = False, False, ""
@@ -351,6 +352,7 @@ class Conductor:
         return replica
 
     def _commit(self, replica: Replica, now: float) -> bool:
+        """Record that a replica serves its target. Returns False if its phase allows no commit."""
         if not self.replicas.move(replica, ReplicaEvent.COMMITTED):
             return False
         self.broadcast.advance(now)

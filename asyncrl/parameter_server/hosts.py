@@ -70,9 +70,10 @@ class Hosts:
                 other.held_version, other.held_paths = -1, ()
 
     def pins(self, replica: Replica) -> bool:
-        """Whether the parameter server must keep this replica's target.
+        """Whether the parameter server must keep this replica's target for it.
 
-        It must while the replica stages it, or has fetched it and others of its host wait to open it.
+        It must while the replica stages it, or has fetched it and others of its host wait to open it. An outrun replica
+        (conductor.py) pins nothing.
         """
         if replica.outrun:
             return False
@@ -99,6 +100,7 @@ class Hosts:
         return self._turns, sources
 
     def _is_in_chain(self, replica: Replica, version: int) -> bool:
+        """Whether the replica is still alive, and fetches or holds this version."""
         if self._replicas.by_name.get(replica.name) is not replica:
             return False
         return replica.held_version == version or (replica.is_fetching and replica.target == version)

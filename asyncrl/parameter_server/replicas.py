@@ -8,7 +8,7 @@ bug. docs/weights.md draws the table, and a test compares the two.
 A question is a call that is parked until it is answered. A caller has one open question at a time: a new question
 closes the earlier one.
 
-Invariant: replicas are found by phase and by host without a search, so the work for one message does not grow with the
+Invariant: replicas are found by phase and by host without a search. So the work for one message does not grow with the
 number of replicas. The replicas of a phase are in the order in which they entered it. So phases are changed with
 ``move`` alone, and hosts with ``settle_in`` alone.
 """

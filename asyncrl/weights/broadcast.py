@@ -118,6 +118,7 @@ class _Epoch:
             self._store.set("begin", "")
 
     def _form(self) -> Any:
+        """Make the process group, which blocks until every member does the same. Runs on a thread of ``_run``."""
         timeout = timedelta(seconds=self.timeout_s + LATER_S)
         if self.group.backend == "gloo":
             options = c10d.ProcessGroupGloo._Options()
@@ -134,6 +135,7 @@ class _Epoch:
             self._run(lambda piece=piece: self._broadcast(piece), what)  # type: ignore[misc]
 
     def _broadcast(self, memory: Tensor) -> None:
+        """Broadcast one piece and wait until this rank has sent or received it. Runs on a thread of ``_run``."""
         options = c10d.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         # A local reference keeps the group: its destructor would wait, and hold the interpreter's lock.
@@ -267,6 +269,7 @@ def _received(version: int) -> str:
 
 
 def _complete(done: Future[T], work: Callable[[], T]) -> None:
+    """Thread: set the result of ``work``, or its error, in ``done``."""
     try:
         done.set_result(work())
     except BaseException as error:

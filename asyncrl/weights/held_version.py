@@ -6,7 +6,7 @@ view keeps its mapping, and with it the pages: ZeroMQ may still send from a vers
 unmaps memory itself.
 
 Fails with WeightsCorrupt for a segment that is missing, of another size, not sealed, or with another checksum, and for
-a manifest that contradicts itself; with VersionGone for a version that is closed.
+a contradictory manifest. Fails with VersionGone for a version that is closed.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def layout_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Read the dtype and shape of each parameter from a manifest.
 
     Raises WeightsCorrupt if a name occurs twice, a bucket is empty, or a tensor is not aligned, overlaps another or
-    does not fit into its bucket.
+    exceeds its bucket.
     """
     layouts: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, bucket in enumerate(manifest.buckets):
@@ -166,6 +166,7 @@ def layout_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _spec_problem(spec: TensorSpec, bucket: Bucket, end: int) -> str | None:
+    """Describe the problem of a tensor in its bucket; None without one. The tensor before it ends at ``end``."""
     if spec.dtype not in ITEM_BYTES:
         return f"has the unknown dtype {spec.dtype!r}"
     if any(extent < 0 for extent in spec.shape):
