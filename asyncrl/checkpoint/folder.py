@@ -51,7 +51,7 @@ LOOKS = 10
 _NAME = re.compile(r"^v(\d{8,})(?:\.(\d+))?$")
 _ANY_VERSION = re.compile(r"(?:^|[.-])v(\d{8,})(?:[.-]|$)")
 """Finds the version in any folder's name, also of unfinished, renamed and half removed checkpoints."""
-_DEAD = ".dead-"
+_REMOVED_PREFIX = ".dead-"
 _LEFTOVER = re.compile(r"^\.(v\d+\.partial-\d+|dead-.*)$")
 _LOG = logging.getLogger(__name__)
 
@@ -131,12 +131,12 @@ class CheckpointFolder:
     def at(self, path: Path) -> Found:
         """Read COMPLETE of the checkpoint at ``path``. Raises CheckpointError if it is not complete."""
         name = _NAME.match(path.name)
-        mark = path / COMPLETE
+        complete_file = path / COMPLETE
         if name is None:
             raise CheckpointError(str(path), "is not named like a checkpoint (v00000012)")
-        complete = _read_complete(mark)
+        complete = _read_complete(complete_file)
         if complete.version != int(name[1]):
-            raise DamagedCheckpoint(str(mark), f"it is of version {complete.version}; the folder was renamed")
+            raise DamagedCheckpoint(str(complete_file), f"it is of version {complete.version}; the folder was renamed")
         return Found(complete.version, int(name[2] or 0), complete.step, path)
 
     def older(self) -> list[str]:
@@ -148,7 +148,7 @@ class CheckpointFolder:
 
         These are the folders that are named like a checkpoint and hold at least one file.
         """
-        return [self.folder / name for *_, name in sorted(self._named(_holds_a_file), reverse=True)]
+        return [self.folder / name for *_, name in sorted(self._checkpoint_names(_holds_a_file), reverse=True)]
 
     def highest_version(self) -> int:
         """Return the highest version in any name here, also of unfinished and renamed checkpoints; -1 without any.
@@ -179,17 +179,17 @@ class CheckpointFolder:
 
     def _complete_names(self) -> list[tuple[int, int, str]]:
         """Return (version, serial, name) of each complete checkpoint, in no order."""
-        return self._named(lambda path: (path / COMPLETE).exists())
+        return self._checkpoint_names(lambda path: (path / COMPLETE).exists())
 
-    def _named(self, counts: Callable[[Path], bool]) -> list[tuple[int, int, str]]:
-        """Return (version, serial, name) of each folder named like a checkpoint for which ``counts`` is True."""
-        with _naming(self.folder):
+    def _checkpoint_names(self, accepts: Callable[[Path], bool]) -> list[tuple[int, int, str]]:
+        """Return (version, serial, name) of each folder named like a checkpoint for which ``accepts`` is True."""
+        with _checkpoint_errors(self.folder):
             found = [match for match in map(_NAME.match, self._names()) if match]
-            return [(int(name[1]), int(name[2] or 0), name[0]) for name in found if counts(self.folder / name[0])]
+            return [(int(name[1]), int(name[2] or 0), name[0]) for name in found if accepts(self.folder / name[0])]
 
     def _names(self) -> list[str]:
         """Return the names of everything in the folder; empty if there is no folder."""
-        with _naming(self.folder):
+        with _checkpoint_errors(self.folder):
             try:
                 return os.listdir(self.folder)
             except FileNotFoundError:
@@ -214,29 +214,29 @@ class CheckpointFolder:
 
         Raises CheckpointError, also if a newer learner has claimed the folder.
         """
-        with _naming(self.folder):
+        with _checkpoint_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             sync(self.folder.parent)
         self._refuse_if_older(incarnation)
         # Written before anything is removed, so that an older learner begins no folder from here on.
-        with _naming(self.folder / WRITER):
+        with _checkpoint_errors(self.folder / WRITER):
             replace_file(self.folder / WRITER, msgspec.json.encode(_WriterRecord(incarnation)))
         self._incarnation = incarnation
-        with _naming(self.folder):
+        with _checkpoint_errors(self.folder):
             for name in sorted(os.listdir(self.folder)):
                 path = self.folder / name
                 # A checkpoint with files may be damaged, but it stays here: step_back.py renames it.
                 if is_leftover(name) or (_NAME.match(name) and not _holds_a_file(path)):
-                    self._bury(path)
+                    self._rename_and_remove(path)
 
     def begin(self, version: int) -> Path:
         """Create a new folder, for the caller to fill and then ``commit`` or ``discard``. Raises CheckpointError."""
         self._refuse_if_older(self._writer)
         partial = self.folder / f".v{version:08d}.partial-{self._writer}"
-        with _naming(partial):
+        with _checkpoint_errors(partial):
             # It exists if an earlier attempt of this learner failed and its files could not be removed.
             if partial.exists():
-                self._bury(partial)
+                self._rename_and_remove(partial)
             partial.mkdir()
         return partial
 
@@ -247,7 +247,7 @@ class CheckpointFolder:
         CheckpointError, also because a complete checkpoint has a higher version or step, the caller discards it.
         """
         self._refuse_if_below(partial, version, step)
-        with _naming(partial):
+        with _checkpoint_errors(partial):
             complete = _Complete(version, step, {name: digest_file(partial / name) for name in files})
             # Flushed first, so that all other files are durable before COMPLETE exists.
             sync(partial)
@@ -256,15 +256,15 @@ class CheckpointFolder:
         # Checked again as late as possible: a newer learner may have started meanwhile.
         self._refuse_if_older(self._writer)
         target = self.folder / f"v{version:08d}"
-        with _naming(target):
+        with _checkpoint_errors(target):
             # The serial is above all others of this version: the first one may have been removed, so its name is free.
-            if serials := [serial for of, serial, _ in self._complete_names() if of == version]:
+            if serials := [serial for other, serial, _ in self._complete_names() if other == version]:
                 target = self.folder / f"v{version:08d}.{max(serials) + 1}"
             if target.exists():
                 if _holds_a_file(target):
                     self.set_aside_damaged(target)
                 else:
-                    self._bury(target)
+                    self._rename_and_remove(target)
             os.rename(partial, target)
             sync(self.folder)
         try:
@@ -293,7 +293,7 @@ class CheckpointFolder:
     def _set_aside(self, path: Path, why: str) -> Path:
         """Rename a checkpoint to WHY-NAME, with a number added if that name is taken. Returns its new path."""
         target, count = self.folder / f"{why}-{path.name}", 1
-        with _naming(target):
+        with _checkpoint_errors(target):
             while target.exists():
                 count += 1
                 target = self.folder / f"{why}-{path.name}-{count}"
@@ -309,9 +309,9 @@ class CheckpointFolder:
             with contextlib.suppress(CheckpointError):
                 complete.append(self.at(self.folder / name))
         removed = [found.path for found in superfluous(complete, keep=keep, keep_every_steps=keep_every_steps)]
-        with _naming(self.folder):
+        with _checkpoint_errors(self.folder):
             for path in removed:
-                self._bury(path)
+                self._rename_and_remove(path)
         return removed
 
     @property
@@ -336,27 +336,27 @@ class CheckpointFolder:
         # If a checkpoint cannot be read, only its name is known.
         newest_step = step_of(self.folder / name)
         if version < newest or (newest_step is not None and step < newest_step):
-            of = "" if newest_step is None else f" of step {newest_step}"
+            of_step = "" if newest_step is None else f" of step {newest_step}"
             reason = (
-                f"version {version} of step {step} is below the newest checkpoint, {name}{of}: this learner did not "
-                "continue from it; end this run and resume it"
+                f"version {version} of step {step} is below the newest checkpoint, {name}{of_step}: this learner did "
+                "not continue from it; end this run and resume it"
             )
             raise CheckpointError(str(partial), reason)
 
-    def _bury(self, path: Path) -> None:
+    def _rename_and_remove(self, path: Path) -> None:
         """Rename a folder, then remove it, so that its name never leads to half a checkpoint. Raises OSError.
 
         Files that cannot be removed stay under the new name until the next ``claim``.
         """
-        grave = path
-        if not path.name.startswith(_DEAD):
-            grave = self.folder / f"{_DEAD}{path.name.lstrip('.')}-{time.time_ns()}"
-            os.rename(path, grave)
+        renamed = path
+        if not path.name.startswith(_REMOVED_PREFIX):
+            renamed = self.folder / f"{_REMOVED_PREFIX}{path.name.lstrip('.')}-{time.time_ns()}"
+            os.rename(path, renamed)
             sync(self.folder)
         try:
-            shutil.rmtree(grave)
+            shutil.rmtree(renamed)
         except OSError as error:
-            _LOG.warning("%s cannot be removed, and stays until the learner starts again: %s", grave, error)
+            _LOG.warning("%s cannot be removed, and stays until the learner starts again: %s", renamed, error)
 
 
 def _holds_a_file(path: Path) -> bool:
@@ -371,22 +371,22 @@ def step_of(path: Path) -> int | None:
     return None
 
 
-def _read_complete(mark: Path) -> _Complete:
+def _read_complete(complete_file: Path) -> _Complete:
     """Read the COMPLETE of a checkpoint. Raises CheckpointError, or DamagedCheckpoint if it is missing or damaged."""
-    with reading(mark):
+    with reading(complete_file):
         try:
-            text = mark.read_bytes()
+            text = complete_file.read_bytes()
         except FileNotFoundError as error:
-            raise DamagedCheckpoint(str(mark.parent), f"is not complete: it holds no {COMPLETE}") from error
+            raise DamagedCheckpoint(str(complete_file.parent), f"is not complete: it holds no {COMPLETE}") from error
         try:
             return msgspec.json.decode(text, type=_Complete)
         except msgspec.ValidationError as error:
             # This is damage here, and not in ``reading``: no checksum of this file was checked before.
-            raise DamagedCheckpoint(str(mark), f"cannot be read: {error}") from error
+            raise DamagedCheckpoint(str(complete_file), f"cannot be read: {error}") from error
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _checkpoint_errors(path: Path) -> Iterator[None]:
     """Context around work on ``path``: an OSError becomes a CheckpointError that names the file."""
     try:
         yield
@@ -408,9 +408,9 @@ def superfluous(complete: Iterable[Found], *, keep: int, keep_every_steps: int) 
     newest |= {max(last.values(), key=lambda found: (found.step, found)).version} if last else set()
     steps = sorted((found.step for found in last.values() if found.step >= keep_every_steps > 0), reverse=True)
     # Steps descend, so the first step after each multiple is the last that is stored.
-    for_good = {step // keep_every_steps: step for step in steps}.values()
+    permanent = {step // keep_every_steps: step for step in steps}.values()
     return [
         found
         for found in ordered
-        if last[found.version] is not found or not (found.version in newest or found.step in for_good)
+        if last[found.version] is not found or not (found.version in newest or found.step in permanent)
     ]

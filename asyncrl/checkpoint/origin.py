@@ -76,7 +76,9 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
             changed = [_of_same_model(change) if change.key == MODEL else change for change in changed]
         for key, digest in now.files.items():
             if self.files.get(key, digest) != digest and key not in changed_keys:
-                changed.append(Change(key, applies(key), f"names files whose contents differ ({_named(key, config)})"))
+                changed.append(
+                    Change(key, applies(key), f"names files whose contents differ ({_describe_files(key, config)})")
+                )
         return Comparison(changed, may_lose_prompts="data" in config.resume.allow)
 
 
@@ -150,7 +152,7 @@ def _digest(files: Iterable[Path]) -> str:
     return digest.hexdigest() if count else ""
 
 
-def _named(key: str, config: Config) -> str:
+def _describe_files(key: str, config: Config) -> str:
     if key == MODEL:
         return f"tokenizer, chat template or configuration in {config.model.path}"
     return ", ".join(str(file) for file in _files_of(key, config))

@@ -18,7 +18,7 @@ from pathlib import Path
 FULL = {errno.ENOSPC: "no space left on", errno.EDQUOT: "the disk quota is used up on"}
 _NUMBERED = re.compile(rf"\bos error ({'|'.join(map(str, FULL))})\b")
 _TORCH_WRITER = re.compile(r"inline_container|PytorchStreamWriter failed writing")
-_A_BLOCK = 1 << 16
+_NEARLY_FULL_BYTES = 1 << 16
 """An error of torch's writer counts as a full disk if fewer bytes than this are free."""
 
 
@@ -28,32 +28,32 @@ def full_errno(error: BaseException, path: Path | None = None) -> int:
     Looks for the number in the error and in all errors that led to it. An error of torch's writer has no number: it
     counts as ENOSPC if the disk of ``path``, the file being written, is nearly full.
     """
-    torn = False
+    from_torch_writer = False
     for link in _chain(error):
         if isinstance(link, OSError) and link.errno in FULL:
             return link.errno
         text = str(link)
         if numbered := _NUMBERED.search(text):
             return int(numbered[1])
-        torn = torn or _TORCH_WRITER.search(text) is not None
-    if torn and path is not None:
+        from_torch_writer = from_torch_writer or _TORCH_WRITER.search(text) is not None
+    if from_torch_writer and path is not None:
         free = free_bytes(path)
-        return errno.ENOSPC if free is not None and free < _A_BLOCK else 0
+        return errno.ENOSPC if free is not None and free < _NEARLY_FULL_BYTES else 0
     return 0
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield the error, its causes and contexts, the members of groups among them, and so on, each once."""
-    waiting, seen = [error], set[int]()
-    while waiting:
-        link = waiting.pop()
+    pending, seen = [error], set[int]()
+    while pending:
+        link = pending.pop()
         if id(link) in seen:
             continue
         seen.add(id(link))
         yield link
-        waiting += [before for before in (link.__cause__, link.__context__) if before is not None]
+        pending += [cause for cause in (link.__cause__, link.__context__) if cause is not None]
         if isinstance(link, BaseExceptionGroup):
-            waiting += link.exceptions
+            pending += link.exceptions
 
 
 def nearest_folder(path: Path) -> Path:
@@ -67,11 +67,11 @@ def nearest_folder(path: Path) -> Path:
 def free_bytes(path: Path) -> int | None:
     """Return the bytes that this user may write on the disk of ``path``, which need not exist; None if unknown."""
     try:
-        room = os.statvfs(nearest_folder(path))
+        disk = os.statvfs(nearest_folder(path))
     except OSError:
         return None
     # Some file systems over a network do not count.
-    return room.f_bavail * room.f_frsize if room.f_blocks else None
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
 
 
 def no_room(path: Path, number: int = errno.ENOSPC, *, needed: int | None = None) -> str:

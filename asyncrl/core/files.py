@@ -60,21 +60,21 @@ def find_source(module: str) -> Path | None:
     parts = module.split(".")
     if not all(part.isidentifier() for part in parts):
         return None
-    places, file = ["", *sys.path], ""
+    search_path, file = ["", *sys.path], ""
     for part in parts:
         if file and not _is_package(file):
             return None
         folders: list[str] = []
         file = ""
-        for place in places:
-            file = _module_file(os.path.join(place, part))
+        for entry in search_path:
+            file = _module_file(os.path.join(entry, part))
             if file:
                 folders = [os.path.dirname(file)]
                 break
             # Folders without __init__.py are parts of one namespace package, unless a later place has a module.
-            if os.path.isdir(folder := os.path.join(place, part)):
+            if os.path.isdir(folder := os.path.join(entry, part)):
                 folders.append(folder)
-        places = folders
+        search_path = folders
     return Path(file).absolute() if file else None
 
 
@@ -167,13 +167,13 @@ class KeptWrites:
 
     def retry(self) -> None:
         """Try the kept writes again; ``error`` and ``records`` show the result."""
-        self._alone(self._write)
+        self._without_reentry(self._write)
 
     def give_up(self) -> None:
         """Drop all kept writes, and count their records as lost."""
-        self._alone(self._drop)
+        self._without_reentry(self._drop)
 
-    def _alone(self, work: Callable[[], None]) -> None:
+    def _without_reentry(self, work: Callable[[], None]) -> None:
         """Call ``work``, unless this call interrupts such work: that one then handles the added records as well."""
         if not self._is_busy:
             self._is_busy = True
@@ -191,15 +191,15 @@ class KeptWrites:
             except OSError as error:
                 self.error = error
                 break
-            self._forget()
+            self._remove_oldest()
         self._drop(self._most_bytes)
 
     def _drop(self, above_bytes: int = -1) -> None:
         """Drop the oldest records until at most ``above_bytes`` are kept; by default all. Counts them as lost."""
         while self._kept and self._bytes > above_bytes:
-            self.lost += self._forget()
+            self.lost += self._remove_oldest()
 
-    def _forget(self) -> int:
+    def _remove_oldest(self) -> int:
         """Remove the oldest write. Returns its number of records."""
         _, size, records = self._kept.popleft()
         self._bytes -= size

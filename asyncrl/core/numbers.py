@@ -16,19 +16,19 @@ LARGEST_FIXED = 1e5
 LARGEST_EXACT = 1e8
 
 
-def _of_what_is_known(words: Callable[..., str]) -> Callable[..., str]:
+def _absent_if_none(format_number: Callable[..., str]) -> Callable[..., str]:
     """Decorator of functions that format a number: adds ABSENT for None, and a word for infinity and NaN."""
 
-    @wraps(words)
-    def said(value: float | None, *rest: int) -> str:
+    @wraps(format_number)
+    def formatted(value: float | None, *rest: int) -> str:
         if value is None:
             return ABSENT
-        return words(value, *rest) if math.isfinite(value) else str(float(value))
+        return format_number(value, *rest) if math.isfinite(value) else str(float(value))
 
-    return said
+    return formatted
 
 
-@_of_what_is_known
+@_absent_if_none
 def fixed(value: float, digits: int = 2) -> str:
     """Format a number with ``digits`` decimals (at most 3): 0.50.
 
@@ -40,7 +40,7 @@ def fixed(value: float, digits: int = 2) -> str:
     return f"{value:.3g}"
 
 
-@_of_what_is_known
+@_absent_if_none
 def count(value: float) -> str:
     """Format a count in at most five characters, up to 999P: 12, 3.4k, 1.2M."""
     if abs(value) < 999.5:
@@ -53,13 +53,13 @@ def count(value: float) -> str:
     return f"{value:.0e}"
 
 
-@_of_what_is_known
+@_absent_if_none
 def exact(value: float) -> str:
     """Format a whole number with all of its digits: 15,936. From LARGEST_EXACT on, as ``count`` does."""
     return f"{value:,.0f}" if 0 <= value < LARGEST_EXACT - 0.5 else count(value)
 
 
-@_of_what_is_known
+@_absent_if_none
 def rate(value: float) -> str:
     """Format a rate as ``count`` does, with decimals if it is small."""
     if abs(value) >= 99.95:
@@ -67,7 +67,7 @@ def rate(value: float) -> str:
     return f"{value:.1f}" if value >= 9.995 or value == 0 else f"{value:.2f}"
 
 
-@_of_what_is_known
+@_absent_if_none
 def size(value: float) -> str:
     """Format a number of bytes in decimal units, as 1.5 GB."""
     scaled = value
@@ -78,7 +78,7 @@ def size(value: float) -> str:
     return f"{value:.0e} B"
 
 
-@_of_what_is_known
+@_absent_if_none
 def duration(seconds: float) -> str:
     """Format a time in seconds: 850 µs, 12 ms, 1.2 s, 12 s, 3m20s, 2h05m, 3d04h."""
     if seconds < 0:
@@ -99,7 +99,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
 
 
-@_of_what_is_known
+@_absent_if_none
 def percent(share: float) -> str:
     """Format a share, 0 to 1, in percent."""
     return f"{100 * share:.0f}%" if abs(share) < 1000 else f"{share:.0e}"

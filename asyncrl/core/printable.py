@@ -22,7 +22,7 @@ def printable(text: str, *, keep: str = "") -> str:
     """Replace each character that a terminal does not show by a visible escape, except those in ``keep``."""
     if text.isprintable():
         return text
-    return "".join(each if _is_seen(each) or each in keep else _escape(each) for each in text)
+    return "".join(each if _is_visible(each) or each in keep else _escape(each) for each in text)
 
 
 def say(text: str, stream: TextIO) -> None:
@@ -43,7 +43,7 @@ def json_in_ascii(text: str) -> str:
     return _NOT_ASCII.sub(_json_escape, text)
 
 
-def _is_seen(character: str) -> bool:
+def _is_visible(character: str) -> bool:
     # Python counts every blank except the ASCII space as not printable.
     return character.isprintable() or unicodedata.category(character) == "Zs"
 

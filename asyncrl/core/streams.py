@@ -115,8 +115,8 @@ class Printer:
     def finish(self, within_s: float = LAST_S) -> bool:
         """Wait until all text is written, a signal comes, or ``within_s`` are over. Returns whether it is written."""
         until = time.monotonic() + within_s
-        with _signals_noted() as came, self._changed:
-            while not self._idle and not came and time.monotonic() < until:
+        with _signals_noted() as signals, self._changed:
+            while not self._idle and not signals and time.monotonic() < until:
                 self._changed.wait(LOOK_S)
             return self._idle
 
@@ -134,11 +134,11 @@ class Printer:
                 stream, data = self._waiting.popleft()
                 self._bytes -= len(data)
                 lost = self._lost.pop(stream, 0)
-            said = f"({lost} lines are missing here: the output took no text)\n".encode() if lost else b""
-            if left := _write(stream, said + data):
-                unsaid = lost if len(left) > len(data) else 0
+            notice = f"({lost} lines are missing here: the output took no text)\n".encode() if lost else b""
+            if left := _write(stream, notice + data):
+                unreported = lost if len(left) > len(data) else 0
                 with self._changed:
-                    self._lost[stream] = self._lost.get(stream, 0) + unsaid + left[-len(data) :].count(b"\n")
+                    self._lost[stream] = self._lost.get(stream, 0) + unreported + left[-len(data) :].count(b"\n")
 
 
 PRINTER = Printer()
@@ -177,20 +177,20 @@ def _write(stream: TextIO, data: bytes) -> bytes:
 @contextlib.contextmanager
 def _signals_noted() -> Iterator[list[int]]:
     """Context that collects signals asking for an end, instead of handling them: this process is ending anyway."""
-    came: list[int] = []
-    before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int] = {}
+    noted: list[int] = []
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int] = {}
 
     def note(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
+        noted.append(number)
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
             # None: the handler is not Python's, so Python cannot restore it.
             if (handler := signal.getsignal(number)) is not None and handler != signal.SIG_IGN:
-                before[number] = handler
+                handlers[number] = handler
                 signal.signal(number, note)
     try:
-        yield came
+        yield noted
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -24,12 +24,12 @@ PARQUET_MAGIC = b"PAR1"
 LISTED = 5
 """Most paths that an error names."""
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-_OTHERS = (".csv", ".tsv", ".xlsx", ".arrow", ".feather", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz")
+_UNREADABLE = (".csv", ".tsv", ".xlsx", ".arrow", ".feather", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz")
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
 """Files that describe a data set and hold no rows."""
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_ADDRESS = re.compile(r"(?:hf://|https?://(?:huggingface\.co|hf\.co)/)(?:datasets/)?([^/\s]+/[^/\s?#]+)")
-_FILE = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|gz|zst|safetensors|bin|gguf|pt)$", re.IGNORECASE)
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ADDRESS = re.compile(r"(?:hf://|https?://(?:huggingface\.co|hf\.co)/)(?:datasets/)?([^/\s]+/[^/\s?#]+)")
+_FILE_SUFFIX = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|gz|zst|safetensors|bin|gguf|pt)$", re.IGNORECASE)
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -81,7 +81,7 @@ def _kind_of(file: str) -> Kind:
     name = Path(file.lower().removesuffix(".gz"))
     if name.suffix in _KINDS:
         return _KINDS[name.suffix]
-    if Path(file.lower()).suffix in _OTHERS or name.suffix in _OTHERS:
+    if Path(file.lower()).suffix in _UNREADABLE or name.suffix in _UNREADABLE:
         fix = 'convert it, as with pandas: read_csv(...).to_json("prompts.jsonl", orient="records", lines=True)'
         raise DataError("is not a kind of file that is read: JSON lines, a JSON list, Parquet", path=file, fix=fix)
     try:
@@ -103,9 +103,9 @@ def _of_folder(folder: Path, kind: Kind | None, split: str) -> list[str]:
     if not files:
         suffixes = ", ".join(suffix for suffix, of in _KINDS.items() if kind in (None, of))
         raise DataError(f"is a folder without a file of rows ({suffixes})", path=path, fix="give a file or a glob")
-    chosen = [file for file in files if _is_named(file, split)]
+    chosen = [file for file in files if _is_of_split(file, split)]
     if not chosen:
-        if any(_is_named(file, other) for file in files for other in _SPLITS):
+        if any(_is_of_split(file, other) for file in files for other in _SPLITS):
             raise DataError(
                 f"has no file of the split {split!r}; it has {_listed(files)}",
                 path=path,
@@ -132,7 +132,7 @@ def _holds_rows(file: Path, kind: Kind | None) -> bool:
     return found is not None and kind in (None, found) and not is_hidden and file.name not in _DESCRIPTIONS
 
 
-def _is_named(file: Path, split: str) -> bool:
+def _is_of_split(file: Path, split: str) -> bool:
     return re.search(rf"(^|[-_./ ]){re.escape(split)}([-_./ ]|$)", file.as_posix(), re.IGNORECASE) is not None
 
 
@@ -146,9 +146,9 @@ def fetch_command(path: str, *, is_dataset: bool = False) -> str:
 
     A name is OWNER/NAME, or the address of its page. A path that exists, or whose first folder exists, is no name.
     """
-    if address := _ADDRESS.match(path):
+    if address := _HUB_ADDRESS.match(path):
         name = address[1]
-    elif _NAME.fullmatch(path) and not _FILE.search(path) and not Path(path).parent.exists():
+    elif _HUB_NAME.fullmatch(path) and not _FILE_SUFFIX.search(path) and not Path(path).parent.exists():
         name = path
     else:
         return ""

@@ -220,11 +220,11 @@ class EpochOrder:
 @lru_cache(maxsize=8)
 def _rounds(fingerprint: str, seed: int, epoch: int, size: int) -> tuple[tuple[int, int], ...]:
     """Derive (pivot, key) of each round of the shuffle from the fingerprint of the data, the seed and the epoch."""
-    found = []
+    rounds = []
     for number in range(_MIN_ROUNDS + 4 * size.bit_length()):
         digest = hashlib.blake2b(f"{fingerprint}/{seed}/{epoch}/{number}".encode(), digest_size=24).digest()
-        found.append((int.from_bytes(digest[:16], "big") % size, int.from_bytes(digest[16:], "big")))
-    return tuple(found)
+        rounds.append((int.from_bytes(digest[:16], "big") % size, int.from_bytes(digest[16:], "big")))
+    return tuple(rounds)
 
 
 def _coin(key: int, value: int) -> int:

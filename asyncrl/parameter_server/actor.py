@@ -69,7 +69,7 @@ class ParameterServer(Actor):
         """The learner's parked ``keep_published``; woken when a version is condemned."""
         self._suspect = asyncio.Event()
         """Set when a replica has found the newest version corrupt."""
-        self._sooner = asyncio.Event()
+        self._deadline_moved = asyncio.Event()
         """Set when the conductor's next deadline has become earlier than ``_timer``."""
         self._timer: float | None = None
         """Deadline until which ``_keep_time`` sleeps; None without one."""
@@ -85,7 +85,7 @@ class ParameterServer(Actor):
     def peer_died(self, name: str, incarnation: int) -> None:
         """Forget a dead actor, which ends its staging, its pause and its part in a broadcast."""
         self._conductor.left(name, incarnation, self._now())
-        self._changed()
+        self._apply_effects()
 
     # --- the learner ---
 
@@ -101,7 +101,7 @@ class ParameterServer(Actor):
         self.param_version = manifest.version
         self.progress()
         self.log.info("published", version=manifest.version, gather_s=manifest.gather_s, publisher=caller.name)
-        self._changed()
+        self._apply_effects()
         return Done()
 
     @handler
@@ -188,7 +188,7 @@ class ParameterServer(Actor):
         if request.corrupt and version == self._conductor.newest > self._conductor.condemned:
             self._suspect.set()
         self.progress()
-        self._changed()
+        self._apply_effects()
         return Done()
 
     def _compare(self, name: str, request: ReportUpdate) -> None:
@@ -212,19 +212,19 @@ class ParameterServer(Actor):
         something else since.
         """
         question = self._conductor.ask(caller.name, caller.incarnation, request, self._now(), same_host=same_host)
-        self._changed()
+        self._apply_effects()
         lot = self._lots.setdefault(caller.name, ParkingLot())
         try:
             answer = await lot.until(lambda: self._conductor.answer(question, self._now()), caller.park_s)
         except asyncio.CancelledError:
             self._conductor.withdrew(question, self._now())
-            self._changed()
+            self._apply_effects()
             raise
         self._conductor.answered(question, self._now())
-        self._changed()
+        self._apply_effects()
         return request.reply() if answer is None else answer
 
-    def _changed(self) -> None:
+    def _apply_effects(self) -> None:
         """Apply the effects of a change in the conductor: log, wake calls, close versions, update metrics and timer."""
         woken, notes = self._conductor.replicas.take_effects()
         for note in notes:
@@ -236,7 +236,7 @@ class ParameterServer(Actor):
         self.counters.update({f"weights/{name}": value for name, value in self._conductor.metrics().items()})
         deadline = self._conductor.next_deadline()
         if deadline is not None and (self._timer is None or deadline < self._timer):
-            self._sooner.set()
+            self._deadline_moved.set()
 
     def _wake(self, names: list[str]) -> None:
         """Wake callers, AT_ONCE in each turn of the event loop, because a broadcast wakes all members at once."""
@@ -249,14 +249,14 @@ class ParameterServer(Actor):
     async def _keep_time(self) -> None:
         """Task: call the conductor's ``pass_time`` at each of its deadlines."""
         while True:
-            self._sooner.clear()
+            self._deadline_moved.clear()
             self._timer = self._conductor.next_deadline()
             try:
                 async with asyncio.timeout_at(self._timer):
-                    await self._sooner.wait()
+                    await self._deadline_moved.wait()
             except TimeoutError:
                 self._conductor.pass_time(self._now())
-                self._changed()
+                self._apply_effects()
 
     async def _verify_suspects(self) -> None:
         """Task: verify the newest version when a replica has found it corrupt, and condemn it if it is.

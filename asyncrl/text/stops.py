@@ -30,9 +30,9 @@ class Stops:
 def resolve_stops(rollout: RolloutConfig, tokenizer: Tokenizer) -> Stops:
     """Convert ``rollout.stop`` and ``rollout.stop_token_ids`` to ids and strings. Raises ConfigError."""
     size = tokenizer.vocabulary
-    strangers = [id for id in rollout.stop_token_ids if id >= size]
-    if strangers:
-        listed = ", ".join(map(str, strangers))
+    unknown = [id for id in rollout.stop_token_ids if id >= size]
+    if unknown:
+        listed = ", ".join(map(str, unknown))
         raise ConfigError([f"rollout.stop_token_ids: {listed}: no token of the model, whose ids are 0 to {size - 1}"])
     return with_strings(Stops(token_ids=tuple(rollout.stop_token_ids)), rollout.stop, tokenizer)
 

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from asyncrl.config import Config
 from asyncrl.core.errors import ConfigError
 
-_LONGEST_PIECE = 40
+_LONGEST_QUOTE = 40
 """Most characters of a text that an error quotes."""
 _BYTES = 256
 BYTES_END = "<|end|>"
@@ -215,11 +215,11 @@ class _HuggingFace:
         *,
         generate: bool = True,
     ) -> str:
-        given = {**self._special_tokens, **self._options, **(options or {})}
-        given |= {"messages": messages, "tools": tools or None, "add_generation_prompt": generate}
+        arguments = {**self._special_tokens, **self._options, **(options or {})}
+        arguments |= {"messages": messages, "tools": tools or None, "add_generation_prompt": generate}
         template = self._templates[bool(tools)]
         try:
-            return str(template.render(given))
+            return str(template.render(arguments))
         except Exception as error:
             # A template is a program and may raise any error, for example if it adds text to None.
             raise ValueError(f"the chat template refuses the prompt: {error}") from None
@@ -295,23 +295,25 @@ class _FileTokenizer(_HuggingFace):
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:
             # tokenizers raises nothing more precise, for example for an unknown word in a vocabulary without UNK.
-            problem = f"{self._folder}/tokenizer.json cannot encode {_in_context(self._piece_refused(text), text)}"
+            problem = (
+                f"{self._folder}/tokenizer.json cannot encode {_quote_in_context(self._find_unencodable(text), text)}"
+            )
             if "unk" in str(error).lower():
                 problem += ", which its vocabulary lacks; for such text it needs an unk_token that is in the vocabulary"
             else:
                 problem += f": {error}"
             raise ValueError(problem) from None
 
-    def _piece_refused(self, text: str) -> str:
+    def _find_unencodable(self, text: str) -> str:
         """Find the first part of a text that cannot be encoded by itself; without one, return the whole text.
 
         Normalises and splits the text as the tokenizer does, and tries each part.
         """
         backend, special = self._backend, "|".join(map(re.escape, self.special_ids))
         for part in re.split(special, text) if special else [text]:
-            normal = backend.normalizer.normalize_str(part) if backend.normalizer is not None else part
+            normalised = backend.normalizer.normalize_str(part) if backend.normalizer is not None else part
             splitter = backend.pre_tokenizer
-            for piece, _ in splitter.pre_tokenize_str(normal) if splitter is not None else [(normal, None)]:
+            for piece, _ in splitter.pre_tokenize_str(normalised) if splitter is not None else [(normalised, None)]:
                 try:
                     backend.model.tokenize(piece)
                 except Exception:
@@ -366,10 +368,10 @@ class _TransformersTokenizer(_HuggingFace):
             )
 
 
-def _in_context(piece: str, text: str) -> str:
+def _quote_in_context(piece: str, text: str) -> str:
     """Quote a piece of a text, and the text around it, shortened: ``'PIECE' in 'TEXT...'``."""
-    around = text[max(0, text.find(piece) - _LONGEST_PIECE // 2) :]
-    shown = [part if len(part) <= _LONGEST_PIECE else f"{part[:_LONGEST_PIECE]}..." for part in (piece, around)]
+    around = text[max(0, text.find(piece) - _LONGEST_QUOTE // 2) :]
+    shown = [part if len(part) <= _LONGEST_QUOTE else f"{part[:_LONGEST_QUOTE]}..." for part in (piece, around)]
     return " in ".join(map(repr, dict.fromkeys(shown)))
 
 

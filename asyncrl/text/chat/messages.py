@@ -52,19 +52,19 @@ def normalise_messages(messages: Sequence[Any], *, field: str = "messages") -> l
     """
     if not messages:
         raise ChatRefused(field, "holds no message")
-    found: list[Message] = []
-    called: set[str] = set()
+    normalised: list[Message] = []
+    call_ids: set[str] = set()
     for number, given in enumerate(messages):
         where = f"{field}[{number}]"
         message = _message(given, where)
         for call in message.get("tool_calls", ()):
-            called.add(call["id"])
-        if message["role"] == "tool" and message["tool_call_id"] not in called:
+            call_ids.add(call["id"])
+        if message["role"] == "tool" and message["tool_call_id"] not in call_ids:
             raise ChatRefused(
                 f"{where}.tool_call_id", f"no call of a message before has the id {message['tool_call_id']!r}"
             )
-        found.append(message)
-    return found
+        normalised.append(message)
+    return normalised
 
 
 def normalise_tools(tools: Sequence[Any], *, field: str = "tools") -> list[Tool]:
@@ -73,7 +73,7 @@ def normalise_tools(tools: Sequence[Any], *, field: str = "tools") -> list[Tool]
     Further fields of a function, such as ``return``, come last. ``field`` is the name of the tools in errors. Raises
     ChatRefused.
     """
-    found: list[Tool] = []
+    normalised: list[Tool] = []
     all_tools = field
     for number, tool in enumerate(tools):
         field = f"{all_tools}[{number}]"
@@ -83,19 +83,19 @@ def normalise_tools(tools: Sequence[Any], *, field: str = "tools") -> list[Tool]
         name = _text(function.get("name"), f"{field}.function.name")
         if not name:
             raise ChatRefused(f"{field}.function.name", "is empty")
-        if any(each["function"]["name"] == name for each in found):
+        if any(each["function"]["name"] == name for each in normalised):
             raise ChatRefused(f"{field}.function.name", f"{name!r} is the name of a tool before it")
-        written: dict[str, Any] = {"name": name}
+        ordered: dict[str, Any] = {"name": name}
         if function.get("description") is not None:
-            written["description"] = _text(function["description"], f"{field}.function.description")
+            ordered["description"] = _text(function["description"], f"{field}.function.description")
         parameters = function.get("parameters")
-        written["parameters"] = (
+        ordered["parameters"] = (
             NO_PARAMETERS if parameters is None else object_of(parameters, f"{field}.function.parameters")
         )
-        more = {key: value for key, value in function.items() if key not in (*OF_A_FUNCTION, *NOT_SHOWN)}
-        written |= {key: value for key, value in more.items() if value is not None}
-        found.append({"type": "function", "function": written})
-    return found
+        further = {key: value for key, value in function.items() if key not in (*OF_A_FUNCTION, *NOT_SHOWN)}
+        ordered |= {key: value for key, value in further.items() if value is not None}
+        normalised.append({"type": "function", "function": ordered})
+    return normalised
 
 
 def _message(given: Any, field: str) -> Message:
@@ -252,13 +252,13 @@ def read_conversation(given: Any, field: str, *, also: Collection[str] = ()) -> 
         _require_known(message, known, where)
         _check_content(message, where)
         if role == "assistant":
-            message = _one_reasoning(message, where)
+            message = _merge_reasoning(message, where)
             if "tool_calls" in message:
                 calls = _row_calls(message["tool_calls"], f"{where}.tool_calls", f"call_{number}_")
                 message = message | {"tool_calls": calls}
                 unanswered += [(call["id"], call["function"].get("name")) for call in calls]
         if role == "tool":
-            message = message | {"tool_call_id": _answered(message, unanswered, where)}
+            message = message | {"tool_call_id": _take_answered_call(message, unanswered, where)}
         messages.append({key: value for key, value in message.items() if key not in also})
     return normalise_messages(messages, field=field)
 
@@ -327,7 +327,7 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
             _require_known(_without_empty(part), OF_A_PART, f"{where}.content[{number}]")
 
 
-def _one_reasoning(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _merge_reasoning(message: dict[str, Any], where: str) -> dict[str, Any]:
     """Keep the reasoning under one name only. Raises ChatRefused if two names hold different texts."""
     keys = [key for key in REASONING if key in message]
     for key in keys[1:]:
@@ -357,16 +357,16 @@ def _row_calls(given: Any, field: str, prefix: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _answered(message: Mapping[str, Any], unanswered: list[tuple[str, str]], where: str) -> Any:
+def _take_answered_call(message: Mapping[str, Any], unanswered: list[tuple[str, str]], where: str) -> Any:
     """Find the call that a tool's message answers. Removes it from ``unanswered`` and returns its id.
 
     ``unanswered`` has (id, name) of each call. A message without an id answers the first call, of its name if it has
     one. Raises ChatRefused if it answers none.
     """
     id, name = message.get("tool_call_id"), message.get("name")
-    for place, (open_id, open_name) in enumerate(unanswered):
+    for index, (open_id, open_name) in enumerate(unanswered):
         if open_id == id or (id is None and name in (None, open_name)):
-            return unanswered.pop(place)[0]
+            return unanswered.pop(index)[0]
     if id is None:
         of_name = f" of {name!r}" if isinstance(name, str) else ""
         raise ChatRefused(where, f"answers no call: no call{of_name} before it is without an answer")

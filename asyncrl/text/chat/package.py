@@ -36,11 +36,11 @@ class PackageRenderer:
         self._ends = frozenset(end_ids)
         self._chat = chat
         # The package takes options when it makes a renderer.
-        self._made = lru_cache(KEPT)(self._make)
+        self._cached_renderer = lru_cache(KEPT)(self._make)
         # Made at once, so that a wrong name or model is found at the start.
         self._renderer({})
         answered = self._ids([QUESTION, {"role": "assistant", "content": "Hi."}], (), {}, generate=False)
-        end = next((place for place in range(len(answered))[::-1] if answered[place] in self._ends), len(answered))
+        end = next((index for index in range(len(answered))[::-1] if answered[index] in self._ends), len(answered))
         self.report = make_report(
             chat,
             self._examine,
@@ -65,15 +65,15 @@ class PackageRenderer:
     ) -> list[int] | None:
         if not messages or not last_ids:
             return None
-        asked = self.render([QUESTION], tools, options)
+        prompt = self.render([QUESTION], tools, options)
         try:
             bridged = self._renderer(options).bridge_to_next_turn(
-                asked, list(last_ids), list(messages), tools=list(tools) or None
+                prompt, list(last_ids), list(messages), tools=list(tools) or None
             )
         except Exception as error:
             # The package raises errors of any type for a conversation that a family does not support.
             raise ChatRefused("messages", f"the renderer refuses them: {error}") from None
-        before = [*asked, *last_ids]
+        before = [*prompt, *last_ids]
         if bridged is None or list(bridged.token_ids[: len(before)]) != before:
             return None
         return list(bridged.token_ids[len(before) :])
@@ -81,12 +81,12 @@ class PackageRenderer:
     def answer(
         self, before: Sequence[Message], answer: Message, tools: Sequence[Tool], options: Mapping[str, Any]
     ) -> list[int]:
-        asked = self.render(before, tools, options)
+        prompt = self.render(before, tools, options)
         whole = self._ids([*before, answer], tools, options, generate=False)
-        if whole[: len(asked)] != asked:
+        if whole[: len(prompt)] != prompt:
             raise ChatRefused(FIELD, "cannot be placed: the renderer does not begin it as the generation prompt does")
-        rest = whole[len(asked) :]
-        end = next((place for place, id in enumerate(rest) if id in self._ends), None)
+        rest = whole[len(prompt) :]
+        end = next((index for index, id in enumerate(rest) if id in self._ends), None)
         if end is None:
             raise ChatRefused(FIELD, "cannot be placed: the renderer writes no token that ends an answer")
         return rest[: end + 1]
@@ -104,9 +104,9 @@ class PackageRenderer:
             return Parsed(self._tokenizer.decode(ids), malformed=1)
         calls, content = [], response.content or ""
         for call in response.tool_calls:
-            made = make_call(call.name, call.arguments) if tools and call.status == "ok" else None
-            if made is not None:
-                calls.append(made)
+            parsed_call = make_call(call.name, call.arguments) if tools and call.status == "ok" else None
+            if parsed_call is not None:
+                calls.append(parsed_call)
             else:
                 content = "\n".join(text for text in (content, call.raw) if text)
         malformed = len(response.tool_calls) - len(calls) if tools else 0
@@ -114,7 +114,7 @@ class PackageRenderer:
         return Parsed(content, response.reasoning_content or None, calls, malformed, unfinished)
 
     def _renderer(self, options: Mapping[str, Any]) -> Any:
-        return self._made(json.dumps({**self._chat.template_options, **options}, sort_keys=True))
+        return self._cached_renderer(json.dumps({**self._chat.template_options, **options}, sort_keys=True))
 
     def _make(self, options: str) -> Any:
         """Make the package's renderer for ``options``, which are JSON text. Raises ConfigError."""
@@ -152,20 +152,20 @@ class PackageRenderer:
         before, answer, tail = example(shape)
         tools = TOOLS if shape.with_tools else ()
         try:
-            asked = self.render(before, tools, {})
+            prompt = self.render(before, tools, {})
             answered = self._ids([*before, answer], tools, {}, generate=False)
             whole = self.render([*before, answer, *tail], tools, {})
-            if answered[: len(asked)] != asked:
+            if answered[: len(prompt)] != prompt:
                 return TurnCheck("fork", "an answer in the context does not begin as the generation prompt does")
-            ends = [place for place in range(len(asked), len(answered)) if answered[place] in self._ends]
+            ends = [index for index in range(len(prompt), len(answered)) if answered[index] in self._ends]
             # An answer that was cut lacks the token that ends it.
-            sampled = answered[len(asked) : ends[0] + shape.ended] if ends else answered[len(asked) :]
+            sampled = answered[len(prompt) : ends[0] + shape.ended] if ends else answered[len(prompt) :]
             extended = self.extension(tail, tools, {}, last_ids=sampled, finish="stop" if shape.ended else "length")
         except ChatRefused as error:
             return TurnCheck("refused", error.problem)
         if extended is None:
             return TurnCheck("fork", "the package does not extend this kind of turn")
-        if [*asked, *sampled, *extended] == whole:
+        if [*prompt, *sampled, *extended] == whole:
             return TurnCheck("extend")
         return (
             TurnCheck("extend", "the reasoning stays, which a single render leaves out")

@@ -99,27 +99,27 @@ def examine(template: ChatTemplate, shape: Shape, history: History, options: Map
     Returns the first verdict that is not ``extend``. Beginnings that the template refuses are left out.
     """
     tools = TOOLS if shape.with_tools else ()
-    found: TurnCheck | None = None
+    result: TurnCheck | None = None
     refusal = "the template refuses every beginning"
-    for place, before in _beginnings(shape):
+    for situation, before in _beginnings(shape):
         try:
             template.text(before, tools, options)
         except ChatRefused as error:
             refusal = error.problem
             continue
         # A call ends in the template's text. The endings of other answers are tried after the plain question only.
-        endings = _known_endings(template) if not place and "tool" not in shape.tail else ENDINGS[:1]
+        endings = _known_endings(template) if not situation and "tool" not in shape.tail else ENDINGS[:1]
         for ending in endings:
             answer, tail = _answer(shape, ending), _tail(shape)
             try:
                 turn = learn_turn(template, before, answer, tail, tools, options)
-                each = TurnCheck("fork", turn) if isinstance(turn, str) else _judge(template, turn, shape, history)
+                check = TurnCheck("fork", turn) if isinstance(turn, str) else _judge(template, turn, shape, history)
             except ChatRefused as error:
-                return TurnCheck("refused", f"{error.problem}{place}")
-            if each.verdict != "extend":
-                return replace(each, reason=f"{each.reason}{place}")
-            found = each if found is None or each.reason else found
-    return found or TurnCheck("refused", refusal)
+                return TurnCheck("refused", f"{error.problem}{situation}")
+            if check.verdict != "extend":
+                return replace(check, reason=f"{check.reason}{situation}")
+            result = check if result is None or check.reason else result
+    return result or TurnCheck("refused", refusal)
 
 
 def _known_endings(template: ChatTemplate) -> list[str]:
@@ -141,9 +141,9 @@ def _judge(template: ChatTemplate, turn: ChatTurn, shape: Shape, history: Histor
         return TurnCheck("fork", "the template writes no token behind an answer that ends it for the model")
     if turn.dropped and history == "template":
         return TurnCheck("fork", f"a single render leaves {turn.dropped!r} out", by_policy=True)
-    asked = template.ids(turn.asked)
+    prompt = template.ids(turn.asked)
     answered = template.ids(turn.asked + turn.sampled)
-    if answered[: len(asked)] != asked:
+    if answered[: len(prompt)] != prompt:
         return TurnCheck("fork", "the first token of an answer is one with the end of the generation prompt")
     whole = template.ids(turn.asked + turn.sampled + turn.end + turn.after)
     if answered + extension_ids(template, turn, ended=False) != whole:

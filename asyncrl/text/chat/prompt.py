@@ -108,7 +108,7 @@ class PromptEncoder:
             problem = "an episode with episode.tools shows the tools of its code alone; set"
             raise ChatRefused(self._data.tools_key, f'{problem} data.tools_key = ""')
         if self._data.template == "chat":
-            text = self._rendered(prompt, tools)
+            text = self._render_checked(prompt, tools)
             return self._tokenizer.encode(text), text
         if not isinstance(prompt, str):
             raise ValueError('chat messages need template = "chat"')
@@ -117,7 +117,7 @@ class PromptEncoder:
             raise ChatRefused(self._data.tools_key, f'{problem} data.tools_key = ""')
         return self._tokenizer.encode_prompt(prompt), prompt
 
-    def _rendered(self, prompt: Prompt, tools: Sequence[Tool]) -> str:
+    def _render_checked(self, prompt: Prompt, tools: Sequence[Tool]) -> str:
         """Check that the template shows all of a prompt, and render it up to the policy's answer. Raises ChatRefused.
 
         If the assistant's message is the last one, the text ends with its content, for the policy to continue.
@@ -127,9 +127,9 @@ class PromptEncoder:
             self._tokenizer.render_chat(conversation(prompt, None))
         system = self._data.system
         messages = conversation(prompt, system)
-        given = 1 if isinstance(prompt, str) else len(prompt)
+        own_count = 1 if isinstance(prompt, str) else len(prompt)
         field, tools_field = self._data.prompt_column, self._data.tools_key
-        self._shown.require(messages, tools, field=field, tools_field=tools_field, system=len(messages) > given)
+        self._shown.require(messages, tools, field=field, tools_field=tools_field, system=len(messages) > own_count)
         if messages[-1]["role"] != "assistant":
             return self._template.text(messages, tools)
         # As transformers does under continue_final_message: the template's text up to the end of the last content.
@@ -190,47 +190,47 @@ class ShownCheck:
             self._known[marked.kind] = missing
         if missing is None:
             return
-        place, part, problem = missing
-        if place < 0:
-            raise ChatRefused(f"{tools_field}{part}", problem)
-        if system and place == 0:
+        index, path, problem = missing
+        if index < 0:
+            raise ChatRefused(f"{tools_field}{path}", problem)
+        if system and index == 0:
             raise ChatRefused("data.system", problem)
-        raise ChatRefused(f"{field}[{place - system}]{part}", problem)
+        raise ChatRefused(f"{field}[{index - system}]{path}", problem)
 
     def _first_missing(self, marked: _Marked) -> Missing | None:
         """Render marked messages, and return the first part whose mark the text lacks; None if all are shown."""
-        for place, message in enumerate(marked.messages):
+        for index, message in enumerate(marked.messages):
             if message.get("tool_calls") and not self._writes_calls:
-                return place, ".tool_calls", CALLS_LEFT_OUT
+                return index, ".tool_calls", CALLS_LEFT_OUT
         try:
             text = self._text(marked.messages, marked.tools)
         except ChatRefused:
             # If the template refuses the conversation itself too, its own render will raise the error.
             return None
-        for word, place, part in marked.words:
-            if word in text or (part == ".reasoning_content" and self._shows_reasoning):
+        for mark, index, path in marked.marks:
+            if mark in text or (path == ".reasoning_content" and self._shows_reasoning):
                 continue
-            if place < 0 and part.endswith(".name"):
-                return place, part, TOOLS_LEFT_OUT
-            field = "tools" if place < 0 else part.partition("[")[0].removeprefix(".")
-            return place, part, LEFT_OUT.format(CHANGES[field])
+            if index < 0 and path.endswith(".name"):
+                return index, path, TOOLS_LEFT_OUT
+            field = "tools" if index < 0 else path.partition("[")[0].removeprefix(".")
+            return index, path, LEFT_OUT.format(CHANGES[field])
         return None
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Return the rendered conversation; if ``by_answer``, after the rendered messages before each answer."""
-        answers = [place for place, message in enumerate(messages) if message["role"] == "assistant" and place]
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index]
         ends = [*(answers if self._by_answer else ()), len(messages)]
         return "\n".join(self._render(messages[:end], tools) for end in ends)
 
 
 def hidden_tools(renderer: Renderer, tools: Sequence[Any], options: Mapping[str, Any]) -> list[str]:
     """Return the names of tools in a request that do not change the rendered text; empty for a refused request."""
-    asked = [{"role": "user", "content": "q"}]
+    question = [{"role": "user", "content": "q"}]
     try:
         found = normalise_tools(tools)
-        whole = renderer.render(asked, found, options)
+        whole = renderer.render(question, found, options)
         without = ((tool, [each for each in found if each is not tool]) for tool in found)
-        return [tool["function"]["name"] for tool, rest in without if renderer.render(asked, rest, options) == whole]
+        return [tool["function"]["name"] for tool, rest in without if renderer.render(question, rest, options) == whole]
     except ChatRefused:
         return []
 
@@ -239,49 +239,49 @@ class _Marked:
     """A conversation in which a made-up word, its mark, replaces each text."""
 
     def __init__(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
-        self.words: list[tuple[str, int, str]] = []
+        self.marks: list[tuple[str, int, str]] = []
         """Each mark with the index of its message, or -1 for the tools, and the path of its field."""
-        self.messages = [self._message(message, place) for place, message in enumerate(messages)]
+        self.messages = [self._message(message, index) for index, message in enumerate(messages)]
         self.tools = [self._tool(tool, f"[{number}].function") for number, tool in enumerate(tools)]
         self.kind = (
             tuple((message["role"], message["content"] == "") for message in self.messages),
-            tuple(self.words),
+            tuple(self.marks),
         )
         """Everything that the result of the check depends on: the roles, and the fields with a text."""
 
-    def _word(self, place: int, part: str) -> str:
-        """Make the mark of the field ``part`` of message ``place``."""
-        word = f"qkz{len(self.words)}shown"
-        self.words.append((word, place, part))
-        return word
+    def _make_mark(self, index: int, path: str) -> str:
+        """Make the mark of the field ``path`` of message ``index``."""
+        mark = f"qkz{len(self.marks)}shown"
+        self.marks.append((mark, index, path))
+        return mark
 
-    def _message(self, message: Message, place: int) -> Message:
+    def _message(self, message: Message, index: int) -> Message:
         marked = dict(message)
         for key in ("content", "reasoning_content"):
             if message.get(key, "").strip():
-                marked[key] = self._word(place, f".{key}")
+                marked[key] = self._make_mark(index, f".{key}")
         if "name" in message and message["role"] != "tool":
-            marked["name"] = self._word(place, ".name")
+            marked["name"] = self._make_mark(index, ".name")
         if "tool_calls" in message:
             marked["tool_calls"] = [
-                call | {"function": self._called(call["function"], place, f".tool_calls[{number}].function")}
+                call | {"function": self._called(call["function"], index, f".tool_calls[{number}].function")}
                 for number, call in enumerate(message["tool_calls"])
             ]
         return marked
 
-    def _called(self, function: dict[str, Any], place: int, part: str) -> dict[str, Any]:
-        arguments, name = function["arguments"], self._word(place, f"{part}.name")
+    def _called(self, function: dict[str, Any], index: int, path: str) -> dict[str, Any]:
+        arguments, name = function["arguments"], self._make_mark(index, f"{path}.name")
         if not arguments:
             return {"name": name, "arguments": arguments}
-        word = self._word(place, f"{part}.arguments")
-        return {"name": name, "arguments": word if isinstance(arguments, str) else {"word": word}}
+        mark = self._make_mark(index, f"{path}.arguments")
+        return {"name": name, "arguments": mark if isinstance(arguments, str) else {"word": mark}}
 
-    def _tool(self, tool: Tool, part: str) -> Tool:
+    def _tool(self, tool: Tool, path: str) -> Tool:
         function = dict(tool["function"])
-        function["name"] = self._word(-1, f"{part}.name")
+        function["name"] = self._make_mark(-1, f"{path}.name")
         if function.get("description"):
-            function["description"] = self._word(-1, f"{part}.description")
+            function["description"] = self._make_mark(-1, f"{path}.description")
         if function["parameters"].get("properties"):
-            word = self._word(-1, f"{part}.parameters")
-            function["parameters"] = {"type": "object", "properties": {word: {"type": "string"}}, "required": []}
+            mark = self._make_mark(-1, f"{path}.parameters")
+            function["parameters"] = {"type": "object", "properties": {mark: {"type": "string"}}, "required": []}
         return tool | {"function": function}

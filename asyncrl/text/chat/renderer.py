@@ -102,16 +102,16 @@ class TemplateRenderer:
         self._parsers = parsers
         self._history: History = chat.history
         # The key has the options as JSON text. Two threads may do the same check at once: neither waits for the other.
-        self._finding = lru_cache(KEPT)(self._examine)
-        self._opens_thinking = lru_cache(KEPT)(self._opens)
+        self._cached_check = lru_cache(KEPT)(self._examine)
+        self._cached_opens_reasoning = lru_cache(KEPT)(self._prompt_opens_reasoning)
         keep = parsers.parser.markers
         self._hidden_ids = frozenset(
             id for text, id in template.tokenizer.special_ids.items() if keep is not None and text not in keep
         )
-        end, seam, note = _seam(template)
+        end, seam, note = _find_seam(template)
         self.report = make_report(
             chat,
-            lambda shape: self._finding(shape, _key({})),
+            lambda shape: self._cached_check(shape, _key({})),
             tool_parser=parsers.tools,
             reasoning_parser=parsers.reasoning,
             shows_tools=template.shows_tools,
@@ -143,9 +143,9 @@ class TemplateRenderer:
         # Even if this answer has no reasoning, earlier ones may have some.
         thinks = self._parsers.thinks and self._history == "template"
         shape = Shape.of(messages, reasoning=thinks, ended=ended, with_tools=bool(tools))
-        if self._finding(shape, _key(options)).verdict != "extend":
+        if self._cached_check(shape, _key(options)).verdict != "extend":
             return None
-        answer = _stand_in(messages, parsed)
+        answer = _make_similar_answer(messages, parsed)
         turn = learn_turn(self._template, [QUESTION], answer, messages, tools, options)
         if isinstance(turn, str) or (ended and self._template.ends.get(turn.end) != last_ids[-1]):
             # The model has ended the answer with another end token than the one that the template writes.
@@ -161,7 +161,7 @@ class TemplateRenderer:
 
     def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
         options = options or {}
-        thinking = self._opens_thinking(bool(tools), _key(options))
+        thinking = self._cached_opens_reasoning(bool(tools), _key(options))
         return self._parsers.parser(
             self.text(ids), tools, thinking=thinking, ids=self._without_end(ids), options=options
         )
@@ -178,7 +178,7 @@ class TemplateRenderer:
     def _examine(self, shape: Shape, options: str) -> TurnCheck:
         return examine(self._template, shape, self._history, json.loads(options))
 
-    def _opens(self, with_tools: bool, options: str) -> bool:
+    def _prompt_opens_reasoning(self, with_tools: bool, options: str) -> bool:
         """Whether the generation prompt opens the reasoning, with or without tools, under these options (JSON text)."""
         tools, given = TOOLS if with_tools else (), json.loads(options)
         try:
@@ -262,7 +262,7 @@ def _recognise_calls(template: ChatTemplate) -> tuple[str, str]:
     return "none", "the form in which the template writes calls is not known here: set chat.tool_parser to vLLM's name"
 
 
-def _seam(template: ChatTemplate) -> tuple[str, str, str]:
+def _find_seam(template: ChatTemplate) -> tuple[str, str, str]:
     """Find the text that ends an answer, the seam that the template writes after it, and a note for the user.
 
     The note is empty unless sampling goes past that end. All three are empty if the template shows no such turn.
@@ -270,14 +270,14 @@ def _seam(template: ChatTemplate) -> tuple[str, str, str]:
     before, answer, tail = example(Shape(tail=("user",), with_tools=False))
     try:
         turn = learn_turn(template, before, answer, tail, (), {})
-        alone = template.text([*before, answer], (), {}, generate=False)
+        as_last = template.text([*before, answer], (), {}, generate=False)
     except ChatRefused:
         return "", "", ""
     if isinstance(turn, str):
         return "", "", ""
     # Some templates frame the last message in another way.
-    framed, goes_on = alone.rpartition(ANSWER)[2], turn.end + turn.after
-    shared = next((place for place, (a, b) in enumerate(zip(framed, goes_on, strict=False)) if a != b), len(framed))
+    framed, continued = as_last.rpartition(ANSWER)[2], turn.end + turn.after
+    shared = next((index for index, (a, b) in enumerate(zip(framed, continued, strict=False)) if a != b), len(framed))
     seam = framed[:shared].removeprefix(turn.end)
     note = ""
     for text in template.tokenizer.special_ids:
@@ -286,7 +286,7 @@ def _seam(template: ChatTemplate) -> tuple[str, str, str]:
     return turn.end, seam, note
 
 
-def _stand_in(messages: Sequence[Message], parsed: Parsed) -> Message:
+def _make_similar_answer(messages: Sequence[Message], parsed: Parsed) -> Message:
     """Return an answer with made-up words in the form of the sampled one, with a call for each result that follows."""
     answer: Message = {"role": "assistant", "content": ANSWER}
     results = list(takewhile(lambda message: message["role"] == "tool", messages))

@@ -34,7 +34,7 @@ _TOOLS: list[Tool] = [
 ]
 """A tool that has every field that a template may read."""
 _USER: Message = {"role": "user", "content": "q"}
-_WORDED: Message = {"role": "user", "content": _NAME}
+_MARKED: Message = {"role": "user", "content": _NAME}
 
 
 class ChatTemplate:
@@ -67,19 +67,19 @@ class ChatTemplate:
 
     def _learn(self) -> None:
         """Render small conversations to find the form in which the template takes text, calls and their ids."""
-        asked_in_parts = _WORDED | {"content": [{"type": "text", "text": _NAME}]}
-        self._as_parts = _NAME not in self._tried([_WORDED], ()) and _NAME in self._tried([asked_in_parts], ())
+        asked_in_parts = _MARKED | {"content": [{"type": "text", "text": _NAME}]}
+        self._as_parts = _NAME not in self._try_text([_MARKED], ()) and _NAME in self._try_text([asked_in_parts], ())
         asked = [_USER, _call("call_0_0")]
         answered = [*asked, _result("call_0_0")]
         for self._arguments_as_text, self._short_ids in product((False, True), repeat=2):
             # Without tojson a template writes Python's text of an object.
-            if (text := self._tried(answered)) and "{'q': 'q'}" not in text:
+            if (text := self._try_text(answered)) and "{'q': 'q'}" not in text:
                 break
         else:
             self._arguments_as_text = self._short_ids = False
-        self.writes_calls = _NAME in self._tried(asked)
-        without = self._tried([_USER], ())
-        self.shows_tools = bool(without) and self._tried([_USER]) not in ("", without)
+        self.writes_calls = _NAME in self._try_text(asked)
+        without_tools = self._try_text([_USER], ())
+        self.shows_tools = bool(without_tools) and self._try_text([_USER]) not in ("", without_tools)
         """Whether the template shows tools to the model."""
         self._learn_reasoning()
 
@@ -88,7 +88,7 @@ class ChatTemplate:
         for key in REASONING:
             plain = {"role": "assistant", "content": "q", key: _NAME}
             called = _call("call_0_0", "f") | {key: _NAME}
-            if _NAME in self._tried([_USER, plain]) + self._tried([_USER, called, _result("call_0_0", "f")]):
+            if _NAME in self._try_text([_USER, plain]) + self._try_text([_USER, called, _result("call_0_0", "f")]):
                 self._reasoning_key, self.shows_reasoning = key, True
                 return
         try:
@@ -145,7 +145,7 @@ class ChatTemplate:
             message = message | {"content": [{"type": "text", "text": message["content"]}]}
         return message
 
-    def _tried(self, messages: Sequence[Message], tools: Sequence[Tool] = _TOOLS) -> str:
+    def _try_text(self, messages: Sequence[Message], tools: Sequence[Tool] = _TOOLS) -> str:
         """Render a test conversation; empty if the template refuses it."""
         try:
             return self.text(messages, tools, generate=False)

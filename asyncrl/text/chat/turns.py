@@ -83,24 +83,24 @@ def learn_turn(
     head = _common_head(prompt, _plain_head(text, before, tail, base))
     if head is None or not rest.startswith(head):
         return "an answer in the context does not begin as the generation prompt does"
-    excess, rest = prompt[len(head) :], rest[len(head) :]
+    opening, rest = prompt[len(head) :], rest[len(head) :]
     # The last occurrence, because each call has one.
-    place = rest.rfind(ANSWER)
-    if place < 0:
+    index = rest.rfind(ANSWER)
+    if index < 0:
         return "the template leaves the answer out"
     dropped = ""
-    # The generation prompt may begin the answer, as by <think> (``excess``). A template may leave that out of earlier
+    # The generation prompt may begin the answer, as by <think> (``opening``). A template may leave that out of earlier
     # answers.
-    if rest.startswith(excess):
-        rest, place = rest[len(excess) :], place - len(excess)
+    if rest.startswith(opening):
+        rest, index = rest[len(opening) :], index - len(opening)
     else:
-        dropped = excess
-    thought = _dropped_thought(excess, "reasoning_content" in answer, rest[:place], dropped != "")
+        dropped = opening
+    thought = _dropped_thought(opening, "reasoning_content" in answer, rest[:index], dropped != "")
     words = answer["content"] or ANSWER
-    if not rest.startswith(words, place):
+    if not rest.startswith(words, index):
         # The template has removed blanks at the end.
         words = ANSWER
-    found = _split(template, rest, place + len(words), text, before, answer)
+    found = _split_answer(template, rest, index + len(words), text, before, answer)
     if isinstance(found, str):
         return found
     sampled, end, after = found
@@ -125,40 +125,40 @@ def _common_head(prompt: str, head: str) -> str | None:
     return prompt if head.startswith(prompt) else None
 
 
-def _dropped_thought(excess: str, thinks: bool, lead: str, is_dropped: bool) -> str:
+def _dropped_thought(opening: str, thinks: bool, lead: str, is_dropped: bool) -> str:
     """Return the reasoning that the model samples, with its tags, if the template leaves it out; else an empty string.
 
-    ``excess`` is the beginning of the answer in the generation prompt; ``is_dropped``: whether the template leaves it
+    ``opening`` is the beginning of the answer in the generation prompt; ``is_dropped``: whether the template leaves it
     out. ``thinks``: whether the answer has reasoning. ``lead`` is the text before the answer's words.
     """
-    opened = THINK in excess and END_THINK not in excess.rpartition(THINK)[2]
+    opened = THINK in opening and END_THINK not in opening.rpartition(THINK)[2]
     if THOUGHT in lead or not (thinks or (opened and is_dropped)):
         return ""
     return f"{'' if opened else THINK + chr(10)}{THOUGHT}\n{END_THINK}\n\n"
 
 
-def _split(
-    template: ChatTemplate, rest: str, place: int, text: Any, before: Sequence[Message], answer: Message
+def _split_answer(
+    template: ChatTemplate, rest: str, index: int, text: Any, before: Sequence[Message], answer: Message
 ) -> tuple[str, str, str] | str:
     """Split ``rest`` into the words of the answer, its end, and the text after it; or return why that is impossible.
 
-    ``place`` is the index behind the last known word of the answer.
+    ``index`` is the position after the last known word of the answer.
     """
-    limit = rest.find(NEXT, place)
-    behind = rest[place : limit if limit >= 0 else len(rest)]
+    limit = rest.find(NEXT, index)
+    behind = rest[index : limit if limit >= 0 else len(rest)]
     if (found := template.first_end(behind)) is not None:
         at, end = found
-        return rest[: place + at], end, rest[place + at + len(end) :]
+        return rest[: index + at], end, rest[index + at + len(end) :]
     if not answer.get("tool_calls"):
-        return rest[:place], "", rest[place:]
+        return rest[:index], "", rest[index:]
     # An answer without calls shows the frame; what is written before the frame in this answer belongs to the call.
     plain = text([*before, {"role": "assistant", "content": ANSWER}], generate=False)
     called = text([*before, answer], generate=False)
     frame = plain[plain.rfind(ANSWER) + len(ANSWER) :]
     written = called[called.rfind(ANSWER) + len(ANSWER) :]
-    if not written.endswith(frame) or not rest[place:].startswith(written):
+    if not written.endswith(frame) or not rest[index:].startswith(written):
         return "the end of the call is not found"
-    end_of_call = place + len(written) - len(frame)
+    end_of_call = index + len(written) - len(frame)
     return rest[:end_of_call], "", rest[end_of_call:]
 
 
@@ -175,19 +175,19 @@ def answer_ids(
     """
     asked = template.text(before, tools, options)
     whole = template.text([*before, answer], tools, options, generate=False)
-    written = _written(answer)
+    written = _all_text(answer)
     for end in template.ends:
         if end in written:
             raise ChatRefused(FIELD, f"holds {end}, at which an answer ends")
-    rest = _behind(asked, whole, answer)
+    rest = _text_after_prompt(asked, whole, answer)
     if rest is None:
-        rest = _behind_moved(template, before, asked, whole, tools, options)
+        rest = _text_after_moved_prompt(template, before, asked, whole, tools, options)
     if (found := template.first_end(rest)) is not None:
         at, end = found
         words, last = rest[:at], [template.ends[end]]
     else:
         # The template writes no end token, so any will do: take the smallest.
-        words, last = _unframed(template, rest, options), sorted(template.end_ids)[:1]
+        words, last = _without_frame(template, rest, options), sorted(template.end_ids)[:1]
     return [*continuation(template.tokenizer, template.ids(asked), asked, words), *last]
 
 
@@ -206,7 +206,7 @@ def continuation(tokenizer: Tokenizer, context: Sequence[int], text: str, words:
         raise ChatRefused(FIELD, str(error)) from None
 
 
-def _behind(asked: str, whole: str, answer: Message) -> str | None:
+def _text_after_prompt(asked: str, whole: str, answer: Message) -> str | None:
     """Return the text that follows the generation prompt; None if ``whole`` does not continue ``asked``.
 
     If the generation prompt opens the reasoning, and the template leaves reasoning out, the answer's reasoning is
@@ -225,7 +225,7 @@ def _behind(asked: str, whole: str, answer: Message) -> str | None:
     return f"{thought}\n{END_THINK}\n\n{rest}"
 
 
-def _behind_moved(
+def _text_after_moved_prompt(
     template: ChatTemplate,
     before: Sequence[Message],
     asked: str,
@@ -241,15 +241,15 @@ def _behind_moved(
     base = template.text(before, tools, options, generate=False)
     others = ({"role": "assistant", "content": word} for word in OTHERS)
     first, second = (template.text([*before, each], tools, options, generate=False) for each in others)
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    head = "".join(letter for letter, _ in alike)
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    head = "".join(letter for letter, _ in equal)
     prompt = asked[len(base) :]
     if not (asked.startswith(base) and head.endswith(prompt) and whole.startswith(head)):
         raise ChatRefused(FIELD, "cannot be placed: the template does not begin it as the generation prompt does")
     return whole[len(head) :]
 
 
-def _unframed(template: ChatTemplate, rest: str, options: Mapping[str, Any]) -> str:
+def _without_frame(template: ChatTemplate, rest: str, options: Mapping[str, Any]) -> str:
     """Remove the frame after an answer that has no end token. Returns the answer's words. Raises ChatRefused."""
     shown = template.text([_QUESTION, {"role": "assistant", "content": ANSWER}], (), options, generate=False)
     frame = shown[shown.rfind(ANSWER) + len(ANSWER) :]
@@ -258,7 +258,7 @@ def _unframed(template: ChatTemplate, rest: str, options: Mapping[str, Any]) -> 
     return rest[: len(rest) - len(frame)]
 
 
-def _written(answer: Message) -> str:
+def _all_text(answer: Message) -> str:
     """Return all text of a message: content, reasoning and calls."""
     calls = answer.get("tool_calls", ())
     return "\n".join([answer["content"], answer.get("reasoning_content", ""), json.dumps(calls, ensure_ascii=False)])

@@ -52,7 +52,7 @@ class Encoder:
     def __init__(self, config: Config, tokenizer: Tokenizer, renderer: Renderer | None) -> None:
         self._tokenizer, self._renderer = tokenizer, renderer
         self._template, self._system = config.data.template, config.data.system
-        self._longest, self._cuts = config.longest_supervised, config.sft.on_long == "cut"
+        self._max_tokens, self._may_cut = config.longest_supervised, config.sft.on_long == "cut"
         self._shown: ShownCheck | None = None
         if renderer is not None:
             self._shown = _shown_check(config, tokenizer, renderer)
@@ -62,12 +62,14 @@ class Encoder:
         if not isinstance(row, dict):
             raise BadConversation(f"is no object; a row is {KEYS}")
         try:
-            found = self._plain(row) if self._is_plain(row) else self._chat(row)
+            sequences = self._plain(row) if self._is_plain(row) else self._chat(row)
         except (ChatRefused, ValueError) as error:
             raise BadConversation(str(error)) from None
-        fitted = [each for each in map(self._fitted, found) if len(each.trained)]
+        fitted = [each for each in map(self._fit, sequences) if len(each.trained)]
         if not fitted:
-            raise BadConversation(f"has no answer within {self._longest} tokens" if found else "has no answer to train")
+            raise BadConversation(
+                f"has no answer within {self._max_tokens} tokens" if sequences else "has no answer to train"
+            )
         return fitted
 
     def _is_plain(self, row: Mapping[str, Any]) -> bool:
@@ -100,23 +102,23 @@ class Encoder:
         """Check that the template shows all of a conversation, and encode it as sequences."""
         if self._renderer is None or self._shown is None:
             raise BadConversation("needs a chat template, and the model has none")
-        given = row["messages"] if "messages" in row else _of_prompt(row)
-        own = read_conversation(given, "messages", also=("weight",))
+        given = row["messages"] if "messages" in row else _messages_of_prompt(row)
+        row_messages = read_conversation(given, "messages", also=("weight",))
         tools = read_tools(row.get("tools"), "tools")
         weights = [_weight(message, f"messages[{number}]") for number, message in enumerate(given)]
-        messages = conversation(own, self._system)
-        before = len(messages) - len(own)
-        self._shown.require(messages, tools, field="messages", tools_field="tools", system=before > 0)
-        return _lay_out(self._renderer, messages, [1] * before + weights, tools, first=before)
+        messages = conversation(row_messages, self._system)
+        added = len(messages) - len(row_messages)
+        self._shown.require(messages, tools, field="messages", tools_field="tools", system=added > 0)
+        return _lay_out(self._renderer, messages, [1] * added + weights, tools, first=added)
 
-    def _fitted(self, whole: Encoded) -> Encoded:
+    def _fit(self, whole: Encoded) -> Encoded:
         """Return the sequence, cut to the longest length if sft.on_long allows it. Raises LongConversation."""
-        if len(whole.ids) <= self._longest:
+        if len(whole.ids) <= self._max_tokens:
             return whole
-        if not self._cuts:
-            problem = f"takes {len(whole.ids)} tokens, and the longest sequence is {self._longest}"
+        if not self._may_cut:
+            problem = f"takes {len(whole.ids)} tokens, and the longest sequence is {self._max_tokens}"
             raise LongConversation(problem)
-        return Encoded(whole.ids[: self._longest], whole.trained[whole.trained < self._longest])
+        return Encoded(whole.ids[: self._max_tokens], whole.trained[whole.trained < self._max_tokens])
 
 
 def _shown_check(config: Config, tokenizer: Tokenizer, renderer: Renderer) -> ShownCheck:
@@ -173,7 +175,7 @@ def _encoded(ids: Sequence[int], trained: Sequence[int]) -> Encoded:
     return Encoded(np.array(ids, np.int32), np.array(trained, np.int32))
 
 
-def _of_prompt(row: Mapping[str, Any]) -> list[Any]:
+def _messages_of_prompt(row: Mapping[str, Any]) -> list[Any]:
     """Return the messages of a row with a prompt and its completion. Raises BadConversation."""
     prompt, completion = row["prompt"], row["completion"]
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
