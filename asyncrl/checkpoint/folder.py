@@ -163,9 +163,10 @@ class CheckpointFolder:
         check_files(found.path, _read_complete(found.path / COMPLETE).files, None)
 
     def verify_all(self, found: Found, limit_bytes: int | None) -> None:
-        """Call ``verify``, then check the trainer's files too. Raises CheckpointError.
+        """Check all files of a checkpoint: those that ``commit`` recorded, and those in the trainer's own table.
 
-        The sizes of all of these are checked, and checksums of up to ``limit_bytes`` in all (None: no limit).
+        The first ones are read whole. For the trainer's files, sizes are compared, and checksums until ``limit_bytes``
+        are read (None: no limit). Raises CheckpointError.
         """
         self.verify(found)
         state = read_state(found.path)

@@ -102,10 +102,10 @@ class BroadcastControl:
     # --- messages of the learner ---
 
     def announce(self, learner: tuple[str, int], announcement: AnnounceBroadcast, newest: int, now: float) -> None:
-        """Take the learner's announcement of a version, and open a broadcast of it, or decline that.
+        """Open a broadcast of the version that the learner announces, or decline it.
 
-        It is declined if the version is not new, is to be left out, or if no replica can take part. ``newest`` is the
-        newest version published.
+        It is declined if the version is not new or is left out, if another one is under way, or if no replica can take
+        part. A repeated announcement only takes the next steps. ``newest`` is the newest version published.
         """
         current, version = self._current, announcement.version
         if current is not None and current.version == version:
@@ -249,7 +249,7 @@ class BroadcastControl:
         return current.since + (self._weights.deadline_s if is_begun else self._weights.broadcast_timeout_s)
 
     def pass_time(self, now: float) -> None:
-        """End a broadcast whose deadline is over."""
+        """End the broadcast if its present stage is past its deadline. Members that have not paused yet fall behind."""
         deadline, current = self.deadline(), self._current
         if deadline is None or current is None or now < deadline:
             return

@@ -80,7 +80,11 @@ class Conductor:
         return version > self.newest
 
     def publish(self, version: int) -> None:
-        """Make a version that is now held the newest: outrun replicas, and wake idle ones. Raises VersionReused."""
+        """Make a version that is now held the newest, and wake idle replicas that can take it. Raises VersionReused.
+
+        If replicas then pin too many versions, the versions of the least senior ones are let go: these replicas are
+        outrun.
+        """
         if not self.is_new(version):
             raise VersionReused(version, self.newest)
         self.newest = version
@@ -155,7 +159,10 @@ class Conductor:
         return None if offer is None else Update(offer=offer)
 
     def _next_update(self, replica: Replica, request: NextUpdate, same_host: bool, now: float) -> None:
-        """Record what a replica says of itself when it asks for the next update, and make it idle."""
+        """Record what a replica says of itself when it asks for the next update, and make it idle.
+
+        A member of an announced broadcast stays a member, unless it has another engine.
+        """
         serving, is_behind = request.serving, replica.phase is Phase.BEHIND
         if serving >= 0 and (serving == replica.target or (is_behind and serving > replica.serving)):
             # The replica serves its target, so its report of the commit was lost.
@@ -217,7 +224,8 @@ class Conductor:
     def _request_load(self, replica: Replica, request: RequestLoad, now: float) -> None:
         """Record that a replica has staged a version and requests its pause, or has paused for a broadcast.
 
-        A repeat keeps its turn, and a granted pause starts again: with ``drain`` the last response may take long.
+        A replica that repeats the request keeps its turn. If its pause is granted already, the deadline starts again:
+        under ``rollout.on_update = "drain"`` the engine first finishes its responses, which may take long.
         """
         version, paths = request.version, tuple(request.paths)
         if request.epoch is not None:

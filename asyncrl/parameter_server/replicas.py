@@ -186,7 +186,7 @@ class Replica:
         return self.phase is Phase.STAGING and self.fetches
 
     def follow(self, event: ReplicaEvent) -> bool:
-        """Change to the phase that the table gives for ``event``, and count a failed attempt.
+        """Change to the phase that the table gives for ``event``; a change to BEHIND counts as a failed attempt.
 
         Returns False for a message that the table does not have for the present phase: nothing changes.
         """

@@ -63,6 +63,7 @@ class PackageRenderer:
         last_ids: Sequence[int],
         finish: FinishReason,
     ) -> list[int] | None:
+        """See Renderer. The package bridges from a made-up question and the answer to the new messages."""
         if not messages or not last_ids:
             return None
         prompt = self.render([QUESTION], tools, options)
@@ -95,6 +96,7 @@ class PackageRenderer:
         return self._tokenizer.decode(ids)
 
     def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
+        """See Renderer. A call that the package cannot read stays in the content as text."""
         options = options or {}
         prompt = self.render([QUESTION], tools, options)
         try:

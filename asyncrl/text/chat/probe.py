@@ -135,7 +135,7 @@ def _known_endings(template: ChatTemplate) -> list[str]:
 def _judge(template: ChatTemplate, turn: ChatTurn, shape: Shape, history: History) -> TurnCheck:
     """Decide whether the conversation after a turn can extend the sampled tokens, or has to fork.
 
-    It can if these parts, encoded one by one, have the tokens of the whole text: request, answer, end, what follows.
+    It can if prompt, answer, and end token with what follows, encoded apart, have the same tokens as the whole text.
     """
     if shape.ended and not turn.end:
         return TurnCheck("fork", "the template writes no token behind an answer that ends it for the model")

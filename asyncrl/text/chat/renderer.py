@@ -108,6 +108,7 @@ class TemplateRenderer:
         self._hidden_ids = frozenset(
             id for text, id in template.tokenizer.special_ids.items() if keep is not None and text not in keep
         )
+        """Special tokens that the parser does not read; ``text`` leaves them out."""
         end, seam, note = _find_seam(template)
         self.report = make_report(
             chat,
@@ -132,6 +133,7 @@ class TemplateRenderer:
         last_ids: Sequence[int],
         finish: FinishReason,
     ) -> list[int] | None:
+        """See Renderer. Renders a made-up answer of the same kind, and takes what the template writes after it."""
         assert all(message["role"] != "assistant" for message in messages)
         if not messages or not last_ids:
             return None
