@@ -104,8 +104,9 @@ class BroadcastControl:
     def announce(self, learner: tuple[str, int], announcement: AnnounceBroadcast, newest: int, now: float) -> None:
         """Open a broadcast of the version that the learner announces, or decline it.
 
-        It is declined if the version is not new or is left out, if another one is under way, or if no replica can take
-        part. A repeated announcement only takes the next steps. ``newest`` is the newest version published.
+        It is declined if the version is not new or is left out, or if another one is under way. It is also declined if
+        no replica can take part. A repeated announcement only takes the next steps. ``newest`` is the newest version
+        published.
         """
         current, version = self._current, announcement.version
         if current is not None and current.version == version:

@@ -183,10 +183,11 @@ class Conductor:
         replica.workers = request.workers
 
     def _offer(self, replica: Replica, now: float) -> Offer | None:
-        """Decide which version an asking replica takes next, and by which transport; None: it waits.
+        """Decide which version an asking replica takes next, and by which transport; None: the replica waits.
 
-        It opens segments of the parameter server on the same host, or else those of another replica there. Otherwise it
-        waits for a replica of its host that fetches, or fetches itself. The actor fills in the manifest.
+        A replica opens segments of the parameter server on its host, or else those of another replica there. Without
+        either, it waits for a replica of its host that is fetching, or fetches the newest version itself. The actor
+        adds the manifest.
         """
         if replica.phase is Phase.ANNOUNCED:
             part = self.broadcast.part(replica)

@@ -1,8 +1,9 @@
 """Renders messages to tokens by the chat template, extends the context after sampled answers, parses answers.
 
-An extension is the tokens between a sampled answer and the next one. Invariant: it is returned only for kinds of turns
-that the check of the template (probe.py) found exact. Then the answer's own ids and the extension equal a single render
-of the conversation. Otherwise the caller renders the conversation again. Sampled ids are never encoded again.
+An extension is the tokens between a sampled answer and the next one. It begins with the seam, the text that the
+template writes between the end of an answer and the next message. Invariant: an extension is returned only for kinds of
+turns that the check of the template (probe.py) found exact. Then the answer's own ids and the extension equal a single
+render of the conversation. Otherwise the caller renders the conversation again. Sampled ids are never encoded again.
 Thread-safe. Raises ChatRefused for a conversation that the template refuses, and ConfigError at the start.
 """
 
@@ -72,11 +73,10 @@ class Renderer(Protocol):
         last_ids: Sequence[int],
         finish: FinishReason,
     ) -> list[int] | None:
-        """Return the tokens between a sampled answer and the next: the seam, ``messages``, the generation prompt.
+        """Return the extension after a sampled answer: the seam, ``messages``, and the generation prompt.
 
-        ``last_ids`` are all tokens of the answer, and ``messages`` follow it, none of them by the assistant. The seam
-        is the text that the template writes after an answer. None if an extension would not be exact: the caller must
-        then render the whole conversation. Raises ChatRefused.
+        ``last_ids`` are all tokens of the answer, and ``messages`` follow it, none of them by the assistant. None if an
+        extension would not be exact: the caller must then render the whole conversation. Raises ChatRefused.
         """
 
     def answer(
@@ -265,9 +265,10 @@ def _recognise_calls(template: ChatTemplate) -> tuple[str, str]:
 
 
 def _find_seam(template: ChatTemplate) -> tuple[str, str, str]:
-    """Find the text that ends an answer, the seam that the template writes after it, and a note for the user.
+    """Find the text that ends an answer, the seam after it, and a note for the user.
 
-    The note is empty unless sampling goes past that end. All three are empty if the template shows no such turn.
+    The note is empty, or says that the engine does not stop at the token with which the template ends answers. All
+    three are empty if the template shows no such turn.
     """
     before, answer, tail = example(Shape(tail=("user",), with_tools=False))
     try:

@@ -74,12 +74,14 @@ def learn_turn(
 
     if any(word in str(message) for message in tail for word in (ANSWER, THOUGHT)):
         return f"a message holds the word {ANSWER} or {THOUGHT}, which stands for the model's"
+    # The question without and with the generation prompt, and the whole conversation.
     base, asked, whole = text(before, generate=False), text(before), text([*before, answer, *tail])
     if not asked.startswith(base):
         return "the generation prompt changes what stands before it"
     if not whole.startswith(base):
         return "what comes later changes what stands before the answer"
     prompt, rest = asked[len(base) :], whole[len(base) :]
+    # ``head`` is the part of the generation prompt that the template also writes before an answer in the context.
     head = _common_head(prompt, _plain_head(text, before, tail, base))
     if head is None or not rest.startswith(head):
         return "an answer in the context does not begin as the generation prompt does"

@@ -136,10 +136,11 @@ def _shown_check(config: Config, tokenizer: Tokenizer, renderer: Renderer) -> Sh
 def _lay_out(
     renderer: Renderer, messages: Sequence[Message], weights: Sequence[int], tools: Sequence[Tool], *, first: int
 ) -> list[Encoded]:
-    """Lay a conversation out as sequences: one continues as long as the template allows it, then another begins.
+    """Lay a conversation out as sequences. Raises ChatRefused.
 
-    ``weights`` has 1 for each message that is trained, else 0. ``first`` is the index of the row's own first message.
-    Raises ChatRefused.
+    For each answer, the tokens between it and the last answer extend the sequence if the renderer can extend it.
+    Otherwise a new sequence begins with the rendered messages before the answer. Then the answer's tokens follow; they
+    are trained if the message's entry in ``weights`` is 1. ``first`` is the index of the row's own first message.
     """
     sequences: list[Encoded] = []
     ids: list[int] = []
