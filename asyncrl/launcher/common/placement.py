@@ -225,8 +225,8 @@ def _layout(config: Config, hosts: Sequence[PlacementHost]) -> _Layout:
 def _shared_counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], list[int]] | None:
     """Return the numbers of ranks and of engines of each host, where an engine may also use GPUs of ranks.
 
-    Ranks fill the first hosts. An engine goes to a host with enough GPUs that have no engine. Hosts where these GPUs have
-    no rank either come first, then those with most of them. Returns None if ranks or engines alone exceed the GPUs.
+    Ranks fill the first hosts. An engine goes to a host with enough GPUs that have no engine. Hosts where these have no
+    rank either come first, then those with most of them. Returns None if ranks or engines alone exceed the GPUs.
     """
     gpus_each, gpus = _gpus_per_replica(config), [len(host.gpus) for host in hosts]
     if not gpus_each:
