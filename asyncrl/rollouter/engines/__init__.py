@@ -11,19 +11,19 @@ from asyncrl.text.chat.parsers import AnswerParser, EngineParsers
 
 
 def make_engine(config: Config, name: str) -> Engine:
-    """The engine that ``rollout.engine`` names, not started yet. ``name`` appears in its errors."""
+    """Make the engine that ``rollout.engine`` names, without starting it. ``name`` appears in its errors."""
     engine: Engine = _load(config.rollout.traits.implementation)(config, name)
     return engine
 
 
 def engine_dtype(config: Config) -> str:
-    """Dtype that the engine computes in, by torch's name."""
+    """Return torch's name of the dtype that the engine computes in."""
     dtype = config.rollout.traits.dtype
     return str(_load(dtype)(config)) if ":" in dtype else dtype
 
 
 def engine_parsers(config: Config) -> EngineParsers | None:
-    """Maker of the engine's own parsers of answers, to be called on a thread; None where it has none."""
+    """Return a function that makes the engine's own parser of answers, to be called on a thread; None without one."""
     model, parsers = config.model, config.rollout.traits.parsers
     if not parsers or model.path is None:
         return None
@@ -38,5 +38,6 @@ def engine_parsers(config: Config) -> EngineParsers | None:
 
 
 def _load(spec: str) -> Any:
+    """Import what ``spec``, MODULE:NAME, names."""
     module, _, name = spec.partition(":")
     return getattr(importlib.import_module(module), name)

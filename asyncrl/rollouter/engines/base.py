@@ -1,16 +1,17 @@
 """The interface of every inference engine.
 
-An engine samples tokens and has its weights replaced while it lives. It knows nothing of prompt groups, rewards
-or other actors; the rollouter owns its pause and keeps the tokens it has handed over.
+An engine samples tokens, and the rollouter replaces its weights while it runs. It knows nothing of prompt groups,
+rewards or other actors. The rollouter decides when the engine pauses, and keeps the tokens that it has received.
 
-Order of an update: ``pause`` → ``load`` → ``resume``; weights are either staged already, and were shown to
-``accept`` while the engine generated, or are received by broadcast within ``load``. Between the start and the end of a
-load the engine is never stepped; after a load that failed it stays paused until one succeeds. A method that talks to
-the engine raises EngineDied when the engine is gone or does not answer in time; after EngineDied only ``close`` may be
-called.
+A weight update calls ``pause``, ``load`` and ``resume``, in this order. *Staged* weights are in this host's memory
+before the pause, and ``accept`` checks them while the engine generates. Other weights arrive by broadcast during
+``load``. The engine never steps during a load. After a failed load it stays paused until a load succeeds. A method that
+talks to the engine raises EngineDied if the engine is gone or does not answer in time. After EngineDied only ``close``
+may be called.
 
-Strings that end a response are the caller's business: it sees the whole joined text, an engine only the tokens of
-one submission. It calls ``abort`` when it has found one. Tokens that do are the engine's.
+One or more *submissions*, requests to an engine, sample a response; each continues after the tokens of the earlier
+ones. The engine ends a response at stop tokens. The caller looks for stop strings, because an engine sees the tokens of
+one submission only, and calls ``abort`` when it finds one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from asyncrl.weights.held_version import HeldVersion
 
 PauseMode = Literal["abort", "keep", "wait"]
 FIRST = -1
-"""Priority before all others."""
+"""The highest priority: such a request runs before all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,53 +36,58 @@ class GenerationRequest:
     """One submission of a sequence to an engine."""
 
     id: str
-    """Name of this submission; unique among those in flight."""
+    """Name of this submission; unique among the requests in flight."""
     prompt_ids: Sequence[int]
-    """Prompt and, for a resumed trajectory, the tokens held already."""
+    """The prompt, followed by the tokens that earlier submissions of the response sampled."""
     max_tokens: int
+    """Most tokens that this submission may sample."""
     temperature: float
     """Temperature; 0 is greedy, only for evaluation."""
     seed: int | None
-    """Seed of the response's noise, one for all submissions; None leaves it to the engine. A resume replays none."""
+    """Seed of the sampling noise, the same for all submissions of a response; None: the engine chooses one. A later
+    submission does not reuse the noise of earlier ones."""
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the response, like the model's end-of-sequence token."""
     cache_salt: str = ""
-    """Prefix-cache blocks are shared only between requests of the same salt."""
+    """Name of a share of the prefix cache: only requests with the same salt share cached blocks."""
     priority: int = 0
     """Priority; lower runs first."""
     key: str = ""
-    """Name of the response over all its submissions; empty: it has only this one. For engines that simulate."""
+    """Name of the response, the same in all its submissions; empty if this is the only one. Only the simulated engine
+    reads it."""
     held: int = 0
     """Number of prompt_ids that were sampled by earlier submissions of the same response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
-    """Tokens sampled since the last delta, each with the log-prob (nats, after temperature) that sampled it.
+    """The tokens of a submission that were sampled since its previous delta.
 
-    The last delta of a submission has a finish reason: ``stop`` (the last token is the end-of-sequence token or one of
-    the request's ``stop_token_ids``), ``length``, or ``abort``; and the version spans over this submission's tokens,
-    from 0 and without gaps. It may hold no tokens, and an abort before the first token leaves no spans.
+    The last delta of a submission has a finish reason and the version spans. It may have no tokens.
     """
 
     tokens: list[int]
     logprobs: list[float]
+    """Log-prob of each token when it was sampled (nats, after temperature)."""
     finish_reason: Literal["stop", "length", "abort"] | None = None
+    """``stop``: the last token is the end-of-sequence token or one of the request's ``stop_token_ids``. None: further
+    deltas follow."""
     spans: list[VersionSpan] = field(default_factory=list)
+    """Versions that sampled the submission's tokens: from its first token on, without gaps. Empty if it has none."""
     cached_tokens: int = 0
-    """Tokens of the submission's prompt that the prefix cache held when it began; in every delta that has tokens."""
+    """Number of prompt tokens that the prefix cache held when the submission began; in every delta that has tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """Load of the calls in an engine."""
+    """How busy an engine is."""
 
     kv_use: float
     """Share of the KV cache in use, 0 to 1."""
     queued: int
-    """Requests that it has not begun."""
+    """Number of requests that the engine has not begun."""
     preemptions: int
-    """Requests that it has put back for want of room, since its start."""
+    """Number of times since its start that the engine preempted a request because the KV cache was full."""
 
 
 class Engine(Protocol):
@@ -89,70 +95,72 @@ class Engine(Protocol):
 
     name: str
     workers: int
-    """Processes that take part in a broadcast."""
+    """Number of the engine's processes that take part in a broadcast."""
 
     @property
     def kv_use(self) -> float | None:
-        """Share of the KV cache in use, 0 to 1; None where that is not known. From any thread."""
+        """Share of the KV cache in use, 0 to 1; None if it is not known. Callable from any thread."""
 
     @property
     def load_now(self) -> EngineLoad | None:
-        """The load; None where it cannot say, as while it comes up. Needed for rollout.concurrency = "auto"."""
+        """The newest load; None if it is not known, as during the start. rollout.concurrency = "auto" needs it."""
 
     async def start(self) -> None:
-        """Bring it up. It serves no version yet and generates nothing before its first load.
+        """Start the engine and wait until it is ready for its first load. Before that load it generates nothing.
 
-        Raises ConfigError when it cannot run as the configuration asks.
+        Raises ConfigError if it cannot run as configured.
         """
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
-        """Stream the response. Ends after the delta with a finish reason.
+        """Submit a request and yield its deltas; ends after the delta with a finish reason.
 
-        Raises ValueError for a request that the engine can never serve, as one longer than its context.
+        Raises ValueError for a request that the engine can never serve, such as one longer than its context.
         """
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """End these requests early; each stream gets a last delta with ``abort``.
+        """End these requests early; each stream gets a last delta with finish reason ``abort``.
 
-        Tokens that were sampled and not handed over may be dropped. ``pause`` drops none.
+        Sampled tokens that are in no delta yet may be lost. ``pause("abort")`` loses none.
         """
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop stepping. ``abort`` ends all requests, ``keep`` freezes them, ``wait`` finishes them first."""
+        """Stop stepping. ``abort`` ends all requests, ``keep`` freezes them, ``wait`` first lets them finish."""
 
     async def accept(self, staged: HeldVersion) -> None:
-        """Raise WeightsCorrupt unless these are all of the model's weights, in the right shapes. At any time."""
+        """Check that staged weights are all of the model's, in the right shapes. Callable at any time.
+
+        Raises WeightsCorrupt.
+        """
 
     async def load(self, weights: HeldVersion | BroadcastPart, *, recompute_kv: bool) -> None:
-        """Replace the weights. Paused engines only; the caller keeps staged weights open meanwhile.
+        """Replace all weights of the paused engine. The caller keeps staged weights open until it returns.
 
-        Complete or failed (WeightsCorrupt; BroadcastFailed when the other members of the broadcast are to blame); after
-        a failure it is repeated whole. ``recompute_kv`` drops every cache block, so that kept requests recompute theirs
-        under the new weights; without it the tokens that kept requests sample from here on are marked ``mixed_kv`` in
-        their spans.
+        With ``recompute_kv`` the engine drops its KV cache, and requests kept over the pause compute theirs again under
+        the new weights. Without it these requests continue with old keys and values, and the spans of their further
+        tokens are marked ``mixed_kv``. Raises WeightsCorrupt, or BroadcastFailed if the broadcast broke; the caller
+        then repeats the whole load.
         """
 
     async def resume(self) -> None:
         """Continue stepping."""
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Log-prob (nats, temperature 1) of each token of ``ids`` given those before it; the first is absent.
+        """Return the log-prob (nats, temperature 1) of each token of ``ids`` except the first, given those before it.
 
-        It goes before requests that wait.
+        It runs before requests that wait.
         """
 
     async def checksum(self) -> str:
-        """Checksum of the weights as the engine holds them; equal in engines of one kind that serve one version."""
+        """Return a checksum of the loaded weights. Engines of the same kind with the same version have the same one."""
 
     async def close(self) -> None:
-        """End it and everything it started. Never raises because it is gone already."""
+        """End the engine and everything that it started; does nothing if it is gone already."""
 
 
 class DeltaStream:
-    """Hands the deltas of one request to its reader, and merges those not fetched yet, so it never grows long.
+    """A queue of the deltas of one request, which merges deltas that the reader has not fetched into one.
 
-    One writer and one reader, both on one event loop. Invariant: no token is lost and their order is kept. Fails with
-    the EngineDied that it was given, once earlier deltas are read.
+    It has one writer and one reader, on the same event loop. Invariant: no token is lost, and their order is kept.
     """
 
     def __init__(self) -> None:
@@ -161,7 +169,7 @@ class DeltaStream:
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, delta: TokenDelta) -> None:
-        """Add a delta. Nothing follows one with a finish reason."""
+        """Add a delta, and wake the reader. Nothing follows a delta with a finish reason."""
         held = self._pending
         if held is not None:
             delta = TokenDelta(
@@ -175,7 +183,7 @@ class DeltaStream:
         self._wake()
 
     def fail(self, error: EngineDied) -> None:
-        """End the stream with an error: nothing more will come."""
+        """End the stream: ``get`` raises ``error`` after it has returned the deltas added before."""
         self._error = error
         self._wake()
 
@@ -184,7 +192,7 @@ class DeltaStream:
             self._reader.set_result(None)
 
     async def get(self) -> TokenDelta:
-        """The tokens since the last call; waits for them as long as the engine lives. Raises EngineDied."""
+        """Return the delta of all tokens since the last call, and wait until there is one. Raises EngineDied."""
         while self._pending is None:
             if self._error is not None:
                 raise self._error

@@ -1,11 +1,11 @@
 """The simulated engine: takes as long as an engine would, and makes its tokens up.
 
-The thin shell around the timing model (sim_model.py): one timer, and for each request a stream that merges what
-its reader has not fetched yet. It waits only on its event loop's clock, so that it also runs on a virtual one.
-Weights that are broadcast are received and verified as every engine does it, and thrown away.
+It is a thin shell around the timing model (sim_model.py). One timer wakes it for the model's next event, and each
+request has a DeltaStream. It waits only on its event loop's clock, so that it also runs on a virtual clock. It receives
+and verifies broadcast weights like every engine, and throws them away.
 
-Fails with EngineDied when it crashes, which happens by chance and is not reproducible; with WeightsCorrupt and
-BroadcastFailed as staging and broadcasts do.
+Fails with EngineDied after a simulated crash, whose time is random and not reproducible. Fails with WeightsCorrupt and
+BroadcastFailed as base.py says.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ class SimEngine:
         self._streams: dict[str, DeltaStream] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
-        """Time at which the timer comes; uvloop's handles do not always know."""
+        """Time for which ``_timer`` is set; uvloop's handles do not always know it."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drained: asyncio.Future[None] | None = None
+        """Future of a pause that waits until no request runs."""
         self._paused = False
         self._dead: EngineDied | None = None
         self._receiver: Receiver | None = None
         self._checksum = ""
+        """Checksum of the loaded version."""
         self._layout: Layout | None = None
 
     # --- life ---
@@ -176,14 +178,14 @@ class SimEngine:
         return self._checksum
 
     def _receive(self, weights: BroadcastPart) -> list[int]:
-        # It imports torch, which nothing else of this engine needs.
+        """Receive a broadcast, which verifies it, and return a checksum of each bucket."""
+        # The import brings torch, which nothing else of this engine needs.
         from asyncrl.weights.broadcast import Receiver
 
         receiver = self._receiver = self._receiver or Receiver()
         if self._dead is not None:
-            # Closed before there was anything to close.
+            # ``close`` ran before this receiver existed, so it did not close it.
             receiver.close()
-        # Verified as in any engine; it has no other use for them.
         return [xxhash.xxh3_64_intdigest(bucket.numpy().data) for bucket in receiver.receive(weights, worker=0)]
 
     # --- time ---
@@ -197,12 +199,12 @@ class SimEngine:
         self._step()
 
     def _step(self) -> None:
-        """Hand over the deltas that are due, and set the timer for the next event."""
+        """Bring the timing model up to now, pass on its deltas, and set the timer for its next event."""
         assert self._loop is not None
         batch, now = self._batch, self._loop.time()
         batch.advance(now)
         for id, delta in batch.take():
-            # A reader that has gone away no longer has a stream.
+            # A reader that has left has no stream any more.
             if id in self._streams:
                 self._streams[id].put(delta)
         if batch.crashed:
@@ -213,7 +215,7 @@ class SimEngine:
         due = batch.next_event()
         if self._timer is not None:
             if due is not None and now < self._due <= due:
-                # It comes too early at worst, and is then set again.
+                # The timer may come too early; this function then sets it again.
                 return
             self._timer.cancel()
             self._timer = None
@@ -222,10 +224,10 @@ class SimEngine:
 
 
 def _lifetime(crash_probability: float) -> int | None:
-    """Decoding steps until a crash that each of them may bring; None for never."""
+    """Draw the decoding step at which the engine crashes, where each one does with this probability; None: never."""
     if crash_probability <= 0.0:
         return None
     if crash_probability >= 1.0:
         return 1
-    # The geometric distribution by its inverse; random() may be 0 and is never 1, so the logarithm is finite.
+    # The inverse of the geometric distribution. random() may be 0 and is never 1, so the logarithm is finite.
     return max(1, math.ceil(math.log(1.0 - random.random()) / math.log(1.0 - crash_probability)))

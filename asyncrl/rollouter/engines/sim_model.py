@@ -1,13 +1,14 @@
 """Timing model of continuous batching. Pure: time is an argument, nothing waits.
 
-All running requests advance together, one token a decode step; a step takes longer the more of them there are, and
-admitting a request first costs the time to process its prompt, but for the beginning that is in the prefix cache: what
-an earlier turn of the same conversation, or a sibling, has left there. A request reserves the KV cache of its whole
-final context, so none is ever preempted; those that do not fit wait, lower priority numbers first, then in order.
+Each decode step samples one token for every running request, and takes longer the more requests run. The batch
+processes the prompt of a request when it admits it, except for the beginning that is in the prefix cache. An earlier
+turn of the conversation, or a request with the same prompt, has left that there. A request reserves the KV cache of its
+whole final context, so none is ever preempted. Requests that do not fit wait, lower priority numbers first, then in
+order of arrival.
 
-Between two events (a request ends, tokens are due to be handed over, the engine crashes) nothing is computed:
-``next_event`` gives the time to come back, and any earlier time is as good. A response, its length included,
-depends on the seed and its key alone, never on when it was interrupted.
+The model computes only at events: a request ends, tokens are due for their readers, or the engine crashes. Call
+``advance`` at the time that ``next_event`` returns; earlier calls do no harm. A response and its length depend only on
+the seed and the response's key, never on when it was interrupted.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import GenerationRequest, TokenDelta
 
 BLOCK = 16
-"""Tokens of a block of the prefix cache."""
+"""Number of tokens in a block of the prefix cache."""
 _TABLE = 8192
 _random = random.Random(0)
+# All responses are cut out of these two tables; see ``content``.
 # Printable ASCII: ordinary tokens to every byte-level vocabulary.
 _TOKENS = [_random.randrange(33, 127) for _ in range(_TABLE)]
 _LOGPROBS = [-_random.expovariate(1.6) for _ in range(_TABLE)]
@@ -38,14 +40,17 @@ _NORMAL = NormalDist()
 
 
 class PrefixCache:
-    """Beginnings of contexts whose keys and values are there, in blocks: the newest, up to ``tokens``."""
+    """The simulated prefix cache: blocks of the contexts computed last, up to ``tokens`` tokens in all.
+
+    The name of a block is a hash of its tokens and of all tokens before it.
+    """
 
     def __init__(self, tokens: int) -> None:
         self._most = max(1, tokens // BLOCK)
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def blocks(self, salt: str, ids: Sequence[int]) -> list[int]:
-        """Names of the whole blocks of a context; each stands for all before it."""
+        """Return the names of the blocks of a context, in order; an incomplete last block has none."""
         data = np.asarray(ids, np.int32).tobytes()
         size, name = BLOCK * np.int32().itemsize, xxhash.xxh3_64_intdigest(salt.encode())
         names = []
@@ -55,12 +60,13 @@ class PrefixCache:
         return names
 
     def held(self, blocks: Sequence[int]) -> int:
-        """Tokens at the beginning that are in the cache."""
+        """Return how many tokens of a context, from its beginning, are in the cache. ``blocks`` names its blocks."""
         return BLOCK * next((at for at, name in enumerate(blocks) if name not in self._blocks), len(blocks))
 
     def put(self, blocks: Sequence[int]) -> None:
-        """Put blocks into the cache."""
-        # A beginning outlives the contexts that continue it.
+        """Add the blocks of a context, and drop those used longest ago if the cache is full."""
+        # From the last block to the first, so that the last one is dropped first: without the blocks before it, it has
+        # no use.
         for name in reversed(blocks):
             self._blocks[name] = None
             self._blocks.move_to_end(name)
@@ -78,26 +84,28 @@ class _SimRequest:
     prompt: Sequence[int]
     salt: str
     context: int
-    """Tokens whose keys and values it starts with."""
+    """Number of tokens in the prompt."""
     new: int
-    """Tokens that it samples unless it is aborted."""
+    """Number of tokens that it samples unless it is aborted."""
     reserve: int
+    """Number of tokens that it reserves in the KV cache."""
     reason: str
+    """Finish reason after ``new`` tokens."""
     offset: int
     """Index of its first token in the tables."""
     began: int = 0
-    """Decode steps done before its first token."""
+    """Number of decode steps that the batch did before the first one of this request."""
     cached: int = 0
-    """Tokens of the prompt that were in the prefix cache."""
+    """Number of prompt tokens that were in the prefix cache."""
     sent: int = 0
-    """Tokens handed over."""
+    """Number of sampled tokens that are in a delta."""
     over: bool = False
     spans: list[tuple[int, int, bool]] = field(default_factory=list)
-    """Spans: version, first token, whether over an older KV cache."""
+    """Spans: version, first token, and whether the KV cache is of older weights."""
 
 
 def response_length(config: SimEngineConfig, seed: int, key: str) -> int:
-    """Tokens of the response ``key`` in a run with ``seed``; at least 1."""
+    """Return the number of tokens of the response ``key`` in a run with ``seed``; at least 1."""
     if config.length == "constant":
         return max(1, round(config.length_median))
     # 53 bits, as many as a float holds, and never 0 or 1.
@@ -106,7 +114,7 @@ def response_length(config: SimEngineConfig, seed: int, key: str) -> int:
 
 
 def content(seed: int, key: str, start: int, count: int) -> tuple[list[int], list[float]]:
-    """Tokens and log-probs (nats) at positions [start, start + count) of a response."""
+    """Return the tokens and log-probs (nats) at positions [start, start + count) of the response ``key``."""
     return _content(_hash(seed, key) + start, count)
 
 
@@ -126,10 +134,10 @@ def _hash(seed: int, key: str) -> int:
 
 
 class Batch:
-    """One engine's requests. All times are seconds on one clock, and never go back."""
+    """The requests of one engine. All times are seconds on one clock that never goes back."""
 
     def __init__(self, config: SimEngineConfig, seed: int, stream_interval: int, crash_after: int | None) -> None:
-        """``crash_after``: decode steps that it lives, None for ever."""
+        """``crash_after``: number of decode steps after which the engine crashes; None: never."""
         self._config = config
         self._seed = seed
         self._interval = stream_interval
@@ -140,9 +148,9 @@ class Batch:
         self._arrivals = 0
         self._reserved = 0
         self._steps = 0
-        # Time when the last decode step ended; in the future while prompts are being processed.
+        # Time when the next decode step begins: the end of the last one, later while prompts are processed.
         self._at = 0.0
-        # Seconds of work to be done first after the pause.
+        # Seconds of prompt processing to be done after the pause, before the next decode step.
         self._debt = 0.0
         self._out: list[tuple[str, TokenDelta]] = []
         self._frozen = False
@@ -152,27 +160,30 @@ class Batch:
 
     @property
     def crashed(self) -> bool:
-        """Whether it has lived its steps."""
+        """Whether the engine has reached the step at which it crashes."""
         return self._crash_after is not None and self._steps >= self._crash_after
 
     @property
     def running(self) -> int:
-        """Requests being decoded."""
+        """Number of requests being decoded."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Requests that are not admitted yet."""
+        """Number of requests that are not admitted yet."""
         return len(self._waiting)
 
     def ids(self) -> list[str]:
-        """All requests."""
+        """Ids of all requests."""
         return [*self._running, *(run.id for _, _, run in self._waiting)]
 
     # --- requests ---
 
     def submit(self, now: float, request: GenerationRequest) -> None:
-        """Queue a request. Raises ValueError for one that asks for nothing."""
+        """Decide how the request's response will end, and queue the request.
+
+        Raises ValueError for an empty prompt or a request for no token.
+        """
         if request.max_tokens < 1 or not len(request.prompt_ids):
             raise ValueError(f"request {request.id}: has an empty prompt or asks for no token")
         self.advance(now)
@@ -191,7 +202,7 @@ class Batch:
             salt=request.cache_salt,
             context=context,
             new=new,
-            # One that is larger than the whole cache runs alone.
+            # A request that is larger than the whole cache reserves all of it, and so runs alone.
             reserve=min(context + new, self._config.kv_tokens),
             reason=reason,
             offset=offset,
@@ -215,14 +226,14 @@ class Batch:
         self._admit(now)
 
     def take(self) -> list[tuple[str, TokenDelta]]:
-        """Deltas to be handed over, by request."""
+        """Return the new deltas, each with the id of its request, and forget them."""
         out, self._out = self._out, []
         return out
 
     # --- pauses and weights ---
 
     def stop_admitting(self, now: float) -> None:
-        """Let requests that run come to their end, and nothing new begin."""
+        """Admit no request any more; running ones continue to their end."""
         self.advance(now)
         self._admitting = False
 
@@ -233,7 +244,7 @@ class Batch:
         self.advance(now)
         self._flush()
         self._frozen, self._admitting = True, False
-        # Prompts that are not processed to the end yet.
+        # The rest of the prompts that are being processed.
         self._debt = max(0.0, self._at - now) if self._running else 0.0
 
     @property
@@ -242,7 +253,7 @@ class Batch:
         return self._reserved / self._config.kv_tokens
 
     def load(self, version: int, *, recompute_kv: bool) -> None:
-        """New weights for a frozen batch."""
+        """Change the version of the frozen batch; with ``recompute_kv`` all contexts are computed again on ``thaw``."""
         assert self._frozen
         self.version = version
         for run in self._running.values():
@@ -253,7 +264,7 @@ class Batch:
             self._debt = contexts / self._config.prefill_tokens_per_s
 
     def thaw(self, now: float) -> None:
-        """Continue stepping. Keys and values that must be computed again come first."""
+        """Continue stepping, after the prompt processing that is left to do, and admit requests again."""
         self._frozen, self._admitting = False, True
         self._at = now + self._debt
         self._debt = 0.0
@@ -262,7 +273,7 @@ class Batch:
     # --- time ---
 
     def next_event(self) -> float | None:
-        """Time at which ``advance`` is due at the latest; None while nothing runs."""
+        """Return the time of the next event, at which ``advance`` must be called; None while nothing runs."""
         if self._frozen or not self._running or self.crashed:
             return None
         target = min(self._next_end(), self._steps + self._interval - self._steps % self._interval)
@@ -271,10 +282,11 @@ class Batch:
         return self._at + (target - self._steps) * self._step_s()
 
     def advance(self, now: float) -> None:
-        """Bring everything up to ``now``."""
+        """Simulate the decode steps up to ``now``: end requests, make deltas every ``stream_interval`` steps, admit."""
         while self._running and not self._frozen and not self.crashed:
             step = self._step_s()
-            # A timer may come an instant early. A step is free where only further requests cost time and one runs.
+            # 1e-6, because a timer may come slightly early. ``step`` is 0 if a single request runs and only further
+            # requests cost time; then it runs to its end at once.
             done = math.floor((now - self._at) / step + 1e-6) if step > 0 else self._next_end() - self._steps
             due = self._steps + max(0, done)
             boundary = self._steps + self._interval - self._steps % self._interval
@@ -296,6 +308,7 @@ class Batch:
             self._admit(self._at)
 
     def _step_s(self) -> float:
+        """Duration of a decode step (s) with the present requests."""
         return self._config.decode_step_s + (len(self._running) - 1) * self._config.decode_step_per_request_s
 
     def _next_end(self) -> int:
@@ -304,6 +317,7 @@ class Batch:
         return self._ends[0][0]
 
     def _admit(self, now: float) -> None:
+        """Begin the waiting requests that fit into the KV cache, in order, and process their prompts."""
         if not self._admitting:
             return
         while self._waiting:
@@ -312,10 +326,10 @@ class Batch:
                 return
             heapq.heappop(self._waiting)
             if not self._running:
-                # Time in which nothing ran is not made up for.
+                # An idle batch has done no steps in the meantime.
                 self._at = max(self._at, now)
             blocks = self._prefixes.blocks(run.salt, run.prompt)
-            # One token at least is computed, for the next is sampled from it.
+            # At least the last token is computed, because the next one is sampled from its logits.
             run.cached = min(self._prefixes.held(blocks), run.context - 1)
             self._at += (run.context - run.cached) / self._config.prefill_tokens_per_s
             self._prefixes.put(blocks)
@@ -335,6 +349,7 @@ class Batch:
                 self._out.append((run.id, TokenDelta(tokens=tokens, logprobs=logprobs, cached_tokens=run.cached)))
 
     def _end(self, run: _SimRequest, sampled: int, reason: str) -> None:
+        """End a request after ``sampled`` tokens: put its context into the prefix cache, and make its last delta."""
         run.over = True
         if sampled:
             whole = [*run.prompt, *_content(run.offset, sampled)[0]]

@@ -1,11 +1,11 @@
-"""The reference engine: transformers samples, one sequence at a time; the truth that others are held against.
+"""The reference engine: transformers samples one sequence at a time. Tests compare other engines with it.
 
-A shell around model.py: everything is decided on the event loop, everything is computed on one thread. Sequences run
-in order of (priority, arrival), each to its end; the thread looks for an interruption between two tokens. That order
-changes nothing in what they say. Nothing is computed while weights are loaded, because the thread is the same.
+It is a shell around model.py. The event loop decides, and one thread computes. Sequences run in order of (priority,
+arrival), each to its end, and the order does not change their tokens. Between two tokens the thread checks whether it
+is interrupted. Nothing is sampled during a load, because the same thread loads.
 
-Fails with EngineDied when a computation fails or makes no progress for ``rollout.engine_timeout_s``, and what waits for
-it with the same; with WeightsCorrupt and BroadcastFailed as staging and broadcasts do. After a load that failed it has
+Fails with EngineDied if a computation fails or makes no progress for ``rollout.engine_timeout_s``; then every waiting
+call fails with it. Fails with WeightsCorrupt and BroadcastFailed as base.py says. After a failed load the engine has
 its old weights.
 """
 
@@ -36,28 +36,29 @@ if TYPE_CHECKING:
     from asyncrl.weights.broadcast import Receiver
 
 CLOSE_S = 10.0
-"""Time that a computation gets to notice its interruption."""
+"""Longest wait (s) of ``close`` for the computation that it has interrupted."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request that has not ended."""
+    """A request in flight. ``it`` is its sequence in the model, ``stream`` takes its deltas to the reader."""
 
     id: str
     it: Continuation
     stream: DeltaStream
     spans: list[VersionSpan] = field(default_factory=list)
     sampled: int = 0
+    """Number of tokens that it has sampled."""
     stale: bool = False
-    """Whether some of its keys and values are of older weights."""
+    """Whether some of its keys and values were computed under older weights."""
     aborted: bool = False
     ended: bool = False
 
 
 class ReferenceEngine:
-    """The Engine of transformers; the rules are in the module's docstring."""
+    """The Engine that computes with transformers; the rules are in the module's docstring."""
 
     def __init__(self, config: Config, name: str) -> None:
         assert config.model.path is not None
@@ -72,16 +73,19 @@ class ReferenceEngine:
         self._receiver: Receiver | None = None
         self._flights: dict[str, _Request] = {}
         self._waiting: list[tuple[int, int, _Request]] = []
-        """Heap of requests that are not begun, and some that have ended since."""
+        """Heap (priority, arrival, request) of the requests that have not begun; some have ended since."""
         self._arrivals = itertools.count()
         self._current: _Request | None = None
-        """The request that was begun."""
+        """The request that has begun and not ended; at most one."""
         self._computing = False
+        """Whether the thread samples for ``_current``."""
         self._changed = asyncio.Event()
+        """Set when ``_run`` should look for a request again."""
         self._at_rest = asyncio.Event()
-        """Set while nothing is computed for a request, nor will be before ``_wake``."""
+        """Set while ``_run`` has nothing to sample and waits for ``_wake``."""
         self._paused = False
         self._admitting = True
+        """Whether further requests may begin; False in a pause that waits for the begun one."""
         self._version = -1
         self._layout: Layout | None = None
         self._dead: EngineDied | None = None
@@ -89,7 +93,7 @@ class ReferenceEngine:
 
     @property
     def kv_use(self) -> float | None:
-        """None: there is no cache of a fixed size."""
+        """Always None, because the KV cache has no fixed size."""
         return None
 
     @property
@@ -124,7 +128,7 @@ class ReferenceEngine:
         if self._runner is not None:
             self._runner.cancel()
             await asyncio.wait([self._runner])
-        # The executor's own wait has no deadline, so a thread does the waiting.
+        # ``shutdown`` waits without a deadline, so another thread calls it.
         self._thread.shutdown(wait=False, cancel_futures=True)
         ending = asyncio.ensure_future(asyncio.to_thread(self._thread.shutdown))
         await asyncio.wait([ending], timeout=CLOSE_S)
@@ -135,13 +139,16 @@ class ReferenceEngine:
             raise self._dead
 
     def _die(self, reason: str) -> EngineDied:
-        """Declare the engine dead. Only the first reason counts."""
+        """Declare the engine dead: interrupt the thread and fail every stream; returns the error.
+
+        Only the first reason counts.
+        """
         if self._dead is None:
             self._dead = EngineDied(self.name, reason)
             self._interrupt.set()
             for flight in self._flights.values():
                 flight.stream.fail(self._dead)
-            # A pause that waits for rest is to end with the engine.
+            # A pause may wait for this event.
             self._at_rest.set()
         return self._dead
 
@@ -198,12 +205,13 @@ class ReferenceEngine:
     def _abort(self, flight: _Request) -> None:
         flight.aborted = True
         if flight is self._current and self._computing:
-            # Ended by the runner, with the tokens that the thread brings.
+            # ``_advance`` then ends the request, with the tokens that the thread returns.
             self._interrupt.set()
         elif not flight.ended:
             self._end(flight)
 
     def _end(self, flight: _Request, sampled: Sampled | None = None) -> None:
+        """Put the last delta into the request's stream: the tokens of ``sampled``, and its finish reason or "abort"."""
         finish = None if sampled is None else sampled.finish_reason
         flight.ended = True
         flight.stream.put(
@@ -230,11 +238,11 @@ class ReferenceEngine:
     # --- stepping ---
 
     def _wake(self) -> None:
-        """There may be something to compute."""
         self._at_rest.clear()
         self._changed.set()
 
     async def _run(self) -> None:
+        """Sample for one request after another until the engine dies; waits while there is nothing to sample."""
         try:
             while self._dead is None:
                 self._changed.clear()
@@ -245,10 +253,11 @@ class ReferenceEngine:
                 else:
                     await self._advance(flight)
         except EngineDied:
-            # Every waiting call has its error.
+            # ``_die`` has passed the error to every stream.
             assert self._dead is not None
 
     def _next(self) -> _Request | None:
+        """Return the request to sample for: the begun one, else the next of the heap; None while paused."""
         if self._paused:
             return None
         while self._current is None and self._admitting and self._waiting:
@@ -258,6 +267,7 @@ class ReferenceEngine:
         return self._current
 
     async def _advance(self, flight: _Request) -> None:
+        """Sample up to ``rollout.stream_interval`` tokens of a request on the thread, and make a delta of them."""
         model, it, count = self._loaded(), flight.it, self._config.rollout.stream_interval
         self._interrupt.clear()
         self._computing = True
@@ -274,6 +284,7 @@ class ReferenceEngine:
             flight.stream.put(TokenDelta(tokens=sampled.tokens, logprobs=sampled.logprobs))
 
     def _note_version(self, flight: _Request, tokens: int) -> None:
+        """Add the ``tokens`` new tokens of a request to its version spans; extends the last span if it fits."""
         if not tokens:
             return
         start, flight.sampled = flight.sampled, flight.sampled + tokens
@@ -283,13 +294,17 @@ class ReferenceEngine:
         flight.spans.append(VersionSpan(self._version, start, flight.sampled, flight.stale))
 
     async def _compute(self, what: str, work: Callable[[], T], timeout_s: float) -> T:
-        """The result of ``work`` on the thread. Raises our own errors of it, and EngineDied otherwise."""
+        """Run ``work`` on the thread and return its result.
+
+        Errors of asyncrl pass through. The engine dies of any other, and if the model makes no progress for
+        ``timeout_s``; then this raises EngineDied. ``what`` names the work in that error.
+        """
         self._require_alive()
         computing = asyncio.get_running_loop().run_in_executor(self._thread, work)
         computing.add_done_callback(_look_at)
         fed = -1
         while not computing.done():
-            # The deadline is one on progress: each portion that the model was fed renews it.
+            # The deadline is for progress: each portion that the model is fed renews it.
             if fed == (fed := self._fed):
                 raise self._die(f"did nothing for {what} for {timeout_s:g} s")
             await asyncio.wait([computing], timeout=timeout_s)
@@ -313,7 +328,7 @@ class ReferenceEngine:
     # --- weights ---
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop stepping. Under ``wait`` only requests that were begun count; the others wait for the resume."""
+        """Stop stepping. ``wait`` lets the request that has begun finish; the others wait for the resume."""
         self._require_alive()
         if mode == "wait":
             self._admitting = False
@@ -322,7 +337,7 @@ class ReferenceEngine:
             self._interrupt.set()
             if mode == "abort":
                 await self.abort(list(self._flights))
-        # Ends because every sequence does, or with the engine.
+        # This wait ends, because every sequence ends and ``_die`` sets the event.
         await self._at_rest.wait()
         self._require_alive()
         self._paused = self._admitting = True
@@ -350,7 +365,7 @@ class ReferenceEngine:
             try:
                 tensors = await asyncio.to_thread(self._receive, weights)
             except BroadcastFailed:
-                # After a close the engine is gone, and the broadcast is not to blame.
+                # If the engine was closed, that ended the broadcast: raise EngineDied.
                 self._require_alive()
                 raise
         await self._compute(
@@ -362,16 +377,17 @@ class ReferenceEngine:
         for flight in self._flights.values():
             if recompute_kv:
                 flight.it.forget()
-            # A request that has computed nothing yet, or starts again, has keys and values of these weights alone.
+            # A request without keys and values computes all of them under the new weights.
             flight.stale = flight.it.seen > 0
 
     def _receive(self, weights: BroadcastPart) -> dict[str, Tensor]:
+        """Receive the tensors of a broadcast, by name. Runs on a thread."""
         from asyncrl.weights.broadcast import Receiver
         from asyncrl.weights.tensors import tensors_in
 
         receiver = self._receiver = self._receiver or Receiver()
         if self._dead is not None:
-            # Closed before there was anything to close.
+            # ``close`` ran before this receiver existed, so it did not close it.
             receiver.close()
         received = zip(receiver.receive(weights, worker=0), weights.buckets, strict=True)
         return _copies(named for memory, bucket in received for named in tensors_in(memory, bucket.tensors))
@@ -388,11 +404,11 @@ def _read(staged: HeldVersion) -> dict[str, Tensor]:
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    # In torch's own memory, whose alignment is always the same.
+    # Copied to memory of torch, whose alignment is always the same: the results may depend on it in the last bit.
     return {name: tensor.clone() for name, tensor in tensors}
 
 
 def _look_at(computing: asyncio.Future[T]) -> None:
-    # No other task does when the one that waited for it was cancelled.
+    # Retrieves the exception, which asyncio would else log if the task that waited for it was cancelled.
     if not computing.cancelled():
         computing.exception()

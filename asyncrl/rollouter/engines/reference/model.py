@@ -1,13 +1,12 @@
 """A causal LM of transformers that continues one sequence at a time, in float32 on one thread, and its sampling noise.
 
-Invariant: the continuation of a sequence and its log-probs are in every bit a function of the weights, its tokens, its
-seed and the place where its sampled part begins. So its tokens are always fed in the same portions, however often it
-was interrupted: the prompt at once, then each sampled token alone. A matrix product rounds differently with each number
-of rows. For the same reason there is one thread, and attention as plain matrix products. The noise is a function of
-(seed, position).
+Invariant: equal weights, tokens, seed and prompt length give the same continuation and log-probs, bit for bit. A matrix
+product rounds differently with each number of rows. So the model always computes a sequence in the same *portions*,
+however often it is interrupted. The first is the whole prompt, and each further one a sampled token. For the same
+reason it uses one thread, and attention as plain matrix products. The sampling noise is a function of (seed, position).
 
-Everything is called on one thread. Fails with ConfigError for a folder without such a model, and with WeightsCorrupt
-for weights that are not the model's; the old weights stay then.
+Everything is called on one thread. Fails with ConfigError for a folder without a causal LM. Fails with WeightsCorrupt
+for weights that are not the model's, and keeps the old ones.
 """
 
 from __future__ import annotations
@@ -30,44 +29,44 @@ _BITS = 52
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) for the token at ``position`` of a sequence, prompt included."""
+    """Return the noise, in [0, 1), that samples the token at ``position``; positions count from the prompt's start."""
     digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> (64 - _BITS)) / (1 << _BITS)
 
 
 def seed_of(run_seed: int, engine: str, request: str) -> int:
-    """Seed of a request that brings none of its own; 64 bits."""
+    """Return the seed (64 bits) of a request that has none."""
     digest = hashlib.blake2b(f"{run_seed}/{engine}/{request}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 @dataclass(slots=True, kw_only=True)
 class Continuation:
-    """A sequence and the terms of its continuation."""
+    """A sequence under way, and how it is to be continued."""
 
     ids: list[int]
-    """The prompt and the sampled tokens."""
+    """The prompt, followed by the sampled tokens."""
     prompt: int
-    """Tokens of ``ids`` that are not sampled."""
+    """Number of tokens in the prompt."""
     limit: int
-    """Length at which it ends."""
+    """Number of tokens, prompt included, at which the sequence ends."""
     temperature: float
     """Temperature; 0 is greedy."""
     seed: int
     stop: frozenset[int]
-    """Tokens at which it ends."""
+    """Tokens that end the sequence."""
     cache: Any = None
     """Keys and values of the first ``seen`` tokens."""
     seen: int = 0
 
     def forget(self) -> None:
-        """Have keys and values computed again."""
+        """Drop the keys and values, so that ``advance`` computes them again."""
         self.cache, self.seen = None, 0
 
 
 @dataclass(slots=True)
 class Sampled:
-    """The next tokens of a sequence, each with its log-prob (nats, after temperature)."""
+    """Newly sampled tokens of a sequence, each with its log-prob (nats, after temperature)."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -75,7 +74,7 @@ class Sampled:
 
 
 class Model:
-    """The model, without weights before the first ``load``."""
+    """The model. It has no weights before the first ``load``."""
 
     def __init__(self, config: ModelConfig, stop_token_ids: Iterable[int]) -> None:
         import transformers
@@ -98,23 +97,23 @@ class Model:
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         text = self._settings.get_text_config()
         self.context: int | None = getattr(text, "max_position_embeddings", None)
-        """Longest sequence, where there is a limit."""
+        """Longest sequence (tokens) that the model takes; None without a limit."""
         self.vocabulary: int = text.vocab_size
         self.stop = frozenset(stop_token_ids)
         """Tokens that end every sequence."""
         self._model: Any = None
         self.fed = 0
-        """Portions computed so far, for those who watch from another thread."""
+        """Number of portions computed so far, by which another thread sees progress."""
 
     # --- weights ---
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Replace all weights, by checkpoint name; tied ones need be there once. Takes the tensors over.
+        """Replace all weights by ``tensors``, which has them by checkpoint name; tied ones may be there once.
 
-        Raises WeightsCorrupt.
+        The model keeps the tensors, so the caller must not change them. Raises WeightsCorrupt.
         """
         try:
-            # Into a new model: it knows how its checkpoints name things, and until it is whole the old one stays.
+            # ``from_pretrained`` maps checkpoint names to parameters. The old model stays until the new one is whole.
             model, info = self._class.from_pretrained(
                 None,
                 config=copy.deepcopy(self._settings),
@@ -131,7 +130,7 @@ class Model:
         self._model = model.eval().requires_grad_(False)
 
     def checksum(self) -> str:
-        """Checksum over names and values."""
+        """Return a checksum of the names and values of all weights."""
         digest = xxhash.xxh3_64()
         for name, tensor in sorted(self._model.state_dict().items()):
             digest.update(name.encode())
@@ -142,11 +141,12 @@ class Model:
 
     @torch.inference_mode()
     def advance(self, it: Continuation, count: int, interrupted: Callable[[], bool]) -> Sampled:
-        """Sample up to ``count`` tokens; fewer at the end of the sequence or when ``interrupted`` says so."""
+        """Sample up to ``count`` tokens of a sequence; stops early at its end, or if ``interrupted`` returns True."""
         sampled = Sampled()
         while len(sampled.tokens) < count and sampled.finish_reason is None and not interrupted():
             logits = self._feed(it)
             if logits is None:
+                # Tokens sampled earlier are still to be fed.
                 continue
             token, logprob = choose(logits, it.temperature, uniform(it.seed, len(it.ids)))
             it.ids.append(token)
@@ -159,7 +159,7 @@ class Model:
         return sampled
 
     def _feed(self, it: Continuation) -> Tensor | None:
-        """Compute the next portion; the logits [V] of the next token if it was the last one."""
+        """Compute the sequence's next portion; returns the next token's logits [V], None if more portions are left."""
         end = it.prompt if it.seen < it.prompt else it.seen + 1
         portion = torch.tensor([it.ids[it.seen : end]])
         output = self._model(input_ids=portion, past_key_values=it.cache, use_cache=True, **self._last_only)
@@ -170,7 +170,7 @@ class Model:
 
     @torch.inference_mode()
     def score(self, ids: Sequence[int]) -> list[float]:
-        """Log-prob (nats, temperature 1) of each token given those before it, from the second on."""
+        """Return the log-prob (nats, temperature 1) of each token except the first, given those before it."""
         logits = self._model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
         self.fed += 1
         targets = torch.tensor(ids[1:])[:, None]
@@ -179,14 +179,17 @@ class Model:
 
 
 def choose(logits: Tensor, temperature: float, noise: float) -> tuple[int, float]:
-    """A token and its log-prob (nats) under softmax(logits / temperature): the one in whose share of [0, 1) ``noise``
-    falls, the shares in the order of the vocabulary. Temperature 0 takes the likeliest, its log-prob that of 1.
+    """Sample a token; returns it and its log-prob (nats) under softmax(logits / temperature). ``logits`` is [V].
+
+    The probabilities, in the order of the vocabulary, divide [0, 1) into intervals. The token is the one whose interval
+    contains ``noise``. Temperature 0 takes the likeliest token, and its log-prob at temperature 1.
     """
     logprobs = torch.log_softmax(logits.double() / (temperature or 1.0), dim=-1)
     if temperature == 0:
         token = int(logits.argmax())
     else:
         shares = logprobs.exp().cumsum(0)
-        # ``right`` never takes a token whose share is 0; scaled, as the shares add up to 1 but for rounding.
+        # ``right=True`` never takes a token of probability 0. The noise is scaled, because the probabilities do not add
+        # up to exactly 1.
         token = int(torch.searchsorted(shares, noise * shares[-1], right=True))
     return token, float(logprobs[token])

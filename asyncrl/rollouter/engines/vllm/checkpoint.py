@@ -1,12 +1,13 @@
-"""Facts about a model, read from its folder without loading it, and versions compared with them.
+"""Reads facts about a model from its folder, without loading it, and checks versions of the weights against them.
 
-vLLM takes the adapters that it is given: a layer that is missing or has another's name would be computed without an
-adapter, and vLLM would report nothing. So the adapters that a version must hold are found here.
+vLLM accepts any set of adapters. If one were missing or had a wrong name, vLLM would compute that layer without an
+adapter and report nothing. So ``check_adapters`` finds the adapters that a version must have.
 
-Everything here is plain JSON: the configuration, the generation defaults, the tokenizer's special tokens, and the
-headers of the safetensors files (https://github.com/huggingface/safetensors#format).
+The module reads JSON files, and the JSON headers of safetensors files
+(https://github.com/huggingface/safetensors#format).
 
-Fails with ConfigError naming the file and what to do; weights that are not the model's with WeightsCorrupt.
+Fails with ConfigError, which names the file and the remedy. Fails with WeightsCorrupt for weights that are not the
+model's.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
 from asyncrl.weights.lora import layer_of, tensor_names
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
+"""Dtype and shape of each tensor, by its checkpoint name."""
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Written by old versions of transformers, computed by every engine.
+# Old versions of transformers wrote these tensors; every engine computes them itself.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
-# Above the 100,000,000 bytes that safetensors itself allows.
+# safetensors itself allows 100,000,000 bytes.
 _HEADER_LIMIT = 100 << 20
 _INDEX = re.compile(r"\.\d+\.")
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """config.json. Raises ConfigError when the folder is no model."""
+    """Read config.json. Raises ConfigError if the folder has none."""
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         raise ConfigError([f"model.path: {folder} is no folder; give the folder of a Hugging Face model"])
@@ -44,15 +46,15 @@ def read_config(folder: str) -> dict[str, Any]:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The part that describes the language model; models of several modalities keep it apart."""
+    """Return the part of a config.json that describes the language model; multimodal models have it as text_config."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
 
 
 def stop_token_ids(folder: str, *, required: bool = True) -> list[int]:
-    """Ids that end a response: those of generation_config.json and config.json, and the tokenizer's own.
+    """Return the ids of end-of-sequence tokens: from generation_config.json, config.json and the tokenizer's files.
 
-    Raises ConfigError when a ``required`` one is missing, because every response would run to its limit.
+    Raises ConfigError if they are ``required`` and missing, because every response would run to its limit.
     """
     config = read_config(folder)
     found: set[int] = set()
@@ -75,7 +77,7 @@ def stop_token_ids(folder: str, *, required: bool = True) -> list[int]:
 
 
 def weight_shapes(folder: str) -> Shapes | None:
-    """Names, dtypes and shapes in the folder's safetensors files; None if it has none."""
+    """Read the dtypes and shapes of the folder's tensors; None if it has no safetensors files."""
     index = _read(Path(folder) / "model.safetensors.index.json")
     names: Iterable[str] = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
     shapes: Shapes = {}
@@ -91,10 +93,10 @@ def weight_shapes(folder: str) -> Shapes | None:
 
 
 def optional_names(config: dict[str, Any], names: Iterable[str]) -> frozenset[str]:
-    """Names of a checkpoint that a complete set of weights may lack.
+    """Return those of ``names``, tensors of a checkpoint, that a complete set of weights may lack.
 
-    The model's own class says which: tensors that are tied to another one, and tensors in the files that are not
-    part of the model (a multi-token-prediction head, for example).
+    They are tensors tied to another one, and tensors that are not part of the model, such as a multi-token-prediction
+    head. The model's class in transformers lists both. ``config`` is config.json.
     """
     import transformers
 
@@ -108,9 +110,9 @@ def optional_names(config: dict[str, Any], names: Iterable[str]) -> frozenset[st
 
 
 def check_layout(staged: HeldVersion, folder: str) -> None:
-    """Raise WeightsCorrupt unless ``staged`` has all of the model's weights, in the shapes that ``folder`` says.
+    """Raise WeightsCorrupt unless ``staged`` has all of the model's weights, in the shapes of the model's folder.
 
-    A folder without safetensors files says nothing.
+    Checks nothing if the folder has no safetensors files.
     """
     shapes = weight_shapes(folder)
     if shapes is not None:
@@ -119,9 +121,10 @@ def check_layout(staged: HeldVersion, folder: str) -> None:
 
 
 def _header(path: Path) -> dict[str, Any]:
+    """Read the header of a safetensors file. Raises ConfigError if it has none."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        # The shortest header is {}.
+        # The shortest header is {}, 2 bytes.
         if not 2 <= length <= _HEADER_LIMIT:
             raise ConfigError([f"model.path: {path} is no safetensors file"])
         header: dict[str, Any] = json.loads(file.read(length))
@@ -129,6 +132,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """Read a JSON file; None if it is missing. Raises ConfigError if it is unreadable."""
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -142,7 +146,10 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def targets(lora: LoraConfig, folder: str) -> list[str] | None:
-    """Last parts of the names of the layers that may have an adapter; None where the folder does not say."""
+    """Return the last parts of the names of the layers that may have an adapter, such as q_proj.
+
+    Under lora.targets = "all-linear" they come from the folder's safetensors files; None if it has none.
+    """
     if lora.targets != "all-linear":
         return sorted({_last(target) for target in lora.targets})
     linear = _linear(folder)
@@ -150,10 +157,10 @@ def targets(lora: LoraConfig, folder: str) -> list[str] | None:
 
 
 def check_adapters(staged: HeldVersion, folder: str, lora: LoraConfig) -> None:
-    """Raise WeightsCorrupt unless ``staged`` has nothing but adapters of lora.rank, whole and on layers of the model.
+    """Raise WeightsCorrupt unless ``staged`` is exactly a complete set of adapters of lora.rank for the model.
 
-    Layers are alike where nothing but numbers in their names differ: of those that fit lora.targets, either all have an
-    adapter or none. A folder without safetensors files does not say what layers there are.
+    Layers are alike if their names differ only in numbers. Among alike layers that match lora.targets, all must have an
+    adapter if one has. If the folder has no safetensors files, only the adapters' own shapes are compared.
     """
     layers = _layers(staged.layout, staged.version)
     linear = _linear(folder)
@@ -174,6 +181,7 @@ def check_adapters(staged: HeldVersion, folder: str, lora: LoraConfig) -> None:
 
 
 def _layers(layout: Layout, version: int) -> list[str]:
+    """Return the layers that have an adapter. Raises WeightsCorrupt for other tensors, or if there is no adapter."""
     found = {name: layer_of(name) for name in layout}
     if foreign := sorted(name for name, layer in found.items() if layer is None):
         raise WeightsCorrupt(f"{foreign[0]} is no name of an adapter's tensor", version=version)
@@ -187,18 +195,18 @@ def _last(name: str) -> str:
 
 
 def _fits(layer: str, target: str) -> bool:
-    # By whole parts of the name: proj is no end of q_proj.
+    # Compares whole parts of the name: proj does not match q_proj.
     return f".{layer}".endswith(f".{target}")
 
 
 def _shape(layout: Layout, layer: str) -> tuple[int, int]:
-    """Shape of a layer, [out, in], by the adapter itself; zeros where that is not whole."""
+    """Return the shape [out, in] of a layer as its adapter implies it; 0 for a matrix that is missing."""
     (_, a), (_, b) = (layout.get(name, ("", (0, 0))) for name in tensor_names(layer))
     return (b[0] if b else 0, a[-1] if a else 0)
 
 
 def _linear(folder: str) -> Mapping[str, tuple[int, int]] | None:
-    """Matrices of the model's files by the name of their layer: [out, in]."""
+    """Return the shapes [out, in] of the model's matrices, by layer; None if the folder has no safetensors files."""
     shapes = weight_shapes(folder)
     if shapes is None:
         return None

@@ -1,8 +1,8 @@
-"""Norms on CPU by vLLM's own C kernels, which its CPU platform builds and does not choose.
+"""Norms on CPU by vLLM's C kernels, which vLLM's CPU platform builds but does not use.
 
-Invariant: they compute what the native implementations do, up to rounding; what they cannot take, another size of the
-variance or weights of another type, goes to those. Importing this module imports vLLM, and registers them under
-CPU_NORMS; ``ir_op_priority`` has to name it.
+Importing this module imports vLLM and registers the norms as an implementation named CPU_NORMS. vLLM uses it if
+``ir_op_priority`` names it. Invariant: they compute the same as vLLM's native implementation, up to rounding. Arguments
+that the kernels do not take go to the native one: a variance over part of the row, or weights of another dtype.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ current_platform.import_kernels()
 
 
 def _takes(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:
+    """Whether the C kernels can compute these arguments."""
     return variance_size is None and x.is_contiguous() and (weight is None or weight.dtype == x.dtype)
 
 
@@ -33,7 +34,7 @@ def _takes_fused(
 
 @ir.ops.rms_norm.register_impl(CPU_NORMS, supported=current_platform.is_cpu(), supports_args=_takes_norm)
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
-    """Root-mean-square norm over the last dimension of ``x``, times ``weight``; shape and dtype of ``x``."""
+    """Return the root-mean-square norm of ``x`` over its last dimension, times ``weight``; shape and dtype of ``x``."""
     normed = torch.empty_like(x)
     torch.ops._C.rms_norm(normed, x, weight, epsilon)
     return normed
@@ -45,6 +46,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The norm of ``x + x_residual``, in the memory of ``x``, and the sum, in that of ``x_residual``."""
+    """Return the norm of ``x + x_residual``, written over ``x``, and the sum, written over ``x_residual``."""
     torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
     return x, x_residual

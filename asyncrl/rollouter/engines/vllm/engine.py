@@ -1,10 +1,17 @@
-"""The vLLM engine: an AsyncLLM whose core runs in child processes.
+"""The vLLM engine: an AsyncLLM whose engine core runs in child processes.
 
-Invariants: each token has the log-prob and the version of the weights that sampled it, both vLLM's own word; the
-model is never stepped during a load; no wait outlives the engine; after ``close`` none of its processes is left.
+*Control calls* are all calls to the engine core except requests; each has a deadline. A *flight* is a request in the
+engine. launch.py gives the names of vLLM that are used here.
 
-Fails with EngineDied when the core has ended, does not answer a control call in time, or samples nothing although
-requests are in flight; with WeightsCorrupt when a version cannot be staged or loaded.
+Invariants:
+
+- Each token has the log-prob and the version that vLLM reports for it.
+- The model never steps during a load.
+- No wait outlives the engine, and after ``close`` none of its processes is left.
+
+Fails with EngineDied if the core ends or does not answer a control call in time. Also fails with it if the core samples
+nothing for ``rollout.engine_timeout_s`` while requests are in flight. Fails with WeightsCorrupt if a version is
+incomplete or cannot be loaded.
 """
 
 from __future__ import annotations
@@ -39,21 +46,23 @@ from asyncrl.rollouter.engines.vllm.processes import ClaimedCores, Processes, Wa
 from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
 
 CLOSE_GRACE_S = 5.0
-"""Time that a healthy engine with several workers gets to end by itself before it is killed."""
+"""Time (s) that a healthy engine with several workers has to end by itself, before it is killed."""
 CORE_NAME = "EngineCore"
+"""Beginning of the names of vLLM's engine core processes."""
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A request in flight. ``stale``: versions under which it continued over an older KV cache."""
+    """A request in flight."""
 
     tokens: int = 0
-    """Tokens of its prompt and its response so far."""
+    """Number of tokens in its prompt and its response so far."""
     stale: set[int] = field(default_factory=set)
+    """Versions under which it continued with keys and values of older weights."""
 
 
 class VllmEngine:
-    """The Engine of vLLM; the rules are in the module's docstring."""
+    """The Engine that computes with vLLM; the rules are in the module's docstring."""
 
     def __init__(self, config: Config, name: str) -> None:
         assert config.model.path is not None
@@ -68,20 +77,25 @@ class VllmEngine:
         self._claimed: ClaimedCores | None = None
         self._flights: dict[str, _Flight] = {}
         self._kv_tokens = 0
-        """Size of the KV cache; 0 where that is not known."""
+        """Number of tokens that the KV cache holds; 0 if it is not known."""
         self._heard = 0.0
+        """Time (s, of the event loop) of the engine's last sign of life: a token, its start or a resume."""
         self._paused = False
         self._version = -1
         self._loads_adapters = config.publishes_adapter
         self._checksums: list[int] = []
-        """Checksums of the buckets of the adapter that is served."""
+        """Checksums of the buckets of the served version, if versions are adapters."""
         self._layout: Layout | None = None
+        """Layout of the last version loaded from staged weights; later versions must have the same."""
         self._update_open = False
+        """Whether vLLM has begun a weight update that is not finished."""
         self._scores = 0
         self._folder, self._folder_lock = "", -1
+        """Folder of the engine's sockets and temporary files, and the descriptor of its lock."""
         self._eos_token_ids: list[int] = []
         self._launching: asyncio.Future[Any] | None = None
         self._others: list[BaseProcess] = []
+        """Child processes that were there before the launch."""
         self._cores: list[BaseProcess] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick: asyncio.TimerHandle | None = None
@@ -93,13 +107,13 @@ class VllmEngine:
 
     @property
     def kv_use(self) -> float | None:
-        """Share by the tokens of the requests in flight: the part of a prompt that they share counts for each."""
+        """An estimate by the tokens of the requests in flight; a prompt that several requests share counts for each."""
         room = self._kv_tokens
         return min(1.0, sum(flight.tokens for flight in list(self._flights.values())) / room) if room else None
 
     @property
     def load_now(self) -> EngineLoad | None:
-        """The load, by vLLM's scheduler."""
+        """The load that vLLM's scheduler reported last."""
         return self._load_logger.load if self._load_logger is not None else None
 
     # --- life ---
@@ -110,10 +124,10 @@ class VllmEngine:
             os.environ.setdefault(variable, value)
         async with self._watch.guard("its start", self._config.supervision.start_timeout_s):
             model = await asyncio.to_thread(self._read_model)
-            # Apart from the launch: errors that vLLM's modules keep from being imported keep their whole stack alive.
+            # Not within the launch: vLLM's modules keep import errors, which would keep the launch's whole stack alive.
             self._vllm = await asyncio.to_thread(_import_vllm)
             self._folder, self._folder_lock = make_scratch_folder()
-            # Children of others, which a close during the launch leaves alone.
+            # A ``close`` during the launch must not kill these children.
             self._others = multiprocessing.active_children()
             async with engine_start(self.name):
                 self._launching = loop.run_in_executor(None, self._launch, model)
@@ -130,7 +144,7 @@ class VllmEngine:
         for core in self._cores:
             loop.add_reader(core.sentinel, self._core_ended, core)
         async with self._control("its first call", self._timeout_s):
-            # vLLM asks for it at the first request, and keeps it.
+            # vLLM makes this call at its first request, and keeps the answer; here it has a deadline.
             await llm.get_supported_tasks()
         self._heard = loop.time()
         self._look()
@@ -153,15 +167,16 @@ class VllmEngine:
             self._tick.cancel()
         self._forget_cores()
         if self._llm is not None and self._llm.output_handler is not None:
-            # It would log the end of its engine core as an error.
+            # The handler would log the end of the engine core as an error.
             self._llm.output_handler.cancel()
         await asyncio.to_thread(self._end, grace_s)
         self._llm = self._launching = None
 
     def _end(self, grace_s: float) -> None:
+        """End all processes of the engine, killing them after ``grace_s`` seconds, and remove its folder. Blocking."""
         launching = self._launching
         while launching is not None and not launching.done():
-            # It is still coming up: without its core the launch fails at once.
+            # The launch still runs, and fails at once if its core is killed.
             for child in multiprocessing.active_children():
                 if child.name.startswith(CORE_NAME) and child not in self._others:
                     self._processes.adopt([child])
@@ -185,7 +200,11 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _control(self, what: str, deadline_s: float | None) -> AsyncIterator[None]:
-        """Wait inside for an answer; vLLM's own notice of a death is ours too."""
+        """Guard a control call inside the ``async with``: it has ``deadline_s`` seconds, None: no deadline of its own.
+
+        ``what`` names the call in errors. Declares the engine dead after the deadline or if vLLM reports that it is
+        dead. Raises EngineDied.
+        """
         try:
             async with self._watch.guard(what, deadline_s):
                 yield
@@ -194,20 +213,21 @@ class VllmEngine:
             raise self._watch.died() from error
 
     def _forget_cores(self) -> None:
+        """Stop watching for the end of the engine cores."""
         for core in self._cores:
             assert self._loop is not None
             self._loop.remove_reader(core.sentinel)
         self._cores = []
 
     def _core_ended(self, core: BaseProcess) -> None:
-        # The sentinel of a process that has ended stays readable: a reader would be called without end.
+        # The sentinel of an ended process stays readable, so the event loop would call this function again and again.
         self._forget_cores()
-        # vLLM watches it too, and the code goes to the first who asks.
+        # None if vLLM, which watches the core too, has collected the exit code.
         code = core.exitcode
         self._watch.declare_dead("its engine core ended" + ("" if code is None else f" with exit code {code}"))
 
     def _look(self) -> None:
-        """Declare the engine dead when it is busy and has been silent too long."""
+        """Declare the engine dead if it has requests and has sampled nothing for too long; else check again later."""
         assert self._loop is not None
         silent_s = self._loop.time() - self._heard
         if self._flights and not self._paused and silent_s > self._timeout_s:
@@ -227,7 +247,7 @@ class VllmEngine:
         assert loop is not None, "not started"
         assert self._version >= 0, "nothing is generated before the first load"
         assert request.id not in self._flights, f"request {request.id} is in flight already"
-        # It was idle until now, which is no silence.
+        # An idle engine samples nothing; its silence counts from its first request on.
         if not self._flights:
             self._heard = loop.time()
         flight = self._flights[request.id] = _Flight(len(request.prompt_ids))
@@ -293,13 +313,13 @@ class VllmEngine:
     # --- weights ---
 
     async def pause(self, mode: PauseMode) -> None:
-        # While requests finish by themselves only their silence counts; see _look.
+        # Requests may take any time to finish; ``_look`` finds an engine that stops sampling.
         deadline_s = None if mode == "wait" else self._timeout_s
         async with self._control("a pause", deadline_s):
-            # vLLM's own pause_generation rests for 20 ms afterwards.
+            # Not vLLM's pause_generation, which then waits for another 20 ms.
             pause = self._llm.engine_core.pause_scheduler_async
             if mode == "abort":
-                # This pause brings the tokens that the scheduler holds, which an abort drops.
+                # An abort drops the tokens that the scheduler holds back (scheduler.py); this pause sends them first.
                 await pause(mode="keep", clear_cache=False)
             await pause(mode=mode, clear_cache=False)
         self._paused = True
@@ -308,7 +328,7 @@ class VllmEngine:
         assert self._loop is not None
         async with self._control("a resume", self._timeout_s):
             await self._llm.resume_generation()
-        # A paused engine is silent by order: its silence counts from here.
+        # A paused engine samples nothing; its silence counts from here on.
         self._heard = self._loop.time()
         self._paused = False
 
@@ -327,7 +347,7 @@ class VllmEngine:
     async def load(self, weights: HeldVersion | BroadcastPart, *, recompute_kv: bool) -> None:
         version = weights.version
         assert self._paused, "only a paused engine may load"
-        # The caller that waits for it has the same deadline from the pause on, and a name for it.
+        # The caller's own deadline is the same and began earlier, with the pause, so normally it ends the wait.
         async with self._control(f"the load of version {version}", self._config.weights.deadline_s):
             try:
                 failure = await self._give(weights)
@@ -336,14 +356,14 @@ class VllmEngine:
                 if recompute_kv and not await self._llm.reset_prefix_cache(reset_running_requests=True):
                     raise WeightsCorrupt("vLLM did not drop its KV cache", version=version)
                 if self._loads_adapters:
-                    # The end of vLLM's own kind of update removes all adapters.
+                    # Not ``finish_weight_update``, which would remove all adapters.
                     await self._llm.update_weight_version(str(version))
                 else:
                     await self._llm.finish_weight_update(str(version))
             except (BroadcastFailed, WeightsCorrupt, self._vllm.EngineDeadError):
                 raise
             except Exception as error:
-                # Not the word of a worker on its load: vLLM has closed its update.
+                # An error of the call itself, not a failure that a worker returned: vLLM has ended the update.
                 self._update_open = False
                 raise self._not_loaded(weights, str(error)) from error
         self._update_open = False
@@ -362,7 +382,7 @@ class VllmEngine:
         return WeightsCorrupt(f"engine {self.name} could not load them: {why}", version=weights.version)
 
     async def _give(self, weights: HeldVersion | BroadcastPart) -> str:
-        """Let the workers load the weights; the reason that one of them could not, else empty."""
+        """Have all workers load the weights; returns a worker's reason for its failure, "" if all succeeded."""
         if self._loads_adapters:
             assert isinstance(weights, HeldVersion), "adapters are not broadcast"
             update = adapter_update(weights, self._config)
@@ -375,7 +395,10 @@ class VllmEngine:
         return _first(await self._llm.collective_rpc("update_failure"))
 
     async def checksum(self) -> str:
-        """Checksum over all workers. Layers that the CPU backend packs are not in it; an adapter is, as published."""
+        """Return a checksum of the weights of all workers, and of the adapter as published.
+
+        It leaves out the layers that the CPU backend packs.
+        """
         async with self._control("its checksums", self._timeout_s):
             workers: list[dict[str, str]] = await self._llm.compute_weight_checksums()
         return xxhash.xxh3_64_hexdigest(json.dumps([workers, self._checksums], sort_keys=True).encode())
@@ -388,7 +411,7 @@ def _import_vllm() -> Any:
 
 
 def _first(failures: list[str]) -> str:
-    """The first failure among the answers of all workers."""
+    """Return the first failure among the workers' answers; "" if none failed."""
     return next(filter(None, failures), "")
 
 
@@ -407,13 +430,16 @@ def _plain(ids: Sequence[int]) -> list[int]:
 
 
 def sampling(vllm: Any, request: GenerationRequest, eos_token_ids: list[int], stream_interval: int) -> Any:
-    """Parameters of a request: nothing but temperature shapes the distribution, so that log-probs are the policy's."""
+    """Make vLLM's parameters of a request. Only the temperature changes the model's distribution.
+
+    So the log-probs are those of the policy that is trained.
+    """
     return vllm.SamplingParams(
         temperature=request.temperature,
         max_tokens=request.max_tokens,
         seed=submission_seed(request),
         stop_token_ids=[*eos_token_ids, *request.stop_token_ids],
-        # 0 asks for the sampled token's alone.
+        # 0 asks for the log-prob of the sampled token alone.
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
@@ -425,7 +451,10 @@ def sampling(vllm: Any, request: GenerationRequest, eos_token_ids: list[int], st
 
 
 def submission_seed(request: GenerationRequest) -> int | None:
-    """Seed of a submission, 63 bits: vLLM restarts its noise with each request, so a resume has one of its own."""
+    """Return the seed (63 bits) of a submission, derived from its response's seed.
+
+    vLLM restarts its noise with each request. With the same seed, a later submission would repeat the noise.
+    """
     if request.seed is None or not request.held:
         return request.seed
     digest = hashlib.blake2b(f"{request.seed}/{request.held}".encode(), digest_size=8).digest()
@@ -433,14 +462,14 @@ def submission_seed(request: GenerationRequest) -> int | None:
 
 
 def update_info(weights: HeldVersion | BroadcastPart) -> dict[str, Any]:
-    """Arguments of a load for the workers; see weights.py."""
+    """Make the arguments with which workers load whole weights; see worker/weights.py."""
     if isinstance(weights, HeldVersion):
         return {"manifest": _manifest(weights)}
     return {"broadcast": msgspec.json.encode(msgspec.structs.replace(weights, probe=None)).decode()}
 
 
 def adapter_update(weights: HeldVersion, config: Config) -> dict[str, Any]:
-    """Arguments of the workers' ``load_adapter``; see lora.py."""
+    """Make the arguments of the workers' ``load_adapter``; see worker/lora.py."""
     return {"manifest": _manifest(weights), "scaling": config.lora.alpha / config.lora.rank}
 
 
@@ -450,7 +479,7 @@ def _manifest(weights: HeldVersion) -> str:
 
 
 def scoring(vllm: Any) -> Any:
-    """Parameters of a request that only scores its prompt."""
+    """Make vLLM's parameters of a request that only returns the log-probs of its prompt."""
     return vllm.SamplingParams(
         temperature=1.0,
         # vLLM samples at least one token, which is not used.

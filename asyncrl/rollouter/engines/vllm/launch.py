@@ -1,7 +1,7 @@
-"""The start of an AsyncLLM, and the names of vLLM that its engine uses.
+"""Starts an AsyncLLM, and exports the names of vLLM that the engine uses.
 
-Importing this module imports vLLM, which takes seconds and reads the environment: set ``options.environment``
-first, and import it in a thread.
+Importing this module imports vLLM, which takes seconds and reads the environment. So set ``options.environment`` first,
+and import it on a thread.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LoadLogger(StatLoggerBase):
         self._preemptions = 0
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-        """Take in the load after each step of the engine."""
+        """Store the load; vLLM calls this after each step of the engine."""
         if iteration_stats is not None:
             self._preemptions += iteration_stats.num_preempted_reqs
         if scheduler_stats is not None:
@@ -71,11 +71,11 @@ class LoadLogger(StatLoggerBase):
 def launch(
     config: Config, name: str, model: dict[str, Any], folder: str, load: LoadLogger | None, gpu_share: float
 ) -> AsyncLLM:
-    """Start an engine and wait until it is up; ``folder`` takes its files, and ``load`` receives its load. Blocking.
+    """Start an engine and wait until it runs. Blocking.
 
-    ``gpu_share`` is the share of each GPU's memory for the engine, unless the user sets one.
-
-    Raises ConfigError for a model that cannot be run, EngineDied when its processes fail to start.
+    ``model`` is the model's config.json; the engine keeps its files in ``folder``, and ``load`` receives its load.
+    ``gpu_share`` is the share of each GPU's memory for the engine, unless the user sets one. Raises ConfigError for a
+    model that cannot be run, EngineDied if the processes do not start.
     """
     if options.on_cpu(config) != current_platform.is_cpu():
         raise ConfigError(
@@ -97,10 +97,10 @@ def launch(
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         )
         with _environment(options.scratch_environment(folder)):
-            # Without one vLLM counts nothing, which is faster.
+            # Without a logger vLLM counts nothing, which is faster.
             loggers: list[Any] | None = [lambda *_: load] if load is not None else None
-            # No call waits for the next token, and after an update every partial response is prefilled at once: so many
-            # tokens a step as vLLM takes on this device for whole batches. Without a context it is 2,048.
+            # LLM_CLASS gives the most tokens a step, which vLLM uses for batch work; without it they are 2,048. Here no
+            # call waits for the next token, and after an update all partial responses are prefilled at once.
             return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS, stat_loggers=loggers)
     except (ValueError, TypeError) as error:
         raise ConfigError([f"rollout.vllm: vLLM refuses the configuration: {error}"]) from error
@@ -109,7 +109,7 @@ def launch(
 
 
 def _require_lora_support(model: dict[str, Any]) -> None:
-    """Raise ConfigError where vLLM's class of the model takes no adapters. Others are left to it."""
+    """Raise ConfigError if vLLM's class for the model takes no adapters. Unknown models are left to vLLM."""
     for architecture in model.get("architectures") or ():
         known = ModelRegistry.models.get(architecture)
         if known is not None and not supports_lora(known.load_model_cls()):
@@ -118,20 +118,21 @@ def _require_lora_support(model: dict[str, Any]) -> None:
 
 
 def adapter_request(config: Config, folder: str) -> LoRARequest | None:
-    """The adapter that all requests go with, where versions are adapters; see lora.py.
+    """Return the adapter that all requests use, if versions are adapters; None else. See worker/lora.py.
 
-    vLLM looks into ``folder`` for an unknown adapter, and ends because it finds nothing there.
+    For an unknown adapter vLLM looks into ``folder``, finds nothing there and fails.
     """
     return LoRARequest("policy", ADAPTER_ID, folder) if config.publishes_adapter else None
 
 
 def kv_tokens(llm: AsyncLLM) -> int:
-    """Tokens that fit in the KV cache of an engine that is up; 0 where it does not say."""
+    """Return the number of tokens that fit into the engine's KV cache; 0 if vLLM does not report it."""
     return int(getattr(llm.vllm_config.cache_config, "kv_cache_size_tokens", None) or 0)
 
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the ``with``, and restore them afterwards."""
     before = {variable: os.environ.get(variable) for variable in variables}
     os.environ.update(variables)
     try:

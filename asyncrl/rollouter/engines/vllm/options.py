@@ -1,8 +1,8 @@
-"""Start of vLLM: its environment and its arguments, from the configuration. Pure, apart from reading the model.
+"""Makes vLLM's environment, arguments and folder from the configuration, and checks that vLLM can run the model.
 
-Fails with ConfigError where vLLM would only fail later, in another process and with its reason in a log. Architectures
-that vLLM computes otherwise than the learner, or serves no adapters of, are refused by name (``judge``) before anything
-starts; an unknown one is left to the probe.
+Raises ConfigError where vLLM would only fail later, in another process, with the reason in a log. ``judge`` refuses
+architectures that vLLM computes differently from the learner, or for which it takes no adapters. An unknown
+architecture is left to the drift probe (serving/drift.py).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from asyncrl.rollouter.engines.vllm.checkpoint import targets, text_config
 SCRATCH_PREFIX = "asyncrl-engine-"
 SCRATCH_LOCK = "lock"
 SHORT_PARENT = "/tmp"
-"""Parent of an engine's folder where the temporary folder has too long a path for sockets."""
+"""Parent of an engine's folder if the path of the temporary folder is too long for sockets."""
 SOCKET_PATH_LIMIT = 107
-"""Longest path of a Unix socket (unix(7)), without the final zero."""
+"""Longest path of a Unix socket (bytes, unix(7)), without the final zero."""
 CPU_NORMS = "asyncrl_cpu"
-"""Provider of norms (cpu_norms.py)."""
+"""Name under which cpu_norms.py registers its norms."""
 CPU_BATCHED_TOKENS = 4096
-"""Tokens that a CPU engine processes in one step, unless one prompt is longer."""
+"""Most tokens that a CPU engine processes in one step, unless one prompt is longer."""
 ALWAYS_TIED = ("gemma2",)
 """Values of model_type for which vLLM loads no head, only the embedding."""
 WITHOUT_ADAPTERS = (
@@ -48,8 +48,8 @@ WITHOUT_ADAPTERS = (
     *("OrionForCausalLM", "StableLmForCausalLM", "Step1ForCausalLM", "Step3TextForCausalLM", "Step3p5ForCausalLM"),
     "Zamba2ForCausalLM",
 )
-"""Values of architectures whose class in vLLM takes no adapters (it has no SupportsLoRA). vLLM itself, which the engine
-asks at its start, takes seconds to import."""
+"""Values of ``architectures`` whose class in vLLM takes no adapters (it has no SupportsLoRA). They are listed here
+because importing vLLM takes seconds; launch.py also asks vLLM itself."""
 
 
 def on_cpu(config: Config) -> bool:
@@ -58,17 +58,17 @@ def on_cpu(config: Config) -> bool:
 
 
 def threads_on_cpu() -> int:
-    """Threads that an engine on CPU computes with, once its environment is set."""
+    """Return the number of threads of an engine on CPU. ``environment`` must have been set."""
     return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
 
 
 def environment(config: Config) -> dict[str, str]:
-    """Environment that vLLM is to find when it is imported; variables that the user has set stay as they are."""
+    """Return the variables to set before vLLM is imported, except those that the user has set."""
     variables = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        # A forked child would inherit the threads' locks but not the threads.
+        # A forked child would inherit locks that threads hold, but not the threads.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if on_cpu(config):
@@ -76,11 +76,11 @@ def environment(config: Config) -> dict[str, str]:
         if not threads and config.rollout.replicas > 1:
             threads = max(1, (os.cpu_count() or 1) // config.rollout.replicas)
         variables |= {
-            # Without a C++ compiler the first compiled kernel would kill the engine, eager mode or not.
+            # Without a C++ compiler the first compiled kernel would kill the engine, even in eager mode.
             "TORCHDYNAMO_DISABLE": "1",
-            # The worker lives in the engine core's process: one process less, and half the start-up time.
+            # The worker then runs in the engine core's process, which halves the start-up time.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # Engines that vLLM binds would all choose the same cores; ClaimedCores does it.
+            # vLLM would bind all engines to the same cores; ClaimedCores binds them instead.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
         if threads:
@@ -89,10 +89,11 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def make_scratch_folder() -> tuple[str, int]:
-    """A new folder for an engine's sockets and temporary files, and the descriptor of its lock, to be held as long.
+    """Make a folder for an engine's sockets and temporary files, and lock it.
 
-    Its name says whose it is: asyncrl-engine-PID-... A process of another container that sees the folder knows by the
-    lock that it is used. Raises OSError.
+    First removes the folders of killed processes. Returns the folder and the descriptor of its lock, to be kept open as
+    long as the folder is used. The name has the PID: asyncrl-engine-PID-... In other containers the PID means nothing,
+    so the lock shows that the folder is in use. Raises OSError.
     """
     _remove_scratch_of_the_dead()
     prefix = f"{SCRATCH_PREFIX}{os.getpid()}-"
@@ -100,10 +101,10 @@ def make_scratch_folder() -> tuple[str, int]:
     # 8 random characters, and 36 for a socket's name.
     if len(parent) + len(prefix) + 8 + 36 + 2 > SOCKET_PATH_LIMIT:
         parent = SHORT_PARENT
-    # It gets its name once its lock is held, so that no other process finds it free.
+    # Renamed only once it is locked, so that no other process removes it before.
     made = tempfile.mkdtemp(prefix="asyncrl-new-", dir=parent)
     lock = os.open(os.path.join(made, SCRATCH_LOCK), os.O_RDWR | os.O_CREAT, 0o600)
-    # Where the file system has no locks, no process takes it for free either.
+    # On a file system without locks, ``lock_is_free`` is False too.
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     folder = os.path.join(parent, prefix + made[-8:])
@@ -112,7 +113,7 @@ def make_scratch_folder() -> tuple[str, int]:
 
 
 def _remove_scratch_of_the_dead() -> None:
-    """Remove the folders that engines left whose process was killed."""
+    """Remove the engine folders whose process is dead and whose lock is free."""
     parents = {tempfile.gettempdir(), SHORT_PARENT}
     for folder in (each for parent in parents for each in Path(parent).glob(f"{SCRATCH_PREFIX}*")):
         pid = folder.name.removeprefix(SCRATCH_PREFIX).partition("-")[0]
@@ -121,9 +122,9 @@ def _remove_scratch_of_the_dead() -> None:
 
 
 def scratch_environment(folder: str) -> dict[str, str]:
-    """Environment that makes an engine leave its sockets and temporary files in ``folder``.
+    """Return variables that make an engine put its sockets and temporary files into ``folder``.
 
-    An engine core that is killed cannot remove them itself. Compiled kernels stay where others find them again.
+    A killed engine core cannot remove them itself. Compiled kernels stay outside, so that later engines find them.
     """
     kept = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     return {
@@ -134,24 +135,23 @@ def scratch_environment(folder: str) -> dict[str, str]:
 
 
 def dtype(config: Config) -> str:
-    """Dtype that the engine computes in: the learner's, or float32 on CPU and bfloat16 on GPU."""
+    """Return the engine's dtype: the learner's; if that is "auto", float32 on CPU and bfloat16 on GPU."""
     if config.learner.dtype != "auto":
         return config.learner.dtype
     return "float32" if on_cpu(config) else "bfloat16"
 
 
 def max_model_len(config: Config) -> int:
-    """Tokens that an engine has room for in one sequence."""
+    """Return the longest sequence (tokens) of an engine."""
     return config.rollout.vllm.max_model_len or config.longest_sequence
 
 
 def engine_arguments(config: Config, name: str, gpu_share: float = ALONE) -> dict[str, Any]:
-    """Arguments of AsyncEngineArgs; ``rollout.vllm.extra`` comes last.
+    """Make the arguments of AsyncEngineArgs; ``rollout.vllm.extra`` overrides them.
 
-    ``gpu_share`` is the share of each GPU's memory for the engine, unless the user sets one.
-
-    No weights are read: the first update brings them, and nothing is generated before it. Where versions are adapters,
-    the model's own weights are read, and the first update brings the adapter.
+    The engine reads no weights ("dummy"), because the first update brings them before anything is generated. If
+    versions are adapters, it reads the model's weights, and the first update brings the adapter. ``gpu_share`` is the
+    share of each GPU's memory for the engine, unless the user sets one.
     """
     vllm = config.rollout.vllm
     arguments: dict[str, Any] = {
@@ -159,10 +159,10 @@ def engine_arguments(config: Config, name: str, gpu_share: float = ALONE) -> dic
         "trust_remote_code": config.model.trust_remote_code,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        # Nothing of the model's generation_config.json: the run's own sampling holds.
+        # Ignores the model's generation_config.json: the run's configuration decides how to sample.
         "generation_config": "vllm",
         "dtype": dtype(config),
-        # Engines that share a seed would share the noise of requests that bring none.
+        # A different seed for each engine, because equal seeds give equal noise to requests without a seed.
         "seed": xxhash.xxh3_64_intdigest(f"{config.run.seed}/{name}".encode()) % 2**31,
         "max_model_len": max_model_len(config),
         "max_num_seqs": vllm.max_num_seqs,
@@ -179,10 +179,10 @@ def engine_arguments(config: Config, name: str, gpu_share: float = ALONE) -> dic
     if on_cpu(config):
         arguments |= {
             "kv_cache_memory_bytes": vllm.cpu_kv_cache_bytes,
-            # A prompt cut into chunks makes vLLM wind a seeded generator back, which generators on CPU cannot do: the
-            # engine core would die of it.
+            # With chunks vLLM resets a seeded generator to an earlier state. Generators on CPU cannot do that, and the
+            # engine core would die.
             "enable_chunked_prefill": False,
-            # Without chunks a whole prompt has to fit into one step.
+            # Without chunks a whole prompt must fit into one step.
             "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_len(config)),
             "ir_op_priority": {"rms_norm": [CPU_NORMS, "native"], "fused_add_rms_norm": [CPU_NORMS, "native"]},
         }
@@ -201,16 +201,17 @@ def _adapter_arguments(config: Config) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": next(rank for rank in VLLM_RANKS if rank >= config.lora.rank),
-        # All others, embedding and head among them, would have room for an adapter and compute with its zeros.
+        # On all other layers, embedding and head included, vLLM would compute with an adapter of zeros.
         "lora_target_modules": targets(config.lora, config.model.path),
         "worker_extension_cls": "asyncrl.rollouter.engines.vllm.worker.lora.AdapterLoader",
     }
 
 
 def check_model(config: Config, model: dict[str, Any], cpu_head_sizes: Sequence[int]) -> None:
-    """Raise ConfigError when vLLM cannot run ``model`` (its config.json) as configured.
+    """Raise ConfigError if an engine on CPU cannot run ``model`` (its config.json) as configured.
 
-    ``cpu_head_sizes`` are the head dimensions that vLLM's CPU attention knows.
+    Checks that vLLM's CPU attention has kernels for the head size, one of ``cpu_head_sizes``. For models with full
+    attention in all layers it also checks that the longest request fits into the KV cache.
     """
     text = text_config(model)
     heads, width = text.get("num_attention_heads"), text.get("hidden_size")
@@ -223,7 +224,7 @@ def check_model(config: Config, model: dict[str, Any], cpu_head_sizes: Sequence[
         raise ConfigError([f"model.path: {problem}"])
     if text.get("sliding_window") or set(text.get("layer_types") or ()) - {"full_attention"}:
         return
-    # Keys and values of one request of full length, in whole blocks.
+    # Bytes of the keys and values of one request of full length, in whole blocks.
     block = config.rollout.vllm.block_size
     tokens = -(-max_model_len(config) // block) * block
     item = 4 if dtype(config) == "float32" else 2
@@ -240,7 +241,7 @@ def check_model(config: Config, model: dict[str, Any], cpu_head_sizes: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """The reason why a model cannot be trained with vLLM, a remedy, and the key to change."""
+    """Why a model cannot be trained with vLLM, what to do, and the configuration key to change."""
 
     detail: str
     fix: str
@@ -248,7 +249,10 @@ class Unserved:
 
 
 def judge(config: Config, model: dict[str, Any]) -> Unserved | None:
-    """The part of a model's config.json that does not fit; None for none."""
+    """Check whether vLLM computes the model as the learner does; returns the first problem, None without any.
+
+    ``model`` is its config.json.
+    """
     longest = config.rollout.engine_context or config.longest_sequence
     text = model.get("text_config") or model
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}

@@ -1,7 +1,7 @@
-"""Entry point of group vllm.general_plugins: makes our weight transfer and norms known in every process of vLLM.
+"""Registers asyncrl's weight transfer and norms with vLLM, as a plugin (entry points vllm.general_plugins).
 
-vLLM calls ``register`` in each of its processes, some of them more than once. It imports nothing heavy: the
-transfer itself is loaded by the worker that uses it.
+vLLM calls ``register`` in each of its processes, in some of them more than once. So ``register`` imports nothing heavy:
+only the worker that uses the weight transfer loads it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The processes that an engine started: the cores that they are bound to, the watch over their life, and their end.
+"""The processes of a vLLM engine: ends them, binds them to CPU cores, and ends all waits when the engine dies.
 
-Only what was seen as a child or a descendant of a child is ever touched; a process number that went to another
-else meanwhile is recognised by its start time. Blocking: run ``end`` in a thread.
+``Processes`` kills only processes that it has seen as a child, or as a descendant of one. It recognises a PID that
+another process has got since by the start time. ``Processes.end`` blocks: run it on a thread.
 
-vLLM leaves control calls waiting for ever when its engine core dies. Here every such wait stands under a guard of
-``Watch``, and ``declare_dead`` ends all guards at once; so does a guard's own deadline, because an engine that does not
-answer in time is as good as dead. No task is needed for it. Fails with EngineDied, always with the first reason.
+If an engine core dies, vLLM leaves control calls waiting for ever. So every such wait runs under a *guard* of
+``Watch``, and ``declare_dead`` ends all guards at once. A guard that reaches its deadline declares the engine dead too,
+because an engine that does not answer in time cannot be used. The waits then fail with EngineDied, always with the
+first reason.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ import psutil
 from asyncrl.core.errors import EngineDied
 
 NAME = "asyncrl-core"
-"""A claim's name begins so, before the core's number. It is one of the kernel's own (unix(7), "abstract"), and leaves
-nothing on disk."""
+"""Beginning of the name of a claim, before the core's number. The name is that of an abstract socket (unix(7)), which
+leaves nothing on disk."""
 
 KILLED_S = 10.0
-"""Longest wait for a process that was killed."""
+"""Longest wait (s) for the end of killed processes."""
 
 
 class Processes:
-    """Engine cores (direct children) and everything below them."""
+    """The engine cores, which are children of this process, and their descendants."""
 
     def __init__(self) -> None:
         self._cores: list[BaseProcess] = []
         self._descendants: dict[int, psutil.Process] = {}
 
     def adopt(self, cores: Iterable[BaseProcess]) -> None:
-        """Take charge of these children."""
+        """Add engine cores, and note their descendants."""
         self._cores += [core for core in cores if core not in self._cores]
         self.look()
 
     def look(self) -> None:
-        """Note the descendants that live now: once their core is dead they can no longer be found."""
+        """Note the descendants that live now, because they cannot be found once their core is dead."""
         for core in self._cores:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for process in psutil.Process(core.pid).children(recursive=True):
@@ -53,24 +54,27 @@ class Processes:
 
     @property
     def workers(self) -> bool:
-        """Whether the cores have processes of their own, which need time to remove what they share."""
+        """Whether the cores have living descendants, which need time to remove their shared memory."""
         return any(_lives(process) for process in self._descendants.values())
 
     @property
     def pids(self) -> list[int]:
-        """Numbers of the processes that still live."""
+        """PIDs of the cores and descendants that still live."""
         cores = [core.pid for core in self._cores if core.pid is not None and core.is_alive()]
         return cores + [pid for pid, process in self._descendants.items() if _lives(process)]
 
     def end(self, grace_s: float) -> list[int]:
-        """Wait ``grace_s`` for them to end by themselves, then kill them; returns the survivors' numbers."""
+        """Wait up to ``grace_s`` seconds for the processes to end by themselves, then kill them.
+
+        Returns the PIDs of those that still live KILLED_S later.
+        """
         self.look()
         limit = time.monotonic() + grace_s
         for core in self._cores:
             core.join(max(0.0, limit - time.monotonic()))
             if core.is_alive():
                 core.kill()
-        # Descendants that are left may be cleaning up after their core.
+        # The descendants may still be cleaning up after their core has ended.
         while time.monotonic() < limit and any(_lives(process) for process in self._descendants.values()):
             time.sleep(0.01)
         for process in self._descendants.values():
@@ -92,12 +96,14 @@ def _lives(process: psutil.Process) -> bool:
 
 
 class ClaimedCores:
-    """Some of this host's cores, until they are released: for the threads of one engine that computes on CPU.
+    """CPU cores of this host that are reserved for the threads of one engine on CPU, until they are released.
 
-    A process of the run that wakes up beside an engine would else now and then be put where the engine computes, while
-    other cores idle. A core is claimed by a name that one socket of the host can have, so it is free again however its
-    owner ends. Invariant: no two engines of this host's network are bound to one core, and the first of the cores that
-    a process may use is left to all processes. Where too few are free, nothing is bound.
+    Without this the kernel sometimes runs another process of the run where an engine computes, while other cores idle.
+    A claim is a socket whose name only one socket of the host can have. The kernel closes it when its owner ends, so a
+    claimed core always becomes free again.
+
+    Invariants: no two engines of this host's network are bound to the same core. The first of the cores that a process
+    may use is never claimed. If too few cores are free, no core is claimed.
     """
 
     def __init__(self, cores: Sequence[int], claims: Sequence[socket.socket]) -> None:
@@ -106,7 +112,7 @@ class ClaimedCores:
 
     @classmethod
     def claim(cls, count: int) -> ClaimedCores | None:
-        """Claim ``count`` of the cores that this process may use, the last ones first; None where too few are free."""
+        """Claim ``count`` of the cores that this process may use, the last ones first; None if too few are free."""
         cores: list[int] = []
         claims: list[socket.socket] = []
         for core in sorted(os.sched_getaffinity(0), reverse=True)[:-1]:
@@ -120,21 +126,22 @@ class ClaimedCores:
         return None
 
     def bind(self, pids: Iterable[int]) -> None:
-        """Keep all threads of these processes, and those that they begin, on the cores."""
+        """Bind all threads of these processes, and the threads that they start later, to the claimed cores."""
         for pid in pids:
-            # A thread or process that has ended meanwhile needs none.
+            # Processes and threads that have ended meanwhile are skipped.
             with contextlib.suppress(FileNotFoundError):
                 for thread in list(Path(f"/proc/{pid}/task").iterdir()):
                     with contextlib.suppress(ProcessLookupError):
                         os.sched_setaffinity(int(thread.name), self.cores)
 
     def release(self) -> None:
-        """Let others have the cores; processes that were bound stay so."""
+        """Give up the claims. Bound processes stay bound."""
         for claim in self._claims:
             claim.close()
 
 
 def _claim(core: int) -> socket.socket | None:
+    """Claim a core by binding a socket; None if another process has claimed it."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         claim.bind(f"\0{NAME}-{core}")
@@ -145,7 +152,10 @@ def _claim(core: int) -> socket.socket | None:
 
 
 class Watch:
-    """Life and death of one engine. ``on_death`` is called once, with the reason."""
+    """Knows whether an engine is dead, and ends the waits for it when it dies.
+
+    ``name`` names the engine in errors. ``on_death`` is called once, with the reason.
+    """
 
     def __init__(self, name: str, on_death: Callable[[str], None]) -> None:
         self._name = name
@@ -155,21 +165,21 @@ class Watch:
 
     @property
     def dead(self) -> bool:
-        """Whether it was declared dead."""
+        """Whether the engine was declared dead."""
         return self._reason is not None
 
     def died(self) -> EngineDied:
-        """The error that says why."""
+        """Make the error with the reason of the death."""
         assert self._reason is not None, "the engine lives"
         return EngineDied(self._name, self._reason)
 
     def require_alive(self) -> None:
-        """Raise EngineDied if it was declared dead."""
+        """Raise EngineDied if the engine was declared dead."""
         if self._reason is not None:
             raise self.died()
 
     def declare_dead(self, reason: str) -> None:
-        """End every guarded wait with EngineDied. Only the first reason counts."""
+        """Declare the engine dead: every guarded wait ends with EngineDied. Only the first reason counts."""
         if self._reason is not None:
             return
         self._reason = reason
@@ -180,9 +190,10 @@ class Watch:
 
     @asynccontextmanager
     async def guard(self, what: str, deadline_s: float | None) -> AsyncIterator[None]:
-        """Wait inside for ``what`` no longer than ``deadline_s`` or the engine's life.
+        """Guard the wait inside the ``async with``: it ends with EngineDied as soon as the engine is declared dead.
 
-        None leaves the end to ``declare_dead``.
+        If the wait takes longer than ``deadline_s`` seconds, the guard declares the engine dead; None: no deadline.
+        ``what`` names the awaited answer in the reason.
         """
         self.require_alive()
         try:
@@ -195,6 +206,6 @@ class Watch:
         except TimeoutError as error:
             if not guard.expired():
                 raise
-            # Where it was this guard that ended because of another reason, that one stays.
+            # Changes nothing if ``declare_dead`` has ended this guard: the first reason stays.
             self.declare_dead(f"did not answer {what} within {deadline_s} s")
             raise self.died() from error

@@ -1,13 +1,15 @@
-"""vLLM's scheduler, which hands the tokens of a request over in batches of the request's ``stream_interval``.
+"""vLLM's scheduler, changed to send a request's tokens in batches of the request's ``stream_interval``.
 
-vLLM alone sends each token of each request through its socket as an output of its own, and its front end merges them
-in the rollouter's process.
+vLLM's own scheduler sends each token of a request as a separate output through a socket, and the rollouter's process
+merges them. This one holds outputs back until enough tokens of the request have come, and joins them into one.
 
-Invariants: no token is lost and their order is kept; the last output of a request brings everything that was held of
-it; a pause is complete only once nothing is held, so that all tokens of an output were sampled under one version. A
-request that its caller aborts outside of a pause takes what was held of it along.
+Invariants:
 
-Adds no error to those of vLLM's scheduler. It runs in the engine core's process and imports nothing of the rollouter.
+- No token is lost, except in a request that its caller aborts outside of a pause: its held outputs are dropped.
+- The order of the tokens is kept, and the last output of a request includes all outputs held of it.
+- A pause is complete only when no output is held. So all tokens of an output were sampled under one version.
+
+Raises no errors of its own. It runs in the engine core's process and imports nothing of the rollouter.
 """
 
 from __future__ import annotations
@@ -30,13 +32,15 @@ from vllm.v1.request import Request, RequestStatus
 
 @dataclass(slots=True)
 class _HeldRequest:
+    """The held outputs of one request of ``client``, which are due once there are ``interval`` of them."""
+
     client: int
     interval: int
     outputs: list[EngineCoreOutput] = field(default_factory=list)
 
 
 class OutputBatches:
-    """Outputs that are held, by request."""
+    """The outputs that are held back, by request."""
 
     def __init__(self) -> None:
         self._held: dict[str, _HeldRequest] = {}
@@ -45,7 +49,10 @@ class OutputBatches:
         return bool(self._held)
 
     def add(self, client: int, interval: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        """Hold an output of a request of ``client``; returns the output that is due of the request, if any is."""
+        """Add an output of a request of ``client``; returns the joined outputs if they are due, else None.
+
+        They are due once ``interval`` of them are held, or with the last output of the request.
+        """
         held = self._held.get(output.request_id)
         if held is None:
             if interval == 1:
@@ -58,19 +65,19 @@ class OutputBatches:
         return join(held.outputs)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget the outputs that are held of these requests."""
+        """Drop the held outputs of these requests."""
         for request_id in request_ids:
             self._held.pop(request_id, None)
 
     def release(self) -> list[tuple[int, EngineCoreOutput]]:
-        """The held outputs, each with its client."""
+        """Return the held outputs, joined by request, each with its client; holds none afterwards."""
         released = [(held.client, join(held.outputs)) for held in self._held.values()]
         self._held.clear()
         return released
 
 
 def join(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
-    """One output for the tokens of several of one request, with the log-probs of the sampled tokens alone."""
+    """Join several outputs of a request into one. Only the log-probs of the sampled tokens are kept."""
     first, last = outputs[0], outputs[-1]
     if first is last:
         return last
@@ -85,7 +92,7 @@ def join(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 def _join_logprobs(lists: list[LogprobsLists]) -> LogprobsLists:
-    # The sampled token comes first in a row, which is as wide as the step's most demanding request needs it.
+    # A row holds the sampled token first. Its width is that of the request in the step that asks for most log-probs.
     return LogprobsLists(
         np.concatenate([each.logprob_token_ids[:, :1] for each in lists]),
         np.concatenate([each.logprobs[:, :1] for each in lists]),
@@ -94,7 +101,7 @@ def _join_logprobs(lists: list[LogprobsLists]) -> LogprobsLists:
 
 
 class BatchedScheduler(Scheduler):
-    """Scheduler for engines that schedule a step after the one before it has ended, as on CPU."""
+    """Scheduler for engines that schedule a step after the previous one has ended, as on CPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -103,7 +110,7 @@ class BatchedScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Outputs that are due, by client; in a pause every held output is due."""
+        """Return the outputs that are due, by client; in a pause every held output is due."""
         of_clients = super().update_from_output(scheduler_output, model_runner_output)
         for client, bundle in list(of_clients.items()):
             bundle.outputs = [due for output in bundle.outputs if (due := self._due(client, output)) is not None]
@@ -115,30 +122,31 @@ class BatchedScheduler(Scheduler):
         return of_clients
 
     def _due(self, client: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        # These come with each token of an engine that returns them, and cannot be joined.
+        """Hold an output back, or return what is due of its request."""
+        # Outputs with these fields cannot be joined; an engine that returns them does so with each token.
         if output.routed_experts is not None or output.new_sampling_mask is not None:
             return output
         request = self.requests.get(output.request_id)
-        # A request that has ended is gone from there.
+        # A request that has ended is not in ``requests`` any more; its outputs are due.
         interval = 1 if request is None or request.sampling_params is None else request.sampling_params.stream_interval
         return self._batches.add(client, interval or 1, output)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        """End requests; their callers wait for no more tokens."""
+        """End requests, and drop their held outputs, because their callers wait for no more tokens."""
         finished = super().finish_requests(request_ids, finished_status)
         self._batches.drop(request.request_id for request in finished)
         return finished
 
     def has_requests(self) -> bool:
-        """Whether there are requests, or what a pause has left: the engine steps once more, with nothing to compute."""
+        """Whether the engine must step: there are requests, or a pause still has to release held outputs."""
         return super().has_requests() or (self.pause_state != PauseState.UNPAUSED and bool(self._batches))
 
 
 class BatchedAsyncScheduler(BatchedScheduler, AsyncScheduler):
-    """Scheduler for engines that schedule a step while the one before it runs, as on GPUs."""
+    """Scheduler for engines that schedule a step while the previous one runs, as on GPUs."""
 
 
 def make_scheduler(*, vllm_config: VllmConfig, **arguments: Any) -> BatchedScheduler:
-    """The scheduler that goes with the engine; vLLM calls it as it calls the class of a scheduler."""
+    """Make the scheduler for an engine; vLLM calls this instead of a scheduler class."""
     of = BatchedAsyncScheduler if vllm_config.scheduler_config.async_scheduling else BatchedScheduler
     return of(vllm_config=vllm_config, **arguments)

@@ -1,7 +1,8 @@
-"""vLLM's parsers of tool calls and reasoning as an AnswerParser (text/chat/parsers.py), by the names of its server.
+"""Makes vLLM's parsers of tool calls and reasoning usable as an AnswerParser (text/chat/parsers.py).
 
-Used in the rollouter's process. The import takes seconds and belongs on a thread. Invariant: no text of a model makes a
-parser fail. A call that vLLM cannot read stays in the content and is counted.
+The parsers have the names that vLLM's server gives them, and run in the rollouter's process. Importing vLLM takes
+seconds, so call ``make_parser`` on a thread. Invariant: no text of a model makes the parser fail. A tool call that vLLM
+cannot read stays in the content and is counted as malformed.
 
 Fails with ConfigError for a name that vLLM does not know, and for a tokenizer without the tokens of a parser.
 """
@@ -19,7 +20,7 @@ from asyncrl.text.chat.parsers import Parsed, ParsedCall, make_call
 def make_parser(
     folder: str, tool_parser: str | None, reasoning_parser: str | None, *, trust_remote_code: bool = False
 ) -> VllmParser:
-    """The parser of a model folder that reads calls, reasoning or both. Raises ConfigError."""
+    """Make the parser for a model's folder. A name of None leaves out tool calls or reasoning. Raises ConfigError."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.tokenizers import get_tokenizer
     from vllm.tool_parsers import ToolParserManager
@@ -38,7 +39,7 @@ def make_parser(
 
 
 class VllmParser:
-    """Parser that makes a new one of vLLM's for each answer: those keep what they have seen."""
+    """Parses answers, each with a new parser of vLLM, because vLLM's parsers keep state."""
 
     markers: frozenset[str] | None = None
 
@@ -55,7 +56,7 @@ class VllmParser:
                 tool_parser, reasoning_parser, enable_auto_tools=self._reads_calls, tokenizer=tokenizer
             )
         except Exception as error:
-            # vLLM raises TypeError, and parsers errors of any type.
+            # vLLM raises TypeError, and its parsers raise errors of any type.
             keys = {"chat.tool_parser": tool_parser, "chat.reasoning_parser": reasoning_parser}
             named = ", ".join(key for key, name in keys.items() if name is not None)
             raise ConfigError([f"{named}: {error}"]) from None
@@ -75,17 +76,17 @@ class VllmParser:
             reasoning, content, calls = self._parse(text, tools, ids, options)
             if calls or not tools or not self._reads_calls:
                 return Parsed(content, reasoning, calls)
-            # The text that vLLM drops of a call that it cannot read, it keeps where there are no tools.
+            # No call was read. With tools vLLM drops the text of an unreadable call; parsed without tools it stays.
             _, whole, _ = self._parse(text, (), ids, options)
         except Exception:
-            # They raise errors of any type at a model's text.
+            # vLLM's parsers raise errors of any type.
             return Parsed(text, malformed=1)
         return Parsed(whole, reasoning, malformed=int(whole.strip() != content.strip() or self._begins_call(whole)))
 
     def _parse(
         self, text: str, tools: Sequence[Tool], ids: Sequence[int], options: Mapping[str, Any] | None
     ) -> tuple[str | None, str, list[ParsedCall]]:
-        """Reasoning, content and calls. Raises ValueError for a call with no object that could be sent."""
+        """Return reasoning, content and tool calls. Raises ValueError if the arguments of a call are no object."""
         request = self._request(
             messages=[{"role": "user", "content": ""}],
             tools=list(tools) or None,
@@ -102,6 +103,7 @@ class VllmParser:
         return reasoning or None, content or "", calls
 
     def _begins_call(self, text: str) -> bool:
+        """Whether the text has a token that starts a tool call."""
         parser = self._class(self._tokenizer, None).tool_parser
         names = ("tool_call_start_token", "bot_token", "tool_calls_start_token")
         starts = (getattr(parser, name, None) for name in names)

@@ -25,8 +25,10 @@ class OneAdapter(PunicaWrapperCPU):
         output_slices: tuple[int, ...],
         **_: Any,
     ) -> None:
-        """y += scale x aᵀ bᵀ, slice by slice. y: [T, the sum of output_slices]; x: [T, in]; a: [1, 1, rank, in];
-        b: [1, 1, out, rank]."""
+        """Add ``scale`` x aᵀ bᵀ to y, slice by slice.
+
+        y: [T, the sum of output_slices]; x: [T, in]; each a: [1, 1, rank, in]; each b: [1, 1, out, rank].
+        """
         start = 0
         for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
             y[:, start : start + size].addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)
@@ -34,7 +36,7 @@ class OneAdapter(PunicaWrapperCPU):
 
 
 def compute_at_once(manager: Any) -> None:
-    """Use OneAdapter in all layers of a LoRAModelManager with a single slot. May be repeated."""
+    """Make all layers of vLLM's LoRAModelManager, which has one slot, compute with OneAdapter. May be repeated."""
     assert manager.lora_slots == 1, "all requests have the same adapter"
     for prefix, wrapper in manager.punica_wrapper_mapping.items():
         if isinstance(wrapper, OneAdapter):

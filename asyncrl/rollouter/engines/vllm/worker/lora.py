@@ -1,13 +1,13 @@
-"""The worker's side of an update that brings adapters (LoRA) alone: an extension of vLLM's worker.
+"""Loads versions that are adapters (LoRA) in vLLM's worker processes, as an extension of vLLM's worker.
 
-It runs in vLLM's worker processes. Every request of an engine goes with the one adapter ADAPTER_ID. An update replaces
-what that adapter holds, straight from sealed memory, which the engine's owner has verified and holds open; the base
-model is not touched. vLLM passes over adapters of layers that it does not know, and says nothing: so the layers are
-looked up before the load, and afterwards what the layers compute with is compared with what was published.
+All requests of an engine use one adapter, ADAPTER_ID. An update replaces its matrices from shared memory, which the
+rollouter has verified and keeps open. The base model does not change. vLLM silently ignores adapters of layers that it
+does not know. So an update first checks that vLLM knows each layer. Afterwards it compares the buffers with which
+the layers compute with the published matrices.
 
-Either the adapter is whole afterwards, or ``load_adapter`` returns the failure and the engine has the one before or
-none, never a part: it must not be stepped until an update has succeeded. Any number of failed updates may come before.
-A failure is no error of the remote call, for the reason that weights.py has.
+After an update the adapter is complete, or ``load_adapter`` returns the reason of the failure. After a failure the
+engine has the previous adapter or none, and must not step until an update succeeds. An update may follow any number of
+failed ones. weights.py says why a failure is returned and not raised.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from asyncrl.weights.tensors import tensors_of
 
 ADAPTER_ID = 1
 Matrices = tuple[torch.Tensor, torch.Tensor]
-"""a [rank, in] and b [out, rank]: a layer adds b a x to what it makes of x."""
+"""Matrices a [rank, in] and b [out, rank] of an adapter: the layer adds b a x to its output for x."""
 
 
 class AdapterLoader:
-    """Mixed into vLLM's worker (worker_extension_cls): its methods are remote calls."""
+    """Methods that vLLM adds to its worker (worker_extension_cls); the engine calls them remotely."""
 
     model_runner: Any
 
     def load_adapter(self, manifest: str, scaling: float) -> str:
         """Replace the adapter by the version of ``manifest``, a Manifest as JSON with paths that this process can open.
 
-        ``scaling`` is alpha / rank. Returns the failure, a tensor that did not arrive or an error of vLLM's, else "".
+        ``scaling`` is alpha / rank. Returns the reason of a failure, "" after a success.
         """
         try:
             self._load_adapter(manifest, scaling)
@@ -63,7 +63,10 @@ class AdapterLoader:
 def _layers(
     tensors: Iterable[tuple[str, torch.Tensor]], mapper: Any, scaling: float, dtype: torch.dtype
 ) -> dict[str, Matrices]:
-    """Matrices by vLLM's names, in memory of their own; the scaling is in b, multiplied in float32."""
+    """Copy the published matrices, by vLLM's names of the layers; ``mapper`` renames them.
+
+    b is multiplied by the scaling in float32; both are then of ``dtype``. Raises RuntimeError if a layer has only one.
+    """
     a: dict[str, torch.Tensor] = {}
     b: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
@@ -78,6 +81,10 @@ def _layers(
 
 
 def _replace(manager: Any, layers: dict[str, Matrices]) -> None:
+    """Replace the adapter of vLLM's LoRAModelManager, and check that each layer took its matrices.
+
+    Raises RuntimeError; the previous adapter stays only if no layer was changed yet.
+    """
     homes = _homes(manager)
     if unknown := sorted(layers.keys() - homes.keys()):
         raise RuntimeError(f"vLLM has no place for adapters on {len(unknown)} of {len(layers)} layers: {unknown[:3]}")
@@ -98,12 +105,18 @@ def _replace(manager: Any, layers: dict[str, Matrices]) -> None:
 
 
 def _homes(manager: Any) -> dict[str, str]:
-    """The module of vLLM's model in which each of the checkpoint's layers is computed, slice after slice."""
+    """Return the module of vLLM's model that computes each layer of the checkpoint.
+
+    One module may compute several layers, such as q_proj, k_proj and v_proj, as slices in this order.
+    """
     return {layer: module for module in manager.modules for layer in manager.packed_modules.get(module) or [module]}
 
 
 def _absent(manager: Any, homes: dict[str, str], layers: dict[str, Matrices]) -> Iterator[str]:
-    """Layers whose buffers do not hold the published adapter; nothing but zeros where nothing was."""
+    """Yield the layers whose buffers differ from the published matrices, or from zeros if the layer has no adapter.
+
+    ``homes`` is the module of each layer.
+    """
     slot = manager.lora_index_to_id.index(ADAPTER_ID)
     parts: dict[str, list[str]] = {}
     for layer, module in homes.items():
@@ -112,7 +125,7 @@ def _absent(manager: Any, homes: dict[str, str], layers: dict[str, Matrices]) ->
         names = parts[name]
         held = list(zip(_slices(module.lora_a_stacked), _slices(module.lora_b_stacked), strict=True))
         if len(held) != len(names):
-            # It computes fewer or more layers than the checkpoint has, so their places are unknown.
+            # The module has more or fewer slices than layers, so it is unknown which slice belongs to which layer.
             yield from (layer for layer in names if layer in layers)
             continue
         published = [layers.get(layer, (None, None)) for layer in names]
@@ -122,7 +135,7 @@ def _absent(manager: Any, homes: dict[str, str], layers: dict[str, Matrices]) ->
 
 
 def _shard(module: Any, published: list[Any]) -> list[Any]:
-    """This worker's parts of the matrices, as the module itself takes them."""
+    """Cut the matrices of a module's layers as tensor parallelism does; returns the parts of this worker."""
     a, b = [pair[0] for pair in published], [pair[1] for pair in published]
     if getattr(module, "tp_size", 1) == 1 or not any(each is not None for each in a):
         return published
@@ -136,6 +149,7 @@ def _slices(stacked: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _holds(held: torch.Tensor, expected: torch.Tensor | None) -> bool:
+    """Whether a buffer holds a matrix in its first rows and columns; None: whether it is zero."""
     if expected is None:
         return not held.any()
     rows, columns = expected.shape

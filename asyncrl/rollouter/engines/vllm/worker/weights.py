@@ -1,16 +1,16 @@
-"""The worker's side of a weight update: vLLM's weight transfer backend ``asyncrl``.
+"""Loads whole weights in vLLM's worker processes, as vLLM's weight transfer backend ``asyncrl``.
 
-This runs in vLLM's worker processes. A version is either in sealed memory, which the engine's owner has verified and
-holds open, or comes by broadcast. Over gloo all buckets are received and verified before the load begins. Over NCCL
-each bucket is verified and then loaded, because GPU memory does not hold two sets of weights. The model's own
-checkpoint loader takes the tensors, layer by layer.
+A version is in shared memory, which the rollouter has verified and keeps open, or it comes by broadcast. Over gloo the
+worker receives and verifies all buckets before the load begins. Over NCCL it loads each bucket as soon as it is
+verified, because GPU memory does not hold two sets of weights. The model's own checkpoint loader takes the tensors,
+layer by layer.
 
-A whole update happens in ``receive_weights``: either every parameter has its new value afterwards, or ``failure`` has
-the reason and the model must not be stepped until an update, of either kind, has succeeded. Any number of failed
-updates may come before. Every wait on others has the timeout of its broadcast.
+A whole update happens in ``receive_weights``. Afterwards every parameter has its new value, or ``failure`` has the
+reason. After a failure the model must not step until an update succeeds; the next one may come in the other way. An
+update may follow any number of failed ones. Every wait for other processes has the timeout of its broadcast.
 
-A failure is not an error of the remote call. After an error vLLM reads no further answer: the answers of the other
-workers would be taken for answers to later calls, and their updates would stay open.
+A failure is returned and not raised. After an error of one worker vLLM does not read the answers of the others. It
+would take them for answers to later calls, and the updates of those workers would stay open.
 """
 
 from __future__ import annotations
@@ -39,17 +39,20 @@ from asyncrl.weights.broadcast import Receiver
 from asyncrl.weights.tensors import tensors_in, tensors_of
 
 Named = Iterable[tuple[str, torch.Tensor]]
-"""Checkpoint names and tensors, which may be views of memory that is freed after the load."""
+"""Tensors with their checkpoint names; they may be views of memory that is freed after the load."""
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """No arguments: there is nothing to set up."""
+    """The arguments of ``init_transfer_engine``: none."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """``manifest``: a Manifest as JSON with paths that this process can open; or ``broadcast``: a BroadcastPart."""
+    """The arguments of an update, which has one of two sources.
+
+    ``manifest`` is a Manifest with paths that this process can open, ``broadcast`` a BroadcastPart, both as JSON.
+    """
 
     version: int
     manifest: str | None = None
@@ -57,12 +60,12 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class FailureReport:
-    """Mixed into vLLM's worker (worker_extension_cls): its methods are remote calls."""
+    """Methods that vLLM adds to its worker (worker_extension_cls); the engine calls them remotely."""
 
     weight_transfer_engine: WeightTransfer
 
     def update_failure(self) -> str:
-        """Reason that the last update failed; empty if it succeeded."""
+        """Return the reason why the last update failed; "" if it succeeded."""
         return self.weight_transfer_engine.failure
 
 
@@ -74,11 +77,12 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # While a reload is under way tied parameters look like two.
+        # Read now, because during a reload tied parameters appear as two.
         self._names = frozenset(name for name, _ in self.model.named_parameters())
         self._pending = False
+        """Whether a reload has begun and not finished; a failed one stays pending."""
         self.failure = ""
-        """Reason that the last update failed; empty if it succeeded."""
+        """Why the last update failed; "" if it succeeded."""
         self._receiver = Receiver()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -96,7 +100,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._receiver.close()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load one complete version, or note why that failed."""
+        """Load one complete version, or store the reason of the failure."""
         self.failure = ""
         try:
             self._receive(update_info)
@@ -112,7 +116,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert update_info.broadcast is not None, "an update has a manifest or a broadcast"
         part = msgspec.json.decode(update_info.broadcast, type=BroadcastPart)
         with closing(self._receiver.receive(part, self.parallel_config.rank)) as received:
-            # A broadcast over gloo that breaks leaves the weights as they were.
+            # Over gloo everything is received before the reload, so a broken broadcast does not change the weights.
             buckets = list(received) if part.group.backend == "gloo" else received
             with self._reload() as load:
                 for memory, layout in zip(buckets, part.buckets, strict=True):
@@ -120,10 +124,13 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @contextmanager
     def _reload(self) -> Iterator[Callable[[Named], None]]:
-        """Inside, give all of the model's weights to the function, in one call or several."""
+        """Reload the model inside the ``with``: pass all of its weights to the yielded function, in one or more calls.
+
+        Afterwards raises RuntimeError if weights were missing.
+        """
         model: Any = self.model
         if self._pending:
-            # Layers that a failed update left half received would count its tensors together with the new ones.
+            # Resets the layers of a failed update: they would add the tensors received then to the new ones.
             finalize_layerwise_reload(model, self.model_config)  # type: ignore[no-untyped-call]
         self._pending = True
         initialize_layerwise_reload(model)
@@ -144,6 +151,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._pending = False
 
     def _require_complete(self, loaded: set[str] | None) -> None:
+        """Raise RuntimeError if a parameter got no value or a layer only a part; ``loaded``: parameters, if known."""
         # vLLM keeps the old values of a layer that received nothing, and leaves memory uninitialised where a fused
         # layer received a part, both without an error. Quantised layers have parameters that no checkpoint holds.
         if self.model_config.quantization is not None:
@@ -158,8 +166,8 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RuntimeError(f"incomplete weights: nothing for {absent[:3]}, a part of {partial[:3]}")
 
     def _repack_tied_heads(self) -> None:
-        # On CPU a layer computes with a packed copy of its weight. The reload packs the embedding only; a head that
-        # shares its parameter would keep the copy of the old values.
+        # On CPU a layer computes with a packed copy of its weight. The reload packs the embedding only, so a head that
+        # shares the embedding's parameter would keep a copy of the old values.
         if not current_platform.is_cpu():
             return
         for name, layer in self.model.named_modules():
