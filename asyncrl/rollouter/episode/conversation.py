@@ -48,15 +48,15 @@ Cause = Literal[
     "fork:cut",
     "fork:no-extension",
 ]
-"""How a prompt relates to earlier ones, and why it forks.
+"""How a prompt relates to earlier ones.
 
-``root``: the first of the conversation. ``extend``: it continues the tokens of an answer. A fork shares with earlier
-calls no more than the tokens that happen to be equal, because:
+``root``: it is the first of the conversation. ``extend``: it continues the tokens of an answer. Otherwise it is a fork,
+for one of these reasons:
 
 * ``root``: it has other tools or template options;
-* ``branch``: its messages continue no answer, as the same again, a sub-agent or a summary;
-* ``edited``: what comes before an answer of ours was changed;
-* ``assistant``: it holds an answer that was not sampled here;
+* ``branch``: its messages continue no answer, for example those of a repeated question, a sub-agent or a summary;
+* ``edited``: messages before an answer of the policy were changed;
+* ``assistant``: it has an assistant message that the policy did not give here;
 * ``history``: under ``history = "template"`` the template renders an earlier answer otherwise than it was sampled;
 * ``cut``: an answer was cut by a limit, and the template cannot continue that;
 * ``no-extension``: the template cannot continue an answer for another reason.
@@ -91,12 +91,12 @@ class ResolvedCall:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Prompt:
-    """The tokens that the engine is to continue."""
+    """A prompt for the engine."""
 
     ids: list[int]
     """All tokens of the prompt."""
     parent: Node | None
-    """The answer whose whole path of tokens it begins with."""
+    """The answer whose whole path the prompt begins with; None without one."""
     cause: Cause
     shared: int
     """Length of the longest prefix that it shares with an earlier call (tokens)."""
@@ -107,7 +107,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationFigures:
-    """Figures of a conversation."""
+    """Counts of a conversation, for metrics."""
 
     turns: int
     """Number of answers, including those that are not trained."""
@@ -115,9 +115,9 @@ class ConversationFigures:
     """Forks by their cause, without ``fork:``."""
     sampled_tokens: int
     context_tokens: int
-    """Tokens of all prompts, without the prefixes shared with earlier calls."""
+    """Number of tokens in all prompts, without the prefixes shared with earlier calls."""
     linear_tokens: int
-    """Tokens that would have been prefilled and sampled if each call had continued the one before it."""
+    """Number of tokens that would have been prefilled and sampled if each call had continued the one before it."""
 
     @property
     def cost_factor(self) -> float:
@@ -144,7 +144,7 @@ class Conversation:
         self._children: dict[Node | None, list[Node]] = {}
         """Nodes by their parent; None for those without one."""
         self._lineage: list[int] = []
-        """A bit set for each node: the node itself and every node that it comes after."""
+        """An integer for each node, whose bits are the ids of the node itself and of all nodes before it."""
         self._forks: Counter[str] = Counter()
         self._prompts = itertools.count()
         self._context = self._sampled = self._linear = 0
@@ -180,7 +180,7 @@ class Conversation:
         )
 
     def _fork(self, root: bytes, parent: Node | None, unknown: Sequence[Message], answered: bool) -> Cause:
-        """The cause of a fork. ``answered``: after ``parent`` there is another assistant message."""
+        """Find the cause that a fork would have. ``answered``: an assistant message follows after ``parent``."""
         if not self._tree.has_root(root):
             return "fork:root" if self.nodes else "root"
         if parent is not None and not answered:
@@ -201,7 +201,7 @@ class Conversation:
         return self._prompt(ids.tolist(), resolved.parent, "extend", shared, resolved)
 
     def branch(self, resolved: ResolvedCall, ids: Sequence[int]) -> Prompt:
-        """Make the prompt from ``ids``, the rendering of all messages. It may turn out to continue an answer."""
+        """Make the prompt from ``ids``, the rendering of all messages. It may still continue an answer's tokens."""
         assert len(ids) > 0, "a prompt has tokens"
         parent, shared = shared_prefix(np.array(ids, np.int32), self._children, None, resolved.parent)
         goes_on = parent is not None and parent is resolved.parent
@@ -263,13 +263,13 @@ class Conversation:
         return node
 
     def _settled(self, prompt: Prompt) -> Cause:
-        """The prompt's final cause: a "root" becomes a fork if an overlapping call was answered before it."""
+        """Return the prompt's final cause: a "root" becomes a fork if an overlapping call was answered before it."""
         if prompt.cause != "root" or not self.nodes:
             return prompt.cause
         return "fork:branch" if self._tree.has_root(prompt.resolved.root) else "fork:root"
 
     def _keep(self, node: Node, prompt: Prompt) -> None:
-        """Enter a new node into the message tree, the lineage and the figures."""
+        """Add a new node to the message tree and the lineage, and count it."""
         resolved = prompt.resolved
         self.nodes.append(node)
         self._children.setdefault(node.parent, []).append(node)
@@ -320,12 +320,12 @@ class Conversation:
         return sequences_of(depth_first(self._children), past_rewards(self.rewards, self._lineage))
 
     def messages(self) -> list[dict[str, Any]]:
-        """The messages up to the answer ``last``, with the reasoning of the policy's answers; empty without any."""
+        """Return the messages up to the answer ``last``, with the policy's reasoning; empty without an answer."""
         return self._line(self.last) if self.last else []
 
     def branches(self) -> list[list[dict[str, Any]]]:
-        """The messages up to each trained answer, other than ``last``, after which no other answer comes."""
-        # Bit set of the answers after which another one comes.
+        """Return, for each trained answer that no other answer follows, the messages up to it; leaves out ``last``."""
+        # Bits of the answers that another answer follows.
         gone_on = 0
         for node, line in zip(self.nodes, self._lineage, strict=True):
             gone_on |= line & ~(1 << node.id)
@@ -333,17 +333,17 @@ class Conversation:
         return [self._line(node) for node in ends]
 
     def _line(self, node: Node) -> list[dict[str, Any]]:
-        """The messages up to an answer."""
+        """Return the messages up to an answer, with it."""
         return [dict(point.message) for point in self._points[node.id].path() if point.message is not None]
 
     @property
     def last(self) -> Node | None:
-        """The answer to the trained call that was made last; to the last call if no answer is trained."""
+        """The answer to the call that was made last, among the trained answers if there are any."""
         nodes = [node for node in self.nodes if node.trained] or self.nodes
         return max(nodes, key=lambda node: node.number, default=None)
 
     def counts(self) -> ConversationFigures:
-        """Figures as they are now."""
+        """Return the counts so far."""
         return ConversationFigures(
             turns=len(self.nodes),
             forks=dict(self._forks),
@@ -361,10 +361,10 @@ class Conversation:
 
 
 def _before(known: Sequence[Point], messages: int) -> tuple[Node, ...]:
-    """The answers after which a call comes, from ``known``, the known points of its ``messages`` (their number).
+    """Find the answers that a call with ``messages`` messages comes after; ``known`` are the known points of these.
 
-    The deepest point decides: if it is an answer in the messages, that one; if the policy answered there before, all
-    those answers.
+    From the deepest point upwards: at an answer in the messages, it is that one. At a point where the policy answered
+    earlier calls, these are all the answers there.
     """
     for point in reversed(known):
         if point.node:

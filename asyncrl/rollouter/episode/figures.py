@@ -1,8 +1,8 @@
-"""The figures of a rollouter's episodes: how they end and fail, their turns and forks, and where their time goes. Pure.
+"""The metrics of a rollouter's episodes: how they end and fail, their turns and forks, and where their time goes. Pure.
 
-Counters and histograms are of attempts that have ended, figures by stage of those that are open. Invariant: there are
-never more names than the catalogue's families and MOST_TOOLS of tools, however many agents declare; others are
-counted together. A stage that was seen once is reported from then on, also with 0.
+Counters and histograms cover attempts that have ended; gauges by state cover the open ones (stages.py). Invariant: at
+most MOST_TOOLS names of tools are reported apart, however many the agents declare; all others count as OTHER_TOOLS. A
+tool that was seen once is reported from then on, also with 0.
 """
 
 from __future__ import annotations
@@ -18,48 +18,50 @@ from asyncrl.rollouter.episode.conversation import ConversationFigures
 from asyncrl.rpc.services import Notify
 
 MOST_TOOLS = 12
-"""Names of tools that are counted apart."""
+"""Most names of tools that are reported apart."""
 TOOL = "tool "
+"""Beginning of the state of a tool, before its name."""
 OTHER_TOOLS = "tool (others)"
 STATES = ("start", "queue", "engine", "paused", "user", "close")
-"""States of stages.py without tools, before an episode is scored."""
+"""The states of stages.py except those of tools."""
 
 JUDGES = frozenset({"relative_judge", "rubric"})
 """Reward functions that ask a language model."""
 
 Failure = Literal["start", "turn", "user", "answer", "reward", "policy", "host"]
-"""Cause by which an attempt gives no trajectory.
+"""Why an attempt gave no trajectory.
 
-``start`` and ``turn`` are deadlines; ``user``: its code raised, or its program failed; ``answer``: it has no answer of
-the policy that could be trained; ``reward``: it gave none, and no function does; ``policy``: engines died of it too
-often; ``host``: its host or worker died, and it starts again.
+``start`` and ``turn``: a deadline passed. ``user``: the user's code raised, or its program failed. ``answer``: there is
+no answer of the policy that could be trained. ``reward``: the code gave no reward, and no function does. ``policy``:
+engines died of the prompt too often. ``host``: the host or worker died, and the episode starts again.
 """
 TOLD: frozenset[Failure] = frozenset({"start", "turn", "answer", "reward"})
-"""Causes that only the rollouter reports."""
+"""Causes of which EpisodeFaults notifies the user; the episode host reports the others."""
 
 
 class EpisodeFigures:
-    """Figures of one rollouter, counted in ``counters`` and ``histograms``. ``reward`` is reward.function."""
+    """Counts the episodes of one rollouter in ``counters`` and ``histograms``. ``reward`` is reward.function."""
 
     def __init__(self, counters: Counters, histograms: Histograms, reward: str = "") -> None:
         self._counters, self._histograms = counters, histograms
         self._scored_by = "judge" if reward in JUDGES else "score"
         counters.setdefault("rollout/malformed_calls")
         self._tools: dict[str, str] = {}
-        """The tools that are counted apart, by their states."""
+        """The states of the tools that are reported apart, and OTHER_TOOLS."""
         self._computed = self._linear = 0
+        """Tokens computed in all ended episodes, and those that conversations without forks would have taken."""
 
     def prompted(self, tokens: int) -> None:
-        """A call of the policy begins with so many tokens."""
+        """Count a call whose prompt has ``tokens`` tokens."""
         self._histograms.observe("rollout/prompt_tokens", tokens)
 
     def malformed(self, calls: int) -> None:
-        """An answer calls tools in a way that cannot be read."""
+        """Count the tool calls of an answer that could not be parsed."""
         if calls:
             self._counters.add("rollout/malformed_calls", calls)
 
     def ended(self, outcome: FinishReason, counts: ConversationFigures) -> None:
-        """An episode has become a trajectory."""
+        """Count an episode that has become a trajectory."""
         self._counters.add(f"rollout/episodes_ended/{outcome}")
         self._histograms.observe("rollout/turns", counts.turns)
         for cause, forks in counts.forks.items():
@@ -68,7 +70,7 @@ class EpisodeFigures:
         self._linear += counts.linear_tokens
 
     def failed(self, failure: Failure) -> None:
-        """An attempt has become no trajectory."""
+        """Count an attempt that gave no trajectory."""
         self._counters.add(f"rollout/episodes_failed/{failure}")
 
     def spent(self, seconds: Mapping[str, float]) -> None:
@@ -77,12 +79,14 @@ class EpisodeFigures:
             self._counters.add(f"rollout/episode_s/{self._told(state)}", each)
 
     def scored(self, seconds: float) -> None:
-        """Conversations were with the reward function for so long, added up."""
+        """Add the ``seconds`` for which the reward function scored conversations."""
         self._counters.add(f"rollout/episode_s/{self._scored_by}", seconds)
 
     def gauges(self, states: Iterable[str], oldest_s: float, scoring: int = 0) -> dict[str, float]:
-        """Figures as they are now, of the episodes that are played and of those that are scored. Callable in
-        another thread than the rest."""
+        """Return the gauges. ``states`` are the states of the open sessions, ``scoring`` is the number being scored.
+
+        Callable from another thread than the other methods.
+        """
         at = Counter(self._told(state) for state in states)
         at[self._scored_by] += scoring
         for state in (*STATES, *list(self._tools.values())):
@@ -95,7 +99,7 @@ class EpisodeFigures:
         return found
 
     def _told(self, state: str) -> str:
-        """The name under which a state is reported."""
+        """Return the name under which a state is reported."""
         if not state.startswith(TOOL):
             return state
         if state not in self._tools and len(self._tools) >= MOST_TOOLS:
@@ -104,7 +108,7 @@ class EpisodeFigures:
 
 
 def by_kind(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by state, those of all tools as one; rounded to what is worth sending."""
+    """Add up the seconds of all tools under "tool", and round all to microseconds."""
     found: Counter[str] = Counter()
     for state, each in seconds.items():
         found["tool" if state.startswith(TOOL) else state] += each  # type: ignore[assignment]
@@ -112,10 +116,9 @@ def by_kind(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 class EpisodeFaults:
-    """Notices to the user of attempts that this rollouter finds failed: each cause once, then counts.
+    """Notifies the user of failed attempts. For each cause it keeps the text of the first case, and counts the others.
 
-    The host reports errors of the user's code. The first case of a cause says what, for which prompt, and what
-    follows.
+    The text says what failed, for which prompt, and what follows. The episode host reports errors of the user's code.
     """
 
     def __init__(self, config: Config, notify: Notify) -> None:
@@ -124,7 +127,7 @@ class EpisodeFaults:
         self._first: dict[Failure, str] = {}
 
     def add(self, failure: Failure, text: str, uid: str) -> None:
-        """Take in a failed attempt at a sample of ``uid``, and notify the user unless its host does."""
+        """Notify the user of a failed attempt at a sample of the prompt ``uid``, if its cause is in TOLD."""
         if failure not in TOLD:
             return
         self._counts[failure] += 1

@@ -1,11 +1,11 @@
-"""The hosts that play a rollouter's episodes: its own, or one of those that play for all rollouters.
+"""Chooses the episode host for each episode: the rollouter's own host, or one that all rollouters *share*.
 
-An episode host has room for as many episodes as a rollouter plays at a time. A rollouter
-has a share of each other host, and the shares of all rollouters add up to its room. An episode goes to the
-host that is the least full of what the rollouter may have there, in the order in which Sainte-Laguë gives seats away.
+The *room* of a host is the number of episodes that a rollouter plays at a time. A rollouter may use all of its own
+host and a part of each shared one; the parts of all rollouters add up to the host's room. An episode goes to the host
+that is least full, relative to what the rollouter may use there. Ties and order follow the Sainte-Laguë method.
 
-Invariants: no rollouter asks for more than its share of a shared host; there is always a host, since the own one is
-taken where no other can be.
+Invariants: no rollouter uses more than its part of a shared host. There is always a host to choose: the rollouter's own
+one if no other can be used.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class EpisodeHosts(Protocol):
     """The hosts, as sessions and their player call them."""
 
     def choose(self, at: Mapping[str, int], *, prefer: str, avoid: Collection[str]) -> str:
-        """The host ``prefer``, if it can be; else one that is not to be avoided, if there is one.
+        """Choose the host ``prefer`` if it can be used, else a host not in ``avoid`` if there is one.
 
-        ``at`` are the episodes that the rollouter has at each host.
+        ``at`` counts the rollouter's open episodes at each host.
         """
 
     def run(self, host: str, request: RunEpisode, timeout: float) -> asyncio.Future[EpisodeDone]:
-        """Have an episode played; cancelling the future ends it."""
+        """Have a host play an episode; cancelling the future ends the episode."""
 
     def tell(self, host: str, delta: ChatDelta) -> None:
-        """Send text of a call under way."""
+        """Send the host text of a call that is being sampled."""
 
 
 class RunHosts:
-    """The hosts of a run, as the rollouter ``name`` calls them. ``places`` are its open episodes."""
+    """The episode hosts of a run, for the rollouter ``name``. ``places.size`` is the room of each host."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class RunHosts:
         self._beside = f"episodes/{name.partition('/')[2]}"
 
     def connect(self) -> None:
-        """Connect to all hosts: only hosts that answer are chosen."""
+        """Connect to all hosts, because ``choose`` returns only connected ones."""
         for host in (self._beside, *self._config.extra_episode_hosts):
             self._peer(host).connect()
 
@@ -66,7 +66,7 @@ class RunHosts:
         going = {*(each.name for each in state.condemned), *(each.name for each in state.leaving)}
         living = {host for host in (self._beside, *shared) if self._peer(host).ready and host not in going}
         rollouters = [name for name in actors if name.startswith("rollouter/")]
-        # A rollouter that has just joined is not among them before it is known as ready.
+        # A rollouter that has just joined is not in the roster yet, and uses no shared host.
         shared_out = shares(self._name, rollouters, shared, room) if self._name in rollouters else {}
         return choose(self._beside, shared_out, at, room=room, living=living, prefer=prefer, avoid=avoid)
 
@@ -78,10 +78,10 @@ class RunHosts:
 
 
 def shares(own: str, rollouters: Sequence[str], hosts: Sequence[str], room: int) -> dict[str, int]:
-    """Episodes that the rollouter ``own`` may have at each of the ``hosts`` for all.
+    """Return how many episodes the rollouter ``own`` may have at each of the shared ``hosts``.
 
-    ``rollouters`` are all of the run, ``own`` among them, in an order that all agree on; ``room`` is how many episodes
-    one plays at a time. The rest of the division goes to different rollouters at different hosts.
+    Each host's ``room`` is divided equally among ``rollouters``, all of the run, in the same order everywhere. The rest
+    of the division goes to different rollouters at different hosts.
     """
     rank, count = rollouters.index(own), len(rollouters)
     whole, rest = divmod(room, count)
@@ -98,11 +98,11 @@ def choose(
     prefer: str = "",
     avoid: Collection[str] = (),
 ) -> str:
-    """The host for one more episode; where hosts are equally full, the own one and then the first.
+    """Choose the host for one more episode. Among equally full hosts ``own`` comes first, then the first of ``shared``.
 
-    ``shared`` has the shares of the hosts for all, ``open`` how many episodes the rollouter has at each host, ``room``
-    how many it may have. Hosts that do not live are not taken, nor is one to ``avoid`` where there is another;
-    ``prefer`` is taken if it can be.
+    ``shared`` has the number of episodes that the rollouter may have at each shared host, ``room`` that at its own one,
+    and ``open`` how many it has. Only ``living`` hosts can be chosen, and ``prefer`` is chosen if it can be. Hosts in
+    ``avoid`` are chosen only if there is no other; ``own`` is the last resort.
     """
     rooms = {own: room, **{host: share for host, share in shared.items() if open.get(host, 0) < share}}
     able = [host for host in rooms if host in living]

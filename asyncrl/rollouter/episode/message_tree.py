@@ -1,11 +1,11 @@
-"""The messages of a conversation as its agent sends them, as a tree of *points*, each after one message. Pure.
+"""The messages of a conversation as the agent sends them, in a tree. Each *point* of it lies after a message. Pure.
 
-Each request sends its whole history again. The tree is walked from the root along the request's messages; each message
-is recognised:
+Each request sends its whole history again. ``MessageTree.deepest`` walks from the root along the request's messages,
+and recognises each message:
 
-* an answer of the policy with tool calls, by their ids ``call_<node>_<k>``, which were assigned here and are unique;
-  reasoning, text and the JSON form of the arguments may have changed;
-* an answer without tool calls, by its text, without surrounding blanks;
+* an answer of the policy with tool calls, by their unique ids ``call_<node>_<k>``, which are assigned here; its
+  reasoning, its text and the JSON form of the arguments may have changed;
+* an answer of the policy without tool calls, by its text, without surrounding blanks;
 * every other message, by all of its fields.
 
 A message counts as an answer of the policy only after the messages with which the policy was called. Invariant: points
@@ -31,16 +31,16 @@ _DIGEST_BYTES = 16
 
 
 def minted_id(node: int, call: int) -> str:
-    """The id of a tool call, the ``call``-th of the answer ``node``."""
+    """Make the id of a tool call: the ``call``-th of the answer ``node``."""
     return f"call_{node}_{call}"
 
 
 def digest(value: Any, field: str) -> bytes:
-    """Digest of a value of JSON; the order of keys is no part of it. Raises ChatRefused naming ``field``."""
+    """Return a digest of a JSON value, independent of the order of keys. Raises ChatRefused, which names ``field``."""
     try:
         text = msgspec.json.encode(value, order="deterministic")
     except UnicodeEncodeError:
-        # Half of a surrogate pair, which JSON can name and UTF-8 cannot hold.
+        # The value has half of a surrogate pair, which JSON can escape and UTF-8 cannot encode.
         text = json.dumps(value, sort_keys=True).encode()
     except RecursionError:
         raise ChatRefused(field, "is nested too deeply") from None
@@ -48,12 +48,12 @@ def digest(value: Any, field: str) -> bytes:
 
 
 def message_digest(message: Message, field: str) -> bytes:
-    """Digest by which a message that the policy did not sample is recognised; fields of None count as absent."""
+    """Return the digest that recognises a message that the policy did not sample; fields of None count as absent."""
     return digest({key: value for key, value in message.items() if value is not None}, field)
 
 
 def is_answer(message: Message) -> bool:
-    """Whether it has the role of the policy."""
+    """Whether a message has the role ``assistant``."""
     return bool(message["role"] == "assistant")
 
 
@@ -73,7 +73,7 @@ class Point:
     """Next points whose message is an answer of the policy, in the order of answers."""
 
     def path(self) -> list[Point]:
-        """The points from the one after the first message to this one."""
+        """Return the points from the first message on to this one."""
         points = []
         point: Point | None = self
         while point is not None and point.parent is not None:
@@ -88,16 +88,19 @@ class MessageTree:
     def __init__(self) -> None:
         self._roots: dict[bytes, Point] = {}
         self._texts: set[str] = set()
+        """Texts of all answers without tool calls."""
         self._calls: dict[str, tuple[Point, ToolCall]] = {}
+        """All tool calls of the policy, by id, each with the point of its answer."""
 
     def has_root(self, root: bytes) -> bool:
         """Whether a call with this root was answered."""
         return root in self._roots
 
     def deepest(self, root: bytes, messages: Sequence[Message], digests: Sequence[bytes]) -> Point | None:
-        """Walk from ``root`` along the known ``messages``; returns the last point, None without a root.
+        """Walk from ``root`` along ``messages`` as far as they are known; returns the last point reached.
 
-        If several points match, it is the one that ``_next`` yields first.
+        ``digests`` are those of the messages. Returns None if there is no such root. If several points match, it
+        returns the one that ``_next`` yields first.
         """
         start = self._roots.get(root)
         if start is None:
@@ -129,12 +132,12 @@ class MessageTree:
             yield context
 
     def _called(self, calls: Sequence[Mapping[str, Any]]) -> Point | None:
-        """The answer that made all of these tool calls, and perhaps others; None without one."""
+        """Return the answer that made all of these tool calls, and perhaps others; None without one."""
         answers = [self._minted(call) for call in calls]
         return answers[0] if all(answer is answers[0] for answer in answers) else None
 
     def _minted(self, call: Mapping[str, Any]) -> Point | None:
-        # An agent may send ids from another conversation, as from a transcript; those seldom name the same tools.
+        # An agent may send equal ids from another conversation, so the tool's name must match too.
         point, minted = self._calls.get(str(call.get("id")), (None, None))
         return point if minted and minted.name == (call.get("function") or {}).get("name") else None
 
@@ -165,7 +168,7 @@ class MessageTree:
 
 
 def _said(answers: Sequence[Point], text: str) -> list[Point]:
-    """The answers without tool calls whose text is ``text`` but for surrounding blanks, the best match first."""
+    """Return the answers without tool calls that have this text, without surrounding blanks; best match first."""
     stripped = text.strip()
     same = []
     # The newest first, which the stable sort below keeps among those that are equal otherwise.

@@ -1,14 +1,15 @@
 """The tokens of a conversation: a forest of nodes, and the sequences that are trained from it. Pure.
 
-A node is one answer of the policy with its context. Its tokens follow those of its parent: first the *context*, tokens
-that the policy did not sample (messages of users and tools), then the sampled ones. The *path* of a node, its
-ancestors' tokens and its own, is exactly what the engine was given and sampled for it. Invariants, asserted when a node
-is made: its path equals the submission; it has one log-prob and one version for each sampled token. It never changes.
+A node is one answer of the policy with its context. Its tokens follow those of its parent. First comes the *context*:
+tokens that the policy did not sample, such as messages of users and tools. Then come the sampled tokens. The *path* of
+a node is the tokens of its ancestors and its own: exactly what the engine received and sampled for this answer. A node
+never changes. When it is made, it asserts that its path equals the submission and that each sampled token has a
+log-prob and a version.
 
-There is one sequence for each leaf, in the order of the nodes. A trained answer has role ``sampled`` in the first
-sequence that contains it and ``repeated`` in later ones; an answer that is not trained is ``repeated`` everywhere. A
-sequence ends with its last sampled token, and one without any is left out. Invariant: each token of a trained answer is
-``sampled`` once.
+``sequences_of`` makes one sequence for each leaf, in the order of the nodes. A trained answer has the role ``sampled``
+in the first sequence that contains it and ``repeated`` in later ones. An answer that is not trained is ``repeated``
+everywhere. A sequence ends with its last ``sampled`` token, and one without such tokens is left out. Invariant: each
+token of a trained answer is ``sampled`` once.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.groups import Turn, VersionSpan
 
 _NOT_SAMPLED = -1
-"""Version of tokens that the policy did not sample here."""
+"""Version in the spans of tokens whose role is not ``sampled``."""
 
 
 def sequences_of(nodes: Sequence[Node], past_rewards: Mapping[int, float]) -> list[TokenSequence]:
-    """Make the sequences to be trained, one for each leaf that brings a new trained answer.
+    """Make the sequences to be trained, one for each leaf whose path has a trained answer in no earlier sequence.
 
     ``nodes`` are all nodes of a conversation, parents first; ``past_rewards`` is Turn.past_reward by the node's id.
     """
@@ -79,9 +80,10 @@ def _sequence(path: Sequence[Node], fresh: set[int], past_rewards: Mapping[int, 
 
 
 def past_rewards(rewards: Mapping[int, float], lineage: Iterable[int]) -> dict[int, float]:
-    """Turn.past_reward by node: the sum of all rewards but those of the node itself and of nodes that come after it.
+    """Compute Turn.past_reward of each node: all rewards except its own and those of the nodes after it, added up.
 
-    ``rewards`` are by node. ``lineage`` has a bit set for each node: itself and every node that it comes after.
+    ``rewards`` are by node. ``lineage`` has an integer for each node, whose bits are the ids of the node itself and of
+    all nodes before it.
     """
     lines = list(lineage)
     total = sum(rewards.values())
@@ -89,7 +91,7 @@ def past_rewards(rewards: Mapping[int, float], lineage: Iterable[int]) -> dict[i
     for rewarded, value in rewards.items():
         line = lines[rewarded]
         while line:
-            # The lowest bit that is set is the next node of the line.
+            # Takes the bits of ``line`` from the lowest to the highest.
             lowest = line & -line
             due[lowest.bit_length() - 1] += value
             line ^= lowest
@@ -98,7 +100,7 @@ def past_rewards(rewards: Mapping[int, float], lineage: Iterable[int]) -> dict[i
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Node:
-    """One answer. ``added`` is its context and its sampled tokens, int32; the latter begin at index ``begin``."""
+    """One answer of the policy."""
 
     id: int
     """Index in the conversation, in the order in which calls were answered."""
@@ -107,7 +109,9 @@ class Node:
     parent: Node | None
     """The answer that its context continues, token by token."""
     added: np.ndarray
+    """The context and the sampled tokens: int32."""
     begin: int
+    """Index in ``added`` of the first sampled token."""
     shared: int
     """Length of the longest prefix that its prompt shares with an earlier call (tokens)."""
     length: int
@@ -135,7 +139,7 @@ class Node:
         return self.added[self.begin :]
 
     def for_template(self) -> dict[str, Any]:
-        """``message`` for a chat template: tool arguments that are JSON objects become dicts."""
+        """Return ``message`` as chat templates expect it: tool arguments that are JSON objects become dicts."""
         if not self.tool_calls:
             return self.message
         calls = [
@@ -209,9 +213,9 @@ def _rank(node: Node | None, preferred: Node | None) -> tuple[int, bool, bool, i
 
 
 def depth_first(children: Mapping[Node | None, Sequence[Node]]) -> list[Node]:
-    """All nodes, depth first. Siblings are sorted by their context, and by the order of their calls if it is equal.
+    """Return all nodes, depth first. Siblings are sorted by context, then in the order in which their calls were made.
 
-    So the order does not depend on how long anything took.
+    So the order does not depend on the order of the answers.
     """
     found: list[Node] = []
     open_nodes: list[Node | None] = [None]

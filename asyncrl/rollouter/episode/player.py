@@ -1,13 +1,13 @@
 """Plays a sample as an episode of the user's code, at an episode host: from a lease to a trajectory.
 
-An episode ends by itself, by a deadline or limit of its own (stages.py), or with its host. A limit is an outcome, and
-the tokens sampled until then are a trajectory like any other. Every fault of the user's code fails the attempt. The
-death of a host or of a worker fails no attempt: the episode starts again, with a session of its own. After the death of
-a worker it goes to the same host, which knows which episodes were in it (episodes/episode_pool.py); otherwise to
-another, if there is one.
+An episode ends when its code ends, at a deadline or limit (stages.py), or with the death of its host. A limit is an
+outcome, and the tokens sampled until then are a trajectory like any other. A fault of the user's code fails the
+attempt. The death of a host or of a worker does not count as an attempt: the episode starts again, with a new session.
+After the death of a worker it starts at the same host, which knows which episodes were in that worker
+(episodes/episode_pool.py). Otherwise it starts at another host, if there is one.
 
-Invariant: nothing of an attempt outlives it; its session is sealed, and its host ends it. Fails with
-EpisodeFailed for the attempt, with TrajectoryFailed for good.
+Invariant: when an attempt ends, its session is sealed and its host ends its code. Raises EpisodeFailed if another
+attempt may succeed, else TrajectoryFailed.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from asyncrl.text.chat.messages import Message, Tool, read_tools
 from asyncrl.text.chat.prompt import conversation, read_prompt
 
 LONGEST_S = 7 * 86400.0
-"""Longest episode (s), if engines are away all of that time: its own deadlines stand still while it waits for them."""
+"""Timeout (s) of the call that plays an episode. It is long, because the deadlines of an episode do not run while it
+waits for engines."""
 NO_REWARD = (
     "no reward: it returned none and credited no turn; let it do either, or name a function that scores the "
     "conversation (reward.function)"
 )
 RETURNS = 2
-"""Times that an episode comes back to a host whose worker has died under it: the next time it is alone there."""
+"""Number of times that an episode returns to a host after its worker died; the last time it is alone in its worker."""
 
 
 class HostAway(Exception):
-    """An episode host has died, or does not begin; the text says which, or why."""
+    """An episode host has died or did not begin the episode; the text is the reason."""
 
 
 class EpisodeFailed(Exception):
@@ -58,7 +59,7 @@ class EpisodeFailed(Exception):
 
 
 class EpisodePlayer:
-    """Plays episodes at ``hosts``, each in one of ``places``; ``faults`` notes attempts that the user's code failed."""
+    """Plays episodes at ``hosts``. Each takes one of ``places`` while it is open; ``faults`` notifies the user."""
 
     def __init__(
         self,
@@ -78,18 +79,19 @@ class EpisodePlayer:
         self._faults = faults
 
     async def play(self, lease: Lease, account: SampleAccount) -> Trajectory:
-        """One attempt that counts. Raises EpisodeFailed, TrajectoryFailed."""
+        """Make one attempt at a sample, and return its trajectory. Raises EpisodeFailed, TrajectoryFailed."""
         async with self._places.take():
             return await self._play(lease, account)
 
     async def _play(self, lease: Lease, account: SampleAccount) -> Trajectory:
+        """Start the episode, again and at other hosts if hosts or workers die, until it gives a trajectory."""
         pauses = backoffs(self._config.rollout.retry_backoff_s, LONGEST_AWAY_S)
-        # An earlier attempt's host is avoided: it may stand still and have missed a deadline.
+        # The host of the last attempt is avoided: it may hang, and so be the reason that a deadline passed.
         prefer, avoid, deaths = "", {account.host}, 0
         while True:
             host = self._hosts.choose(self._sessions.at, prefer=prefer, avoid=avoid)
             if host in avoid and host != prefer:
-                # All hosts were tried: if this one fails again, another may work by then.
+                # All hosts were tried. If this one fails again, another may work by then.
                 avoid.clear()
             prefer = ""
             avoid.add(host)
@@ -105,7 +107,7 @@ class EpisodePlayer:
             except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
                 if _is_full(error):
                     account.failed(f"episode: {host} is full; begun elsewhere, no attempt is counted")
-                    # At once: the rollouter's own host refuses no episode, so the search ends there.
+                    # Without a pause: the search ends at the latest at the own host, which is never full.
                     continue
                 if isinstance(error, RemoteError) and not error.retryable:
                     raise
@@ -113,7 +115,10 @@ class EpisodePlayer:
             await asyncio.sleep(next(pauses))
 
     async def _attempt(self, lease: Lease, account: SampleAccount, host: str) -> Trajectory | str:
-        """The trajectory, or the reason that a worker of its host could not play it. Raises HostAway too."""
+        """Play the episode once at ``host``, in a session of its own.
+
+        Returns the trajectory, or the reason if a worker of the host died. Raises HostAway and the errors of ``play``.
+        """
         session, figures = self._sessions.open(lease, account, host), self._sessions.figures
         try:
             done = await self._played(session)
@@ -139,7 +144,10 @@ class EpisodePlayer:
             self._sessions.seal(session, "it has ended")
 
     async def _played(self, session: Session) -> EpisodeDone:
-        """Wait until an episode has ended, by itself or by a deadline. Raises HostAway, and the errors of a call."""
+        """Have the host play the episode, and wait until it ends, by itself or by a deadline.
+
+        Raises EpisodeFailed after a deadline, HostAway, and the errors of a call.
+        """
         lease = session.lease
         messages, tools = first_messages(self._config, lease)
         request = RunEpisode(
@@ -159,7 +167,7 @@ class EpisodePlayer:
         try:
             ends: set[asyncio.Future[Any]] = {call, watch}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            # A result that is there counts, also where a deadline has passed meanwhile.
+            # A result counts, even if a deadline has passed at the same time.
             if call.done():
                 return call.result()
             expired = watch.result()
@@ -169,17 +177,17 @@ class EpisodePlayer:
                 raise HostAway(expired.text)
             if expired is not None and expired.outcome is None:
                 raise EpisodeFailed(expired.text, "start" if expired.stage == "start" else "turn")
-            # A limit has ended it, which is an outcome; or the session has failed, which the caller looks at first.
+            # A limit has ended the episode, or its session has failed, which the caller checks.
             return EpisodeDone()
         finally:
             watch.cancel()
-            # Its host ends it, with everything that it has started.
+            # The host then ends the episode and everything that it has started.
             call.cancel()
 
     async def _expired(self, session: Session) -> Expired | None:
-        """The deadline that ends it; None where nothing can come of its lease any more, or of this attempt."""
+        """Wait until a deadline ends the episode, and return it; None if the session has failed or lost its host."""
         while session.failure is None and not session.is_orphan:
-            # Before the look at the deadlines: a change after it ends the wait below.
+            # Cleared before the deadlines are read, so that a later change ends the wait below.
             session.changed.clear()
             expired = session.stages.expire(self._clock.now())
             if expired is not None and expired.stage != "episode":
@@ -193,6 +201,7 @@ class EpisodePlayer:
         return None
 
     def _trajectory(self, session: Session, done: EpisodeDone) -> Trajectory:
+        """Make the trajectory of an ended episode. Raises EpisodeFailed or TrajectoryFailed if it gives none."""
         stages, conversation = session.stages, session.conversation
         outcome = stages.outcome
         if done.error and outcome == "stop":
@@ -233,9 +242,9 @@ def _is_full(error: Exception) -> bool:
 
 
 def first_messages(config: Config, lease: Lease) -> tuple[list[Message], list[Tool]]:
-    """The messages that an episode's conversation begins with, and the tools of its row.
+    """Read from a lease's row the first messages of the episode's conversation, and its tools.
 
-    They are read from the row as the dataloader reads it to count its tokens. Raises ChatRefused.
+    The dataloader reads the row in the same way to count its tokens. Raises ChatRefused.
     """
     data = config.data if lease.purpose == "train" else config.eval[lease.purpose.removeprefix("eval/")].data
     given = column_of(lease.row, data.prompt_column, lease.prompt)
@@ -244,12 +253,12 @@ def first_messages(config: Config, lease: Lease) -> tuple[list[Message], list[To
 
 
 def total_reward(said: float | None, of_turns: Collection[float]) -> float | None:
-    """The return of an episode: its code's rewards for the whole and for its turns; None where it said nothing."""
+    """Add up the reward ``said`` for the whole episode and those of its turns; None if the code gave no reward."""
     if said is None and not of_turns:
         return None
     return (said or 0.0) + sum(of_turns)
 
 
 def task_seed(run_seed: int, uid: str) -> int:
-    """Seed of a task, the same for all samples of a prompt, in every attempt. 63 bits."""
+    """Return the seed (63 bits) for the user's code, the same for all samples of a prompt and all attempts."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{uid}".encode(), digest_size=8).digest(), "little") >> 1

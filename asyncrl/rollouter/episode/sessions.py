@@ -1,11 +1,13 @@
-"""The sessions of a rollouter: each is one attempt at one trajectory, whose agent calls the policy.
+"""The sessions of a rollouter. A session is one attempt at one trajectory, in which the user's agent calls the policy.
 
-A call is rendered in a thread, takes a slot of the engine for itself alone, and becomes a node of the session's
-conversation. Weights change and engines die under an open call, which notices neither.
+``Sessions.chat`` answers a call: it renders the messages on a thread, waits for a slot of the engine, samples, parses
+the answer and adds it to the session's conversation as a node. The caller does not notice weight updates and deaths of
+engines meanwhile.
 
-Invariants: a call is answered once; its repeat joins it or is given the same answer, and a cancelled one continues
-from its tokens. Nothing is added to a session that has ended. Fails with EpisodeOver where the session has
-ended or is not the caller's, with ChatRefused where the policy cannot be asked so. The agent receives either.
+Invariants: a call is answered once. A repeated call waits for the first one and gets the same answer. The repeat of a
+cancelled call continues after the tokens sampled so far. Nothing is added to a session that has ended. Fails with
+EpisodeOver if the session has ended or belongs to another host, and with ChatRefused for a request that the policy
+cannot answer. The agent receives both errors.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from asyncrl.text.tokenizer import Tokenizer
 T = TypeVar("T")
 KEY_BYTES = 16
 MOST_CHARACTERS = 256
-"""Characters of a token, on average over a context: one with more for each token of its room is not even rendered."""
+"""Most characters per token of the longest context. Messages with more characters are refused without rendering."""
 
 
 class Session:
@@ -52,53 +54,58 @@ class Session:
         self.attempt = account.attempts
         self.conversation = Conversation(history=config.chat.history)
         self.began = clock.now()
-        """Time of its beginning: monotonic, s."""
+        """Time (s, monotonic) when the session began."""
         self.stages = Stages(config.episode, self.began)
         self.changed = asyncio.Event()
-        """Set when a deadline may have moved."""
+        """Set when a deadline may have changed."""
         self._left = asyncio.Event()
-        """Set when a call may have left."""
+        """Set when a call may have ended."""
         self.failure: TrajectoryFailed | None = None
-        """Failure after which nothing can come of the lease any more."""
+        """The failure after which no attempt at the lease can succeed."""
         self.is_orphan = False
         """Whether its host has died."""
         self.cut: set[int] = set()
-        """Answers that a limit of the run's has cut, by node."""
+        """Ids of the nodes whose answers a limit of the run has cut."""
         self.rendering = asyncio.Lock()
-        """Lock for rendering in the order of the calls' arrival, which distinguishes calls that ask the same."""
+        """Held while a call is rendered, so that calls are rendered and named in the order of their arrival."""
         self.resumes = 0
+        """Number of submissions beyond the first of each answer."""
         self.version = -1
-        """The newest version under which an engine has computed any of it."""
+        """The newest version under which an engine has computed tokens of the session."""
         self.calls: dict[str, _Call] = {}
         self._now = clock.now
         self._asked: Counter[bytes] = Counter()
+        """Number of calls so far with each prompt, by its digest."""
 
     def key_of(self, prompt: Prompt) -> str:
-        """Name of a call in the run by its question and how often that was asked, not by when parallel calls come."""
+        """Make the name of a call, unique in the run, from its prompt and how often that prompt came before.
+
+        So the names, and the seeds made from them, do not depend on the timing of parallel calls.
+        """
         digest = hashlib.blake2b(np.array(prompt.ids, np.int32).tobytes(), digest_size=8).digest()
         self._asked[digest] += 1
         where = f"{self.lease.uid}/{self.account.sample}/{self.attempt}"
         return f"{where}/{digest.hex()}/{self._asked[digest]}"
 
     def note(self) -> None:
-        """Note that its stages, or its failure, have changed."""
+        """Wake the waiters after a change of the stages or of ``failure``."""
         self.changed.set()
         self._left.set()
 
     async def may_ask(self) -> None:
-        """Wait until a turn is left that no call under way may take, or the attempt is over."""
+        """Wait until a turn is left that no call under way will use, or until the attempt is over or has failed."""
         while self.failure is None and self.stages.all_turns_asked:
             self._left.clear()
             await self._left.wait()
 
     def end_by_length(self, reason: str) -> EpisodeOver:
-        """End the attempt: the context is full."""
+        """End the attempt because the context is full; returns the error to raise."""
         self.stages.end_by("length", reason, self._now())
         self.note()
         return EpisodeOver(reason)
 
     def fail(self, failure: TrajectoryFailed) -> EpisodeOver:
-        """Fail the lease: the policy cannot be asked any more."""
+        """Note that no attempt at the lease can succeed; returns the error to raise."""
         self.failure = failure
         self.note()
         return EpisodeOver(str(failure))
@@ -110,24 +117,24 @@ class _Call:
     def __init__(self, account: CallAccount) -> None:
         self.account = account
         self.lock = asyncio.Lock()
-        """Lock of the request that has it answered; repeats wait for it."""
+        """Held by the request that is getting the answer; repeats wait for it."""
         self.prompt: Prompt | None = None
         self.response: Response | None = None
         self.limited = False
-        """Whether its answer may be no longer by a limit of the run's, rather than by the agent's wish."""
+        """Whether a limit of the run, not the agent, sets the longest answer."""
         self.key = ""
         self.reply: ChatReply | None = None
 
 
 class _SessionWatch(CallWatch):
-    """Notes in a session the progress of one of its calls, and sends the host the call's ``text``, if there is any."""
+    """Notes the progress of a call in its session; sends the host the answer's text as it grows, unless it is None."""
 
     def __init__(
         self, session: Session, request: Chat, clock: Clock, hosts: EpisodeHosts, text: GrowingText | None
     ) -> None:
         self._session, self._call, self._clock, self._hosts, self._text = session, request.call, clock, hosts, text
         self._sent = 0
-        """Characters of the answer that were sent to the host."""
+        """Number of characters already sent to the host."""
 
     def entered(self, phase: Phase) -> None:
         self._session.stages.enter(self._call, phase, self._clock.now())
@@ -146,7 +153,7 @@ class _SessionWatch(CallWatch):
 
 
 class Sessions:
-    """All sessions of a rollouter, whose calls ``policy`` answers."""
+    """The open sessions of a rollouter, by key; ``policy`` answers their calls."""
 
     def __init__(
         self,
@@ -171,10 +178,10 @@ class Sessions:
         self._threads = ThreadPoolExecutor(max(1, config.chat.render_threads), "render")
         self._sessions: dict[str, Session] = {}
         self.at: Counter[str] = Counter()
-        """Sessions by their host."""
+        """Number of open sessions at each host."""
 
     def open(self, lease: Lease, account: SampleAccount, host: str) -> Session:
-        """Begin an attempt, to be played at the episode host ``host``."""
+        """Open a session for an attempt that the episode host ``host`` will play."""
         session = Session(lease, account, host, self._config, self._clock)
         account.began_episode(host)
         self._sessions[session.key] = session
@@ -182,7 +189,7 @@ class Sessions:
         return session
 
     def seal(self, session: Session, reason: str) -> None:
-        """End a session: nothing is added to it any more."""
+        """End a session, so that nothing is added to it any more, and count the time that it spent in each state."""
         session.conversation.seal(reason)
         session.stages.end(self._clock.now())
         session.note()
@@ -191,34 +198,34 @@ class Sessions:
         self.at[session.host] -= 1
 
     def began(self, key: str, host: str) -> None:
-        """The user's code of a session has begun."""
+        """Note that the user's code of a session has begun at its host."""
         session = self._sessions.get(key)
         if session is not None and session.host == host:
             session.stages.begin(self._clock.now())
             session.note()
 
     def host_died(self, host: str) -> None:
-        """Mark the sessions that a dead host was playing."""
+        """Mark the sessions of a dead host as orphans."""
         for session in self._sessions.values():
             if session.host == host:
                 session.is_orphan = True
                 session.note()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the rendering threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def gauges(self, scoring: int = 0) -> dict[str, float]:
-        """Figures of the open sessions, and of ``scoring`` more that are scored. Callable from any thread."""
+        """Return metrics of the open sessions, and of ``scoring`` episodes being scored. Callable from any thread."""
         sessions, now = list(self._sessions.values()), self._clock.now()
         oldest_s = max((now - session.began for session in sessions), default=0.0)
         return self.figures.gauges((session.stages.state for session in sessions), oldest_s, scoring)
 
     def find(self, key: str, host: str) -> Session:
-        """The session of a key, if it is played at ``host``. Raises EpisodeOver."""
+        """Return the session of a key. Raises EpisodeOver if there is none at ``host``, or if it has failed."""
         session = self._sessions.get(key)
         if session is None or session.host != host:
             raise EpisodeOver("there is no such session, or no more")
@@ -227,7 +234,7 @@ class Sessions:
         return session
 
     async def chat(self, request: Chat, host: str) -> ChatReply:
-        """The assistant's next message. Raises EpisodeOver, ChatRefused."""
+        """Answer a call with the assistant's next message. Raises EpisodeOver, ChatRefused."""
         session = self.find(request.session, host)
         call = session.calls.get(request.call)
         if call is None:
@@ -235,25 +242,32 @@ class Sessions:
         async with call.lock:
             if call.reply is None:
                 await session.may_ask()
-                # It may have ended while another had this call answered.
+                # The session may have ended during the waits above.
                 self.find(request.session, host)
                 call.reply = await self._answer(session, call, request)
-                # A conversation of many turns would hold its history once for each.
+                # Freed, because otherwise each call would keep a copy of the whole history.
                 call.prompt = call.response = None
         return call.reply
 
     def credit(self, key: str, host: str, node: int | None, value: float) -> int:
-        """Reward a turn of a session. Gives its number. Raises EpisodeOver, InvalidRequest."""
+        """Set the reward of a turn, and return the turn's number; see ``Conversation.reward``.
+
+        Raises EpisodeOver, InvalidRequest.
+        """
         session = self.find(key, host)
         rewards = session.conversation.rewards
         known = len(rewards)
         turn = session.conversation.reward(node, value)
-        # Environments that say 0 of every step but the last are not worth an event each.
+        # Repeated rewards of 0, as of environments that reward only the last step, are not recorded as events.
         if value or len(rewards) == known:
             session.account.credited(turn, value)
         return turn
 
     async def _answer(self, session: Session, call: _Call, request: Chat) -> ChatReply:
+        """Make the prompt, sample the answer and commit it; a repeated call keeps its prompt and sampled tokens.
+
+        If that fails, the session's stages note that the call ended without an answer.
+        """
         stages, now = session.stages, self._clock.now
         account = call.account
         try:
@@ -268,7 +282,7 @@ class Sessions:
             options = self._config.chat.template_options | request.template_options
             if call.prompt is None:
                 messages = normalise_messages(request.messages)
-                # Before the lock, and before a thread: a call that is refused for its size holds no other up.
+                # Before the lock, so that a call that is refused for its size does not delay others.
                 self._require_renderable(session, messages)
                 async with session.rendering:
                     prompt = await self._prompt(session, messages, tools, options)
@@ -300,7 +314,7 @@ class Sessions:
         except BaseException as error:
             if isinstance(error, (ChatRefused, EpisodeOver)):
                 account.refused(str(error))
-            # Prompt and response stay with the call: the same call made again continues from the tokens that it has.
+            # ``call`` keeps its prompt and response, so a repeat continues after the tokens sampled so far.
             stages.dropped(request.call, now())
             session.note()
             raise
@@ -314,6 +328,7 @@ class Sessions:
     async def _prompt(
         self, session: Session, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
     ) -> Prompt:
+        """Render a call's messages: only the new ones if the template can extend the last answer, else all of them."""
         conversation, renderer = session.conversation, self._renderer
         resolved = conversation.resolve(messages, tools, options)
         if resolved.extends:
@@ -326,7 +341,7 @@ class Sessions:
             )
             if extension is not None:
                 return conversation.extend(resolved, extension)
-        # With our answers as they were given: agents drop the reasoning of theirs.
+        # ``resolved.messages`` has the policy's answers as it gave them; agents often drop the reasoning.
         ids = await self._in_thread(renderer.render, resolved.messages, tools, options)
         return conversation.branch(resolved, ids)
 
@@ -341,7 +356,7 @@ class Sessions:
             )
 
     def _room(self, session: Session, prompt: Prompt) -> int:
-        """The longest answer that the run allows. Raises EpisodeOver."""
+        """Return the longest answer (tokens) that the run allows after this prompt. Raises EpisodeOver if it is 0."""
         longest = self._config.longest_context(session.lease.purpose)
         room = longest - len(prompt.ids)
         if room < 1:
@@ -352,6 +367,7 @@ class Sessions:
         return min(room, session.lease.max_tokens)
 
     def _commit(self, session: Session, call: _Call, request: Chat, parsed: Parsed) -> ChatReply:
+        """Add the finished answer to the conversation as a node, and make the reply to the agent."""
         prompt, response = call.prompt, call.response
         assert prompt is not None
         assert response is not None
@@ -384,10 +400,10 @@ class Sessions:
         )
 
     def _text_of(self, request: Chat, tools: Sequence[Any], response: Response) -> GrowingText | None:
-        """The decoder for the text of a call that is sent as it is sampled; None if only the whole answer is sent.
+        """Return a decoder if the answer's text is sent while it is sampled; None if only the whole answer is sent.
 
-        The whole answer is sent if the agent did not ask to stream, or if it may hold tool calls, reasoning or stop
-        strings.
+        Only the whole is sent if the agent did not ask to stream, or if the answer may have tool calls, reasoning or
+        stop strings.
         """
         if not request.stream or tools or response.stops != Stops() or self._renderer.report.reasoning_parser != "none":
             return None
@@ -398,19 +414,23 @@ class Sessions:
 
 
 class GrowingText:
-    """The text that ``decode`` makes of tokens."""
+    """Decodes a growing list of tokens piece by piece; together the pieces are the text of all tokens.
+
+    A character may need several tokens. Until the last one arrives, it decodes to a replacement character, which is
+    held back.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._context = 0
-        """The first token that is decoded."""
+        """Index of the first token that is decoded; before ``_read``, because the text depends on earlier tokens."""
         self._read = 0
-        """The first token behind the last one that ended with a whole character."""
+        """Number of tokens, counted from the first, whose text ended with a whole character and was returned."""
         self._returned = 0
-        """Characters behind that token that were returned."""
+        """Number of characters returned of the text of the tokens after these."""
 
     def more(self, tokens: Sequence[int]) -> str:
-        """The text that is new with ``tokens``, all there are by now."""
+        """Return the text that was not returned before. ``tokens`` are all tokens so far."""
         before = len(self._decode(tokens[self._context : self._read])) + self._returned
         text = self._decode(tokens[self._context :])
         whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
@@ -423,7 +443,10 @@ class GrowingText:
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """Text for the agent, and the stop string behind it, which is sampled and trained and no part of the text."""
+    """Cut the text at its first stop string; returns the text before it and that string, "" if there is none.
+
+    The agent does not see the stop string, but its tokens were sampled and are trained.
+    """
     found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
     if not found:
         return text, ""

@@ -1,16 +1,16 @@
-"""The life of an episode: where its time goes, which deadline comes next, and who is late. Pure; ``now`` is given.
+"""The state machine of one episode: its state, the seconds spent in each, and its next deadline. Pure.
 
     start -> (calls of the policy | user's code)* -> close -> ended
 
-It starts until it first calls the policy; before its host says that the user's code has begun, no time is the agent's.
-While any call is under way it is with the policy, else with the user's code: the deadlines ``start``, ``turn`` and
-``episode`` run with the latter alone, so that no wait for an engine is the agent's fault. Where a limit ends it (turns,
-length, time) it is over: that is an outcome. Further calls are refused, and ``close`` runs, also while calls are under
-way. A start or a turn that takes too long is a failure.
+An episode is in ``start`` until it first calls the policy. Its host reports when the user's code begins; earlier time
+does not count against the code. While a call is under way the episode is with the policy, else with the user's code.
+The deadlines ``start``, ``turn`` and ``episode`` count only time with the user's code, so waits for the engine never
+expire them. A start or a turn that takes too long fails the episode. A limit (turns, length, time) makes the episode
+*over*, which is an outcome: further calls are refused, and the deadline ``close`` runs until the code ends.
 
-Invariant: at each moment it is in exactly one state, so its seconds by state add up to its life. Raises EpisodeOver
-where a call comes too late. Times that go backwards count as standing still, and news of a call that is no longer
-under way, as its cancellation after the end, changes nothing.
+Invariant: at each moment the episode is in exactly one state, so the seconds by state add up to its whole time. Raises
+EpisodeOver for a call that comes too late. Every method takes the time ``now``; a time that goes backwards counts as
+the last one. A report on a call that is no longer under way changes nothing.
 """
 
 from __future__ import annotations
@@ -26,45 +26,51 @@ from asyncrl.rollouter.serving.generation import Phase
 
 Stage = Literal["host", "start", "turn", "episode", "close"]
 _SHOWN_FIRST: tuple[Phase, ...] = ("engine", "paused", "queue")
+"""Phases of calls under way at the same time: the first of these that any call has is the episode's state."""
 _ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expired:
-    """A deadline has passed."""
+    """A deadline that has passed."""
 
     stage: Stage
     outcome: FinishReason | None
-    """Outcome by which the episode ends; None: it has failed."""
+    """Outcome with which the episode ends; None: it has failed."""
     text: str
-    """Text of the stage, its seconds, and the key that sets them."""
+    """What took too long, how many seconds it had, and the configuration key of that limit."""
 
 
 class Stages:
-    """One attempt at an episode, from the moment ``now`` (s, monotonic) at which its host is asked to play it."""
+    """The states of one attempt at an episode. ``now`` (s, monotonic) is when its host is asked to play it."""
 
     def __init__(self, config: EpisodeConfig, now: float) -> None:
         self.state = "start"
-        """State for display: start, queue, engine, paused, tool NAME, user, close, ended."""
+        """The present state: start, queue, engine, paused, tool NAME, user, close or ended."""
         self.turns = 0
-        """Answers given."""
+        """Number of answers given."""
         self.outcome: FinishReason = "stop"
-        """Outcome by which it ends, or has ended, if known."""
+        """The limit that has ended the episode; "stop" without one."""
         self._config = config
         self._calls: dict[str, Phase] = {}
+        """The calls under way, with their phases."""
         self._over: str | None = None
+        """Why further calls are refused; None while they are allowed."""
         self._seconds: dict[str, float] = {}
         self._now = now
         self._entered = now
+        """Time when the present state was entered."""
         self._users = 0.0
-        """Seconds with the user's code before ``_entered``."""
+        """Seconds with the user's code before the present state."""
         self._after = "start"
-        """The state once no call is under way."""
+        """The state to enter when no call is under way."""
         self._begun = False
+        """Whether the user's code has begun."""
         self._closing: float | None = None
+        """Time when a limit ended the episode; None without one."""
 
     def begin(self, now: float) -> None:
-        """The user's code has begun: from now on its own time counts."""
+        """Note that the user's code has begun: from now on its time counts."""
         self._tick(now)
         if not self._begun and self.state == "start":
             self._seconds["start"] = self._now - self._entered
@@ -73,12 +79,15 @@ class Stages:
 
     @property
     def all_turns_asked(self) -> bool:
-        """Whether calls under way may take all the turns that are left; one that ends without an answer takes none."""
+        """Whether the calls under way would use all remaining turns. A call that ends without an answer uses none."""
         left = self._config.max_turns - self.turns
         return self._over is None and 0 < left <= len(self._calls)
 
     def call(self, call: str, now: float) -> None:
-        """A call of the policy arrives, and waits for the engine. Raises EpisodeOver; the episode is over then."""
+        """Note that a call of the policy arrives, in phase ``queue``.
+
+        Raises EpisodeOver if the episode is over; without a turn left it is over from then on.
+        """
         self.begin(now)
         assert not self.all_turns_asked, "a call for which no turn is left waits"
         if self._over is None and self.turns >= self._config.max_turns:
@@ -92,14 +101,14 @@ class Stages:
         self._show()
 
     def enter(self, call: str, phase: Phase, now: float) -> None:
-        """A call under way enters a phase, in any order."""
+        """Note that a call under way enters a phase."""
         self._tick(now)
         if call in self._calls:
             self._calls[call] = phase
             self._show()
 
     def answered(self, call: str, now: float, *, tools: Sequence[str] = ()) -> None:
-        """A call is given its answer, in which ``tools`` are called: names that the agent declared, for display."""
+        """Note that a call gets its answer, which calls ``tools``; the first one is shown in the state."""
         self._tick(now)
         if call in self._calls:
             self.turns += 1
@@ -107,20 +116,20 @@ class Stages:
             self._leave(call)
 
     def dropped(self, call: str, now: float) -> None:
-        """A call ends without an answer: cancelled, refused, failed."""
+        """Note that a call ends without an answer: it is cancelled, refused or failed."""
         self._tick(now)
         if call in self._calls:
             self._leave(call)
 
     def end_by(self, outcome: FinishReason, reason: str, now: float) -> None:
-        """A limit ends it: further calls are refused with ``reason``, and it has to close. The first limit stays."""
+        """Make the episode over by a limit: further calls are refused with ``reason``. Only the first limit counts."""
         self._tick(now)
         if self._over is None:
             self.outcome, self._over, self._closing = outcome, reason, self._now
             self._show()
 
     def end(self, now: float) -> None:
-        """End the episode, well or not: nothing more is to come of it."""
+        """End the episode, successfully or not: it accepts no more calls."""
         self._tick(now)
         self._over = self._over or "it has ended"
         self._calls.clear()
@@ -128,14 +137,15 @@ class Stages:
 
     @property
     def next_deadline(self) -> float | None:
-        """Time to call ``expire``; None while nothing runs, as in a call of the policy. Any change may move it."""
+        """Time at which to call ``expire``; None while no deadline runs. Every other method may change it."""
         due = self._due()
         return due[0] if due else None
 
     def expire(self, now: float) -> Expired | None:
-        """The deadline that has passed, if any.
+        """Return the deadline that has passed; None without one.
 
-        After ``episode`` it is over and closes; after any other it has ended, and its host has to stop it.
+        After ``episode`` the episode is over, and its code may still close. After any other deadline it has ended, and
+        the caller must have its host stop it.
         """
         self._tick(now)
         due = self._due()
@@ -162,7 +172,7 @@ class Stages:
         return Expired(stage=stage, outcome=outcome, text=text)
 
     def seconds(self, now: float) -> dict[str, float]:
-        """Seconds of its life so far, by state; all of them."""
+        """Return the seconds spent in each state so far."""
         self._tick(now)
         seconds = dict(self._seconds)
         if self.state != _ENDED:
@@ -170,7 +180,7 @@ class Stages:
         return seconds
 
     def _due(self) -> tuple[float, Stage] | None:
-        """The earliest deadline that runs."""
+        """Return the earliest deadline that runs: its time and stage."""
         config = self._config
         if self._closing is not None:
             return (self._closing + config.close_timeout_s, "close") if self.state == "close" else None
@@ -188,6 +198,7 @@ class Stages:
         self._show()
 
     def _show(self) -> None:
+        """Enter the state that follows from the calls under way and from a limit."""
         if self._closing is not None:
             self._enter("close")
         elif self._calls:
