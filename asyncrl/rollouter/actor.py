@@ -43,11 +43,11 @@ from asyncrl.weights.segments import host_id
 
 PARAMETER_SERVER = "parameter_server/0"
 STATS_S = 0.5
-"""Interval of statistics to the learner while anything is generated."""
+"""Interval (s) of statistics to the learner while anything is generated."""
 IDLE_STATS_S = 10.0
-"""Longest interval of statistics to the learner."""
+"""Longest interval (s) of statistics to the learner."""
 STATS_KEPT = 1000
-"""Updates and intervals kept for a learner that is away."""
+"""Most updates, and most sampling intervals, that are kept for a learner that is away."""
 
 
 class Rollouter(Actor):
@@ -91,7 +91,7 @@ class Rollouter(Actor):
     # --- life ---
 
     async def setup(self) -> None:
-        # Their HELLO says that an earlier incarnation of this rollouter is dead, long before the engine is up.
+        # Connected first, because the HELLO shows them at once that an earlier incarnation of this rollouter is dead.
         self.peer(PARAMETER_SERVER).connect()
         self.peer(DATALOADER).connect()
         self._policy.tokenizer = await asyncio.to_thread(tokenizer_of, self.config)
@@ -144,9 +144,9 @@ class Rollouter(Actor):
         for task in ending:
             task.cancel()
         await asyncio.wait(ending)
-        # One that leaves says so also where it holds nothing.
+        # A rollouter that leaves reports it even if it holds nothing.
         if self._leases.held or self._leaves:
-            # While the run continues the learner is asked about the rest: it may just be taking in what is generated.
+            # While the run continues, generated groups are not returned: the learner may just be receiving them.
             uids = [uid for uid in self._leases.held if uid in ungenerated or not self._leaves]
             await self._leases.give_back(uids, holding=[], leaving=self._leaves)
 
@@ -165,7 +165,7 @@ class Rollouter(Actor):
         """Request no more leases, report that to the dataloader, and end after the last delivery or ``within_s``."""
         self._leaves = True
         self._leases.close()
-        # The cancelled request may still have got a lease, so the dataloader hears which leases arrived.
+        # The dataloader may have answered the cancelled request, so it gets the leases that have arrived.
         leaving = self._leases.give_back([], holding=list(self._leases.held), leaving=True)
         self.tasks.create_task(leaving, name="say leaving")
         self.tasks.create_task(self._finish(within_s), name="finish")
@@ -210,14 +210,14 @@ class Rollouter(Actor):
 
     @handler
     async def chat(self, request: Chat, caller: Caller) -> ChatReply:
-        """The policy's answer in a session. Raises EpisodeOver, ChatRefused."""
+        """Answer a call of the policy in a session. Raises EpisodeOver, ChatRefused."""
         reply = await self.sessions.chat(request, caller.name)
         self.counters.add("rollout/calls")
         return reply
 
     @handler
     def episode_began(self, request: EpisodeBegan, caller: Caller) -> None:
-        """The user's code of a session has begun."""
+        """Note that the user's code of a session has begun."""
         self.sessions.began(request.session, caller.name)
 
     @handler

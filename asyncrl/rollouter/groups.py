@@ -39,7 +39,7 @@ from asyncrl.rpc.services import ActorServices
 
 
 class RewardPools:
-    """The reward pools, as one rollouter calls them. ``figures`` are those of its episodes, if it plays any."""
+    """Chooses and calls reward pools for one rollouter. ``figures`` counts its episodes, if it plays any."""
 
     def __init__(
         self, config: Config, services: ActorServices, peer: Callable[[str], Peer], roster: Roster, number: int
@@ -50,7 +50,7 @@ class RewardPools:
         self._scoring: Counter[str] = Counter()
         """Number of trajectories that each pool is scoring, by its name."""
         self._unanswered = 0
-        """Number of calls without an answer so far."""
+        """Number of calls so far that got no answer."""
 
     def connect(self) -> None:
         """Connect to all pools, because ``score`` chooses only connected ones."""
@@ -70,8 +70,8 @@ class RewardPools:
         """
         config, reward = self._config, self._config.reward
         replicas = sum(name.startswith("rollouter/") for name in self._roster.actors)
-        # The longest time in a working queue: every trajectory in flight is ahead, and each takes its full timeout.
-        # That may be hours, so ``silence`` bounds the wait for a pool that is away or has lost the call.
+        # The timeout allows for all trajectories in flight to be ahead in the queue and take their full timeout. That
+        # may be hours, so ``silence`` bounds the wait for a pool that is away or has lost the call.
         queue = config.most_episodes * max(replicas, config.rollout.replicas) / (reward.pools * reward.workers)
         began = self._clock.now()
         ready = {pool for pool in config.reward_pools if self._peer(pool).ready}
@@ -163,7 +163,7 @@ class GroupRunner:
             self._log.write(GENERATED, **account.facts(end))
 
     async def log_running(self) -> None:
-        """Log the groups that run, from time to time, for ever."""
+        """Log the running groups every LOG_S seconds, for ever."""
         while True:
             await asyncio.sleep(LOG_S)
             for account in self._accounts.values():
@@ -172,8 +172,8 @@ class GroupRunner:
     async def run(self, lease: Lease, account: GroupAccount) -> Group:
         """Generate and score all samples of a lease, and return the group.
 
-        If a sample failed for good, the group has no trajectories and the first failure as its reason, unless failed
-        samples may be dropped and enough others are left. Raises RemoteError and Refused.
+        If failed samples may be dropped and enough others are left, the group has these. Otherwise, if a sample failed
+        for good, the group has no trajectories, and the first failure is its reason. Raises RemoteError and Refused.
         """
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._outcome(lease, sample)) for sample in account.samples]
@@ -208,11 +208,11 @@ class GroupRunner:
         try:
             trajectory = await self._retry("generation", lambda: self._played(lease, account), [account])
         finally:
-            # Also if it has failed: its place in the engine is free for another group.
+            # Also after a failure, because another group can now use the sample's place in the engine.
             self._leases.generated(lease)
         trajectory.generate_s = self._clock.now() - began
         trajectory.attempts = account.failed_attempts + 1
-        # User code that played an episode may have given its reward.
+        # The user's code may have given the reward of its episode.
         if self._config.reward.per == "trajectory" and trajectory.reward is None:
             await self._score_into(lease, [trajectory], [account])
         return trajectory

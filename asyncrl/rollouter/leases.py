@@ -1,13 +1,14 @@
-"""The leases of a rollouter: requested, held, and ended by delivery or return.
+"""The leases of a rollouter: requests them, holds them, and ends them by delivery or return.
 
-Invariants: a lease is held from its receipt until the living learner has acknowledged the group, or the dataloader its
-return. Replies of a replaced learner or dataloader do not count: after an acknowledgement by a dead learner the group
-is delivered again; the learner trains each uid once. This is the rollouter's own view. The dataloader asks for it after
-a restart, and the learner's ledger decides.
+Invariants: a lease is held until the living learner has acknowledged the group, or the dataloader its return. Replies
+of a replaced learner or dataloader do not count. After an acknowledgement by a dead learner the group is delivered
+again; the learner trains each uid once. After a restart the dataloader asks for the leases held here, and the learner's
+ledger decides.
 
-A lease is requested whenever there is room for a whole group, and again at each new version, since the gate counts with
-that. A delivery has no deadline of its own: the controller replaces a dead learner, and ends one of two actors that do
-not reach each other for ``supervision.unreachable_s``. Fails with WireError where the learner refuses a group for good.
+Leases are requested whenever there is room for a whole group. Each new version repeats the request, because the gate
+depends on the served version. A delivery has no deadline of its own. The controller replaces a dead learner, and ends
+one of two actors that do not reach each other for ``supervision.unreachable_s``. Fails with WireError if the learner
+refuses a group for good.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from asyncrl.rpc.services import ActorServices
 
 DATALOADER, LEARNER = "dataloader/0", "learner/0"
 LEARNER_LOOK_S = 1.0
-"""Interval at which a learner that was not reached so far is connected to again."""
+"""Interval (s) of attempts to connect to the learner at the start."""
 GIVE_BACK_S = 5.0
 """Timeout of the call that reports to the dataloader that this rollouter leaves."""
 
@@ -65,7 +66,7 @@ class HeldLeases:
         self._room = asyncio.Event()
         """Set when there may be room for another group."""
         self._ask_again = asyncio.Event()
-        """Set when the pending request for leases is to be replaced by a new one."""
+        """Set to replace the pending request for leases by a new one."""
         self._draws = random.Random(f"deliveries to {LEARNER}")
         for name in ("adoptions", "delivered_again"):
             self._counters[f"rollout/{name}"] = 0
@@ -150,7 +151,7 @@ class HeldLeases:
         self.news.set()
 
     def generated(self, lease: Lease) -> None:
-        """Record that a trajectory was generated or has failed, which makes room for another."""
+        """Note that a trajectory was generated or has failed, which makes room for another."""
         self.generating -= 1
         self.ungenerated[lease.uid] -= 1
         self._room.set()
@@ -176,7 +177,7 @@ class HeldLeases:
         try:
             await self._deliver(group)
         except MessageTooLarge as error:
-            # It is too large from any rollouter, so returning the lease would not help.
+            # Every rollouter would make it too large, so returning the lease would not help.
             group = replace(group, trajectories=[], failure=f"it cannot be brought to the learner: {error}")
             await self._deliver(group)
         self._histograms.observe("rollout/deliver_s", self._clock.now() - began)

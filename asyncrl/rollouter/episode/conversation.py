@@ -10,7 +10,7 @@ A call of the policy takes three steps here, and everything that takes time lies
 
 A prompt that does not continue its parent token by token is a *fork*. Calls may overlap, since nodes are only added and
 never change. Sampled tokens are never encoded again where the messages continue them. If a rendering gives an answer's
-tokens only in part, or differently, that answer is not on the new path; so each sampled token keeps the context it was
+tokens only in part, or differently, that answer is not on the new path. So each sampled token keeps the context it was
 sampled in.
 
 Invariants: those of nodes.py; a sealed conversation never changes. Raises EpisodeOver once sealed, InvalidRequest on a

@@ -36,7 +36,7 @@ no answer of the policy that could be trained. ``reward``: the code gave no rewa
 engines died of the prompt too often. ``host``: the host or worker died, and the episode starts again.
 """
 TOLD: frozenset[Failure] = frozenset({"start", "turn", "answer", "reward"})
-"""Causes of which EpisodeFaults notifies the user; the episode host reports the others."""
+"""Causes that EpisodeFaults reports to the user; the episode host reports the others."""
 
 
 class EpisodeFigures:
@@ -127,7 +127,7 @@ class EpisodeFaults:
         self._first: dict[Failure, str] = {}
 
     def add(self, failure: Failure, text: str, uid: str) -> None:
-        """Notify the user of a failed attempt at a sample of the prompt ``uid``, if its cause is in TOLD."""
+        """Notify the user of a failed attempt at a sample of the prompt ``uid``, unless the episode host does."""
         if failure not in TOLD:
             return
         self._counts[failure] += 1

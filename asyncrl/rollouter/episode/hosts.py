@@ -1,8 +1,8 @@
 """Chooses the episode host for each episode: the rollouter's own host, or one that all rollouters *share*.
 
 The *room* of a host is the number of episodes that a rollouter plays at a time. A rollouter may use all of its own
-host and a part of each shared one; the parts of all rollouters add up to the host's room. An episode goes to the host
-that is least full, relative to what the rollouter may use there. Ties and order follow the Sainte-Laguë method.
+host and a part of each shared one. The parts of all rollouters add up to the host's room. An episode goes to the host
+that is least full, relative to what the rollouter may use there, by the Sainte-Laguë method.
 
 Invariants: no rollouter uses more than its part of a shared host. There is always a host to choose: the rollouter's own
 one if no other can be used.
@@ -100,9 +100,9 @@ def choose(
 ) -> str:
     """Choose the host for one more episode. Among equally full hosts ``own`` comes first, then the first of ``shared``.
 
-    ``shared`` has the number of episodes that the rollouter may have at each shared host, ``room`` that at its own one,
-    and ``open`` how many it has. Only ``living`` hosts can be chosen, and ``prefer`` is chosen if it can be. Hosts in
-    ``avoid`` are chosen only if there is no other; ``own`` is the last resort.
+    ``shared`` has the number of episodes that the rollouter may have at each shared host, and ``room`` that at its own.
+    ``open`` counts those that it has. Only ``living`` hosts can be chosen, and ``prefer`` is chosen if it can be. Hosts
+    in ``avoid`` are chosen only if there is no other; ``own`` is the last resort.
     """
     rooms = {own: room, **{host: share for host, share in shared.items() if open.get(host, 0) < share}}
     able = [host for host in rooms if host in living]

@@ -97,7 +97,7 @@ class MessageTree:
         return root in self._roots
 
     def deepest(self, root: bytes, messages: Sequence[Message], digests: Sequence[bytes]) -> Point | None:
-        """Walk from ``root`` along ``messages`` as far as they are known; returns the last point reached.
+        """Walk from ``root`` along ``messages`` while they are known; returns the last point reached.
 
         ``digests`` are those of the messages. Returns None if there is no such root. If several points match, it
         returns the one that ``_next`` yields first.

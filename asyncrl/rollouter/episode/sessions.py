@@ -1,8 +1,8 @@
 """The sessions of a rollouter. A session is one attempt at one trajectory, in which the user's agent calls the policy.
 
-``Sessions.chat`` answers a call: it renders the messages on a thread, waits for a slot of the engine, samples, parses
-the answer and adds it to the session's conversation as a node. The caller does not notice weight updates and deaths of
-engines meanwhile.
+``Sessions.chat`` answers a call. It renders the messages on a thread, waits for a slot of the engine, and samples. Then
+it parses the answer and adds it to the session's conversation as a node. The caller does not notice weight updates and
+deaths of engines meanwhile.
 
 Invariants: a call is answered once. A repeated call waits for the first one and gets the same answer. The repeat of a
 cancelled call continues after the tokens sampled so far. Nothing is added to a session that has ended. Fails with
@@ -127,7 +127,7 @@ class _Call:
 
 
 class _SessionWatch(CallWatch):
-    """Notes the progress of a call in its session; sends the host the answer's text as it grows, unless it is None."""
+    """Notes the progress of a call in its session; with a ``text`` it also sends the host the answer's growing text."""
 
     def __init__(
         self, session: Session, request: Chat, clock: Clock, hosts: EpisodeHosts, text: GrowingText | None
@@ -225,7 +225,7 @@ class Sessions:
         return self.figures.gauges((session.stages.state for session in sessions), oldest_s, scoring)
 
     def find(self, key: str, host: str) -> Session:
-        """Return the session of a key. Raises EpisodeOver if there is none at ``host``, or if it has failed."""
+        """Return the session of a key. Raises EpisodeOver if ``host`` does not play it, or if it has failed."""
         session = self._sessions.get(key)
         if session is None or session.host != host:
             raise EpisodeOver("there is no such session, or no more")
@@ -443,7 +443,7 @@ class GrowingText:
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """Cut the text at its first stop string; returns the text before it and that string, "" if there is none.
+    """Cut the text at its first stop string; returns the text before it and that string, "" without one.
 
     The agent does not see the stop string, but its tokens were sampled and are trained.
     """

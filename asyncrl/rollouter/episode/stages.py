@@ -6,7 +6,7 @@ An episode is in ``start`` until it first calls the policy. Its host reports whe
 does not count against the code. While a call is under way the episode is with the policy, else with the user's code.
 The deadlines ``start``, ``turn`` and ``episode`` count only time with the user's code, so waits for the engine never
 expire them. A start or a turn that takes too long fails the episode. A limit (turns, length, time) makes the episode
-*over*, which is an outcome: further calls are refused, and the deadline ``close`` runs until the code ends.
+*over*, which is an outcome. Then further calls are refused, and the deadline ``close`` runs until the code ends.
 
 Invariant: at each moment the episode is in exactly one state, so the seconds by state add up to its whole time. Raises
 EpisodeOver for a call that comes too late. Every method takes the time ``now``; a time that goes backwards counts as
@@ -38,7 +38,7 @@ class Expired:
     outcome: FinishReason | None
     """Outcome with which the episode ends; None: it has failed."""
     text: str
-    """What took too long, how many seconds it had, and the configuration key of that limit."""
+    """A sentence that names what took too long, the seconds that it had, and the configuration key of that limit."""
 
 
 class Stages:

@@ -6,8 +6,8 @@ given tokens, which the engine scores, and a few that it samples under the run's
 weights. Sampled ones also show what an engine does to its logits before it samples: a temperature, a cut of the
 distribution, a penalty.
 
-The first set gives the root mean square of the differences, in which one token that is far off shows as much as many
-that are a little off. In the second set one rounding error would dominate a square, so its mean absolute difference
+The first set gives the root mean square of the differences. There one token that is far off shows as much as many that
+are a little off. In the second set one rounding error would dominate a square, so its mean absolute difference
 counts. The drift is the larger of the two, so neither set hides the other.
 
 A probe's requests are few and short, are sent at once, and run before requests that wait. Fails with EngineDied as the
@@ -58,6 +58,7 @@ async def probe_engine(engine: Engine, probe: Probe, *, version: int, temperatur
 
 
 async def _sample(engine: Engine, request: GenerationRequest) -> Sample | None:
+    """Sample one token; None if the engine aborts the request before."""
     sampled: list[Sample] = []
     async with aclosing(engine.generate(request)) as deltas:  # type: ignore[type-var]
         async for delta in deltas:
@@ -68,7 +69,7 @@ async def _sample(engine: Engine, request: GenerationRequest) -> Sample | None:
 MIN_SAMPLES = 8
 """Fewest sampled tokens whose mean is taken; a mean of fewer says little."""
 NORMAL = math.sqrt(math.pi / 2)
-"""Root mean square over mean absolute value, of a normal distribution around 0."""
+"""Root mean square divided by mean absolute value, for a normal distribution around 0."""
 
 FAR = 1e6
 """Drift (nats) of an engine whose log-probs are not finite; above every drift.stop."""
@@ -82,14 +83,14 @@ class Drift:
     """Differences of log-probs (nats); FAR where an engine's log-prob is no finite number."""
 
     scored: float
-    """Root mean square over given tokens, at temperature 1; 0 without any."""
+    """Root mean square of the differences over given tokens, at temperature 1; 0 without such tokens."""
     sampled: float | None
-    """NORMAL times the mean over sampled tokens, at the run's temperature; None where too few of them are known."""
+    """NORMAL times the mean absolute difference over sampled tokens, at the run's temperature; None with too few."""
     worst: float
-    """The largest of all."""
+    """The largest absolute difference."""
     kl: float
-    """Mean over given tokens of r - 1 - log r, r the engine's probability over the learner's: the estimator k3 of the
-    divergence (http://joschu.net/blog/kl-approx.html)."""
+    """Estimate of the KL divergence: mean over given tokens of r - 1 - log r, r the engine's probability over the
+    learner's (k3 of http://joschu.net/blog/kl-approx.html)."""
     tokens: int
     """Number of given and sampled tokens."""
 
@@ -147,26 +148,26 @@ def _finite(value: float | np.floating) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DriftLimits:
-    """The drifts (nats) from which on a warning is given and the run is stopped."""
+    """The drifts (nats) at which the user is warned and at which the run stops."""
 
     warn: float
     stop: float
 
 
 ROUNDING = {True: DriftLimits(warn=0.003, stop=0.01), False: DriftLimits(warn=0.12, stop=0.15)}
-"""Limits by whether learner and engine both compute in float32, on CPU. Measured with vLLM on CPU; noise is of 1 % on
-each weight of the engine, temperature 0.9 against 1.0:
+"""Default limits; the key is whether learner and engine both compute in float32, on CPU. Measured with vLLM on CPU,
+without an error, with noise of 1 % on each weight of the engine, and with temperature 0.9 instead of 1.0:
 
                                                 clean (largest)    noise (least)    temperature (least)
     float32, two layers, made up                1e-6               0.059            0.11
     bfloat16, two layers, made up               0.020              0.063            0.11
     bfloat16, SmolLM2-135M, chat prompts        0.104              0.206            0.23
 
-In bfloat16 the limits are those of a real model: what rounding does, and noise, grows with depth."""
+In bfloat16 the limits are those of a real model, because the effects of rounding and noise grow with depth."""
 
 
 def find_limits(config: DriftConfig, *, float32: bool) -> DriftLimits:
-    """The configured limits; ``auto`` takes those of ROUNDING. ``float32``: both sides compute in it, on CPU."""
+    """Return the configured limits, with those of ROUNDING for "auto"; ``float32`` is the key of ROUNDING."""
     auto = ROUNDING[float32]
     stop = auto.stop if config.stop == "auto" else config.stop
     warn = auto.warn if config.warn == "auto" else config.warn
@@ -179,7 +180,7 @@ Verdict: TypeAlias = Literal["agrees", "warn", "stop"]
 
 
 def judge(drift: Drift, limits: DriftLimits) -> Verdict:
-    """The verdict on a drift."""
+    """Compare a drift with its limits."""
     if drift.nats >= limits.stop:
         return "stop"
     return "warn" if drift.nats >= limits.warn else "agrees"
@@ -192,7 +193,7 @@ class DriftRecord:
         self.warnings = 0
         """Drifts at or above drift.warn."""
         self.figures: dict[str, float] = {}
-        """Figures for the monitor; empty before the first drift. From any thread."""
+        """The metrics of the drift; empty before the first one. Readable from any thread."""
 
     def add(self, drift: Drift, verdict: Verdict) -> None:
         """Add one more drift, after an update."""
@@ -205,7 +206,7 @@ class DriftRecord:
 
 
 def explain(drift: Drift) -> str:
-    """Text of a drift's likely causes, the places to look at, and the remedy."""
+    """Return a text with the likely causes of a drift, where to look for them, and the remedy."""
     if drift.sampled is not None and drift.sampled > 2 * drift.scored:
         cause = (
             "the weights agree and what is sampled does not, so the engine changes its logits: another temperature "

@@ -1,9 +1,11 @@
 """Owns the engine of this rollouter: admits submissions, pauses and updates the engine, notes its death, replaces it.
 
-Invariants: nothing is submitted between a pause and the commit of its update; the cache salt of a submission is
-that of the version being served; an engine whose update failed stays paused until the update is repeated whole or
-the engine is replaced; an engine is replaced only after it is gone. Requests wait here while it cannot serve, and for
-their turn (turns.py).
+Requests wait here for their turn (turns.py), and while the engine does not serve. To *commit* an update is to resume
+the engine under its weights and admit submissions again.
+
+Invariants: nothing is submitted between a pause and the commit of its update. The cache salt of a submission is that of
+the served version. After a failed update the engine stays paused until the whole update is repeated or the engine is
+replaced. An engine is replaced only after it has ended.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from asyncrl.weights.held_version import HeldVersion
 
 @dataclass(slots=True)
 class _Held:
-    """Numbers of tokens of a submission in the engine."""
+    """Token counts of a submission in the engine."""
 
     prompt: int
     lost: int
@@ -47,25 +49,28 @@ class Reprefill:
         self._held: dict[str, _Held] = {}
 
     def submitted(self, id: str, prompt: int, lost: int) -> None:
-        """A submission begins with ``prompt`` tokens; the engine computed the first ``lost`` under older weights."""
+        """Note a submission with ``prompt`` tokens, the first ``lost`` of them computed before under older weights."""
         assert lost <= prompt
         self._held[id] = _Held(prompt, lost)
 
     def sampled(self, id: str, tokens: int, cached: int) -> None:
-        """Count ``tokens`` newly sampled ones; ``cached`` tokens of the prompt were in the prefix cache."""
+        """Note that ``tokens`` tokens were sampled; ``cached`` tokens of the prompt were in the prefix cache.
+
+        The first tokens of a submission show that its prompt was computed.
+        """
         held = self._held[id]
         if not held.tokens:
             held.tokens = held.prompt
-            # Without the tokens that a sibling has brought into the prefix cache under the new weights.
+            # Not those that another request has put into the prefix cache under the new weights.
             self.tokens += max(0, held.lost - cached)
         held.tokens += tokens
 
     def ended(self, id: str) -> None:
-        """The submission is over."""
+        """Forget a submission that has ended."""
         del self._held[id]
 
     def dropped(self) -> None:
-        """Count all tokens of the submissions, which continue without their keys and values after a load."""
+        """Count all tokens of the submissions, because a load drops their keys and values and they continue."""
         # An engine does not report how much of kept requests its prefix cache still has.
         self.tokens += sum(held.tokens for held in self._held.values())
 
@@ -81,7 +86,7 @@ class EngineHost:
         self._clock = clock
         self._states = states
         self._tokens = awaits.on("engine", "tokens")
-        """Wait reported to the controller while something runs; each sampled token renews it."""
+        """The wait that is reported to the controller while submissions run; each delta renews it."""
         self._engine: Engine | None = None
         self._open = asyncio.Event()
         """Set while submissions are admitted."""
@@ -91,11 +96,12 @@ class EngineHost:
         self._running: Counter[str] = Counter()
         """Number of submissions in the engine by the uid of their lease."""
         self._inside: dict[str, Lease] = {}
-        """The leases of these submissions by uid."""
+        """The leases of the submissions in the engine, by uid."""
         self._frozen = False
         """Whether the engine is paused and computes nothing."""
         self.turns = EngineTurns(config.rollout.max_attempts)
         self._sampling_since: float | None = None
+        """Time (wall clock) when the open sampling interval began; None without one."""
         self.died = asyncio.Event()
         """Set when the engine must be replaced."""
         self.reason = ""
@@ -115,7 +121,7 @@ class EngineHost:
         """Closed intervals (wall clock) in which requests were running, since they were last taken."""
 
     async def start(self) -> None:
-        """Bring the engine up. It serves nothing before its first update."""
+        """Make and start the engine. It serves nothing before its first update."""
         self._engine = self._make()
         await self._engine.start()
         self._states.enter("waiting", "weights")
@@ -128,7 +134,7 @@ class EngineHost:
             await engine.close()
 
     async def replace(self) -> None:
-        """End a dead or broken engine and bring up another; it serves nothing before its next update."""
+        """End a dead or broken engine and start another, which serves nothing before its first update."""
         await self.close()
         self.version = -1
         self._loaded = None
@@ -264,7 +270,7 @@ class EngineHost:
         try:
             await self.engine.load(weights, recompute_kv=recompute)
         finally:
-            # If the engine has died meanwhile, its state is another.
+            # If the engine has died meanwhile, the state is no longer "loading".
             if self._states.state == "loading":
                 self._states.enter("paused", f"weights v{weights.version}")
         self._loaded = weights.version
@@ -350,7 +356,7 @@ class EngineHost:
         return self._engine.load_now if self._engine is not None and self._open.is_set() else None
 
     def take_sampling(self) -> list[tuple[float, float]]:
-        """Return the sampling intervals since the last call, including the present one up to now."""
+        """Return the intervals of ``sampling`` since the last call, including the open one up to now."""
         if self._sampling_since is not None:
             now = self._clock.wall()
             self.sampling.append((self._sampling_since, now))
@@ -383,6 +389,7 @@ class EngineHost:
                 self._states.enter("paused", "weights")
 
     def _shut(self) -> None:
+        """Admit nothing more, and end the sampling interval."""
         self._open.clear()
         self._close_interval()
 

@@ -1,13 +1,13 @@
-"""The policy: a slot of the engine (slots.py), and from token ids to a finished answer.
+"""The policy as episodes call it: turns token ids into a finished response, in a slot of the engine (slots.py).
 
     GroupRunner -> SingleTurn | EpisodePlayer -> Sessions -> ServedPolicy -> EngineHost -> Engine
 
 ``PolicyCall.generate`` hides weight updates, pauses and deaths of engines: it returns when the response is finished. A
 response consists of one or more *submissions*, requests to engines. Each continues after the tokens of those before it.
 
-Invariants: tokens, log-probs and version spans always cover the same positions; every token keeps the log-prob and the
-version that sampled it, over aborts, resumes and the death of an engine; there are never more than ``max_tokens``. A
-token is given up only if its version is unknown: see ``Response.cut_submission``.
+Invariants: tokens, log-probs and version spans always cover the same positions. Every token keeps the log-prob and the
+version that sampled it, over aborts, resumes and the death of an engine. There are never more than ``max_tokens``. A
+received token is dropped only if its version is unknown: see ``Response.cut_submission``.
 
 Fails with TrajectoryFailed when engines have died of the prompt too often (``after_death``). Any other death does not
 count as an attempt, and costs no received token: the next engine continues after these.
@@ -40,10 +40,11 @@ from asyncrl.text.tokenizer import Tokenizer
 
 Decode = Callable[[Sequence[int]], str]
 Phase = Literal["queue", "engine", "paused"]
-"""Where a call is: waits for a slot or its turn; is in the engine; waits while the engine does not serve."""
+"""State of a call. ``queue``: it waits for a slot or its turn. ``engine``: it is in the engine. ``paused``: it waits
+because the engine does not serve."""
 MARGIN = 8
-"""Characters at the beginning of a window that may differ from those of the whole text: a tokenizer may drop a space
-there, join it with punctuation, or see only the last bytes of a character."""
+"""Number of characters at the beginning of a decoded window that may differ from the whole text: a tokenizer may drop a
+space there, join it with punctuation, or see only the last bytes of a character."""
 LOOK_S = 1.0
 """Interval (s) at which the number of slots is adapted to the engine's load."""
 
@@ -64,7 +65,9 @@ class Response:
     computed_at: int = -1
     """The newest version under which the engine computed them."""
     _submission_start: int = 0
+    """Index of the first token of the present submission."""
     _submission_version: int = -1
+    """Version under which the present submission began."""
 
     @property
     def remaining(self) -> int:
@@ -76,7 +79,7 @@ class Response:
         return self.computed if self.computed_at < version else 0
 
     def submitted(self, version: int) -> None:
-        """Begin a submission under ``version``, which samples the next tokens."""
+        """Note that a submission begins under ``version``."""
         assert self.finish_reason is None
         assert self.remaining > 0
         self.submissions += 1
@@ -115,7 +118,7 @@ class Response:
         return True
 
     def _window(self, end: int, decode: Decode) -> int:
-        """Index of the first token to decode, so that each stop string that ends after token ``end`` lies behind it."""
+        """Return the index from which to decode, to find every stop string that ends after the first ``end`` tokens."""
         wanted = max(map(len, self.stops.strings)) + MARGIN
         count = wanted
         while count < end and len(decode(self.tokens[end - count : end])) < wanted:
@@ -279,7 +282,7 @@ class PolicyCall:
 
 
 def request_seed(run_seed: int, key: str) -> int:
-    """Seed of the response ``key``, different for each sample; 63 bits."""
+    """Return the seed (63 bits) of the response ``key``, different for each sample."""
     digest = hashlib.blake2b(f"{run_seed}/{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -323,7 +326,7 @@ class ServedPolicy:
                 account.left_slot()
 
     async def adapt(self, resized: Callable[[], None]) -> None:
-        """Adapt the number of slots for ever; ``resized`` is called after each change."""
+        """Adapt the numbers of slots and places to the engine's load, for ever; calls ``resized`` after each change."""
         loads = self._host.loads
         while True:
             await asyncio.sleep(LOOK_S)

@@ -1,9 +1,9 @@
-"""Account of the samples of a prompt group in a rollouter, for the group's log line and for the timeline. Pure.
+"""Records the events of a prompt group's samples in a rollouter, for the group's log line and the timeline. Pure.
 
-An account lists the events of a sample: each submission to the engine, how it ended, and the score. For an episode it
-also has each call of the policy, the turn that the call's context continues, the turn that it became, and the episode's
-end. One log line holds the accounts of a whole group and is written when the group leaves the rollouter. The timeline
-shows each submission on the track of its slot.
+The *account* of a sample lists its events: each submission to the engine, how it ended, and the score. For an episode
+it also has each call of the policy, the turn that the call continues, the turn that it became, and the episode's end.
+One log line has the accounts of a whole group; it is written when the group leaves the rollouter. The timeline shows
+each submission on the track of its slot.
 
 Invariant: a sample keeps at most EVENTS_KEPT events, the first and the newest of them, and counts the others.
 """
@@ -85,7 +85,9 @@ class CallAccount:
         self._number = number
         self._asked = sample.elapsed()
         self._context: tuple[Any, ...] = ()
+        """The facts of ``prompted``."""
         self._sampled: tuple[Any, ...] = ()
+        """The number of tokens, finish reason and version spans of the finished response."""
         self._begun = False
         self._slot: Track | None = None
 

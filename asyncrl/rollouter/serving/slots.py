@@ -5,9 +5,8 @@ places than slots. Under ``rollout.concurrency = "auto"`` the number of slots ad
 bounds:
 
 - raised while all slots are used and the KV cache has room: by the share GROWTH, after the first cut by a smaller one;
-- cut to the share CUT under pressure: when the engine preempts a request, which then computes its context again, or
-  when its KV cache is nearly full. After a cut, pressure cuts nothing more until the running calls are within the
-  limit.
+- cut to the share CUT under *pressure*: when the engine preempts a request, which then computes its context again, or
+  when its KV cache is nearly full. After a cut there is no further one until the running calls are within the limit.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ROOM, FULL = 0.85, 0.95
 GROWTH = 0.25
 """Share by which the limit grows before its first cut."""
 STEPS = 16
-"""Number of calls of ``look``, about, in which the limit regains what a cut took."""
+"""Approximate number of calls of ``look`` in which the limit regains what a cut took."""
 CUT = 0.8
 """Share of the limit that a cut leaves."""
 
@@ -121,7 +120,7 @@ class Slots:
                 with suppress(ValueError):
                     self._waiters.remove(waiter)
             else:
-                # It was given one in the same moment.
+                # It was given a slot at the same moment.
                 self._leave()
             raise
 

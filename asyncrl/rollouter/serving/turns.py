@@ -1,10 +1,10 @@
-"""Turns of leases in the engine, and engine deaths counted by lease. Pure but for the futures that wait.
+"""Decides when a lease may have a request in the engine, and counts engine deaths by lease. Pure, except for futures.
 
-A *turn* is the right of a lease to have one submission in the engine. Many leases have turns at once, but a suspect, a
+A *turn* is the right of a lease to have one submission in the engine. Many leases have turns at once. A *suspect*, a
 prompt that was in an engine when it died (messages/groups.py), has the engine alone. It waits until all others are
 done, and leases that ask after it wait. Turns are given in the order of asking, so neither starves. The samples of a
 lease that runs alone run together, until all are done or the engine dies. Invariants: while a lease runs alone no other
-is inside; each that asks gets a turn once those before it are done.
+is in the engine; each that asks gets a turn once those before it are done.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EngineTurns:
         self.lone: str | None = None
         """Uid of the lease that runs alone now."""
         self._ending = False
-        """Whether no further sample of the lone lease may enter, because the engine died under it."""
+        """Whether the engine died under the lone lease, so that no further sample of it may enter in this turn."""
         self.lone_turns = 0
         """Number of times that a lease has had the engine alone."""
 
@@ -102,9 +102,9 @@ class EngineTurns:
     # --- deaths ---
 
     def died(self, inside: Sequence[Lease], reason: str) -> None:
-        """Count an engine's death against the leases ``inside``, and decide whether it is excused.
+        """Count an engine's death against the leases that were in it (``inside``), and decide whether it is excused.
 
-        A lease that ran alone goes behind those that wait.
+        Samples of a lease that ran alone then wait behind the other leases.
         """
         alone = bool(inside) and self.lone is not None
         for lease in inside:

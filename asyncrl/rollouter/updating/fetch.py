@@ -5,10 +5,10 @@ process are filled chunk by chunk. The chunks come from the replicas that the of
 from the parameter server. A fetch leaves another source for good when a call to it fails, when its bytes are wrong, and
 when it is alive but has had nothing new for IDLE_SHARE of ``weights.deadline_s``.
 
-The relay serves a version that this replica fetches for its host. The next host gets each chunk as soon as it is
-verified, and the other replicas of this host open the version when it is whole. The relay holds a version, by its own
-descriptors, from its first chunk until a newer one is whole here, even after the update has ended. It holds at most one
-whole version and one that is arriving.
+The relay passes on a version that this replica fetches for its host. The next host gets each chunk as soon as it is
+verified. The other replicas of this host open the version when it is whole. The relay keeps a version, by its own
+descriptors, until a newer one is whole here, even after the update has ended. It holds at most one whole version and
+one that is arriving.
 
 Invariants:
 
@@ -66,21 +66,24 @@ Call = Callable[[str, Request, float | None], Awaitable[Any]]
 
 PARAMETER_SERVER = "parameter_server/0"
 CORRUPT_ATTEMPTS = 3
-"""Times in a row that a chunk may arrive corrupt."""
+"""Number of times that the same chunk may arrive corrupt before the fetch fails."""
 AGAIN_S = 0.2
 """Longest first pause before a chunk whose call failed is requested again."""
 SILENT_SHARE = 1 / 8
-"""Share of weights.deadline_s: a source that is silent for so long is dead. A live one answers before half of it."""
+"""Share of weights.deadline_s after which an unanswered call ends and its source is left. A live source answers within
+half of that time."""
 IDLE_SHARE = 1 / 2
-"""Share of weights.deadline_s: a source with nothing new for so long is left. Hosts nearer to the parameter server must
-notice a dead source first, or all later hosts leave at once."""
+"""Share of weights.deadline_s after which a source that has no new chunk is left. It is larger than SILENT_SHARE: hosts
+nearer to the parameter server must notice a dead source first, or all later hosts leave at once."""
 
 
 async def fetch(
     offer: Offer, *, call: Call, weights: WeightsConfig, who: str = "rollouter", relay: Relay | None = None
 ) -> HeldVersion:
-    """Fetch the version of an offer by shm or stream. ``who`` fetches, for logs and errors; ``relay`` gets each
-    chunk."""
+    """Fetch the version of an offer by shm or stream, and return it verified. The caller closes it.
+
+    ``who`` is the fetching actor, for logs and errors; ``relay`` gets each chunk of a stream.
+    """
     assert offer.manifest is not None, "a broadcast is not fetched"
     layout_of(offer.manifest)
     fetching: _Stream | _Shared
@@ -114,7 +117,7 @@ async def _in_thread(work: Callable[..., T], *arguments: Any) -> T:
                 await asyncio.wait({running})
             except asyncio.CancelledError:
                 continue
-        # Else asyncio would log an exception that was never retrieved.
+        # Retrieves the exception, which asyncio would otherwise log.
         running.exception()
         raise
 
@@ -131,7 +134,7 @@ class _Shared:
         self._manifest = manifest
         self._held: HeldVersion | None = None
         self.bytes = 0
-        """Bytes that are verified."""
+        """Number of verified bytes."""
 
     async def run(self) -> HeldVersion:
         try:
@@ -141,7 +144,7 @@ class _Shared:
                 self.bytes += bucket.size
             return held
         except BaseException:
-            # A cancellation may come when the thread has ended.
+            # A cancellation may arrive after ``_open`` has returned.
             if self._held is not None:
                 await _in_thread(self._held.close)
             raise
@@ -168,7 +171,7 @@ class _Stream:
         self._weights, self._who, self._call, self._relay = weights, who, call, relay
         self._log = get_logger(who)
         self._found: dict[int, int] = {}
-        """Descriptors of the buckets that are complete, sealed and verified, by bucket."""
+        """Descriptors of the buckets that are complete, sealed and verified, by index."""
         self.bytes = 0
         """Number of bytes that have arrived."""
         self._sources = [*offer.sources, Source(PARAMETER_SERVER, 0)]
@@ -231,9 +234,9 @@ class _Stream:
         close_all(list(self._found.values()))
 
     async def _work(self) -> None:
-        """Fetch chunks until none is left; several tasks do so. A chunk is repeated until it arrives.
+        """Fetch chunks until none is left; several tasks run this. Each chunk is requested until it arrives.
 
-        Raises WeightsCorrupt if one arrives corrupt CORRUPT_ATTEMPTS times.
+        Raises WeightsCorrupt if a chunk arrives corrupt CORRUPT_ATTEMPTS times.
         """
         while self._chunks:
             request = self._chunks.popleft()
@@ -319,6 +322,7 @@ class _Stream:
 
 
 LOST = "lost"
+"""Result of ``_Stream._fetch`` if the call failed, so that no chunk arrived."""
 
 
 def _write(segment: Segment, request: FetchChunk, chunk: Chunk) -> str:
@@ -369,14 +373,14 @@ class Relay:
         self._changed.wake()
 
     def whole(self, fetched: HeldVersion) -> list[str]:
-        """Note that a version is whole, sealed and verified; returns paths by which other processes here open it."""
+        """Note that a version is whole, and drop older ones. Returns paths by which processes of this host open it."""
         held = self._versions[fetched.version]
         held.whole = True
         self.drop_below(fetched.version)
         return [path_of(held.descriptors[index]) for index in range(len(fetched.manifest.buckets))]
 
     def give_up(self, version: int) -> None:
-        """Drop a version that does not become whole here."""
+        """Drop a version unless it is whole, because its fetch has ended."""
         if version in self._versions and not self._versions[version].whole:
             self._drop(version)
 

@@ -1,9 +1,9 @@
 """Follows the versions of the parameter server and loads them into the engine; replaces the engine when it dies.
 
 The parameter server *offers* a version, with its transport. By shm or stream, the follower fetches and verifies the
-bytes while the engine generates; then it requests permission to load, and pauses the engine only for the load. By
+bytes while the engine generates. Then it requests permission to load, and pauses the engine only for the load. By
 broadcast (gloo, nccl), the engine pauses together with those of all other members and receives the weights during the
-load.
+load. To *commit* a version is to resume the engine under it and admit requests.
 
 Invariants:
 
@@ -91,11 +91,11 @@ class UpdateFollower:
         self._committed, self._updated = committed, updated
         self._track, self._place = track, place
         self.relay = Relay()
-        """Serves the fetched version to other hosts and replicas."""
+        """Passes the fetched version on to other hosts and replicas (fetch.py)."""
         supervision = config.supervision
         self._restarts = RestartBudget(supervision.max_restarts, supervision.restart_window_s, supervision.backoff_s)
         self._taking: Offer | None = None
-        """The offer of the update under way; None between updates."""
+        """The offer that is being taken and not reported yet; None between updates."""
         self._failed_loads = 0
         """Number of failed loads since the last commit."""
         self.drifts = DriftRecord()
@@ -119,7 +119,7 @@ class UpdateFollower:
 
     async def _follow(self) -> None:
         """Wait for offers and take them one after another, until the engine dies."""
-        # Checked, because a cancellation may be lost where several tasks end at once.
+        # Checked, because a cancellation may be lost if several tasks end at once.
         while not self._host.died.is_set():
             with self._awaits.on(PARAMETER_SERVER, "NextUpdate", idle=True):
                 while self._taking is None and not self._host.died.is_set():
@@ -157,6 +157,7 @@ class UpdateFollower:
                 return
 
     async def _next_offer(self) -> Offer | None:
+        """Ask the parameter server for a version newer than the served one; None without one."""
         request = NextUpdate(
             serving=self._host.version,
             host=self._place,
@@ -167,7 +168,7 @@ class UpdateFollower:
         return None if reply is None else reply.offer
 
     async def _take(self, offer: Offer) -> None:
-        """Take one offered version, and handle its failure: report it, and declare the engine dead if it is at fault.
+        """Take one offered version. Reports a failure, and declares the engine dead if it is at fault.
 
         Raises ActorFailed only.
         """
@@ -191,7 +192,7 @@ class UpdateFollower:
                 self._host.lost(f"{self._failed_loads} loads failed (weights.max_attempts), the last one: {error}")
             await asyncio.sleep(AWAY_S)
         except OSError as error:
-            # A TimeoutError of the load's own deadline. A DeadlineExceeded is a TimeoutError too, but a WireError.
+            # A plain TimeoutError is the deadline of the load; DeadlineExceeded is a TimeoutError and a WireError.
             if isinstance(error, TimeoutError) and not isinstance(error, WireError):
                 self._host.lost(f"not loaded within {self._config.weights.deadline_s:g} s (weights.deadline_s)")
             else:
@@ -231,7 +232,7 @@ class UpdateFollower:
             self._track.enter(f"wait for pause v{offer.version}", version=offer.version)
             request = RequestLoad(version=offer.version, paths=paths)
             granted = await self._may_load(request)
-            # The parameter server takes a pause back after weights.deadline_s; asking again restarts that time.
+            # The parameter server withdraws the permission after weights.deadline_s; a new request restarts that time.
             while granted and not await self._host.quiesced(weights.deadline_s / 3):
                 granted = await self._may_load(request)
             if not granted:
@@ -288,7 +289,7 @@ class UpdateFollower:
     # --- both ---
 
     async def _may_load(self, request: RequestLoad) -> bool:
-        """Wait until the engine may load; False if the broadcast is called off."""
+        """Wait until the parameter server decides whether the engine may load; False if it refuses."""
         with self._awaits.on(PARAMETER_SERVER, "RequestLoad"):
             reply: LoadGranted | None = None
             while reply is None or not reply.decided:
@@ -318,7 +319,7 @@ class UpdateFollower:
     async def _conclude(
         self, offer: Offer, probe: Probe | None, limits: DriftLimits, times: UpdateTimes, drift: Drift | None
     ) -> None:
-        """Report the commit, then measure the drift, unless ``_load`` has, and judge it. Raises ActorFailed."""
+        """Report the commit, measure the drift unless ``_load`` has, and judge it. Raises ActorFailed."""
         # From here on a death of the engine is not a failure of this offer.
         self._failed_loads = 0
         self._taking = None
@@ -335,7 +336,7 @@ class UpdateFollower:
             self._judge(drift, limits, offer.version)
 
     async def _measure(self, probe: Probe) -> Drift | None:
-        """The drift, measured while requests run; None when the engine is too busy for it."""
+        """Measure the drift while requests run; None if the engine is too busy to answer within PROBE_S."""
         try:
             async with asyncio.timeout(PROBE_S):
                 return await self._host.drift(probe)
@@ -344,7 +345,7 @@ class UpdateFollower:
             return None
 
     def _limits(self, buckets: Sequence[Bucket | BucketLayout]) -> DriftLimits:
-        """The drift limits for the dtypes of learner and engine; the learner computes in the dtype of its weights."""
+        """Find the drift limits. They depend on the engine's dtype and the learner's, which is that of its weights."""
         learner = {spec.dtype for bucket in buckets for spec in bucket.tensors}
         float32 = learner | {engine_dtype(self._config)} == {"float32"}
         # On GPUs float32 kernels may multiply with fewer bits.
@@ -352,7 +353,7 @@ class UpdateFollower:
         return find_limits(self._config.drift, float32=float32 and on_cpu)
 
     def _judge(self, drift: Drift, limits: DriftLimits, version: int) -> None:
-        """Record a drift and notify the user from drift.warn on. Raises ActorFailed from drift.stop on."""
+        """Record a drift; at drift.warn or more notify the user. Raises ActorFailed at drift.stop or more."""
         verdict = judge(drift, limits)
         self.drifts.add(drift, verdict)
         if verdict == "agrees":
