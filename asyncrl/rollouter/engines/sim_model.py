@@ -46,7 +46,7 @@ class PrefixCache:
     """
 
     def __init__(self, tokens: int) -> None:
-        self._most = max(1, tokens // BLOCK)
+        self._max_blocks = max(1, tokens // BLOCK)
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def blocks(self, salt: str, ids: Sequence[int]) -> list[int]:
@@ -70,7 +70,7 @@ class PrefixCache:
         for name in reversed(blocks):
             self._blocks[name] = None
             self._blocks.move_to_end(name)
-        while len(self._blocks) > self._most:
+        while len(self._blocks) > self._max_blocks:
             self._blocks.popitem(last=False)
 
     def clear(self) -> None:
@@ -93,7 +93,7 @@ class _SimRequest:
     """Finish reason after ``new`` tokens."""
     offset: int
     """Index of its first token in the tables."""
-    began: int = 0
+    first_step: int = 0
     """Number of decode steps that the batch did before the first one of this request."""
     cached: int = 0
     """Number of prompt tokens that were in the prefix cache."""
@@ -149,10 +149,10 @@ class Batch:
         self._reserved = 0
         self._steps = 0
         # Time when the next decode step begins: the end of the last one, later while prompts are processed.
-        self._at = 0.0
+        self._next_step_at = 0.0
         # Seconds of prompt processing to be done after the pause, before the next decode step.
-        self._debt = 0.0
-        self._out: list[tuple[str, TokenDelta]] = []
+        self._prefill_left_s = 0.0
+        self._deltas: list[tuple[str, TokenDelta]] = []
         self._frozen = False
         self._admitting = True
         self._prefixes = PrefixCache(config.kv_tokens)
@@ -216,7 +216,7 @@ class Batch:
         self.advance(now)
         for run in [self._running.pop(id) for id in ids if id in self._running]:
             self._reserved -= run.reserve
-            self._end(run, self._steps - run.began, "abort")
+            self._end(run, self._steps - run.first_step, "abort")
         gone = set(ids)
         for _, _, run in self._waiting:
             if run.id in gone:
@@ -227,7 +227,7 @@ class Batch:
 
     def take(self) -> list[tuple[str, TokenDelta]]:
         """Return the new deltas, each with the id of its request, and forget them."""
-        out, self._out = self._out, []
+        out, self._deltas = self._deltas, []
         return out
 
     # --- pauses and weights ---
@@ -245,7 +245,7 @@ class Batch:
         self._flush()
         self._frozen, self._admitting = True, False
         # The rest of the prompts that are being processed.
-        self._debt = max(0.0, self._at - now) if self._running else 0.0
+        self._prefill_left_s = max(0.0, self._next_step_at - now) if self._running else 0.0
 
     @property
     def kv_use(self) -> float:
@@ -257,17 +257,17 @@ class Batch:
         assert self._frozen
         self.version = version
         for run in self._running.values():
-            run.spans.append((version, self._steps - run.began, not recompute_kv))
+            run.spans.append((version, self._steps - run.first_step, not recompute_kv))
         if recompute_kv:
             self._prefixes.clear()
-            contexts = sum(run.context + self._steps - run.began for run in self._running.values())
-            self._debt = contexts / self._config.prefill_tokens_per_s
+            contexts = sum(run.context + self._steps - run.first_step for run in self._running.values())
+            self._prefill_left_s = contexts / self._config.prefill_tokens_per_s
 
     def thaw(self, now: float) -> None:
         """Continue stepping, after the prompt processing that is left to do, and admit requests again."""
         self._frozen, self._admitting = False, True
-        self._at = now + self._debt
-        self._debt = 0.0
+        self._next_step_at = now + self._prefill_left_s
+        self._prefill_left_s = 0.0
         self._admit(now)
 
     # --- time ---
@@ -279,7 +279,7 @@ class Batch:
         target = min(self._next_end(), self._steps + self._interval - self._steps % self._interval)
         if self._crash_after is not None:
             target = min(target, self._crash_after)
-        return self._at + (target - self._steps) * self._step_s()
+        return self._next_step_at + (target - self._steps) * self._step_s()
 
     def advance(self, now: float) -> None:
         """Simulate the decode steps up to ``now``: end requests, make deltas every ``stream_interval`` steps, admit."""
@@ -287,7 +287,7 @@ class Batch:
             step = self._step_s()
             # 1e-6, because a timer may come slightly early. ``step`` is 0 if a single request runs and only further
             # requests cost time; then it runs to its end at once.
-            done = math.floor((now - self._at) / step + 1e-6) if step > 0 else self._next_end() - self._steps
+            done = math.floor((now - self._next_step_at) / step + 1e-6) if step > 0 else self._next_end() - self._steps
             due = self._steps + max(0, done)
             boundary = self._steps + self._interval - self._steps % self._interval
             target = min(due, boundary, self._next_end())
@@ -295,7 +295,7 @@ class Batch:
                 target = min(target, self._crash_after)
             if target == self._steps:
                 return
-            self._at += (target - self._steps) * step
+            self._next_step_at += (target - self._steps) * step
             self._steps = target
             while self._ends and self._ends[0][0] <= self._steps:
                 run = heapq.heappop(self._ends)[2]
@@ -305,7 +305,7 @@ class Batch:
                     self._end(run, run.new, run.reason)
             if self._steps % self._interval == 0:
                 self._flush()
-            self._admit(self._at)
+            self._admit(self._next_step_at)
 
     def _step_s(self) -> float:
         """Duration of a decode step (s) with the present requests."""
@@ -327,26 +327,26 @@ class Batch:
             heapq.heappop(self._waiting)
             if not self._running:
                 # An idle batch has done no steps in the meantime.
-                self._at = max(self._at, now)
+                self._next_step_at = max(self._next_step_at, now)
             blocks = self._prefixes.blocks(run.salt, run.prompt)
             # At least the last token is computed, because the next one is sampled from its logits.
             run.cached = min(self._prefixes.held(blocks), run.context - 1)
-            self._at += (run.context - run.cached) / self._config.prefill_tokens_per_s
+            self._next_step_at += (run.context - run.cached) / self._config.prefill_tokens_per_s
             self._prefixes.put(blocks)
-            run.began = self._steps
+            run.first_step = self._steps
             run.spans.append((self.version, 0, False))
             self._reserved += run.reserve
             self._running[run.id] = run
-            heapq.heappush(self._ends, (run.began + run.new, self._arrivals, run))
+            heapq.heappush(self._ends, (run.first_step + run.new, self._arrivals, run))
             self._arrivals += 1
 
     def _flush(self) -> None:
         for run in self._running.values():
-            sampled = self._steps - run.began
+            sampled = self._steps - run.first_step
             if sampled > run.sent:
                 tokens, logprobs = _content(run.offset + run.sent, sampled - run.sent)
                 run.sent = sampled
-                self._out.append((run.id, TokenDelta(tokens=tokens, logprobs=logprobs, cached_tokens=run.cached)))
+                self._deltas.append((run.id, TokenDelta(tokens=tokens, logprobs=logprobs, cached_tokens=run.cached)))
 
     def _end(self, run: _SimRequest, sampled: int, reason: str) -> None:
         """End a request after ``sampled`` tokens: put its context into the prefix cache, and make its last delta."""
@@ -368,4 +368,4 @@ class Batch:
             spans=spans,
             cached_tokens=run.cached,
         )
-        self._out.append((run.id, last))
+        self._deltas.append((run.id, last))

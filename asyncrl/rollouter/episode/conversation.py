@@ -172,7 +172,7 @@ class Conversation:
             tail=tail,
             extends=parent is not None and not answered,
             fork=self._fork(root, parent, unknown, answered),
-            before=_before(known, len(messages)),
+            before=_preceding_answers(known, len(messages)),
             root=root,
             point=point,
             unknown=unknown,
@@ -204,9 +204,9 @@ class Conversation:
         """Make the prompt from ``ids``, the rendering of all messages. It may still continue an answer's tokens."""
         assert len(ids) > 0, "a prompt has tokens"
         parent, shared = shared_prefix(np.array(ids, np.int32), self._children, None, resolved.parent)
-        goes_on = parent is not None and parent is resolved.parent
+        continues = parent is not None and parent is resolved.parent
         answered = any(is_answer(message) for message in resolved.tail)
-        cause: Cause = "extend" if goes_on and not answered else resolved.fork
+        cause: Cause = "extend" if continues and not answered else resolved.fork
         return self._prompt(list(ids), parent, cause, shared, resolved)
 
     def _prompt(self, ids: list[int], parent: Node | None, cause: Cause, shared: int, resolved: ResolvedCall) -> Prompt:
@@ -256,19 +256,19 @@ class Conversation:
             message=_message(content, reasoning, minted),
             tool_calls=minted,
             trained=not untrained,
-            cause=self._settled(prompt),
+            cause=self._final_cause(prompt),
         )
         node.check(prompt.ids, tokens)
-        self._keep(node, prompt)
+        self._register(node, prompt)
         return node
 
-    def _settled(self, prompt: Prompt) -> Cause:
+    def _final_cause(self, prompt: Prompt) -> Cause:
         """Return the prompt's final cause: a "root" becomes a fork if an overlapping call was answered before it."""
         if prompt.cause != "root" or not self.nodes:
             return prompt.cause
         return "fork:branch" if self._tree.has_root(prompt.resolved.root) else "fork:root"
 
-    def _keep(self, node: Node, prompt: Prompt) -> None:
+    def _register(self, node: Node, prompt: Prompt) -> None:
         """Add a new node to the message tree and the lineage, and count it."""
         resolved = prompt.resolved
         self.nodes.append(node)
@@ -321,18 +321,18 @@ class Conversation:
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the messages up to the answer ``last``, with the policy's reasoning; empty without an answer."""
-        return self._line(self.last) if self.last else []
+        return self._messages_to(self.last) if self.last else []
 
     def branches(self) -> list[list[dict[str, Any]]]:
         """Return, for each trained answer that no other answer follows, the messages up to it; leaves out ``last``."""
         # Bits of the answers that another answer follows.
-        gone_on = 0
+        followed = 0
         for node, line in zip(self.nodes, self._lineage, strict=True):
-            gone_on |= line & ~(1 << node.id)
-        ends = [node for node in self.nodes if node.trained and node is not self.last and not gone_on >> node.id & 1]
-        return [self._line(node) for node in ends]
+            followed |= line & ~(1 << node.id)
+        ends = [node for node in self.nodes if node.trained and node is not self.last and not followed >> node.id & 1]
+        return [self._messages_to(node) for node in ends]
 
-    def _line(self, node: Node) -> list[dict[str, Any]]:
+    def _messages_to(self, node: Node) -> list[dict[str, Any]]:
         """Return the messages up to an answer, with it."""
         return [dict(point.message) for point in self._points[node.id].path() if point.message is not None]
 
@@ -360,7 +360,7 @@ class Conversation:
             raise EpisodeOver(self.over)
 
 
-def _before(known: Sequence[Point], messages: int) -> tuple[Node, ...]:
+def _preceding_answers(known: Sequence[Point], messages: int) -> tuple[Node, ...]:
     """Find the answers that a call with ``messages`` messages comes after; ``known`` are the known points of these.
 
     From the deepest point upwards: at an answer in the messages, it is that one. At a point where the policy answered

@@ -76,7 +76,7 @@ class EpisodeFigures:
     def spent(self, seconds: Mapping[str, float]) -> None:
         """Add the seconds of an attempt that is over, by state."""
         for state, each in seconds.items():
-            self._counters.add(f"rollout/episode_s/{self._told(state)}", each)
+            self._counters.add(f"rollout/episode_s/{self._reported_name(state)}", each)
 
     def scored(self, seconds: float) -> None:
         """Add the ``seconds`` for which the reward function scored conversations."""
@@ -87,7 +87,7 @@ class EpisodeFigures:
 
         Callable from another thread than the other methods.
         """
-        at = Counter(self._told(state) for state in states)
+        at = Counter(self._reported_name(state) for state in states)
         at[self._scored_by] += scoring
         for state in (*STATES, *list(self._tools.values())):
             at.setdefault(state, 0)
@@ -98,7 +98,7 @@ class EpisodeFigures:
             found["rollout/cost_factor"] = self._computed / self._linear
         return found
 
-    def _told(self, state: str) -> str:
+    def _reported_name(self, state: str) -> str:
         """Return the name under which a state is reported."""
         if not state.startswith(TOOL):
             return state

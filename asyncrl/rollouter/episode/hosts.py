@@ -53,22 +53,22 @@ class RunHosts:
     ) -> None:
         self._config, self._name, self._peer = config, name, peer
         self._roster, self._run_state, self._places = roster, run_state, places
-        self._beside = f"episodes/{name.partition('/')[2]}"
+        self._own_host = f"episodes/{name.partition('/')[2]}"
 
     def connect(self) -> None:
         """Connect to all hosts, because ``choose`` returns only connected ones."""
-        for host in (self._beside, *self._config.extra_episode_hosts):
+        for host in (self._own_host, *self._config.extra_episode_hosts):
             self._peer(host).connect()
 
     def choose(self, at: Mapping[str, int], *, prefer: str, avoid: Collection[str]) -> str:
         state, actors, room = self._run_state(), self._roster.actors, self._places.size
         shared = [host for host in self._config.extra_episode_hosts if host in actors]
-        going = {*(each.name for each in state.condemned), *(each.name for each in state.leaving)}
-        living = {host for host in (self._beside, *shared) if self._peer(host).ready and host not in going}
+        departing = {*(each.name for each in state.condemned), *(each.name for each in state.leaving)}
+        living = {host for host in (self._own_host, *shared) if self._peer(host).ready and host not in departing}
         rollouters = [name for name in actors if name.startswith("rollouter/")]
         # A rollouter that has just joined is not in the roster yet, and uses no shared host.
-        shared_out = shares(self._name, rollouters, shared, room) if self._name in rollouters else {}
-        return choose(self._beside, shared_out, at, room=room, living=living, prefer=prefer, avoid=avoid)
+        own_shares = shares(self._name, rollouters, shared, room) if self._name in rollouters else {}
+        return choose(self._own_host, own_shares, at, room=room, living=living, prefer=prefer, avoid=avoid)
 
     def run(self, host: str, request: RunEpisode, timeout: float) -> asyncio.Future[EpisodeDone]:
         return self._peer(host).call(request, timeout=timeout)

@@ -122,21 +122,21 @@ class MessageTree:
         """
         if is_answer(message):
             if calls := message.get("tool_calls"):
-                answer = self._called(calls)
+                answer = self._answer_by_calls(calls)
                 if answer is not None and answer.parent is point:
                     yield answer
             else:
-                yield from _said(point.answers, _text(message))
+                yield from _answers_with_text(point.answers, _text(message))
         context = point.context.get(identity)
         if context is not None:
             yield context
 
-    def _called(self, calls: Sequence[Mapping[str, Any]]) -> Point | None:
+    def _answer_by_calls(self, calls: Sequence[Mapping[str, Any]]) -> Point | None:
         """Return the answer that made all of these tool calls, and perhaps others; None without one."""
-        answers = [self._minted(call) for call in calls]
+        answers = [self._answer_by_call(call) for call in calls]
         return answers[0] if all(answer is answers[0] for answer in answers) else None
 
-    def _minted(self, call: Mapping[str, Any]) -> Point | None:
+    def _answer_by_call(self, call: Mapping[str, Any]) -> Point | None:
         # An agent may send equal ids from another conversation, so the tool's name must match too.
         point, minted = self._calls.get(str(call.get("id")), (None, None))
         return point if minted and minted.name == (call.get("function") or {}).get("name") else None
@@ -144,7 +144,7 @@ class MessageTree:
     def was_said(self, message: Message) -> bool:
         """Whether the policy gave this answer anywhere in the conversation."""
         if calls := message.get("tool_calls"):
-            return self._called(calls) is not None
+            return self._answer_by_calls(calls) is not None
         return _text(message).strip() in self._texts
 
     def add(
@@ -167,7 +167,7 @@ class MessageTree:
         return answer
 
 
-def _said(answers: Sequence[Point], text: str) -> list[Point]:
+def _answers_with_text(answers: Sequence[Point], text: str) -> list[Point]:
     """Return the answers without tool calls that have this text, without surrounding blanks; best match first."""
     stripped = text.strip()
     same = []

@@ -36,23 +36,23 @@ def sequences_of(nodes: Sequence[Node], past_rewards: Mapping[int, float]) -> li
     ``nodes`` are all nodes of a conversation, parents first; ``past_rewards`` is Turn.past_reward by the node's id.
     """
     inner = {node.parent for node in nodes}
-    held: set[int] = set()
+    earlier_ids: set[int] = set()
     sequences = []
     for leaf in nodes:
         if leaf in inner:
             continue
         path = leaf.path()
-        fresh = {node.id for node in path if node.trained and node.id not in held}
-        held |= fresh
-        while path and path[-1].id not in fresh:
+        new_ids = {node.id for node in path if node.trained and node.id not in earlier_ids}
+        earlier_ids |= new_ids
+        while path and path[-1].id not in new_ids:
             path.pop()
         if path:
-            sequences.append(_sequence(path, fresh, past_rewards))
+            sequences.append(_sequence(path, new_ids, past_rewards))
     return sequences
 
 
-def _sequence(path: Sequence[Node], fresh: set[int], past_rewards: Mapping[int, float]) -> TokenSequence:
-    """Join the nodes of a path to one sequence; the answers whose ids are in ``fresh`` get the role ``sampled``."""
+def _sequence(path: Sequence[Node], new_ids: set[int], past_rewards: Mapping[int, float]) -> TokenSequence:
+    """Join the nodes of a path to one sequence; the answers whose ids are in ``new_ids`` get the role ``sampled``."""
     prompt = path[0].context
     spans: list[VersionSpan] = []
     turns: list[Turn] = []
@@ -63,7 +63,7 @@ def _sequence(path: Sequence[Node], fresh: set[int], past_rewards: Mapping[int, 
         if begin > max(end, 0):
             spans.append(VersionSpan(_NOT_SAMPLED, end, begin, role="context"))
         end = begin + len(node.ids)
-        if node.id in fresh:
+        if node.id in new_ids:
             spans.extend(
                 VersionSpan(span.version, begin + span.start, begin + span.end, span.mixed_kv) for span in node.spans
             )
@@ -73,7 +73,7 @@ def _sequence(path: Sequence[Node], fresh: set[int], past_rewards: Mapping[int, 
     return TokenSequence(
         prompt_ids=prompt,
         tokens=np.concatenate([node.added for node in path])[len(prompt) :],
-        logprobs=np.concatenate([node.logprobs for node in path if node.id in fresh]),
+        logprobs=np.concatenate([node.logprobs for node in path if node.id in new_ids]),
         spans=spans,
         turns=turns,
     )

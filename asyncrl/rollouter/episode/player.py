@@ -121,7 +121,7 @@ class EpisodePlayer:
         """
         session, figures = self._sessions.open(lease, account, host), self._sessions.figures
         try:
-            done = await self._played(session)
+            done = await self._run_to_end(session)
             if session.failure is not None:
                 raise session.failure
             if done.error and done.blame == "host":
@@ -143,7 +143,7 @@ class EpisodePlayer:
         finally:
             self._sessions.seal(session, "it has ended")
 
-    async def _played(self, session: Session) -> EpisodeDone:
+    async def _run_to_end(self, session: Session) -> EpisodeDone:
         """Have the host play the episode, and wait until it ends, by itself or by a deadline.
 
         Raises EpisodeFailed after a deadline, HostAway, and the errors of a call.
@@ -163,7 +163,7 @@ class EpisodePlayer:
             seed=task_seed(self._config.run.seed, lease.uid),
         )
         call = self._hosts.run(session.host, request, LONGEST_S)
-        watch = asyncio.ensure_future(self._expired(session))
+        watch = asyncio.ensure_future(self._wait_for_deadline(session))
         try:
             ends: set[asyncio.Future[Any]] = {call, watch}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -184,7 +184,7 @@ class EpisodePlayer:
             # The host then ends the episode and everything that it has started.
             call.cancel()
 
-    async def _expired(self, session: Session) -> Expired | None:
+    async def _wait_for_deadline(self, session: Session) -> Expired | None:
         """Wait until a deadline ends the episode, and return it; None if the session has failed or lost its host."""
         while session.failure is None and not session.is_orphan:
             # Cleared before the deadlines are read, so that a later change ends the wait below.

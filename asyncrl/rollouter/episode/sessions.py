@@ -58,7 +58,7 @@ class Session:
         self.stages = Stages(config.episode, self.began)
         self.changed = asyncio.Event()
         """Set when a deadline may have changed."""
-        self._left = asyncio.Event()
+        self._call_ended = asyncio.Event()
         """Set when a call may have ended."""
         self.failure: TrajectoryFailed | None = None
         """The failure after which no attempt at the lease can succeed."""
@@ -74,7 +74,7 @@ class Session:
         """The newest version under which an engine has computed tokens of the session."""
         self.calls: dict[str, _Call] = {}
         self._now = clock.now
-        self._asked: Counter[bytes] = Counter()
+        self._prompt_counts: Counter[bytes] = Counter()
         """Number of calls so far with each prompt, by its digest."""
 
     def key_of(self, prompt: Prompt) -> str:
@@ -83,20 +83,20 @@ class Session:
         So the names, and the seeds made from them, do not depend on the timing of parallel calls.
         """
         digest = hashlib.blake2b(np.array(prompt.ids, np.int32).tobytes(), digest_size=8).digest()
-        self._asked[digest] += 1
+        self._prompt_counts[digest] += 1
         where = f"{self.lease.uid}/{self.account.sample}/{self.attempt}"
-        return f"{where}/{digest.hex()}/{self._asked[digest]}"
+        return f"{where}/{digest.hex()}/{self._prompt_counts[digest]}"
 
     def note(self) -> None:
         """Wake the waiters after a change of the stages or of ``failure``."""
         self.changed.set()
-        self._left.set()
+        self._call_ended.set()
 
     async def may_ask(self) -> None:
         """Wait until a turn is left that no call under way will use, or until the attempt is over or has failed."""
         while self.failure is None and self.stages.all_turns_asked:
-            self._left.clear()
-            await self._left.wait()
+            self._call_ended.clear()
+            await self._call_ended.wait()
 
     def end_by_length(self, reason: str) -> EpisodeOver:
         """End the attempt because the context is full; returns the error to raise."""
@@ -286,14 +286,14 @@ class Sessions:
                 self._require_renderable(session, messages)
                 async with session.rendering:
                     prompt = await self._prompt(session, messages, tools, options)
-                    most = self._room(session, prompt)
+                    room = self._room(session, prompt)
                     call.response = Response(
-                        max_tokens=min(most, request.max_tokens or most),
+                        max_tokens=min(room, request.max_tokens or room),
                         stops=with_strings(self._stops, request.stop, self._tokenizer),
                         computed=prompt.shared,
                         computed_at=session.version,
                     )
-                    call.limited = request.max_tokens is None or most <= request.max_tokens
+                    call.limited = request.max_tokens is None or room <= request.max_tokens
                     call.prompt, call.key = prompt, session.key_of(prompt)
                     parent = prompt.parent.id if prompt.parent is not None else None
                     account.prompted(prompt.cause, parent, len(prompt.ids), len(prompt.ids) - prompt.shared)

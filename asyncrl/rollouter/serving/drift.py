@@ -100,9 +100,9 @@ class Drift:
         return max(self.scored, self.sampled or 0.0)
 
     def __str__(self) -> str:
-        told = f"{self.nats:.3g} nats apart over {self.tokens} tokens, at worst {self.worst:.3g}"
+        summary = f"{self.nats:.3g} nats apart over {self.tokens} tokens, at worst {self.worst:.3g}"
         sampled = "too few for a verdict" if self.sampled is None else f"{self.sampled:.3g}"
-        return f"their log-probs are {told} ({self.scored:.3g} over given tokens, {sampled} over sampled ones)"
+        return f"their log-probs are {summary} ({self.scored:.3g} over given tokens, {sampled} over sampled ones)"
 
 
 def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequence[Sample | None]) -> Drift:

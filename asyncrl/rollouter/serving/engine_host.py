@@ -30,7 +30,7 @@ from asyncrl.weights.held_version import HeldVersion
 
 
 @dataclass(slots=True)
-class _Held:
+class _Submission:
     """Token counts of a submission in the engine."""
 
     prompt: int
@@ -46,12 +46,12 @@ class Reprefill:
     def __init__(self) -> None:
         self.tokens = 0
         """Tokens computed again, since its start."""
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _Submission] = {}
 
     def submitted(self, id: str, prompt: int, lost: int) -> None:
         """Note a submission with ``prompt`` tokens, the first ``lost`` of them computed before under older weights."""
         assert lost <= prompt
-        self._held[id] = _Held(prompt, lost)
+        self._held[id] = _Submission(prompt, lost)
 
     def sampled(self, id: str, tokens: int, cached: int) -> None:
         """Note that ``tokens`` tokens were sampled; ``cached`` tokens of the prompt were in the prefix cache.
@@ -85,7 +85,7 @@ class EngineHost:
         self._make = make
         self._clock = clock
         self._states = states
-        self._tokens = awaits.on("engine", "tokens")
+        self._token_wait = awaits.on("engine", "tokens")
         """The wait that is reported to the controller while submissions run; each delta renews it."""
         self._engine: Engine | None = None
         self._open = asyncio.Event()
@@ -115,7 +115,7 @@ class EngineHost:
         """Number of loads that succeeded, over all engines; if it is unchanged, so are the weights."""
         self._loaded: int | None = None
         """The version that the engine holds complete; None before its first load and after a failed one."""
-        self._shut_since = 0.0
+        self._stopped_at = 0.0
         """Time (s) since which the engine admits nothing; kept after it admits again."""
         self.sampling: list[tuple[float, float]] = []
         """Closed intervals (wall clock) in which requests were running, since they were last taken."""
@@ -128,7 +128,7 @@ class EngineHost:
 
     async def close(self) -> None:
         """End the engine."""
-        self._shut()
+        self._stop_admitting()
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.close()
@@ -181,7 +181,7 @@ class EngineHost:
         try:
             async for delta in engine.generate(request):
                 self.sampled_tokens += len(delta.tokens)
-                self._tokens.renew()
+                self._token_wait.renew()
                 if delta.tokens:
                     sampled = True
                     self.reprefill.sampled(request.id, len(delta.tokens), delta.cached_tokens)
@@ -209,7 +209,7 @@ class EngineHost:
 
     def lost(self, reason: str) -> None:
         """Declare the engine dead: admit nothing until it is replaced, and count the death against its leases."""
-        self._shut()
+        self._stop_admitting()
         if not self.died.is_set():
             self._states.enter("restarting", "engine")
             self.reason = reason
@@ -233,7 +233,7 @@ class EngineHost:
         """
         if self._open.is_set() or self.version < 0:
             # An engine's first load costs no generation time: nothing was generated before.
-            self._shut_since = self._clock.now()
+            self._stopped_at = self._clock.now()
         if self._config.rollout.on_update != "drain":
             return True
         self._open.clear()
@@ -246,7 +246,7 @@ class EngineHost:
 
     async def pause(self, version: int) -> float:
         """Admit nothing more and pause the engine for the update to ``version``; returns the seconds it took."""
-        self._shut()
+        self._stop_admitting()
         self._states.enter("pausing", f"weights v{version}")
         began = self._clock.now()
         mode = {"abort_resume": "abort", "keep": "keep", "drain": "wait"}[self._config.rollout.on_update]
@@ -320,7 +320,7 @@ class EngineHost:
     @property
     def stall_s(self) -> float:
         """Seconds since the engine stopped admitting; right after a commit, the time that the update cost."""
-        return self._clock.now() - self._shut_since
+        return self._clock.now() - self._stopped_at
 
     async def drift(self, probe: Probe) -> Drift:
         """Measure the drift of the engine, under its loaded weights, from the learner's log-probs in ``probe``."""
@@ -366,7 +366,7 @@ class EngineHost:
 
     def _enter(self, lease: Lease) -> None:
         if not self._running:
-            self._tokens.begin()
+            self._token_wait.begin()
         self._running[lease.uid] += 1
         self._inside[lease.uid] = lease
         self._idle.clear()
@@ -379,7 +379,7 @@ class EngineHost:
         if not self._running[uid]:
             del self._running[uid], self._inside[uid]
         if not self._running:
-            self._tokens.end()
+            self._token_wait.end()
             self._close_interval()
             self._idle.set()
             if self._open.is_set():
@@ -388,7 +388,7 @@ class EngineHost:
                 # Drained for an update that is about to begin.
                 self._states.enter("paused", "weights")
 
-    def _shut(self) -> None:
+    def _stop_admitting(self) -> None:
         """Admit nothing more, and end the sampling interval."""
         self._open.clear()
         self._close_interval()

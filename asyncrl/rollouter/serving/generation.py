@@ -220,11 +220,11 @@ class PolicyCall:
         """
         lease, stops = self._lease, response.stops
         while response.finish_reason is None:
-            self._require_innocent()
+            self._require_not_failed()
             self._watch.entered("queue" if self._host.serves else "paused")
             async with self._host.turn(lease) as version:
                 # Again: the engine may have died of another sample of this lease during the wait.
-                self._require_innocent()
+                self._require_not_failed()
                 self._watch.entered("engine")
                 response.submitted(version)
                 self._account.submitted(version, len(response.tokens))
@@ -275,7 +275,7 @@ class PolicyCall:
             response.computed = 0
         return ended
 
-    def _require_innocent(self) -> None:
+    def _require_not_failed(self) -> None:
         failure = self._host.turns.failure(self._lease)
         if failure is not None:
             raise TrajectoryFailed(failure)

@@ -83,17 +83,17 @@ class CallAccount:
         self._note = sample.note
         self._elapsed = sample.elapsed
         self._number = number
-        self._asked = sample.elapsed()
-        self._context: tuple[Any, ...] = ()
+        self._asked_at = sample.elapsed()
+        self._prompt_facts: tuple[Any, ...] = ()
         """The facts of ``prompted``."""
-        self._sampled: tuple[Any, ...] = ()
+        self._response_facts: tuple[Any, ...] = ()
         """The number of tokens, finish reason and version spans of the finished response."""
         self._begun = False
         self._slot: Track | None = None
 
     def prompted(self, cause: str, parent: int | None, tokens: int, new: int) -> None:
         """Note the call's prompt: its cause, the turn that it continues, its tokens, and how many of them are new."""
-        self._context = cause, parent, tokens, new
+        self._prompt_facts = cause, parent, tokens, new
 
     def refused(self, reason: str) -> None:
         """Note that the call was refused."""
@@ -102,7 +102,7 @@ class CallAccount:
     def answered(self, turn: int, tools: Sequence[str], malformed: int) -> None:
         """Note that the call became the answer ``turn``, which calls ``tools``."""
         names = [name[:LONGEST_TOOL] for name in tools[:MOST_TOOLS]]
-        self._note("answered", self._number, turn, *self._sampled, names, malformed)
+        self._note("answered", self._number, turn, *self._response_facts, names, malformed)
 
     def took_slot(self, slot: Track) -> None:
         """Show the call on the track of its slot from now on."""
@@ -122,8 +122,8 @@ class CallAccount:
         elif self._begun:
             self._note("resumed", version, self._number)
         else:
-            waited = round(self._elapsed() - self._asked, 4)
-            self._note("asked", self._number, version, waited, *self._context)
+            waited = round(self._elapsed() - self._asked_at, 4)
+            self._note("asked", self._number, version, waited, *self._prompt_facts)
         self._begun = True
         if self._slot is not None:
             self._slot.enter(f"generate v{version}", uid=self.uid, sample=self.sample, version=version, held=held)
@@ -137,9 +137,9 @@ class CallAccount:
         if reason is None:
             self._note("engine died" if died else "aborted", tokens, *call)
         else:
-            self._sampled = tokens, reason, [[span.version, span.start, span.end] for span in spans]
+            self._response_facts = tokens, reason, [[span.version, span.start, span.end] for span in spans]
             if not call:
-                self._note("finished", *self._sampled)
+                self._note("finished", *self._response_facts)
         if self._slot is not None:
             self._slot.leave(tokens=tokens, ended=reason or ("engine died" if died else "aborted"))
             if reason is None:

@@ -47,15 +47,15 @@ class EngineTurns:
 
     async def take(self, lease: Lease) -> None:
         """Wait for a turn of ``lease``; ``give_back`` ends the turn. If cancelled, the lease leaves the queue."""
-        leased: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[leased] = lease
-        self._lease()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = lease
+        self._give_turns()
         try:
-            await leased
+            await turn
         except asyncio.CancelledError:
-            if leased.cancelled():
-                self._waiting.pop(leased, None)
-                self._lease()
+            if turn.cancelled():
+                self._waiting.pop(turn, None)
+                self._give_turns()
             else:
                 # The turn was given just before the cancellation.
                 self.give_back(lease)
@@ -68,18 +68,18 @@ class EngineTurns:
             del self._inside[lease.uid]
             if self.lone == lease.uid:
                 self.lone, self._ending = None, False
-        self._lease()
+        self._give_turns()
 
-    def _lease(self) -> None:
+    def _give_turns(self) -> None:
         """Give turns to the leases that wait, in order, up to a suspect.
 
         A suspect gets the engine once it is empty; then all of its own samples that wait may enter with it.
         """
         while self.lone is None and self._waiting:
-            leased, lease = next(iter(self._waiting.items()))
+            turn, lease = next(iter(self._waiting.items()))
             # Checked only now: the lease may have become suspect while it waited.
-            if leased.cancelled() or not runs_alone(self.deaths(lease)):
-                self._enter(leased)
+            if turn.cancelled() or not runs_alone(self.deaths(lease)):
+                self._enter(turn)
             elif self._inside:
                 # Running requests are not aborted for it: under on_update = drain a response must have one version.
                 # After a death, when leases become suspect, the engine is empty anyway.
@@ -89,15 +89,15 @@ class EngineTurns:
                 self.lone_turns += 1
         # After a death under the lone lease, the leases that wait come before its remaining samples.
         if self.lone is not None and not self._ending:
-            for leased in [leased for leased, lease in self._waiting.items() if lease.uid == self.lone]:
-                self._enter(leased)
+            for turn in [turn for turn, lease in self._waiting.items() if lease.uid == self.lone]:
+                self._enter(turn)
 
-    def _enter(self, leased: asyncio.Future[None]) -> None:
-        lease = self._waiting.pop(leased)
+    def _enter(self, turn: asyncio.Future[None]) -> None:
+        lease = self._waiting.pop(turn)
         # The task that waited may have been cancelled and not have run since.
-        if not leased.cancelled():
+        if not turn.cancelled():
             self._inside[lease.uid] += 1
-            leased.set_result(None)
+            turn.set_result(None)
 
     # --- deaths ---
 

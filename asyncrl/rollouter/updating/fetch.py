@@ -170,17 +170,17 @@ class _Stream:
         self._manifest, self._version, self._buckets = manifest, manifest.version, manifest.buckets
         self._weights, self._who, self._call, self._relay = weights, who, call, relay
         self._log = get_logger(who)
-        self._found: dict[int, int] = {}
+        self._sealed: dict[int, int] = {}
         """Descriptors of the buckets that are complete, sealed and verified, by index."""
         self.bytes = 0
         """Number of bytes that have arrived."""
         self._sources = [*offer.sources, Source(PARAMETER_SERVER, 0)]
         """The source in use, then those to try after it."""
-        self._since = self._now()
+        self._last_progress = self._now()
         """Time when a chunk last arrived, or the source changed."""
         self._chunks: deque[FetchChunk] = deque()
         """Chunks still to be requested."""
-        self._missing: dict[int, int] = {}
+        self._missing_bytes: dict[int, int] = {}
         """Number of bytes of each bucket that have not arrived."""
         self._filling: dict[int, Segment] = {}
         """Memory of the buckets that are not complete, by bucket."""
@@ -204,7 +204,7 @@ class _Stream:
         ``weights.deadline_s`` counts from the last chunk that arrived.
         """
         for index, bucket in enumerate(self._buckets):
-            self._missing[index] = bucket.size
+            self._missing_bytes[index] = bucket.size
             for offset in range(0, bucket.size, self._weights.chunk_bytes):
                 size = min(self._weights.chunk_bytes, bucket.size - offset)
                 self._chunks.append(FetchChunk(version=self._version, bucket=index, offset=offset, size=size))
@@ -212,8 +212,8 @@ class _Stream:
         try:
             async with asyncio.timeout(deadline_s) as self._limit, asyncio.TaskGroup() as tasks:
                 for _ in range(min(self._weights.chunks_in_flight, len(self._chunks))):
-                    tasks.create_task(self._work())
-            found, self._found = self._found, {}
+                    tasks.create_task(self._fetch_chunks())
+            found, self._sealed = self._sealed, {}
             return HeldVersion(self._manifest, [found[index] for index in range(len(self._buckets))])
         except BaseExceptionGroup as group:
             # Callers need the class of the error; the first one has ended the other tasks.
@@ -225,15 +225,15 @@ class _Stream:
             raise DeadlineExceeded(self._who, self.source, what, deadline_s, self._last_failure) from error
         finally:
             # By now no task or thread writes any more. On a thread, because freeing a GiB takes about 0.1 s.
-            if self._filling or self._found:
+            if self._filling or self._sealed:
                 await _in_thread(self._discard)
 
     def _discard(self) -> None:
         while self._filling:
             self._filling.popitem()[1].discard()
-        close_all(list(self._found.values()))
+        close_all(list(self._sealed.values()))
 
-    async def _work(self) -> None:
+    async def _fetch_chunks(self) -> None:
         """Fetch chunks until none is left; several tasks run this. Each chunk is requested until it arrives.
 
         Raises WeightsCorrupt if a chunk arrives corrupt CORRUPT_ATTEMPTS times.
@@ -241,7 +241,7 @@ class _Stream:
         while self._chunks:
             request = self._chunks.popleft()
             corrupt = 0
-            while problem := await self._fetch(request):
+            while problem := await self._fetch_chunk(request):
                 corrupt += problem != LOST
                 if corrupt >= CORRUPT_ATTEMPTS:
                     raise WeightsCorrupt(
@@ -250,7 +250,7 @@ class _Stream:
                         bucket=request.bucket,
                     )
 
-    async def _fetch(self, request: FetchChunk) -> str:
+    async def _fetch_chunk(self, request: FetchChunk) -> str:
         """Fetch, verify and write a chunk. Returns "", LOST when the call failed, or the problem of a corrupt chunk."""
         (source, turn), index = msgspec.structs.astuple(self._sources[0]), request.bucket
         try:
@@ -260,22 +260,22 @@ class _Stream:
         except ProtocolError as error:
             return self._corrupt(request, source, str(error))
         except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
-            await self._failed(source, error)
+            await self._handle_failure(source, error)
             return LOST
         if index not in self._filling:
             self._filling[index] = Segment("asyncrl-weights", self._buckets[index].size)
         if problem := await _in_thread(_write, self._filling[index], request, chunk):
             return self._corrupt(request, source, problem)
         self.bytes += request.size
-        self._missing[index] -= request.size
+        self._missing_bytes[index] -= request.size
         if self._relay is not None:
             self._relay.arrived(request, self._filling[index].fd, chunk.checksum)
-        if not self._missing[index]:
+        if not self._missing_bytes[index]:
             await _in_thread(self._seal, index)
-        self._last_failure, self._failures, self._since = "", 0, self._now()
+        self._last_failure, self._failures, self._last_progress = "", 0, self._now()
         # A timeout that has expired cannot be rescheduled.
         if not self._limit.expired():
-            self._limit.reschedule(self._since + self._weights.deadline_s)
+            self._limit.reschedule(self._last_progress + self._weights.deadline_s)
         return ""
 
     def _corrupt(self, request: FetchChunk, source: str, problem: str) -> str:
@@ -290,12 +290,12 @@ class _Stream:
         )
         return problem
 
-    async def _failed(self, source: str, error: DeadlineExceeded | PeerRestarted | RemoteError) -> None:
+    async def _handle_failure(self, source: str, error: DeadlineExceeded | PeerRestarted | RemoteError) -> None:
         """Handle a failed call: leave the source, pause before the next call, or raise an error that will not pass."""
         code = error.code if isinstance(error, RemoteError) else ""
         if source != PARAMETER_SERVER:
             # NotHere: the source is alive and waits for the chunk itself, so it is kept for a while.
-            if code != NotHere.code or self._now() - self._since >= IDLE_SHARE * self._weights.deadline_s:
+            if code != NotHere.code or self._now() - self._last_progress >= IDLE_SHARE * self._weights.deadline_s:
                 self._leave(source, str(error))
             return
         if code == VersionGone.code:
@@ -313,16 +313,16 @@ class _Stream:
         """Switch to the next source if ``source`` is in use; late failures of earlier sources change nothing."""
         if source == self.source != PARAMETER_SERVER:
             del self._sources[0]
-            self._since = self._now()
+            self._last_progress = self._now()
             self._log.warning("relay is left", version=self._version, relay=source, next=self.source, error=problem)
 
     def _seal(self, index: int) -> None:
         segment, bucket = self._filling.pop(index), self._buckets[index]
-        self._found[index] = seal_verified(segment, bucket, version=self._version, index=index)
+        self._sealed[index] = seal_verified(segment, bucket, version=self._version, index=index)
 
 
 LOST = "lost"
-"""Result of ``_Stream._fetch`` if the call failed, so that no chunk arrived."""
+"""Result of ``_Stream._fetch_chunk`` if the call failed, so that no chunk arrived."""
 
 
 def _write(segment: Segment, request: FetchChunk, chunk: Chunk) -> str:
@@ -403,19 +403,19 @@ class Relay:
                 raise InvalidRequest(f"{request} is not a chunk here")
             return None
 
-        there = await self._changed.until(found, park_s)
-        if there is None:
+        location = await self._changed.until(found, park_s)
+        if location is None:
             where = f"bucket {request.bucket} at {request.offset}"
             raise NotHere(f"the chunk of version {request.version}, {where}, has not arrived within {park_s:.1f} s")
         # A copy of the descriptor, because the version may be dropped while the thread reads. The thread pops and
         # closes it; if the thread never starts, the ``finally`` does.
-        own = [os.dup(there[0])]
+        own = [os.dup(location[0])]
         try:
             data = await asyncio.to_thread(_read, own, request)
         finally:
             with suppress(IndexError):
                 os.close(own.pop())
-        return Chunk(data=np.frombuffer(data, np.uint8), checksum=there[1])
+        return Chunk(data=np.frombuffer(data, np.uint8), checksum=location[1])
 
     def close(self) -> None:
         """Drop everything."""

@@ -94,7 +94,7 @@ class UpdateFollower:
         """Passes the fetched version on to other hosts and replicas (fetch.py)."""
         supervision = config.supervision
         self._restarts = RestartBudget(supervision.max_restarts, supervision.restart_window_s, supervision.backoff_s)
-        self._taking: Offer | None = None
+        self._current_offer: Offer | None = None
         """The offer that is being taken and not reported yet; None between updates."""
         self._failed_loads = 0
         """Number of failed loads since the last commit."""
@@ -110,9 +110,9 @@ class UpdateFollower:
                     await self._host.died.wait()
                     following.cancel()
                 async with asyncio.TaskGroup() as tasks:
-                    if self._taking is not None:
+                    if self._current_offer is not None:
                         # Reported at once, so that the other replicas stop waiting for this one.
-                        tasks.create_task(self._report_failure(self._taking, self._host.reason))
+                        tasks.create_task(self._report_failure(self._current_offer, self._host.reason))
                     await self._replace_engine()
         finally:
             self.relay.close()
@@ -122,13 +122,13 @@ class UpdateFollower:
         # Checked, because a cancellation may be lost if several tasks end at once.
         while not self._host.died.is_set():
             with self._awaits.on(PARAMETER_SERVER, "NextUpdate", idle=True):
-                while self._taking is None and not self._host.died.is_set():
-                    self._taking = await self._next_offer()
-            if self._taking is not None:
-                await self._take(self._taking)
+                while self._current_offer is None and not self._host.died.is_set():
+                    self._current_offer = await self._next_offer()
+            if self._current_offer is not None:
+                await self._take(self._current_offer)
             if not self._host.died.is_set():
                 # If the engine has died, ``run`` still has to report the offer.
-                self._taking = None
+                self._current_offer = None
 
     async def _replace_engine(self) -> None:
         """Replace the engine until one is up. Raises ActorFailed.
@@ -322,7 +322,7 @@ class UpdateFollower:
         """Report the commit, measure the drift unless ``_load`` has, and judge it. Raises ActorFailed."""
         # From here on a death of the engine is not a failure of this offer.
         self._failed_loads = 0
-        self._taking = None
+        self._current_offer = None
         self.relay.drop_below(offer.version)
         self._track.leave(stall_s=times.stall_s)
         self._committed(times.version)
@@ -370,7 +370,7 @@ class UpdateFollower:
         times = UpdateTimes(version=offer.version, transport=offer.transport)
         report = ReportUpdate(version=offer.version, committed=False, times=times, error=error, corrupt=corrupt)
         await self._report(report)
-        self._taking = None
+        self._current_offer = None
 
     async def _report(self, report: ReportUpdate) -> None:
         try:

@@ -43,10 +43,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Request:
-    """A request in flight. ``it`` is its sequence in the model, ``stream`` takes its deltas to the reader."""
+    """A request in flight. ``continuation`` is its sequence in the model, ``stream`` takes its deltas to the reader."""
 
     id: str
-    it: Continuation
+    continuation: Continuation
     stream: DeltaStream
     spans: list[VersionSpan] = field(default_factory=list)
     sampled: int = 0
@@ -81,7 +81,7 @@ class ReferenceEngine:
         """Whether the thread samples for ``_current``."""
         self._changed = asyncio.Event()
         """Set when ``_run`` should look for a request again."""
-        self._at_rest = asyncio.Event()
+        self._idle = asyncio.Event()
         """Set while ``_run`` has nothing to sample and waits for ``_wake``."""
         self._paused = False
         self._admitting = True
@@ -149,7 +149,7 @@ class ReferenceEngine:
             for flight in self._flights.values():
                 flight.stream.fail(self._dead)
             # A pause may wait for this event.
-            self._at_rest.set()
+            self._idle.set()
         return self._dead
 
     # --- requests ---
@@ -205,7 +205,7 @@ class ReferenceEngine:
     def _abort(self, flight: _Request) -> None:
         flight.aborted = True
         if flight is self._current and self._computing:
-            # ``_advance`` then ends the request, with the tokens that the thread returns.
+            # ``_sample`` then ends the request, with the tokens that the thread returns.
             self._interrupt.set()
         elif not flight.ended:
             self._end(flight)
@@ -238,7 +238,7 @@ class ReferenceEngine:
     # --- stepping ---
 
     def _wake(self) -> None:
-        self._at_rest.clear()
+        self._idle.clear()
         self._changed.set()
 
     async def _run(self) -> None:
@@ -248,10 +248,10 @@ class ReferenceEngine:
                 self._changed.clear()
                 flight = self._next()
                 if flight is None:
-                    self._at_rest.set()
+                    self._idle.set()
                     await self._changed.wait()
                 else:
-                    await self._advance(flight)
+                    await self._sample(flight)
         except EngineDied:
             # ``_die`` has passed the error to every stream.
             assert self._dead is not None
@@ -266,14 +266,16 @@ class ReferenceEngine:
                 self._current = flight
         return self._current
 
-    async def _advance(self, flight: _Request) -> None:
+    async def _sample(self, flight: _Request) -> None:
         """Sample up to ``rollout.stream_interval`` tokens of a request on the thread, and make a delta of them."""
-        model, it, count = self._loaded(), flight.it, self._config.rollout.stream_interval
+        model, continuation, count = self._loaded(), flight.continuation, self._config.rollout.stream_interval
         self._interrupt.clear()
         self._computing = True
         try:
             sampled = await self._compute(
-                f"request {flight.id}", lambda: model.advance(it, count, self._interrupt.is_set), self._timeout_s
+                f"request {flight.id}",
+                lambda: model.advance(continuation, count, self._interrupt.is_set),
+                self._timeout_s,
             )
         finally:
             self._computing = False
@@ -301,11 +303,11 @@ class ReferenceEngine:
         """
         self._require_alive()
         computing = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        computing.add_done_callback(_look_at)
-        fed = -1
+        computing.add_done_callback(_retrieve_exception)
+        portions = -1
         while not computing.done():
             # The deadline is for progress: each portion that the model is fed renews it.
-            if fed == (fed := self._fed):
+            if portions == (portions := self._portions):
                 raise self._die(f"did nothing for {what} for {timeout_s:g} s")
             await asyncio.wait([computing], timeout=timeout_s)
         self._require_alive()
@@ -317,7 +319,7 @@ class ReferenceEngine:
             raise self._die(f"failed at {what}: {error!r}") from error
 
     @property
-    def _fed(self) -> int:
+    def _portions(self) -> int:
         return 0 if self._model is None else self._model.fed
 
     def _loaded(self) -> Model:
@@ -338,7 +340,7 @@ class ReferenceEngine:
             if mode == "abort":
                 await self.abort(list(self._flights))
         # This wait ends, because every sequence ends and ``_die`` sets the event.
-        await self._at_rest.wait()
+        await self._idle.wait()
         self._require_alive()
         self._paused = self._admitting = True
 
@@ -376,9 +378,9 @@ class ReferenceEngine:
         self._version = version
         for flight in self._flights.values():
             if recompute_kv:
-                flight.it.forget()
+                flight.continuation.forget()
             # A request without keys and values computes all of them under the new weights.
-            flight.stale = flight.it.seen > 0
+            flight.stale = flight.continuation.seen > 0
 
     def _receive(self, weights: BroadcastPart) -> dict[str, Tensor]:
         """Receive the tensors of a broadcast, by name. Runs on a thread."""
@@ -408,7 +410,7 @@ def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors}
 
 
-def _look_at(computing: asyncio.Future[T]) -> None:
+def _retrieve_exception(computing: asyncio.Future[T]) -> None:
     # Retrieves the exception, which asyncio would else log if the task that waited for it was cancelled.
     if not computing.cancelled():
         computing.exception()

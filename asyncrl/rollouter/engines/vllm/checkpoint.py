@@ -151,9 +151,9 @@ def targets(lora: LoraConfig, folder: str) -> list[str] | None:
     Under lora.targets = "all-linear" they come from the folder's safetensors files; None if it has none.
     """
     if lora.targets != "all-linear":
-        return sorted({_last(target) for target in lora.targets})
-    linear = _linear(folder)
-    return None if linear is None else sorted({_last(name) for name in linear if _INDEX.search(name)})
+        return sorted({_last_part(target) for target in lora.targets})
+    matrices = _matrix_shapes(folder)
+    return None if matrices is None else sorted({_last_part(name) for name in matrices if _INDEX.search(name)})
 
 
 def check_adapters(staged: HeldVersion, folder: str, lora: LoraConfig) -> None:
@@ -163,18 +163,20 @@ def check_adapters(staged: HeldVersion, folder: str, lora: LoraConfig) -> None:
     adapter if one has. If the folder has no safetensors files, only the adapters' own shapes are compared.
     """
     layers = _layers(staged.layout, staged.version)
-    linear = _linear(folder)
-    if linear is None:
-        linear = {layer: _shape(staged.layout, layer) for layer in layers}
-    kinds = {_INDEX.sub(".N.", layer) for layer in layers}
+    matrices = _matrix_shapes(folder)
+    if matrices is None:
+        matrices = {layer: _implied_shape(staged.layout, layer) for layer in layers}
+    patterns = {_INDEX.sub(".N.", layer) for layer in layers}
     if lora.targets != "all-linear":
         for target in lora.targets:
-            if not any(_fits(layer, target) for layer in layers):
+            if not any(_matches(layer, target) for layer in layers):
                 raise WeightsCorrupt(f"no layer of lora.targets = {target!r} has an adapter", version=staged.version)
-        linear = {layer: shape for layer, shape in linear.items() if any(_fits(layer, each) for each in lora.targets)}
+        matrices = {
+            layer: shape for layer, shape in matrices.items() if any(_matches(layer, each) for each in lora.targets)
+        }
     expected: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for layer, (out, into) in linear.items():
-        if _INDEX.sub(".N.", layer) in kinds:
+    for layer, (out, into) in matrices.items():
+        if _INDEX.sub(".N.", layer) in patterns:
             a, b = tensor_names(layer)
             expected |= {a: ("adapter", (lora.rank, into)), b: ("adapter", (out, lora.rank))}
     check_complete(staged.version, staged.layout, expected, dtypes=False)
@@ -190,22 +192,22 @@ def _layers(layout: Layout, version: int) -> list[str]:
     return sorted({layer[0] for layer in found.values() if layer is not None})
 
 
-def _last(name: str) -> str:
+def _last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _fits(layer: str, target: str) -> bool:
+def _matches(layer: str, target: str) -> bool:
     # Compares whole parts of the name: proj does not match q_proj.
     return f".{layer}".endswith(f".{target}")
 
 
-def _shape(layout: Layout, layer: str) -> tuple[int, int]:
+def _implied_shape(layout: Layout, layer: str) -> tuple[int, int]:
     """Return the shape [out, in] of a layer as its adapter implies it; 0 for a matrix that is missing."""
     (_, a), (_, b) = (layout.get(name, ("", (0, 0))) for name in tensor_names(layer))
     return (b[0] if b else 0, a[-1] if a else 0)
 
 
-def _linear(folder: str) -> Mapping[str, tuple[int, int]] | None:
+def _matrix_shapes(folder: str) -> Mapping[str, tuple[int, int]] | None:
     """Return the shapes [out, in] of the model's matrices, by layer; None if the folder has no safetensors files."""
     shapes = weight_shapes(folder)
     if shapes is None:

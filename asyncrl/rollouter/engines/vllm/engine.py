@@ -78,7 +78,7 @@ class VllmEngine:
         self._flights: dict[str, _Flight] = {}
         self._kv_tokens = 0
         """Number of tokens that the KV cache holds; 0 if it is not known."""
-        self._heard = 0.0
+        self._last_active = 0.0
         """Time (s, of the event loop) of the engine's last sign of life: a token, its start or a resume."""
         self._paused = False
         self._version = -1
@@ -89,16 +89,16 @@ class VllmEngine:
         """Layout of the last version loaded from staged weights; later versions must have the same."""
         self._update_open = False
         """Whether vLLM has begun a weight update that is not finished."""
-        self._scores = 0
+        self._score_count = 0
         self._folder, self._folder_lock = "", -1
         """Folder of the engine's sockets and temporary files, and the descriptor of its lock."""
         self._eos_token_ids: list[int] = []
         self._launching: asyncio.Future[Any] | None = None
-        self._others: list[BaseProcess] = []
+        self._earlier_children: list[BaseProcess] = []
         """Child processes that were there before the launch."""
         self._cores: list[BaseProcess] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tick: asyncio.TimerHandle | None = None
+        self._silence_timer: asyncio.TimerHandle | None = None
         # vLLM's own classes are known only once it is imported; see launch.py.
         self._llm: Any = None
         self._adapter: Any = None
@@ -128,7 +128,7 @@ class VllmEngine:
             self._vllm = await asyncio.to_thread(_import_vllm)
             self._folder, self._folder_lock = make_scratch_folder()
             # A ``close`` during the launch must not kill these children.
-            self._others = multiprocessing.active_children()
+            self._earlier_children = multiprocessing.active_children()
             async with engine_start(self.name):
                 self._launching = loop.run_in_executor(None, self._launch, model)
                 # The thread cannot be cancelled; ``close`` makes it end.
@@ -146,8 +146,8 @@ class VllmEngine:
         async with self._control("its first call", self._timeout_s):
             # vLLM makes this call at its first request, and keeps the answer; here it has a deadline.
             await llm.get_supported_tasks()
-        self._heard = loop.time()
-        self._look()
+        self._last_active = loop.time()
+        self._check_silence()
 
     def _read_model(self) -> dict[str, Any]:
         self._eos_token_ids = checkpoint.stop_token_ids(self._model_path, required=not self._config.rollout.stops)
@@ -163,9 +163,9 @@ class VllmEngine:
         self._processes.look()
         grace_s = CLOSE_GRACE_S if self._processes.workers and not self._watch.dead else 0.0
         self._watch.declare_dead("it was closed")
-        if self._tick is not None:
-            self._tick.cancel()
-        self._forget_cores()
+        if self._silence_timer is not None:
+            self._silence_timer.cancel()
+        self._unwatch_cores()
         if self._llm is not None and self._llm.output_handler is not None:
             # The handler would log the end of the engine core as an error.
             self._llm.output_handler.cancel()
@@ -178,7 +178,7 @@ class VllmEngine:
         while launching is not None and not launching.done():
             # The launch still runs, and fails at once if its core is killed.
             for child in multiprocessing.active_children():
-                if child.name.startswith(CORE_NAME) and child not in self._others:
+                if child.name.startswith(CORE_NAME) and child not in self._earlier_children:
                     self._processes.adopt([child])
             self._processes.end(0.0)
             time.sleep(0.05)
@@ -212,7 +212,7 @@ class VllmEngine:
             self._watch.declare_dead(f"{what} failed: {error.__cause__ or error}")
             raise self._watch.died() from error
 
-    def _forget_cores(self) -> None:
+    def _unwatch_cores(self) -> None:
         """Stop watching for the end of the engine cores."""
         for core in self._cores:
             assert self._loop is not None
@@ -221,19 +221,19 @@ class VllmEngine:
 
     def _core_ended(self, core: BaseProcess) -> None:
         # The sentinel of an ended process stays readable, so the event loop would call this function again and again.
-        self._forget_cores()
+        self._unwatch_cores()
         # None if vLLM, which watches the core too, has collected the exit code.
         code = core.exitcode
         self._watch.declare_dead("its engine core ended" + ("" if code is None else f" with exit code {code}"))
 
-    def _look(self) -> None:
+    def _check_silence(self) -> None:
         """Declare the engine dead if it has requests and has sampled nothing for too long; else check again later."""
         assert self._loop is not None
-        silent_s = self._loop.time() - self._heard
+        silent_s = self._loop.time() - self._last_active
         if self._flights and not self._paused and silent_s > self._timeout_s:
             self._watch.declare_dead(f"has sampled nothing for {silent_s:.0f} s with {len(self._flights)} requests")
         else:
-            self._tick = self._loop.call_later(self._timeout_s / 4, self._look)
+            self._silence_timer = self._loop.call_later(self._timeout_s / 4, self._check_silence)
 
     def _fail_streams(self, _reason: str) -> None:
         if self._llm is not None:
@@ -249,11 +249,11 @@ class VllmEngine:
         assert request.id not in self._flights, f"request {request.id} is in flight already"
         # An idle engine samples nothing; its silence counts from its first request on.
         if not self._flights:
-            self._heard = loop.time()
+            self._last_active = loop.time()
         flight = self._flights[request.id] = _Flight(len(request.prompt_ids))
         try:
             outputs = llm.generate(
-                vllm.tokens_input(_plain(request.prompt_ids), cache_salt=request.cache_salt or None),
+                vllm.tokens_input(_to_list(request.prompt_ids), cache_salt=request.cache_salt or None),
                 sampling(vllm, request, self._eos_token_ids, self._stream_interval),
                 request.id,
                 lora_request=self._adapter,
@@ -261,22 +261,24 @@ class VllmEngine:
             )
             async with aclosing(outputs):
                 async for output in outputs:
-                    self._heard = loop.time()
-                    done = output.outputs[0]
-                    reason = done.finish_reason
-                    flight.tokens += len(done.token_ids)
+                    self._last_active = loop.time()
+                    completion = output.outputs[0]
+                    reason = completion.finish_reason
+                    flight.tokens += len(completion.token_ids)
                     cached = output.num_cached_tokens or 0
                     if reason is None:
-                        yield TokenDelta(tokens=done.token_ids, logprobs=done.logprobs.logprobs, cached_tokens=cached)
+                        yield TokenDelta(
+                            tokens=completion.token_ids, logprobs=completion.logprobs.logprobs, cached_tokens=cached
+                        )
                         continue
                     if reason not in ("stop", "length", "abort"):
                         self._watch.declare_dead(f"it ended request {request.id} with {reason!r}")
                         raise self._watch.died()
                     yield TokenDelta(
-                        tokens=done.token_ids,
-                        logprobs=done.logprobs.logprobs,
+                        tokens=completion.token_ids,
+                        logprobs=completion.logprobs.logprobs,
                         finish_reason=reason,
-                        spans=_spans(done.weight_versions, flight),
+                        spans=_spans(completion.weight_versions, flight),
                         cached_tokens=cached,
                     )
         except vllm.VLLMClientError as error:
@@ -294,13 +296,13 @@ class VllmEngine:
     async def score(self, ids: Sequence[int]) -> list[float]:
         if len(ids) < 2:
             return []
-        self._scores += 1
+        self._score_count += 1
         final: Any = None
         async with self._control("a score", self._timeout_s):
             try:
-                prompt = self._vllm.tokens_input(_plain(ids))
+                prompt = self._vllm.tokens_input(_to_list(ids))
                 params = scoring(self._vllm)
-                name = f"score/{self._scores}"
+                name = f"score/{self._score_count}"
                 outputs = self._llm.generate(prompt, params, name, lora_request=self._adapter, priority=FIRST)
                 async for output in outputs:
                     final = output
@@ -313,7 +315,7 @@ class VllmEngine:
     # --- weights ---
 
     async def pause(self, mode: PauseMode) -> None:
-        # Requests may take any time to finish; ``_look`` finds an engine that stops sampling.
+        # Requests may take any time to finish; ``_check_silence`` finds an engine that stops sampling.
         deadline_s = None if mode == "wait" else self._timeout_s
         async with self._control("a pause", deadline_s):
             # Not vLLM's pause_generation, which then waits for another 20 ms.
@@ -329,7 +331,7 @@ class VllmEngine:
         async with self._control("a resume", self._timeout_s):
             await self._llm.resume_generation()
         # A paused engine samples nothing; its silence counts from here on.
-        self._heard = self._loop.time()
+        self._last_active = self._loop.time()
         self._paused = False
 
     async def accept(self, staged: HeldVersion) -> None:
@@ -350,9 +352,9 @@ class VllmEngine:
         # The caller's own deadline is the same and began earlier, with the pause, so normally it ends the wait.
         async with self._control(f"the load of version {version}", self._config.weights.deadline_s):
             try:
-                failure = await self._give(weights)
+                failure = await self._send_weights(weights)
                 if failure:
-                    raise self._not_loaded(weights, failure)
+                    raise self._load_error(weights, failure)
                 if recompute_kv and not await self._llm.reset_prefix_cache(reset_running_requests=True):
                     raise WeightsCorrupt("vLLM did not drop its KV cache", version=version)
                 if self._loads_adapters:
@@ -365,7 +367,7 @@ class VllmEngine:
             except Exception as error:
                 # An error of the call itself, not a failure that a worker returned: vLLM has ended the update.
                 self._update_open = False
-                raise self._not_loaded(weights, str(error)) from error
+                raise self._load_error(weights, str(error)) from error
         self._update_open = False
         if isinstance(weights, HeldVersion):
             self._layout = weights.layout
@@ -376,23 +378,23 @@ class VllmEngine:
                 flight.stale.add(version)
         self._version = version
 
-    def _not_loaded(self, weights: HeldVersion | BroadcastPart, why: str) -> BroadcastFailed | WeightsCorrupt:
+    def _load_error(self, weights: HeldVersion | BroadcastPart, why: str) -> BroadcastFailed | WeightsCorrupt:
         if isinstance(weights, BroadcastPart):
             return BroadcastFailed(weights.version, f"engine {self.name}: {why}")
         return WeightsCorrupt(f"engine {self.name} could not load them: {why}", version=weights.version)
 
-    async def _give(self, weights: HeldVersion | BroadcastPart) -> str:
+    async def _send_weights(self, weights: HeldVersion | BroadcastPart) -> str:
         """Have all workers load the weights; returns a worker's reason for its failure, "" if all succeeded."""
         if self._loads_adapters:
             assert isinstance(weights, HeldVersion), "adapters are not broadcast"
             update = adapter_update(weights, self._config)
-            return _first(await self._llm.collective_rpc("load_adapter", kwargs=update))
+            return _first_failure(await self._llm.collective_rpc("load_adapter", kwargs=update))
         if not self._update_open:
             self._update_open = True
             await self._llm.start_weight_update()
         info = {"version": weights.version, **update_info(weights)}
         await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(update_info=info))
-        return _first(await self._llm.collective_rpc("update_failure"))
+        return _first_failure(await self._llm.collective_rpc("update_failure"))
 
     async def checksum(self) -> str:
         """Return a checksum of the weights of all workers, and of the adapter as published.
@@ -410,7 +412,7 @@ def _import_vllm() -> Any:
     return launch
 
 
-def _first(failures: list[str]) -> str:
+def _first_failure(failures: list[str]) -> str:
     """Return the first failure among the workers' answers; "" if none failed."""
     return next(filter(None, failures), "")
 
@@ -424,7 +426,7 @@ def _spans(versions: Any, flight: _Flight) -> list[VersionSpan]:
     return spans
 
 
-def _plain(ids: Sequence[int]) -> list[int]:
+def _to_list(ids: Sequence[int]) -> list[int]:
     # vLLM's serialiser does not know numpy's integers.
     return ids.tolist() if hasattr(ids, "tolist") else list(ids)
 

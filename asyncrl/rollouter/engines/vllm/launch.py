@@ -113,8 +113,8 @@ def _require_lora_support(model: dict[str, Any]) -> None:
     for architecture in model.get("architectures") or ():
         known = ModelRegistry.models.get(architecture)
         if known is not None and not supports_lora(known.load_model_cls()):
-            told = f'vLLM\'s {architecture} takes no adapters; set lora.publish to "merged"'
-            raise ConfigError([f"model.path: {told}"])
+            problem = f'vLLM\'s {architecture} takes no adapters; set lora.publish to "merged"'
+            raise ConfigError([f"model.path: {problem}"])
 
 
 def adapter_request(config: Config, folder: str) -> LoRARequest | None:

@@ -95,24 +95,24 @@ def make_scratch_folder() -> tuple[str, int]:
     long as the folder is used. The name has the PID: asyncrl-engine-PID-... In other containers the PID means nothing,
     so the lock shows that the folder is in use. Raises OSError.
     """
-    _remove_scratch_of_the_dead()
+    _remove_leftover_folders()
     prefix = f"{SCRATCH_PREFIX}{os.getpid()}-"
     parent = tempfile.gettempdir()
     # 8 random characters, and 36 for a socket's name.
     if len(parent) + len(prefix) + 8 + 36 + 2 > SOCKET_PATH_LIMIT:
         parent = SHORT_PARENT
     # Renamed only once it is locked, so that no other process removes it before.
-    made = tempfile.mkdtemp(prefix="asyncrl-new-", dir=parent)
-    lock = os.open(os.path.join(made, SCRATCH_LOCK), os.O_RDWR | os.O_CREAT, 0o600)
+    unnamed = tempfile.mkdtemp(prefix="asyncrl-new-", dir=parent)
+    lock = os.open(os.path.join(unnamed, SCRATCH_LOCK), os.O_RDWR | os.O_CREAT, 0o600)
     # On a file system without locks, ``lock_is_free`` is False too.
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    folder = os.path.join(parent, prefix + made[-8:])
-    os.rename(made, folder)
+    folder = os.path.join(parent, prefix + unnamed[-8:])
+    os.rename(unnamed, folder)
     return folder, lock
 
 
-def _remove_scratch_of_the_dead() -> None:
+def _remove_leftover_folders() -> None:
     """Remove the engine folders whose process is dead and whose lock is free."""
     parents = {tempfile.gettempdir(), SHORT_PARENT}
     for folder in (each for parent in parents for each in Path(parent).glob(f"{SCRATCH_PREFIX}*")):
@@ -256,28 +256,28 @@ def judge(config: Config, model: dict[str, Any]) -> Unserved | None:
     longest = config.rollout.engine_context or config.longest_sequence
     text = model.get("text_config") or model
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type")
+    rope_type = rope.get("rope_type") or rope.get("type")
     original = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
-    if kind == "dynamic":
-        told = "its rotary positions are dynamic: the learner stretches them by the length of each row, vLLM always"
-        return Unserved(told, "choose a model with another rope_type")
-    if kind == "longrope" and isinstance(original, int) and longest > original:
-        told = (
+    if rope_type == "dynamic":
+        problem = "its rotary positions are dynamic: the learner stretches them by the length of each row, vLLM always"
+        return Unserved(problem, "choose a model with another rope_type")
+    if rope_type == "longrope" and isinstance(original, int) and longest > original:
+        problem = (
             f"its rotary positions are longrope: past {original} tokens the learner uses the long factors in rows that "
             f"long alone, and vLLM in all, because its context has {longest}"
         )
         fix = f"lower data.max_prompt_tokens and rollout.max_tokens (and those of eval) to {original} together"
-        return Unserved(told, fix)
+        return Unserved(problem, fix)
     if any("experts" in key and isinstance(count, int) and count > 1 for key, count in text.items()):
-        told = (
+        problem = (
             "it is a mixture of experts: on CPUs no update reaches the packed experts of vLLM, and elsewhere learner "
             "and vLLM would choose experts each for themselves, since the routes are not replayed"
         )
         fix = 'choose a dense model, or rollout.engine = "reference", which computes with the learner\'s code'
-        return Unserved(told, fix)
+        return Unserved(problem, fix)
     if text.get("model_type") in ALWAYS_TIED and not text.get("tie_word_embeddings", True):
-        told = f"its head is not tied to its embedding, and vLLM knows {text['model_type']} with a tied head alone"
-        return Unserved(told, "choose the model with tie_word_embeddings = true")
+        problem = f"its head is not tied to its embedding, and vLLM knows {text['model_type']} with a tied head alone"
+        return Unserved(problem, "choose the model with tie_word_embeddings = true")
     named = [name for name in model.get("architectures") or () if name in WITHOUT_ADAPTERS]
     if named and config.publishes_adapter:
         fix = 'set lora.publish to "merged": engines then get whole weights with the adapters added in'

@@ -85,8 +85,8 @@ def _replace(manager: Any, layers: dict[str, Matrices]) -> None:
 
     Raises RuntimeError; the previous adapter stays only if no layer was changed yet.
     """
-    homes = _homes(manager)
-    if unknown := sorted(layers.keys() - homes.keys()):
+    modules = _modules_of_layers(manager)
+    if unknown := sorted(layers.keys() - modules.keys()):
         raise RuntimeError(f"vLLM has no place for adapters on {len(unknown)} of {len(layers)} layers: {unknown[:3]}")
     ranks = {len(a) for a, _ in layers.values()}
     if len(ranks) != 1:
@@ -97,14 +97,14 @@ def _replace(manager: Any, layers: dict[str, Matrices]) -> None:
     try:
         manager.add_adapter(LoRAModel(ADAPTER_ID, rank, loras))
         manager.activate_adapter(ADAPTER_ID)
-        if absent := sorted(_absent(manager, homes, layers)):
-            raise RuntimeError(f"vLLM did not take over the adapters of {len(absent)} layers: {absent[:3]}")
+        if differing := sorted(_differing_layers(manager, modules, layers)):
+            raise RuntimeError(f"vLLM did not take over the adapters of {len(differing)} layers: {differing[:3]}")
     except BaseException:
         manager.remove_adapter(ADAPTER_ID)
         raise
 
 
-def _homes(manager: Any) -> dict[str, str]:
+def _modules_of_layers(manager: Any) -> dict[str, str]:
     """Return the module of vLLM's model that computes each layer of the checkpoint.
 
     One module may compute several layers, such as q_proj, k_proj and v_proj, as slices in this order.
@@ -112,14 +112,14 @@ def _homes(manager: Any) -> dict[str, str]:
     return {layer: module for module in manager.modules for layer in manager.packed_modules.get(module) or [module]}
 
 
-def _absent(manager: Any, homes: dict[str, str], layers: dict[str, Matrices]) -> Iterator[str]:
+def _differing_layers(manager: Any, modules: dict[str, str], layers: dict[str, Matrices]) -> Iterator[str]:
     """Yield the layers whose buffers differ from the published matrices, or from zeros if the layer has no adapter.
 
-    ``homes`` is the module of each layer.
+    ``modules`` has the module of each layer.
     """
     slot = manager.lora_index_to_id.index(ADAPTER_ID)
     parts: dict[str, list[str]] = {}
-    for layer, module in homes.items():
+    for layer, module in modules.items():
         parts.setdefault(module, []).append(layer)
     for name, module in manager.modules.items():
         names = parts[name]
