@@ -91,6 +91,7 @@ class Rollouter(Actor):
     # --- life ---
 
     async def setup(self) -> None:
+        """Load the tokenizer, make the player and the group runner, and start the engine."""
         # Connected first, because the HELLO shows them at once that an earlier incarnation of this rollouter is dead.
         self.peer(PARAMETER_SERVER).connect()
         self.peer(DATALOADER).connect()
@@ -132,6 +133,7 @@ class Rollouter(Actor):
         return EpisodePlayer(self.config, self._sessions, hosts, clock=self.clock, places=places, faults=faults)
 
     async def run(self) -> None:
+        """Generate and follow weight updates until the drain; then cancel the groups and return the held leases."""
         groups = self._groups
         work = [self._follower.run(), groups.take_leases(self.tasks), groups.log_running(), self._report_stats()]
         if self.config.rollout.concurrency == "auto":

@@ -150,6 +150,7 @@ class _Gathering(Generic[T]):
             return TrajectoryGroup([], [error])
 
     async def _after(self, group: TrajectoryGroup[T]) -> list[TrajectoryGroup[T]]:
+        """Call ``after_each`` and return the groups that it keeps; if it raises, the group is lost."""
         if self._after_each is None:
             return [group]
         # ``after_each`` may change the group that it is given.

@@ -80,6 +80,8 @@ class PrefixCache:
 
 @dataclass(slots=True)
 class _SimRequest:
+    """A request; ``submit`` has decided how many tokens it samples, and where they come from."""
+
     id: str
     prompt: Sequence[int]
     salt: str
@@ -94,7 +96,7 @@ class _SimRequest:
     offset: int
     """Index of its first token in the tables."""
     first_step: int = 0
-    """Number of decode steps that the batch did before the first one of this request."""
+    """Number of decode steps of the batch before its first one."""
     cached: int = 0
     """Number of prompt tokens that were in the prefix cache."""
     sent: int = 0
@@ -143,7 +145,9 @@ class Batch:
         self._interval = stream_interval
         self._crash_after = crash_after
         self._running: dict[str, _SimRequest] = {}
+        # Heap: priority, arrival, request.
         self._waiting: list[tuple[int, int, _SimRequest]] = []
+        # Heap: decode step at which the request ends, arrival, request.
         self._ends: list[tuple[int, int, _SimRequest]] = []
         self._arrivals = 0
         self._reserved = 0
@@ -180,7 +184,7 @@ class Batch:
     # --- requests ---
 
     def submit(self, now: float, request: GenerationRequest) -> None:
-        """Decide how the request's response will end, and queue the request.
+        """Decide how many tokens the request samples, and queue it.
 
         Raises ValueError for an empty prompt or a request for no token.
         """
@@ -308,7 +312,6 @@ class Batch:
             self._admit(self._next_step_at)
 
     def _step_s(self) -> float:
-        """Duration of a decode step (s) with the present requests."""
         return self._config.decode_step_s + (len(self._running) - 1) * self._config.decode_step_per_request_s
 
     def _next_end(self) -> int:

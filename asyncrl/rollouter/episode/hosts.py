@@ -80,8 +80,8 @@ class RunHosts:
 def shares(own: str, rollouters: Sequence[str], hosts: Sequence[str], room: int) -> dict[str, int]:
     """Return how many episodes the rollouter ``own`` may have at each of the shared ``hosts``.
 
-    Each host's ``room`` is divided equally among ``rollouters``, all of the run, in the same order everywhere. The rest
-    of the division goes to different rollouters at different hosts.
+    Each host's ``room`` is divided equally among all ``rollouters``, in the same order everywhere. The rest of the
+    division goes to different rollouters at different hosts.
     """
     rank, count = rollouters.index(own), len(rollouters)
     whole, rest = divmod(room, count)

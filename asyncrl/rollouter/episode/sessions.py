@@ -78,9 +78,9 @@ class Session:
         """Number of calls so far with each prompt, by its digest."""
 
     def key_of(self, prompt: Prompt) -> str:
-        """Make the name of a call, unique in the run, from its prompt and how often that prompt came before.
+        """Make the name of a call from its prompt, and count how often that prompt came.
 
-        So the names, and the seeds made from them, do not depend on the timing of parallel calls.
+        So the name, which gives the seed, does not depend on the timing of parallel calls.
         """
         digest = hashlib.blake2b(np.array(prompt.ids, np.int32).tobytes(), digest_size=8).digest()
         self._prompt_counts[digest] += 1
@@ -105,7 +105,7 @@ class Session:
         return EpisodeOver(reason)
 
     def fail(self, failure: TrajectoryFailed) -> EpisodeOver:
-        """Note that no attempt at the lease can succeed; returns the error to raise."""
+        """Note why no attempt at the lease can succeed; returns the error to raise."""
         self.failure = failure
         self.note()
         return EpisodeOver(str(failure))
@@ -264,10 +264,7 @@ class Sessions:
         return turn
 
     async def _answer(self, session: Session, call: _Call, request: Chat) -> ChatReply:
-        """Make the prompt, sample the answer and commit it; a repeated call keeps its prompt and sampled tokens.
-
-        If that fails, the session's stages note that the call ended without an answer.
-        """
+        """Make the prompt, sample the answer and commit it. A repeated call keeps its prompt and sampled tokens."""
         stages, now = session.stages, self._clock.now
         account = call.account
         try:

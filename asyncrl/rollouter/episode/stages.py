@@ -84,10 +84,7 @@ class Stages:
         return self._over is None and 0 < left <= len(self._calls)
 
     def call(self, call: str, now: float) -> None:
-        """Note that a call of the policy arrives, in phase ``queue``.
-
-        Raises EpisodeOver if the episode is over; without a turn left it is over from then on.
-        """
+        """Note that a call of the policy arrives. Raises EpisodeOver if the episode is over or has no turn left."""
         self.begin(now)
         assert not self.all_turns_asked, "a call for which no turn is left waits"
         if self._over is None and self.turns >= self._config.max_turns:

@@ -375,6 +375,7 @@ class EngineHost:
             self._states.enter("generating")
 
     def _leave(self, uid: str) -> None:
+        """Note that a submission has left the engine; after the last one, enter the state that follows."""
         self._running[uid] -= 1
         if not self._running[uid]:
             del self._running[uid], self._inside[uid]
@@ -389,7 +390,6 @@ class EngineHost:
                 self._states.enter("paused", "weights")
 
     def _stop_admitting(self) -> None:
-        """Admit nothing more, and end the sampling interval."""
         self._open.clear()
         self._close_interval()
 

@@ -85,7 +85,7 @@ class CallAccount:
         self._number = number
         self._asked_at = sample.elapsed()
         self._prompt_facts: tuple[Any, ...] = ()
-        """The facts of ``prompted``."""
+        """Facts of the call's prompt, for its event."""
         self._response_facts: tuple[Any, ...] = ()
         """The number of tokens, finish reason and version spans of the finished response."""
         self._begun = False

@@ -107,6 +107,7 @@ class Slots:
         return self._unused - 1
 
     async def _enter(self) -> None:
+        """Take a free slot, or wait in the queue for one."""
         if self.taken < self.size and not self._waiters:
             self.taken += 1
             return

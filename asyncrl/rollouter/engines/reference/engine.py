@@ -257,7 +257,7 @@ class ReferenceEngine:
             assert self._dead is not None
 
     def _next(self) -> _Request | None:
-        """Return the request to sample for: the begun one, else the next of the heap; None while paused."""
+        """Return the request to sample for: the begun one, else the next of the heap."""
         if self._paused:
             return None
         while self._current is None and self._admitting and self._waiting:
@@ -306,7 +306,7 @@ class ReferenceEngine:
         computing.add_done_callback(_retrieve_exception)
         portions = -1
         while not computing.done():
-            # The deadline is for progress: each portion that the model is fed renews it.
+            # The deadline is for progress: each portion (model.py) renews it.
             if portions == (portions := self._portions):
                 raise self._die(f"did nothing for {what} for {timeout_s:g} s")
             await asyncio.wait([computing], timeout=timeout_s)
@@ -357,6 +357,7 @@ class ReferenceEngine:
             await asyncio.to_thread(checkpoint.check_layout, staged, self._folder)
 
     async def load(self, weights: HeldVersion | BroadcastPart, *, recompute_kv: bool) -> None:
+        """Copy or receive the tensors, load them into the model, and mark the kept requests."""
         self._require_alive()
         model, version = self._model, weights.version
         assert model is not None, "not started"

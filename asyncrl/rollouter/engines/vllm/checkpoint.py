@@ -121,7 +121,6 @@ def check_layout(staged: HeldVersion, folder: str) -> None:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Read the header of a safetensors file. Raises ConfigError if it has none."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         # The shortest header is {}, 2 bytes.
@@ -132,7 +131,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Read a JSON file; None if it is missing. Raises ConfigError if it is unreadable."""
+    """Read a JSON file; None if it is missing."""
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:

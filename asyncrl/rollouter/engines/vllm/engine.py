@@ -79,7 +79,7 @@ class VllmEngine:
         self._kv_tokens = 0
         """Number of tokens that the KV cache holds; 0 if it is not known."""
         self._last_active = 0.0
-        """Time (s, of the event loop) of the engine's last sign of life: a token, its start or a resume."""
+        """Time (s) of the engine's last sign of life: its start, a resume or an output."""
         self._paused = False
         self._version = -1
         self._loads_adapters = config.publishes_adapter
@@ -107,7 +107,7 @@ class VllmEngine:
 
     @property
     def kv_use(self) -> float | None:
-        """An estimate by the tokens of the requests in flight; a prompt that several requests share counts for each."""
+        """An estimate by the tokens of the requests in flight; it counts a shared prompt for each of them."""
         room = self._kv_tokens
         return min(1.0, sum(flight.tokens for flight in list(self._flights.values())) / room) if room else None
 
@@ -119,6 +119,7 @@ class VllmEngine:
     # --- life ---
 
     async def start(self) -> None:
+        """Import vLLM, launch the engine in its own folder, bind it to CPU cores and watch its processes."""
         loop = self._loop = asyncio.get_running_loop()
         for variable, value in environment(self._config).items():
             os.environ.setdefault(variable, value)
@@ -200,10 +201,10 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _control(self, what: str, deadline_s: float | None) -> AsyncIterator[None]:
-        """Guard a control call inside the ``async with``: it has ``deadline_s`` seconds, None: no deadline of its own.
+        """Guard a control call inside the ``async with``; ``what`` names it in errors.
 
-        ``what`` names the call in errors. Declares the engine dead after the deadline or if vLLM reports that it is
-        dead. Raises EngineDied.
+        After ``deadline_s`` seconds (None: no deadline), or if vLLM reports its death, it declares the engine dead and
+        raises EngineDied.
         """
         try:
             async with self._watch.guard(what, deadline_s):
@@ -213,7 +214,6 @@ class VllmEngine:
             raise self._watch.died() from error
 
     def _unwatch_cores(self) -> None:
-        """Stop watching for the end of the engine cores."""
         for core in self._cores:
             assert self._loop is not None
             self._loop.remove_reader(core.sentinel)
@@ -242,6 +242,7 @@ class VllmEngine:
     # --- requests ---
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        """Submit a request to vLLM and yield its outputs as deltas."""
         self._watch.require_alive()
         llm, vllm, loop = self._llm, self._vllm, self._loop
         assert loop is not None, "not started"
@@ -347,6 +348,7 @@ class VllmEngine:
             checkpoint.check_layout(staged, self._model_path)
 
     async def load(self, weights: HeldVersion | BroadcastPart, *, recompute_kv: bool) -> None:
+        """Have the workers load the weights, drop the KV cache if asked to, and set vLLM's version."""
         version = weights.version
         assert self._paused, "only a paused engine may load"
         # The caller's own deadline is the same and began earlier, with the pause, so normally it ends the wait.

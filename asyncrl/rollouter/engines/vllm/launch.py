@@ -132,7 +132,6 @@ def kv_tokens(llm: AsyncLLM) -> int:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the ``with``, and restore them afterwards."""
     before = {variable: os.environ.get(variable) for variable in variables}
     os.environ.update(variables)
     try:

@@ -141,7 +141,6 @@ class ClaimedCores:
 
 
 def _claim(core: int) -> socket.socket | None:
-    """Claim a core by binding a socket; None if another process has claimed it."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         claim.bind(f"\0{NAME}-{core}")

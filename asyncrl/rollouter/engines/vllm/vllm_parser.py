@@ -103,7 +103,6 @@ class VllmParser:
         return reasoning or None, content or "", calls
 
     def _begins_call(self, text: str) -> bool:
-        """Whether the text has a token that starts a tool call."""
         parser = self._class(self._tokenizer, None).tool_parser
         names = ("tool_call_start_token", "bot_token", "tool_calls_start_token")
         starts = (getattr(parser, name, None) for name in names)
