@@ -87,7 +87,7 @@ class HeldLeases:
         samples = self._config.rollout.samples_per_prompt
         with self._awaits.on(DATALOADER, "RequestLeases", idle=True) as requesting:
             while not self.closed:
-                # Groups that fit, rounded up: the samples of the last one that wait keep every slot busy.
+                # Number of groups that fit, rounded up, so that waiting samples of the last one keep every slot busy.
                 free = -((self.generating - self._places.size) // samples)
                 if free < 1:
                     # Nothing is awaited since ``free`` was computed, so no ``set`` is lost.
@@ -100,7 +100,7 @@ class HeldLeases:
                 if reply.leases:
                     requesting.renew()
                 for lease in reply.leases:
-                    # Also for a lease that is held already: the dataloader repeats it until its number is seen.
+                    # Before the check below, because the dataloader repeats a lease until ``_seen`` covers its number.
                     self._seen = max(self._seen, lease.number)
                     if lease.uid not in self.held:
                         self._take(lease)
@@ -133,7 +133,7 @@ class HeldLeases:
                 # Leases in a lost reply are repeated, because ``seen`` does not cover them.
                 return None
             found: NewLeases = call.result()
-            # A lease of a replaced dataloader is unknown to its successor, which may use the same number again.
+            # A replaced dataloader's lease does not count: its successor may give the same number to another lease.
             return found if call.answered_by >= self._dataloader else None
         except (DeadlineExceeded, RemoteError) as error:
             await wait_out(self._log, "dataloader", error)

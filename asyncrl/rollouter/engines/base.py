@@ -169,7 +169,7 @@ class DeltaStream:
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, delta: TokenDelta) -> None:
-        """Add a delta, and wake the reader. Nothing follows a delta with a finish reason."""
+        """Add a delta to the one not fetched yet, and wake the reader. Nothing follows after a finish reason."""
         held = self._pending
         if held is not None:
             delta = TokenDelta(

@@ -87,6 +87,7 @@ def past_rewards(rewards: Mapping[int, float], lineage: Iterable[int]) -> dict[i
     """
     lines = list(lineage)
     total = sum(rewards.values())
+    # For each node: its reward and those of the nodes after it.
     due = [0.0] * len(lines)
     for rewarded, value in rewards.items():
         line = lines[rewarded]

@@ -108,8 +108,8 @@ class Drift:
 def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequence[Sample | None]) -> Drift:
     """Compare an engine's answers to the probe with the learner's log-probs.
 
-    ``scores`` has for each sequence the log-probs of all tokens but the first, ``samples`` for each of the probe's
-    places the sampled token, or None. Raises ValueError if their numbers do not match the probe.
+    ``scores`` has the log-probs of each sequence's tokens, except the first; ``samples`` has the token sampled at each
+    of the probe's places, or None. Raises ValueError if their numbers do not match the probe.
     """
     found = [np.array(each, np.float64) for each in scores]
     if [len(each) + 1 for each in found] != probe.lengths.tolist() or len(samples) != len(probe.places):

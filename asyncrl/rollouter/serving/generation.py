@@ -87,9 +87,9 @@ class Response:
         self._submission_version = version
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], decode: Decode) -> bool:
-        """Append the tokens of a delta; returns True if a stop string ends the response within it.
+        """Append the tokens of a delta, up to ``max_tokens``; returns True if a stop string ends the response.
 
-        Then the tokens after the one that completes the stop string are dropped.
+        In that case it drops the tokens after the one that completes the stop string.
         """
         assert len(tokens) == len(logprobs)
         before = len(self.tokens)
@@ -248,6 +248,7 @@ class PolicyCall:
     async def _submit(self, request: GenerationRequest, response: Response) -> bool:
         """Run one submission to its end and extend ``response``; returns False if the engine died before the end."""
         stopped = ended = False
+        # ``known``: number of tokens whose version is known even without version spans; see ``cut_submission``.
         loads, known = self._host.loads, len(response.tokens)
         prompt, lost = len(request.prompt_ids) - known, response.lost(self._host.version)
         try:
@@ -257,7 +258,7 @@ class PolicyCall:
                         stopped = response.extend(delta.tokens, delta.logprobs, self._tokenizer.decode)
                         version = delta.spans[-1].version if delta.spans else self._host.version
                         response.computed, response.computed_at = prompt + len(response.tokens), version
-                        # No load since the submission began: all tokens so far have the version that it began with.
+                        # Without a load since it began, all tokens of the submission have the version of its beginning.
                         if self._host.loads == loads:
                             known = len(response.tokens)
                         self._watch.sampled(response)

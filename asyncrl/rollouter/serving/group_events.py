@@ -36,7 +36,7 @@ class SampleAccount:
         self.attempts = 0
         """Number of episodes that were begun for the sample."""
         self.host = ""
-        """Episode host of the newest of them."""
+        """Host of the newest of these episodes."""
         self.failed_attempts = 0
         self.elapsed = elapsed
 

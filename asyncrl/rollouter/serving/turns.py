@@ -102,9 +102,9 @@ class EngineTurns:
     # --- deaths ---
 
     def died(self, inside: Sequence[Lease], reason: str) -> None:
-        """Count an engine's death against the leases that were in it (``inside``), and decide whether it is excused.
+        """Count an engine's death against the leases that were in it (``inside``), and set ``excused``.
 
-        Samples of a lease that ran alone then wait behind the other leases.
+        If a lease ran alone, its samples now wait behind the other leases.
         """
         alone = bool(inside) and self.lone is not None
         for lease in inside:

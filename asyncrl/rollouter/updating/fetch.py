@@ -199,9 +199,9 @@ class _Stream:
         return asyncio.get_running_loop().time()
 
     async def run(self) -> HeldVersion:
-        """Cut all buckets into chunks and fetch these with several tasks. Raises as the module says.
+        """Cut all buckets into chunks, fetch these with several tasks, and return the version.
 
-        ``weights.deadline_s`` counts from the last chunk that arrived.
+        ``weights.deadline_s`` counts from the last chunk that arrived. Raises as the module says.
         """
         for index, bucket in enumerate(self._buckets):
             self._missing_bytes[index] = bucket.size

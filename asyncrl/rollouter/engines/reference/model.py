@@ -86,6 +86,7 @@ class Model:
             self._settings: Any = transformers.AutoConfig.from_pretrained(
                 config.path, local_files_only=True, trust_remote_code=config.trust_remote_code
             )
+            # Made without memory, only to find its class.
             with torch.device("meta"):
                 auto: Any = transformers.AutoModelForCausalLM
                 empty = auto.from_config(self._settings, trust_remote_code=config.trust_remote_code)

@@ -108,6 +108,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.failure = str(error) or type(error).__name__
 
     def _receive(self, update_info: UpdateInfo) -> None:
+        """Load a version from shared memory or from a broadcast. Raises the errors of both."""
         if update_info.manifest is not None:
             manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
             with self._reload() as load:
