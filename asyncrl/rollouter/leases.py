@@ -132,9 +132,9 @@ class HeldLeases:
             if not call.done():
                 # Leases in a lost reply are repeated, because ``seen`` does not cover them.
                 return None
-            found: NewLeases = call.result()
+            reply: NewLeases = call.result()
             # A replaced dataloader's lease does not count: its successor may give the same number to another lease.
-            return found if call.answered_by >= self._dataloader else None
+            return reply if call.answered_by >= self._dataloader else None
         except (DeadlineExceeded, RemoteError) as error:
             await wait_out(self._log, "dataloader", error)
             return None

@@ -29,10 +29,10 @@ def engine_parsers(config: Config) -> EngineParsers | None:
         return None
 
     def make(tool_parser: str | None, reasoning_parser: str | None) -> AnswerParser:
-        made: AnswerParser = _load(parsers)(
+        parser: AnswerParser = _load(parsers)(
             model.path, tool_parser, reasoning_parser, trust_remote_code=model.trust_remote_code
         )
-        return made
+        return parser
 
     return make
 

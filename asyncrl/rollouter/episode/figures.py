@@ -91,12 +91,12 @@ class EpisodeFigures:
         at[self._scored_by] += scoring
         for state in (*STATES, *list(self._tools.values())):
             at.setdefault(state, 0)
-        found = {f"rollout/episodes_at/{state}": float(number) for state, number in at.items()}
-        found["rollout/episodes"] = float(at.total())
-        found["rollout/episodes_oldest_s"] = oldest_s
+        gauges = {f"rollout/episodes_at/{state}": float(number) for state, number in at.items()}
+        gauges["rollout/episodes"] = float(at.total())
+        gauges["rollout/episodes_oldest_s"] = oldest_s
         if self._linear:
-            found["rollout/cost_factor"] = self._computed / self._linear
-        return found
+            gauges["rollout/cost_factor"] = self._computed / self._linear
+        return gauges
 
     def _reported_name(self, state: str) -> str:
         """Return the name under which a state is reported."""
@@ -109,10 +109,10 @@ class EpisodeFigures:
 
 def by_kind(seconds: Mapping[str, float]) -> dict[str, float]:
     """Add up the seconds of all tools under "tool", and round all to microseconds."""
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for state, each in seconds.items():
-        found["tool" if state.startswith(TOOL) else state] += each  # type: ignore[assignment]
-    return {state: round(each, 6) for state, each in found.items()}
+        totals["tool" if state.startswith(TOOL) else state] += each  # type: ignore[assignment]
+    return {state: round(each, 6) for state, each in totals.items()}
 
 
 class EpisodeFaults:

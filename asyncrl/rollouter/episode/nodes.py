@@ -218,15 +218,15 @@ def depth_first(children: Mapping[Node | None, Sequence[Node]]) -> list[Node]:
 
     So the order does not depend on the order of the answers.
     """
-    found: list[Node] = []
+    nodes: list[Node] = []
     open_nodes: list[Node | None] = [None]
     while open_nodes:
         node = open_nodes.pop()
         if node is not None:
-            found.append(node)
+            nodes.append(node)
         below = sorted(children.get(node, ()), key=lambda child: (child.context.tobytes(), child.number))
         open_nodes.extend(reversed(below))
-    return found
+    return nodes
 
 
 def common_length(one: np.ndarray, other: np.ndarray) -> int:

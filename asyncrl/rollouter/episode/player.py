@@ -96,10 +96,10 @@ class EpisodePlayer:
             prefer = ""
             avoid.add(host)
             try:
-                found = await self._attempt(lease, account, host)
-                if isinstance(found, Trajectory):
-                    return found
-                account.failed(f"episode: {found}; it starts again, no attempt is counted")
+                result = await self._attempt(lease, account, host)
+                if isinstance(result, Trajectory):
+                    return result
+                account.failed(f"episode: {result}; it starts again, no attempt is counted")
                 deaths += 1
                 prefer = host if deaths <= RETURNS else ""
             except HostAway as away:

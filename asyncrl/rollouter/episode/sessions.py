@@ -444,8 +444,8 @@ def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
 
     The agent does not see the stop string, but its tokens were sampled and are trained.
     """
-    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
-    if not found:
+    matches = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    if not matches:
         return text, ""
-    at, stop = min(found)
+    at, stop = min(matches)
     return text[:at], stop

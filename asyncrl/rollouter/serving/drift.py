@@ -111,10 +111,10 @@ def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequ
     ``scores`` has the log-probs of each sequence's tokens, except the first; ``samples`` has the token sampled at each
     of the probe's places, or None. Raises ValueError if their numbers do not match the probe.
     """
-    found = [np.array(each, np.float64) for each in scores]
-    if [len(each) + 1 for each in found] != probe.lengths.tolist() or len(samples) != len(probe.places):
+    engine_logprobs = [np.array(each, np.float64) for each in scores]
+    if [len(each) + 1 for each in engine_logprobs] != probe.lengths.tolist() or len(samples) != len(probe.places):
         raise ValueError("the scores are not those of the probe's sequences")
-    scored = np.concatenate(found) - probe.logprobs
+    scored = np.concatenate(engine_logprobs) - probe.logprobs
     sampled = np.array(
         [
             sample[1] - float(logprobs[at])

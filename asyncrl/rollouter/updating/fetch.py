@@ -213,8 +213,8 @@ class _Stream:
             async with asyncio.timeout(deadline_s) as self._limit, asyncio.TaskGroup() as tasks:
                 for _ in range(min(self._weights.chunks_in_flight, len(self._chunks))):
                     tasks.create_task(self._fetch_chunks())
-            found, self._sealed = self._sealed, {}
-            return HeldVersion(self._manifest, [found[index] for index in range(len(self._buckets))])
+            sealed, self._sealed = self._sealed, {}
+            return HeldVersion(self._manifest, [sealed[index] for index in range(len(self._buckets))])
         except BaseExceptionGroup as group:
             # Callers need the class of the error; the first one has ended the other tasks.
             raise group.exceptions[0] from None
@@ -330,9 +330,9 @@ def _write(segment: Segment, request: FetchChunk, chunk: Chunk) -> str:
     data = chunk.data.reshape(-1).view(np.uint8).data
     if data.nbytes != request.size:
         return f"{data.nbytes} bytes instead of {request.size}"
-    found = xxhash.xxh3_64_intdigest(data)
-    if found != chunk.checksum:
-        return f"its checksum is {found:#018x} instead of {chunk.checksum:#018x}"
+    checksum = xxhash.xxh3_64_intdigest(data)
+    if checksum != chunk.checksum:
+        return f"its checksum is {checksum:#018x} instead of {chunk.checksum:#018x}"
     segment.write(request.offset, data)
     return ""
 
@@ -393,7 +393,7 @@ class Relay:
         """Return the requested bytes; waits up to ``park_s`` (s) until they have arrived. Raises as the module says."""
         chunk = msgspec.structs.replace(request, turn=0)
 
-        def found() -> tuple[int, int] | None:
+        def find_chunk() -> tuple[int, int] | None:
             held = self._versions.get(request.version)
             if held is None or held.turn != request.turn:
                 raise VersionGone(request.version)
@@ -403,7 +403,7 @@ class Relay:
                 raise InvalidRequest(f"{request} is not a chunk here")
             return None
 
-        location = await self._changed.until(found, park_s)
+        location = await self._changed.until(find_chunk, park_s)
         if location is None:
             where = f"bucket {request.bucket} at {request.offset}"
             raise NotHere(f"the chunk of version {request.version}, {where}, has not arrived within {park_s:.1f} s")

@@ -39,10 +39,10 @@ def read_config(folder: str) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         raise ConfigError([f"model.path: {folder} is no folder; give the folder of a Hugging Face model"])
-    found = _read(path)
-    if found is None:
+    config = _read(path)
+    if config is None:
         raise ConfigError([f"model.path: {folder} holds no config.json; give the folder of a Hugging Face model"])
-    return found
+    return config
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -57,23 +57,23 @@ def stop_token_ids(folder: str, *, required: bool = True) -> list[int]:
     Raises ConfigError if they are ``required`` and missing, because every response would run to its limit.
     """
     config = read_config(folder)
-    found: set[int] = set()
+    stop_ids: set[int] = set()
     for source in (_read(Path(folder) / "generation_config.json") or {}, config, text_config(config)):
         ids = source.get("eos_token_id")
-        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        stop_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     token = (_read(Path(folder) / "tokenizer_config.json") or {}).get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     if isinstance(content, str):
         tokenizer = _read(Path(folder) / "tokenizer.json") or {}
-        found.update(added["id"] for added in tokenizer.get("added_tokens", ()) if added["content"] == content)
-    if required and not found:
+        stop_ids.update(added["id"] for added in tokenizer.get("added_tokens", ()) if added["content"] == content)
+    if required and not stop_ids:
         raise ConfigError(
             [
                 f"model.path: {folder} names no end-of-sequence token (eos_token_id in config.json); add it there, or "
                 "set rollout.stop_token_ids"
             ]
         )
-    return sorted(found)
+    return sorted(stop_ids)
 
 
 def weight_shapes(folder: str) -> Shapes | None:
@@ -133,12 +133,12 @@ def _header(path: Path) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any] | None:
     """Read a JSON file; None if it is missing."""
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
+        content: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise ConfigError([f"model.path: {path} cannot be read: {error}"]) from error
-    return found
+    return content
 
 
 # --- adapters ---
@@ -183,12 +183,12 @@ def check_adapters(staged: HeldVersion, folder: str, lora: LoraConfig) -> None:
 
 def _layers(layout: Layout, version: int) -> list[str]:
     """Return the layers that have an adapter. Raises WeightsCorrupt for other tensors, or if there is no adapter."""
-    found = {name: layer_of(name) for name in layout}
-    if foreign := sorted(name for name, layer in found.items() if layer is None):
+    layers = {name: layer_of(name) for name in layout}
+    if foreign := sorted(name for name, layer in layers.items() if layer is None):
         raise WeightsCorrupt(f"{foreign[0]} is no name of an adapter's tensor", version=version)
-    if not found:
+    if not layers:
         raise WeightsCorrupt("it holds no adapter", version=version)
-    return sorted({layer[0] for layer in found.values() if layer is not None})
+    return sorted({layer[0] for layer in layers.values() if layer is not None})
 
 
 def _last_part(name: str) -> str:

@@ -50,9 +50,9 @@ class VllmParser:
         self._request: Any = ChatCompletionRequest
         self._tokenizer = tokenizer
         self._reads_calls = tool_parser is not None
-        found: Any = None
+        parser_class: Any = None
         try:
-            found = ParserManager.get_parser(
+            parser_class = ParserManager.get_parser(
                 tool_parser, reasoning_parser, enable_auto_tools=self._reads_calls, tokenizer=tokenizer
             )
         except Exception as error:
@@ -60,8 +60,8 @@ class VllmParser:
             keys = {"chat.tool_parser": tool_parser, "chat.reasoning_parser": reasoning_parser}
             named = ", ".join(key for key, name in keys.items() if name is not None)
             raise ConfigError([f"{named}: {error}"]) from None
-        assert found is not None
-        self._class = found
+        assert parser_class is not None
+        self._class = parser_class
 
     def __call__(
         self,
@@ -93,13 +93,13 @@ class VllmParser:
             tool_choice="auto" if tools else "none",
         )
         parser = self._class(self._tokenizer, request.tools, chat_template_kwargs=dict(options or {}))
-        reasoning, content, found = parser.parse(text, request, bool(tools), ids)
+        reasoning, content, parsed_calls = parser.parse(text, request, bool(tools), ids)
         calls = []
-        for call in found or ():
-            made = make_call(call.name, call.arguments)
-            if made is None:
+        for call in parsed_calls or ():
+            valid = make_call(call.name, call.arguments)
+            if valid is None:
                 raise ValueError(f"the arguments of {call.name} are no object that could be sent")
-            calls.append(made)
+            calls.append(valid)
         return reasoning or None, content or "", calls
 
     def _begins_call(self, text: str) -> bool:
