@@ -121,7 +121,7 @@ class ConversationFigures:
 
     @property
     def cost_factor(self) -> float:
-        """Tokens prefilled and sampled, over ``linear_tokens``; 1 without forks."""
+        """Number of tokens prefilled and sampled, divided by ``linear_tokens``; 1 without forks."""
         return (self.context_tokens + self.sampled_tokens) / self.linear_tokens if self.linear_tokens else 1.0
 
 

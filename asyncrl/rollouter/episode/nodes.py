@@ -131,12 +131,12 @@ class Node:
 
     @property
     def context(self) -> np.ndarray:
-        """Tokens (int32) between the parent's end and its first sampled token."""
+        """Tokens (int32) between the parent's last token and the first sampled one."""
         return self.added[: self.begin]
 
     @property
     def ids(self) -> np.ndarray:
-        """Tokens (int32) that were sampled."""
+        """The sampled tokens (int32)."""
         return self.added[self.begin :]
 
     def for_template(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Node:
         return {**self.message, "tool_calls": calls}
 
     def path(self) -> list[Node]:
-        """Nodes from the first answer to this one."""
+        """Return the nodes from the first answer to this one."""
         nodes = []
         node: Node | None = self
         while node is not None:
@@ -159,7 +159,7 @@ class Node:
         return nodes[::-1]
 
     def path_ids(self) -> np.ndarray:
-        """Tokens on its path: int32 [length]."""
+        """Return the tokens of the path: int32 [length]."""
         return np.concatenate([node.added for node in self.path()])
 
     def check(self, submitted: Sequence[int], sampled: Sequence[int]) -> None:

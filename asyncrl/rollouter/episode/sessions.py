@@ -63,7 +63,7 @@ class Session:
         self.failure: TrajectoryFailed | None = None
         """The failure after which no attempt at the lease can succeed."""
         self.is_orphan = False
-        """Whether its host has died."""
+        """Whether the session's host has died."""
         self.cut: set[int] = set()
         """Ids of the nodes whose answers a limit of the run has cut."""
         self.rendering = asyncio.Lock()
@@ -112,7 +112,7 @@ class Session:
 
 
 class _Call:
-    """A call from its first arrival to its answer."""
+    """A call of a session, from its first arrival to its answer."""
 
     def __init__(self, account: CallAccount) -> None:
         self.account = account

@@ -35,9 +35,9 @@ class _Submission:
 
     prompt: int
     lost: int
-    """Tokens of the prompt that were computed under older weights."""
+    """Number of prompt tokens that were computed before, under older weights."""
     tokens: int = 0
-    """Tokens with keys and values in the engine; 0 until the first is sampled."""
+    """Number of tokens with keys and values in the engine; 0 before the first sampled token."""
 
 
 class Reprefill:
@@ -45,7 +45,7 @@ class Reprefill:
 
     def __init__(self) -> None:
         self.tokens = 0
-        """Tokens computed again, since its start."""
+        """Number of tokens computed again since the rollouter's start."""
         self._held: dict[str, _Submission] = {}
 
     def submitted(self, id: str, prompt: int, lost: int) -> None:
@@ -147,7 +147,7 @@ class EngineHost:
 
     @property
     def serves(self) -> bool:
-        """Whether something may be submitted now."""
+        """Whether the engine admits submissions now."""
         return self._open.is_set()
 
     @asynccontextmanager

@@ -71,7 +71,7 @@ class Response:
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be sampled."""
+        """Number of tokens that may still be sampled."""
         return self.max_tokens - len(self.tokens)
 
     def lost(self, version: int) -> int:
@@ -306,7 +306,7 @@ class ServedPolicy:
         self.slots = Slots(self._concurrency.limit)
         """Slots of the engine."""
         self.places = Slots(config.episodes_open(self.slots.size))
-        """Places of open episodes."""
+        """Places for open episodes (slots.py)."""
 
     async def generate(
         self,

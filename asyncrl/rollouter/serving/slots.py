@@ -22,7 +22,7 @@ from asyncrl.rollouter.engines.base import EngineLoad
 ROOM, FULL = 0.85, 0.95
 """Shares of the KV cache: below ROOM the limit may grow, from FULL on it is cut."""
 GROWTH = 0.25
-"""Share by which the limit grows before its first cut."""
+"""Share of the limit by which it grows before the first cut."""
 STEPS = 16
 """Approximate number of calls of ``look`` in which the limit regains what a cut took."""
 CUT = 0.8

@@ -62,7 +62,7 @@ from asyncrl.weights.segments import Segment, path_of, seal_verified
 
 T = TypeVar("T")
 Call = Callable[[str, Request, float | None], Awaitable[Any]]
-"""A call: the actor, the request, and the timeout in seconds if it is not the usual one."""
+"""A function that calls an actor; it gets the actor, the request, and the timeout (s; None: the usual one)."""
 
 PARAMETER_SERVER = "parameter_server/0"
 CORRUPT_ATTEMPTS = 3

@@ -52,7 +52,7 @@ class _Request:
     sampled: int = 0
     """Number of tokens that it has sampled."""
     stale: bool = False
-    """Whether some of its keys and values were computed under older weights."""
+    """Whether some of the request's keys and values were computed under older weights."""
     aborted: bool = False
     ended: bool = False
 
