@@ -5,7 +5,7 @@ episodes as one rollouter may play, and refuses more.
 
 Invariant: each RunEpisode is answered with the episode's result, from its code or from the end of its worker. After a
 cancellation, a deadline or the death of the rollouter nothing of the episode runs. A session's key opens only its own
-conversation, until the episode has ended. The user sees each kind of failure once, with its place, and then a count.
+conversation, until the episode has ended. The user sees each kind of failure once and then a count.
 The actor fails if the user's code cannot be loaded or no worker can be started.
 """
 
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 START_SHARE = 0.8
 """Share of an actor's time for its start that the workers may take, so that the host's own error comes first."""
 LEAVE_SHARE = 0.9
-"""Share of the time for leaving in which open episodes may still end."""
+"""Share of the time for leaving after which the host drains even if episodes are open."""
 QUIET_S = 2.0
 """Seconds without an episode after which a leaving host expects no more. The host of one rollouter adds that
 rollouter's longest pause between two attempts at a trajectory."""
 LOOK_S = 0.1
 """Seconds between two looks for open episodes, while the host leaves."""
 MOST_OVER = 4096
-"""Ended sessions that are kept, so that later calls learn the reason."""
+"""Number of ended sessions whose reasons are kept for later calls."""
 ENDED = "it has ended"
 KEY = re.compile(r"(?<![0-9a-f])[0-9a-f]{32,64}(?![0-9a-f])")
 
 
 class EpisodesActor(Actor, EpisodeObserver):
-    """The actor of an episode host, and the Core of its endpoint (http/calls.py)."""
+    """The actor of an episode host. The HTTP endpoint asks the policy through it (Core of http/calls.py)."""
 
     role = "episodes"
 
@@ -106,6 +106,7 @@ class EpisodesActor(Actor, EpisodeObserver):
                 await self._http.close()
 
     def waits(self) -> list[Wait]:
+        """Add a wait for the user's code: for the episode that has not asked the policy for the longest time."""
         waits, quiet = (
             super().waits(),
             [(session.quiet_s, session.task.uid) for session in list(self._sessions.values())],
@@ -142,11 +143,11 @@ class EpisodesActor(Actor, EpisodeObserver):
                 session.end("the rollouter has died")
 
     def asked_to_leave(self, within_s: float) -> None:
-        """Start to leave: finish the rollouter's last episodes, at most ``within_s``, then end."""
+        """Begin to leave: play the last episodes for at most ``within_s`` seconds, then end the actor."""
         self.tasks.create_task(self._leave(within_s), name="leave")
 
     async def _leave(self, within_s: float) -> None:
-        """Wait until no episode was open for a while, or the time is nearly over; then drain."""
+        """Wait until no episode was open for QUIET_S, or LEAVE_SHARE of ``within_s`` is over; then drain."""
         until = quiet = self.clock.now()
         until += LEAVE_SHARE * within_s
         rollout, quiet_s = self.config.rollout, QUIET_S
@@ -160,9 +161,10 @@ class EpisodesActor(Actor, EpisodeObserver):
 
     @handler
     async def run_episode(self, request: RunEpisode, caller: Caller) -> EpisodeDone:
-        """Play an episode and return its result. If the caller cancels, the episode ends.
+        """Open a session, play the episode in it, wait for the rewards of its turns, and return the result.
 
-        An episode fails if the reward of one of its turns did not arrive. Raises EpisodeHostFull.
+        If the caller cancels, the episode ends. If a turn's reward does not arrive, the episode fails. Raises
+        EpisodeHostFull if an extra host plays as many episodes as it may.
         """
         assert self._players is not None
         if self._most_open is not None and len(self._sessions) >= self._most_open:
@@ -186,7 +188,7 @@ class EpisodesActor(Actor, EpisodeObserver):
 
     @handler
     def chat_delta(self, request: ChatDelta, caller: Caller) -> None:
-        """Pass new text of an open call to its session, if that belongs to the caller."""
+        """Pass new text of an answer to its session, if the session belongs to the caller."""
         session = self._sessions.get(request.session)
         if session is not None and session.rollouter == caller.name:
             session.hear(request)
@@ -194,15 +196,15 @@ class EpisodesActor(Actor, EpisodeObserver):
     # --- the core of the endpoint ---
 
     def knows(self, key: str) -> bool:
-        """Whether there is such a session, or was lately."""
+        """Whether ``key`` is of an open session, or of one that ended lately."""
         return key in self._sessions or key in self._over
 
     async def chat(self, key: str, call: Chat, on_delta: OnDelta) -> ChatReply:
-        """Ask the policy, as Session.chat."""
+        """Ask the policy, as PolicySession.chat."""
         return await self._session(key).chat(call, on_delta)
 
     async def turn_reward(self, key: str, node: int | None, value: float) -> int:
-        """Credit a turn, as Session.turn_reward."""
+        """Reward a turn, as PolicySession.turn_reward."""
         return await self._session(key).turn_reward(node, value)
 
     def _session(self, key: str) -> PolicySession:
@@ -221,7 +223,7 @@ class EpisodesActor(Actor, EpisodeObserver):
         self.notify(f"episode: {kind}", f"episode ({self._named()}): {first}", count=count)
 
     def _masked(self, text: str) -> str:
-        """Replace the keys of sessions in the text: a key lets its reader call the policy."""
+        """Replace the keys of known sessions in the text: a reader of a key could call the policy."""
         return KEY.sub(lambda found: "(key of the episode)" if self.knows(found[0]) else found[0], text)
 
     def _named(self) -> str:
@@ -230,7 +232,7 @@ class EpisodesActor(Actor, EpisodeObserver):
 
 
 def _http_figures(counts: Counter[str]) -> dict[str, float]:
-    """Add the endpoint's counts, which are by path and field, up to four metrics."""
+    """Sum up the endpoint's ``counts`` of many events, by name, into four metrics."""
 
     def total(*beginnings: str) -> int:
         return sum(count for name, count in counts.copy().items() if name.startswith(beginnings))

@@ -32,7 +32,7 @@ from asyncrl.workers.worker_pool import LOOK_S, Place, PoolObserver, WorkerCount
 BEATS = 8
 """Messages Alive that a worker sends in the shorter of episode.stall_timeout_s and close_timeout_s."""
 MOST = 4096
-"""Episodes whose deaths of workers are remembered; the oldest are forgotten."""
+"""Number of episodes for which deaths of their workers are remembered; the oldest are forgotten."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,23 +42,25 @@ class Open:
     session: PolicySession
     playing: Playing
     stopped: float = 0.0
-    """Loop time (s) when it was asked to end; 0 if it was not."""
+    """Loop time (s) when the episode was asked to end; 0 if it was not."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class EpisodePlace(Place):
-    """A worker process, or the gap until its replacement, with the episodes that it plays. A lone one has one
-    episode."""
+    """The place of one worker process (workers/worker_pool.py), with the episodes that the worker plays.
+
+    A lone place has one episode.
+    """
 
     ledger: StateLedger = field(default_factory=lambda: StateLedger(time.monotonic, "player"))
     open: dict[str, Open] = field(default_factory=dict)
     """Episodes by the keys of their sessions."""
     heard: float = 0.0
-    """Loop time (s) of its latest message."""
+    """Loop time (s) of the worker's latest message."""
     silent_s: float = 0.0
-    """Seconds since its latest message, as ``silence`` counts them."""
+    """Seconds since the worker's latest message, as ``silence`` counts them."""
     guilty: str = ""
-    """Key of the session whose episode does not end, while the worker is killed for it; empty if it is unknown."""
+    """Session key of the episode for which the worker is killed, because it does not end; else empty."""
 
 
 @dataclass(slots=True)
@@ -147,7 +149,10 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         self.counters = EpisodeCounts()
 
     def play(self, session: PolicySession) -> Playing:
-        """Play an episode. If the future is cancelled, the episode is asked to end, and killed if it does not."""
+        """Queue an episode and return the future of its result.
+
+        If the future is cancelled, the episode is asked to end. If it does not end, its worker is killed.
+        """
         playing = Playing(loop=self._loop)
         opened = Open(session, playing)
         playing.on_stop = partial(self._stop, opened)
@@ -179,12 +184,12 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         return EpisodeWorkersEnded(self._code, reason)
 
     def _uid(self, place: EpisodePlace) -> str:
-        """The only episode's uid; empty if there are several."""
+        """Uid of the prompt if all episodes of the worker have the same one; else empty."""
         uids = {opened.session.task.uid for opened in place.open.values()}
         return uids.pop() if len(uids) == 1 else ""
 
     def _ready(self, place: EpisodePlace) -> None:
-        """Begin the episodes of a worker that has started: its own in a lone place, else those that wait."""
+        """Begin episodes in a worker that has started: its own one in a lone place, waiting ones in any other place."""
         place.heard, place.silent_s = self._loop.time(), 0.0
         if not place.lone:
             place.ledger.enter("idle")
@@ -197,7 +202,10 @@ class EpisodePool(WorkerPool[EpisodePlace]):
                 self._begin(place, opened)
 
     def _find_fault(self, place: EpisodePlace, since: float, now: float) -> str:
-        """The reason to kill a worker, if its event loop stalls or a stopped episode in it does not end; else empty."""
+        """Return the reason to kill a worker: its event loop stalls, or a stopped episode in it does not end. Else "".
+
+        ``since`` is the time of the check before.
+        """
         place.silent_s = silence(place.silent_s, heard=place.heard, since=since, now=now, pause_s=self._look_s)
         stall_s, close_s = self._config.stall_timeout_s, self._config.close_timeout_s
         if place.silent_s > stall_s:
@@ -214,7 +222,10 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         return f"was killed because of an episode that {problem}"
 
     def _lost(self, place: EpisodePlace, reason: str, *, was_ready: bool) -> None:
-        """End the episodes of a worker that has ended, and blame the one that was alone in it or did not end."""
+        """Answer the callers of all episodes of a worker that has ended.
+
+        The result blames an episode only if it was alone in the worker, or if the worker was killed for it.
+        """
         inside, place.open = list(place.open.values()), {}
         # An episode whose lone worker did not come up had not begun, and is not the cause of its end.
         if was_ready and not place.guilty:
@@ -230,8 +241,10 @@ class EpisodePool(WorkerPool[EpisodePlace]):
     # --- episodes ---
 
     def _assign(self) -> None:
-        """Give the waiting episodes to workers: to a lone one, if two workers died with the episode, else to a ready
-        one."""
+        """Give each waiting episode to a worker: a new lone one if two workers died with it, else the least busy one.
+
+        Episodes for which there is no worker stay in the queue.
+        """
         ready = [place for place in self._places if place.ready]
         left: deque[Open] = deque()
         while self._waiting:
@@ -261,7 +274,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
             place.process.send(self._encoder.encode(message))
 
     def _stop(self, opened: Open) -> None:
-        """End an episode whose caller has gone: take it out of the queue, or ask its worker to end it."""
+        """End an episode that its caller has cancelled: take it out of the queue, or ask its worker to end it."""
         self.counters.stopped += 1
         if opened in self._waiting:
             self._waiting.remove(opened)
@@ -284,9 +297,12 @@ class EpisodePool(WorkerPool[EpisodePlace]):
     # --- messages of workers ---
 
     def _take(self, place: EpisodePlace, frame: bytes | bytearray) -> None:
+        """Handle a message of a worker: a call of the policy, a reward, output, a tool call, or the end of an episode.
+
+        A call, a reward or an end is ignored if the episode is over here: its worker may not know yet.
+        """
         message = self._decoder.decode(frame)
         place.heard = self._loop.time()
-        # A call, a reward or an end of an episode that is over here matches nothing: its worker may not know yet.
         match message:
             case frames.Asked(chat) if (opened := place.open.get(chat.session)) is not None and not opened.stopped:
                 answer = self._loop.create_task(self._answer(place, opened.session, chat))
@@ -340,7 +356,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
             self._end.set_exception(error)
 
     async def _answer(self, place: EpisodePlace, session: PolicySession, chat: Chat) -> None:
-        """Ask the policy for an episode, and send its worker the answer or the refusal."""
+        """Send a call of the policy to the rollouter, and send the worker the answer or the refusal."""
         try:
             self._send(place, frames.Answered(session.key, chat.call, await session.chat(chat)))
         except EpisodeOver as error:
@@ -353,11 +369,11 @@ class EpisodePool(WorkerPool[EpisodePlace]):
 
 
 def silence(silent_s: float, *, heard: float, since: float, now: float, pause_s: float) -> float:
-    """Seconds at ``now`` without a message of a worker; ``silent_s`` are those at the previous check, at ``since``.
-    Pure.
+    """Return for how long (s) a worker has sent no message. Pure.
 
-    ``heard`` is the time of its latest message. If this process was delayed itself, the check comes late. So a check
-    adds at most twice its usual pause, ``pause_s``.
+    ``silent_s`` is the result of the previous check, which was at time ``since``. ``heard`` is the time of the worker's
+    latest message. If this process was delayed itself, the check at ``now`` comes late. So a check adds at most twice
+    the usual pause between two checks, ``pause_s``.
     """
     return 0.0 if heard >= since else silent_s + min(now - since, 2 * pause_s)
 
@@ -365,8 +381,8 @@ def silence(silent_s: float, *, heard: float, since: float, now: float, pause_s:
 def unended(place: EpisodePlace, close_timeout_s: float, now: float) -> str | None:
     """Find an episode that was asked to end more than ``close_timeout_s`` ago. Pure.
 
-    Returns its session's key, or "" if its worker may be the cause, or None if there is no such episode. A message in
-    the second half of that time shows that the event loop works: then the episode itself does not end.
+    Returns None without such an episode. A message of the worker in the second half of that time shows that its event
+    loop works. Then the episode itself does not end, and the result is its session's key. Else it is "".
     """
     for key, opened in place.open.items():
         if opened.stopped and now - opened.stopped > close_timeout_s:
@@ -375,18 +391,18 @@ def unended(place: EpisodePlace, close_timeout_s: float, now: float) -> str | No
 
 
 class Suspects:
-    """Deaths of workers, counted by the ids of the episodes in them, over all attempts. Pure.
+    """Counts for each episode, by its id over all attempts, the workers that died while they played it. Pure.
 
-    A worker plays many episodes, and most did not cause its end. By the rule of messages/groups.py an episode gets a
-    lone worker after some deaths, and only a death there is its own. Invariant: an episode that never ends its worker
-    is never blamed.
+    A worker plays many episodes, and most of them did not cause its death. So an episode gets a lone worker after
+    several deaths (``runs_alone`` of messages/groups.py), and is blamed only for a death there. Invariant: an episode
+    that never ends its worker is never blamed.
     """
 
     def __init__(self) -> None:
         self._deaths: dict[str, int] = {}
 
     def died(self, inside: Iterable[str]) -> None:
-        """Count the death of a worker, of unknown cause, with these episodes in it."""
+        """Count the death of a worker, of unknown cause, for each of the episode ids ``inside`` it."""
         for episode in inside:
             # Moved to the end: the episode whose last death is the oldest is forgotten first.
             self._deaths[episode] = self._deaths.pop(episode, 0) + 1
@@ -398,7 +414,7 @@ class Suspects:
         return runs_alone(self._deaths.get(episode, 0))
 
     def ended(self, episode: str) -> None:
-        """Forget an episode that has ended and whose worker lives."""
+        """Forget an episode that has ended without the death of its worker."""
         self._deaths.pop(episode, None)
 
     def __len__(self) -> int:

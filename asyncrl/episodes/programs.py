@@ -55,7 +55,7 @@ def described(task: Task) -> str:
 
 
 def outcome_of(line: str) -> Outcome | None:
-    """The outcome that a last line holds; None for another line, such as one of a log.
+    """Read the outcome from the last line of a program's output; None for any other line, such as one of a log.
 
     Raises BadOutcome for an invalid number and for an object with an invalid "reward": both were meant as outcomes.
     """
@@ -75,7 +75,7 @@ def outcome_of(line: str) -> Outcome | None:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Program(Place):
-    """A running program and the process that keeps it (workers/keeper.py). Its place is used for this program alone."""
+    """A running program, with its keeper: the process that starts and ends it (workers/keeper.py)."""
 
     ledger: StateLedger = field(default_factory=lambda: StateLedger(time.monotonic, "player"))
     session: PolicySession
@@ -89,7 +89,7 @@ class Program(Place):
 
 
 class Programs(WorkerPool[Program]):
-    """Runs a program for each episode; arguments as of EpisodePool. Each program has a lone place: one for it alone."""
+    """Runs a program for each episode, each in a lone place (workers/worker_pool.py). Arguments as of EpisodePool."""
 
     owner = "the episode host"
     section = "episode"
@@ -126,8 +126,10 @@ class Programs(WorkerPool[Program]):
         self._look()
 
     def play(self, session: PolicySession) -> Playing:
-        """Run the program. If the future is cancelled, the program receives SIGTERM, and SIGKILL after
-        close_timeout_s with all its descendants.
+        """Start a program for an episode and return the future of the episode's result.
+
+        If the future is cancelled, the program receives SIGTERM. After close_timeout_s it is killed with all its
+        descendants.
         """
         playing = Playing(loop=self._loop)
         # A keeper sends no frame before the end of its program.
@@ -151,6 +153,7 @@ class Programs(WorkerPool[Program]):
         return []
 
     def _setup_of(self, place: Program) -> bytes:
+        """Return the keeper's first frame: the command, its environment, and the task as a file."""
         task, key = described(place.session.task), place.session.key
         env = environment(self._confined.env(), task, base_url=self._base_url, key=key)
         setup = {"argv": self._config.command, "env": env, "files": {"ASYNCRL_TASK_FILE": task}}
@@ -163,7 +166,7 @@ class Programs(WorkerPool[Program]):
         return EpisodeWorkersEnded(self._code, reason)
 
     def _to_look_at(self) -> Iterable[Program]:
-        """The programs whose memory is checked next: MOST_LOOKED_AT at a time, in turn."""
+        """Return the programs whose memory this check measures: the next MOST_LOOKED_AT, in turn."""
         first = self._next % max(1, len(self._lone))
         self._next = first + MOST_LOOKED_AT
         return list(itertools.islice(itertools.chain(self._lone[first:], self._lone[:first]), MOST_LOOKED_AT))
@@ -181,7 +184,7 @@ class Programs(WorkerPool[Program]):
         place.process.hang_up()
 
     def _lost(self, place: Program, reason: str, *, was_ready: bool) -> None:
-        """Count the episode of a keeper that has ended, report a failure of the user's code, and answer the caller."""
+        """Handle the end of a keeper: count its episode, report a failure of the program, and answer the caller."""
         if place.timer is not None:
             place.timer.cancel()
         done = self._outcome(place, reason)
@@ -200,16 +203,16 @@ class Programs(WorkerPool[Program]):
     # --- programs ---
 
     def _stop(self, program: Program) -> None:
-        """Send SIGTERM to a program whose caller has gone, and kill it after close_timeout_s."""
+        """Send SIGTERM to the program of a cancelled episode, and kill it after close_timeout_s."""
         self.counters.stopped += 1
         if program.process is not None:
             program.process.send(b"terminate")
             program.timer = self._loop.call_later(self._config.close_timeout_s, self._kill, program, "did not end")
 
     def _outcome(self, program: Program, reason: str) -> EpisodeDone:
-        """The result of a program: from the reason that it was killed, else from its keeper's report.
+        """Make the episode's result: from the reason that the pool killed the program, else from its keeper's report.
 
-        Without a report the keeper has failed, and the host is blamed instead of the program.
+        Without a report the keeper has failed for ``reason``, and the host is blamed instead of the program.
         """
         answer = program.answer
         if program.fault:

@@ -1,6 +1,8 @@
-"""One attempt at a trajectory, between the user's code and the rollouter that asked for it.
+"""The session of one episode: sends its calls of the policy to the rollouter that asked for the episode.
 
-Invariant: a session that has ended makes no call to the rollouter, and the rewards of its turns arrive before its end.
+An episode is one attempt at a trajectory. A *turn* is one answer of the policy; its *node* is the number of this answer
+in the conversation. Invariant: a session that has ended makes no call to the rollouter, and the rewards of its turns
+arrive before its end.
 """
 
 from __future__ import annotations
@@ -74,10 +76,12 @@ class PolicySession:
         self.incarnation = incarnation
         self._calls: set[asyncio.Future[Any]] = set()
         self._deltas: dict[str, OnDelta] = {}
+        """By name of each open streaming call: the receiver of its new text."""
         self._credits: set[asyncio.Task[int]] = set()
+        """Calls of ``turn_reward`` that ``credit`` has started."""
         self._end_reason = ""
         self._quiet_since = time.monotonic()
-        """Time when the last call of the policy ended, or the episode began."""
+        """Monotonic time (s) when the last call of the policy ended, or the session began."""
         self.key = request.session
         self.task = msgspec.convert(request, Task, from_attributes=True)
 
@@ -88,7 +92,7 @@ class PolicySession:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since the user's code last waited for the policy; 0 while it waits. Callable from any thread."""
+        """Seconds since the user's code last waited for the policy; 0 while it waits. Any thread may read it."""
         return 0.0 if self._calls else time.monotonic() - self._quiet_since
 
     def begin(self) -> None:
@@ -97,10 +101,10 @@ class PolicySession:
             self._loop.call_later(CAST_AGAIN_S, self.begin)
 
     async def chat(self, chat: Chat, on_delta: OnDelta = lambda delta: None) -> ChatReply:
-        """Ask the policy for the next message. ``on_delta`` receives its text while it is sampled, if ``chat.stream``
-        is set.
+        """Ask the policy for the next message. If ``chat.stream`` is set, ``on_delta`` gets its text piece by piece.
 
-        Raises EpisodeOver, ChatRefused, and OSError where the rollouter cannot answer.
+        Raises EpisodeOver after the end of the session, ChatRefused for an invalid call, and OSError if the rollouter
+        cannot answer.
         """
         if chat.stream:
             self._deltas[chat.call] = on_delta
@@ -115,14 +119,14 @@ class PolicySession:
         return reply
 
     def hear(self, delta: ChatDelta) -> None:
-        """Pass new text to the ``on_delta`` of its call, if that call is open."""
+        """Pass new text of an answer to the ``on_delta`` of its call, if that call is open."""
         if (on_delta := self._deltas.get(delta.call)) is not None:
             on_delta(delta)
 
     async def turn_reward(self, node: int | None, value: float) -> int:
-        """Give a turn the reward ``value``; returns the turn's node in the conversation.
+        """Give the turn ``node`` the reward ``value``; without ``node``, the turn that was answered last.
 
-        Without ``node`` it is the turn that was answered last. Raises EpisodeOver, ChatRefused, OSError.
+        Returns the turn's node. Raises EpisodeOver, ChatRefused, OSError.
         """
         reply = await self._ask(TurnReward(session=self.key, node=node, value=value))
         assert isinstance(reply, TurnRewarded)
@@ -133,7 +137,7 @@ class PolicySession:
         self._credits.add(self._loop.create_task(self.turn_reward(node, value)))
 
     async def settle(self) -> str:
-        """Wait until all rewards of turns have arrived. Returns the first failure as text, or empty.
+        """Wait until all rewards that ``credit`` sends have arrived. Returns the first failure as text, or "".
 
         EpisodeOver is not a failure: a conversation that has ended takes no rewards.
         """
@@ -142,7 +146,7 @@ class PolicySession:
         return f"the reward of a turn could not be noted: {failures[0]}" if failures else ""
 
     def end(self, reason: str) -> None:
-        """Cancel the open calls and refuse later ones; both raise EpisodeOver with ``reason``."""
+        """Cancel the open calls and refuse later ones. Both raise EpisodeOver with the first ``reason``."""
         self._end_reason = self._end_reason or reason
         for call in list(self._calls):
             call.cancel()
@@ -171,7 +175,10 @@ class PolicySession:
 
 
 def _as_raised(error: RemoteError, field: str) -> Exception:
-    """The exception for an error that the rollouter sent. ``field`` is the wrong field, if the error names none."""
+    """Translate an error that the rollouter sent into the exception for the user's code.
+
+    ``field`` is the field that counts as wrong if the error names none.
+    """
     if error.code == EpisodeOver.code:
         return EpisodeOver(error.message.removeprefix(str(EpisodeOver(""))))
     if error.code == ChatRefused.code:

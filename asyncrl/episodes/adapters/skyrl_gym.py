@@ -43,7 +43,7 @@ class SkyRLGym:
 
 
 def _beginning(task: Task) -> list[dict[str, Any]]:
-    """The messages of column ``prompt``, or of the row's prompt where that is the same or the column holds none."""
+    """Return the first messages: those of column ``prompt``, or the row's prompt if the column adds nothing to it."""
     column = task.row.get("prompt")
     if not isinstance(column, list):
         return list(task.messages)

@@ -50,7 +50,7 @@ class TextArena:
 
     @contextmanager
     def _own_random_state(self) -> Iterator[None]:
-        """Give the generator this game's state for the context, and then the earlier state again."""
+        """In the context, give Python's global generator this game's state; afterwards restore its earlier state."""
         with _random_lock:
             others = random.getstate()
             if self._state is not None:

@@ -42,6 +42,7 @@ class AnthropicMessages:
     """The dialect of Anthropic's Messages."""
 
     def parse(self, body: Body) -> ChatRequest:
+        """Check the fields of a body, and translate system text, messages and tools. Raises ChatRefused."""
         flagged = strict_tools(body) | {"messages.is_error": any(map(_has_error_result, objects(body, "messages")))}
         ignored, relaxed = review(body | flagged, MESSAGES, nested=("tool_choice", "output_config"))
         tools = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(objects(body, "tools"))]
@@ -67,6 +68,7 @@ class AnthropicMessages:
         )
 
     def reply(self, asked: ChatRequest, stamp: Stamp, replies: Sequence[ChatReply]) -> Body:
+        """Return the body of the whole answer: blocks for thinking, text and tool calls, and the usage."""
         (reply,) = replies
         blocks: list[Body] = []
         if reply.reasoning:
@@ -86,14 +88,14 @@ class AnthropicMessages:
 
 
 class MessageEvents:
-    """The events of a streamed message."""
+    """Makes the events of a streamed message, as ReplyStream says."""
 
     def __init__(self, stamp: Stamp) -> None:
         self._stamp = stamp
         self._sent = 0
-        """Characters of the content that were sent."""
+        """Number of characters of the content that were sent."""
         self._blocks = 0
-        """Blocks that have begun."""
+        """Number of blocks that have begun."""
         self._begun = False
 
     def text(self, choice: int, text: str) -> bytes:
@@ -102,6 +104,7 @@ class MessageEvents:
         return begin + self._delta({"type": "text_delta", "text": text})
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
+        """Return the events for the rest: unsent text, thinking, tool calls, the stop reason and the usage."""
         (reply,) = replies
         parts = [self._begin()]
         if self._sent:
@@ -124,12 +127,14 @@ class MessageEvents:
         return event(AnthropicMessages().failure(failure), "error")
 
     def _begin(self) -> bytes:
+        """Return the first event of the stream, at the first call; then nothing."""
         if self._begun:
             return b""
         self._begun = True
         return _event("message_start", message=_message(self._stamp))
 
     def _text_rest(self, reply: ChatReply) -> bytes:
+        """Return the events for the text that was not sent yet, and for the stop of its block."""
         rest = reply.content[self._sent :]
         return (self._delta({"type": "text_delta", "text": rest}) if rest else b"") + self._stop()
 
@@ -145,7 +150,10 @@ class MessageEvents:
 
 
 def _messages(given: Body, where: str) -> list[Body]:
-    """Translate one message of a request into messages of chat completions. Raises ChatRefused."""
+    """Translate one message of a request into messages of chat completions: tool results first, then the text.
+
+    ``where`` is the message's name for errors. Raises ChatRefused.
+    """
     role, content = given.get("role"), given.get("content")
     if role not in ("user", "assistant", "system"):
         raise ChatRefused(f"{where}.role", f"must be user, assistant or system, not {role!r}")
@@ -207,7 +215,7 @@ def _ended(reply: ChatReply) -> Body:
 
 
 def _message(stamp: Stamp) -> Body:
-    """The body of an answer that has no content yet."""
+    """Return the body of an answer that has no content yet."""
     return {
         "id": f"msg_{stamp.number}",
         "type": "message",

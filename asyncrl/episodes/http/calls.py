@@ -38,7 +38,7 @@ WATCH_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """The times of an endpoint, in seconds."""
+    """The time limits of an endpoint, in seconds."""
 
     keep_alive_s: float = 1.0
     """Longest pause between two signs of life to a client that waits."""
@@ -64,14 +64,14 @@ class Call:
     created: int
     """Unix seconds."""
     texts: list[str]
-    """Content of each choice so far."""
+    """Content of each choice that has been sampled so far."""
     running: bool = False
     outcome: Outcome | None = None
     """The replies, one for each choice, or the error in their place."""
     delivered: bool = False
     """Whether a client has received the whole answer."""
     listeners: set[asyncio.Event] = field(default_factory=set)
-    """An event of each listener, set at new text and at the end."""
+    """One event for each listener, set when there is new text and at the end."""
     left: float = 0.0
     """Loop time (s) when a listener last left, or the call ended."""
 
@@ -82,7 +82,7 @@ class Call:
         return not isinstance(self.outcome, Exception | None) or isinstance(self.outcome, EpisodeOver | ChatRefused)
 
     def hear(self, choice: int, delta: ChatDelta) -> None:
-        """Add the new text of ``delta`` to a choice. A delta behind a gap adds nothing: the reply has all text."""
+        """Add the new text of ``delta`` to a choice. After a gap nothing is added: the reply has all text."""
         text = self.texts[choice]
         overlap = len(text) - delta.offset
         if 0 <= overlap < len(delta.text):
@@ -102,8 +102,7 @@ class CallBook:
         self.calls: list[Call] = []
         """Calls of the session, oldest first."""
         self.nodes: dict[int, int] = {}
-        """Nodes of the first choices by call number: a stream has an id before its node is known, made of the call's
-        number."""
+        """By call number: the node of its first choice. A stream's id has the call's number, as its node is unknown."""
         self._next = 0
 
     def new(self, identity: bytes, *, choices: int, created: int) -> Call:
@@ -114,7 +113,7 @@ class CallBook:
         return call
 
     def retried(self, identity: bytes) -> Call | None:
-        """The call that a marked retry repeats, chosen as the module says; None if no such call is known."""
+        """Find the call that a marked retry repeats, in the order that the module gives; None without one."""
         same = [call for call in self.calls if call.identity == identity]
         unheard = [call for call in same if not call.listeners and not call.delivered]
         if unheard:
@@ -127,7 +126,7 @@ class CallBook:
         return sum(1 for call in self.calls if call.running or call.listeners)
 
     def given_up(self, now: float, *, grace_s: float) -> Iterator[Call]:
-        """Running calls whose last listener left at least ``grace_s`` ago."""
+        """Return the running calls without a listener whose last one left at least ``grace_s`` ago."""
         return (call for call in self.calls if call.running and not call.listeners and now - call.left >= grace_s)
 
     def forget(self, now: float, *, kept_s: float) -> None:
@@ -145,19 +144,19 @@ class Core(Protocol):
     """Name of the policy in answers; requests may use any name."""
 
     def knows(self, key: str) -> bool:
-        """Whether there is such a session. It stays known for a while after its end, so that calls learn why.
+        """Whether the session is known. It stays known for a while after its end, so that later calls get the reason.
 
         A key is 128 random bits and is looked up by its hash, so timing reveals nothing about other keys.
         """
 
     async def chat(self, key: str, call: Chat, on_delta: Callable[[ChatDelta], None]) -> ChatReply:
-        """The next message of the assistant; waits without a deadline.
+        """Ask for the next message of the assistant; waits without a deadline.
 
         The same call again continues its sampled tokens. Raises EpisodeOver, ChatRefused.
         """
 
     async def turn_reward(self, key: str, node: int | None, value: float) -> int:
-        """Credit a node, or the one answered last; returns the node. Raises EpisodeOver, ChatRefused."""
+        """Reward ``node``, or the newest answer without it; returns the node. Raises EpisodeOver, ChatRefused."""
 
 
 class TooManyCalls(Exception):
@@ -175,14 +174,13 @@ class PolicyCalls:
 
     @property
     def held(self) -> tuple[int, int]:
-        """Sessions with calls, and calls."""
+        """Number of sessions with calls, and number of calls."""
         return len(self._books), sum(len(book.calls) for book in self._books.values())
 
     def find(self, key: str, asked: ChatRequest, identity: bytes, *, retried: bool, untrained: bool) -> Call:
-        """The call that answers a request: one that a marked retry repeats, or a new one. It runs, unless its outcome
-        is known.
+        """Find the call that a marked retry repeats, or else make a new one; start it unless it runs or is settled.
 
-        Raises TooManyCalls.
+        ``identity`` is the digest of the request. Raises TooManyCalls.
         """
         book = self._books.setdefault(key, CallBook())
         call = book.retried(identity) if retried else None
@@ -213,7 +211,7 @@ class PolicyCalls:
         return None if book is None else book.nodes.get(number)
 
     async def watch(self) -> None:
-        """Cancel calls after their grace, and forget old ones, while the endpoint lives; the actor owns this task."""
+        """Cancel calls that had no listener for ``grace_s``, and forget old ones. The actor runs this as a task."""
         grace_s, kept_s = self._patience.grace_s, self._patience.kept_s
         pause = WATCH_SHARE * min(grace_s, kept_s)
         while True:
@@ -221,7 +219,7 @@ class PolicyCalls:
             now = asyncio.get_running_loop().time()
             for key, book in list(self._books.items()):
                 for call in book.given_up(now, grace_s=grace_s):
-                    # The cancelled call has another grace in which to end.
+                    # The cancelled call has another ``grace_s`` in which to end.
                     call.left = now
                     self._tasks[call].cancel()
                 book.forget(now, kept_s=kept_s)
@@ -245,7 +243,7 @@ class PolicyCalls:
             call.running = False
             call.left = asyncio.get_running_loop().time()
             if task.cancelled() and call.listeners and not self._closed:
-                # A retry came while it was being given up.
+                # A retry has joined the call while it was being cancelled.
                 self._start(key, book, call, asked, untrained)
             call.wake()
 
@@ -254,6 +252,7 @@ class PolicyCalls:
         self._tasks[call].add_done_callback(ended)
 
     async def _run(self, key: str, book: CallBook, call: Call, asked: ChatRequest, untrained: bool) -> None:
+        """Ask the policy, and store the replies or the error as the call's outcome. Logs an unexpected error."""
         try:
             replies = await self._ask(key, call, asked, untrained)
             book.nodes[call.number] = replies[0].node

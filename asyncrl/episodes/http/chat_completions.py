@@ -39,6 +39,7 @@ class ChatCompletions:
     """The dialect of chat completions."""
 
     def parse(self, body: Body) -> ChatRequest:
+        """Check the fields, the messages and the tools of a body, and translate it. Raises ChatRefused."""
         ignored, relaxed = review(body | strict_tools(body), CHAT_COMPLETIONS)
         check_messages(messages := objects(body, "messages"))
         check_tools(tools := objects(body, "tools"))
@@ -72,13 +73,13 @@ class ChatCompletions:
 
 
 class ChatCompletionEvents:
-    """The chunks of a streamed chat completion."""
+    """Makes the chunks of a streamed chat completion, as ReplyStream says."""
 
     def __init__(self, asked: ChatRequest, stamp: Stamp) -> None:
         self._head = _head(stamp, "chat.completion.chunk")
         self._usage = asked.include_usage
         self._sent: dict[int, int] = {}
-        """Characters of the content that were sent, for each choice that has begun."""
+        """By choice that has begun: the number of characters of its content that were sent."""
 
     def text(self, choice: int, text: str) -> bytes:
         begin = b"" if choice in self._sent else self._chunk(choice, {"role": "assistant", "content": ""})
@@ -95,7 +96,7 @@ class ChatCompletionEvents:
         return event(openai_failure(failure))
 
     def _rest(self, choice: int, reply: ChatReply) -> list[bytes]:
-        """The chunks of a choice that were not sent yet, up to its finish reason."""
+        """Return the chunks of a choice that were not sent yet, up to its finish reason."""
         parts = []
         if choice not in self._sent:
             empty = None if reply.tool_calls and not reply.content else ""
@@ -137,7 +138,7 @@ def check_tools(tools: Sequence[Body]) -> None:
 
 
 def message(reply: ChatReply) -> Body:
-    """The assistant's message."""
+    """Return the policy's reply as a message of the assistant."""
     made: Body = {"role": "assistant", "content": reply.content, "refusal": None}
     if reply.reasoning:
         made["reasoning_content"] = reply.reasoning
@@ -147,7 +148,7 @@ def message(reply: ChatReply) -> Body:
 
 
 def usage(replies: Sequence[ChatReply]) -> Body:
-    """Tokens of the context, which all choices share, and of all sampled tokens."""
+    """Return the numbers of tokens: of the context, which all choices share, and of the answers to all choices."""
     prompt, sampled = replies[0].prompt_tokens, sum(reply.completion_tokens for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 

@@ -1,11 +1,13 @@
-"""The common side of all dialects: a body becomes a request to the policy, a reply a body or a stream of events.
+"""The part that all dialects share. A *dialect* is an HTTP API whose requests and answers are translated here.
 
-Invariant: translators are pure, so that the same body and the same replies give the same bytes. A wish of a program
-that cannot be met is refused with ChatRefused, which names the field as the program wrote it, before any sampling. No
-field is ignored silently. A field that would change probabilities, such as temperature, is ignored with a notice: the
-learner's log-probs are those of the run's sampling. A field that would exclude tokens, such as a schema, is relaxed
-with a notice: sampling stays free, because the learner excludes none. A field that cannot be served, or is unknown, is
-refused by name.
+A request's body becomes a ChatRequest, and the policy's reply becomes a body or a stream of events. Invariant:
+translators are pure, so that the same body and the same replies give the same bytes.
+
+Each field of a body has a treatment, and no field is ignored silently. A field that would change probabilities, such as
+temperature, is ignored with a notice: the learner's log-probs are those of the run's sampling. A field that would
+exclude tokens, such as a schema, is relaxed with a notice: sampling stays free, because the learner excludes none. A
+field that cannot be served, or is unknown, is refused before any sampling, with ChatRefused. The error names the field
+as the program wrote it.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Stamp:
     """The identity of a reply: number, model and time."""
 
     number: str
-    """Name of the reply within its session, behind the prefix of its dialect."""
+    """Id of the reply within its session, without the prefix of its dialect."""
     model: str
     created: int
     """Unix seconds."""
@@ -69,33 +71,35 @@ class Failure:
 
 
 class ReplyStream(Protocol):
-    """The event stream of one reply: ``text`` any number of times, then ``end`` or ``failed``, once."""
+    """Makes the events of one streamed reply: ``text`` any number of times, then ``end`` or ``failed``, once."""
 
     def text(self, choice: int, text: str) -> bytes:
-        """The events for more content of a choice; the texts of a choice come in order and without gaps."""
+        """Return the events for more content of a choice; the texts of a choice come in order and without gaps."""
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
-        """The events for content that was not sent yet, and the end of the stream. Each reply's content begins with the
-        texts of its choice."""
+        """Return the events for content that was not sent yet, and for the end of the stream.
+
+        The content of each reply begins with the texts of its choice.
+        """
 
     def failed(self, failure: Failure) -> bytes:
-        """The last event of a stream that has failed."""
+        """Return the last event of a stream that has failed."""
 
 
 class Dialect(Protocol):
-    """One HTTP API."""
+    """The translator of one HTTP API."""
 
     def parse(self, body: Body) -> ChatRequest:
-        """The request that a body holds. Raises ChatRefused."""
+        """Check the fields of a body and translate it into a request. Raises ChatRefused."""
 
     def reply(self, asked: ChatRequest, stamp: Stamp, replies: Sequence[ChatReply]) -> Body:
-        """The body of the whole answer."""
+        """Return the body of the whole answer."""
 
     def events(self, asked: ChatRequest, stamp: Stamp) -> ReplyStream:
-        """A new stream."""
+        """Return a new stream for the answer."""
 
     def failure(self, failure: Failure) -> Body:
-        """The body of an error."""
+        """Return the body of an error."""
 
 
 def error_type(status: int) -> str:
@@ -123,7 +127,7 @@ def event(data: Body, name: str | None = None) -> bytes:
 
 @dataclass(frozen=True)
 class Field:
-    """Treatment of a field. ``neutral`` values ask for nothing, as None does: they always pass unnoticed."""
+    """Treatment of a field. Its ``neutral`` values, and None, ask for nothing, so they pass without a notice."""
 
     treatment: Treatment
     neutral: tuple[Any, ...] = ()
@@ -208,7 +212,7 @@ MESSAGES = {
 
 
 def review(body: Body, table: dict[str, Field], *, nested: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
-    """Check the fields of ``body`` against ``table``; returns the names of those ignored and of those relaxed.
+    """Check the fields of ``body`` against ``table``. Returns the names of ignored fields and those of relaxed ones.
 
     Fields in ``nested`` are objects, whose own fields are in the table as OUTER.INNER. Raises ChatRefused.
     """
@@ -233,7 +237,7 @@ def review(body: Body, table: dict[str, Field], *, nested: tuple[str, ...] = ())
 
 
 def strict_tools(body: Body) -> Body:
-    """The field ``tools.strict``: whether one of the tools, or its function, is strict."""
+    """Return ``tools.strict`` as a field of its own: whether one of the tools, or its function, is strict."""
     listed = body.get("tools")
     tools = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
     own = [each["function"] if isinstance(each.get("function"), dict) else each for each in tools]
@@ -241,7 +245,7 @@ def strict_tools(body: Body) -> Body:
 
 
 def flag(body: Body, name: str) -> bool:
-    """A field that is true or false, and false by default. Raises ChatRefused."""
+    """Read a field that is true or false, and false by default. Raises ChatRefused."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise ChatRefused(name, "must be true or false")
@@ -249,7 +253,7 @@ def flag(body: Body, name: str) -> bool:
 
 
 def whole(body: Body, name: str, *, most: int = LARGEST) -> int | None:
-    """A field that is a whole number from 1 to ``most``; None if it is unset. Raises ChatRefused."""
+    """Read a field that is a whole number from 1 to ``most``; None if it is unset. Raises ChatRefused."""
     value = body.get(name)
     if value is None:
         return None
@@ -259,7 +263,7 @@ def whole(body: Body, name: str, *, most: int = LARGEST) -> int | None:
 
 
 def mapping(body: Body, name: str) -> Body:
-    """A field that is an object, and empty by default. Raises ChatRefused."""
+    """Read a field that is an object, and empty by default. Raises ChatRefused."""
     value = body.get(name)
     if value is None:
         return {}
@@ -269,7 +273,7 @@ def mapping(body: Body, name: str) -> Body:
 
 
 def objects(body: Body, name: str) -> list[Body]:
-    """A field that is a list of objects, and empty by default. Raises ChatRefused."""
+    """Read a field that is a list of objects, and empty by default. Raises ChatRefused."""
     value = body.get(name)
     if value is None:
         return []
@@ -279,7 +283,7 @@ def objects(body: Body, name: str) -> list[Body]:
 
 
 def string(body: Body, name: str, where: str) -> str:
-    """A field that must be there, and text; ``where`` is the program's name for it. Raises ChatRefused."""
+    """Read a required field that is text; ``where`` is the field's full name for the error. Raises ChatRefused."""
     value = body.get(name)
     if not isinstance(value, str):
         raise ChatRefused(where, "must be text" if name in body else "is missing")
@@ -287,7 +291,7 @@ def string(body: Body, name: str, where: str) -> str:
 
 
 def strings(body: Body, name: str) -> list[str]:
-    """A field that is text or a list of texts, and empty by default. Raises ChatRefused."""
+    """Read a field that is text or a list of texts, and empty by default. Raises ChatRefused."""
     value = body.get(name)
     listed = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(each, str) and each for each in listed):
@@ -296,7 +300,10 @@ def strings(body: Body, name: str) -> list[str]:
 
 
 def joined_text(content: object, where: str, types: tuple[str, ...] = ("text",)) -> str:
-    """The text of a message's content: text itself, or parts of one of ``types``. Raises ChatRefused."""
+    """Read a message's content, which is text or a list of parts, as one text.
+
+    Raises ChatRefused for a part whose type is not in ``types``; ``where`` is the content's name for the error.
+    """
     if isinstance(content, str):
         return content
     if content is None:

@@ -34,7 +34,7 @@ from asyncrl.rpc.services import Notify
 
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_S = 0.2
-"""Time for the answers under way when the endpoint closes."""
+"""Seconds that open answers have when the endpoint closes."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 KEY = re.compile(r"[0-9a-f]{32,64}")
 SERVED: dict[str, Dialect] = {
@@ -45,9 +45,9 @@ SERVED: dict[str, Dialect] = {
 REWARD = ("/asyncrl/reward", "/v1/asyncrl/reward")
 """Paths for rewards; a client with the base URL of OpenAI's API finds the second."""
 MOST_COUNTED = 256
-"""Counted names from which on refused fields share one name: programs choose the names of fields."""
+"""Number of counted names after which further refused fields share one: programs choose the names of fields."""
 COMPLETION = re.compile(r"(?:chatcmpl-|resp_|msg_)?(call)?(\d{1,18})", re.ASCII)
-"""An id that was given to an answer."""
+"""The id of an answer: with ``call`` it has the number of the call, otherwise that of the node."""
 LARGE_BODY = 256 << 10
 """Bytes from which on a body is read in a thread."""
 _RAW_OBJECT, _RAW_LIST = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(list[msgspec.Raw])
@@ -82,11 +82,12 @@ class PolicyEndpoint:
         self._patience = patience
         self.counts: Counter[str] = Counter()
         self._first: dict[str, str] = {}
+        """By name of an event: the text of the notice at its first time."""
         self.calls = PolicyCalls(core, patience, self.counts, log)
         self._runner: web.ServerRunner | None = None
 
     async def start(self) -> str:
-        """Listen. Returns the URL without a path; the base URL for OpenAI's clients ends in /v1."""
+        """Begin to listen. Returns the URL without a path; the base URL for OpenAI's clients ends in /v1."""
         server = web.Server(
             self._handle,
             handler_cancellation=True,
@@ -102,7 +103,7 @@ class PolicyEndpoint:
         return f"http://{LOOPBACK}:{self._runner.addresses[0][1]}"
 
     async def close(self) -> None:
-        """Close every connection, and end the calls that were waited for."""
+        """Close every connection, and cancel the running calls."""
         if self._runner is not None:
             await self._runner.cleanup()
         await self.calls.close()
@@ -133,12 +134,13 @@ class PolicyEndpoint:
             raise self._aborted(request) from None
 
     def _aborted(self, request: web.BaseRequest) -> ConnectionError:
-        """Cut the connection; returns an error to raise, which the server takes for the client's."""
+        """Cut the connection. Returns an error to raise, after which the server does as if the client had closed it."""
         if request.transport is not None:
             request.transport.abort()
         return ConnectionResetError("aborted")
 
     async def _route(self, request: web.BaseRequest, dialect: Dialect) -> web.StreamResponse:
+        """Check path, HTTP method and key, and serve the request. Raises RejectedRequest."""
         routes: dict[str, tuple[str, Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]]] = {
             "/v1/models": ("GET", self._models),
             **dict.fromkeys(REWARD, ("POST", self._reward)),
@@ -153,6 +155,7 @@ class PolicyEndpoint:
         return await serve(request, self._key(request))
 
     def _key(self, request: web.BaseRequest) -> str:
+        """Read the session's key from the headers. Raises RejectedRequest if there is no such session."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not KEY.fullmatch(key) or not self._core.knows(key):
@@ -170,6 +173,7 @@ class PolicyEndpoint:
         return await self._send(request, listed)
 
     async def _reward(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
+        """Give a turn the reward in the body, and answer with the id of the rewarded answer."""
         body, _ = await self._body(request)
         try:
             value, node = reward_of(body, lambda number: self.calls.node(key, number))
@@ -210,7 +214,10 @@ class PolicyEndpoint:
         return response
 
     async def _body(self, request: web.BaseRequest) -> tuple[Body, bytes]:
-        """The body as an object, and the digest of the request. Raises RejectedRequest, CutConnection."""
+        """Read the body. Returns it as an object, with the digest of the request, by which a retry is recognised.
+
+        Raises RejectedRequest, CutConnection.
+        """
         raw = await self._read(request)
         salt = f"{request.path}\n{request.headers.get('Idempotency-Key', '')}\n"
         try:
@@ -222,15 +229,15 @@ class PolicyEndpoint:
             raise RejectedRequest(Failure(status=400, message=problem, code="invalid_json")) from None
 
     async def _read(self, request: web.BaseRequest) -> bytearray:
-        """The body. Raises RejectedRequest if it is too long, CutConnection if the client sends too slowly."""
+        """Read the body as bytes. Raises RejectedRequest if it is too long, CutConnection if it comes too slowly."""
         most = self._max_request_bytes
         raw = bytearray()
         try:
             if (request.content_length or 0) <= most:
-                # Only here: a client that asks first does not send a body that is too long.
+                # A client that asks before it sends gets no 100 Continue for a body that is too long.
                 if request.headers.get("Expect", "").lower() == "100-continue":
                     await request.writer.write(CONTINUE)
-                    # aiohttp considers a response begun once something was written, and would not send another.
+                    # Otherwise aiohttp takes these bytes for the beginning of the response, and sends no other.
                     request.writer.output_size = 0
                 async with asyncio.timeout(self._patience.client_timeout_s):
                     async for chunk in request.content.iter_any():
@@ -249,6 +256,7 @@ class PolicyEndpoint:
         return await send(request, body, status, timeout_s=self._patience.client_timeout_s)
 
     def _note(self, asked: ChatRequest) -> None:
+        """Count the ignored and the relaxed fields of a request, and notify the user of each."""
         for name in asked.ignored:
             self._count(
                 f"ignored/{name}",
@@ -262,12 +270,12 @@ class PolicyEndpoint:
             )
 
     def _count(self, name: str, text: str) -> None:
-        """Count an event and notify the user, with the text of its first time."""
+        """Count an event of this name, and notify the user with the text of its first time and the count."""
         self.counts[name] += 1
         self._notify(f"agents: {name}", self._first.setdefault(name, text), count=self.counts[name])
 
     def _failure_of(self, error: Exception) -> Failure:
-        """Count an error of the core, and return the failure that the client receives for it."""
+        """Count an error of a call, and return the failure that the client receives for it."""
         if isinstance(error, EpisodeOver):
             self.counts["over"] += 1
             return Failure(status=400, message=str(error), code=EpisodeOver.code)
@@ -288,7 +296,7 @@ def _retry_count(request: web.BaseRequest) -> int:
 
 
 def _outer(field: str) -> str:
-    """The field without its place in lists, cut to a bounded length."""
+    """The outermost name of a field (``messages[3].role`` is ``messages``), cut to a bounded length."""
     return re.split(r"[.\[]", field)[0][:64]
 
 
@@ -303,16 +311,16 @@ def _silent_logger() -> logging.Logger:
 
 
 def digest(raw: bytearray, salt: str) -> bytes:
-    """A digest, the same for the same body and salt."""
+    """Hash a body and a salt."""
     made = hashlib.blake2b(salt.encode(errors="surrogateescape"), digest_size=16)
     made.update(raw)
     return made.digest()
 
 
 def reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[float, int | None]:
-    """Read the body of a reward: its value and the node that gets it. Without a node it is for the newest answer.
+    """Read the body of a reward. Returns its value and the node that gets it; None stands for the newest answer.
 
-    ``node_of_call`` gives the node for a call's number. Raises ChatRefused.
+    ``node_of_call`` gives the node for a call's number, or None if that is unknown. Raises ChatRefused.
     """
     for name in body.keys() - {"value", "completion"}:
         raise ChatRefused(name, "is not a field that is known here")
@@ -333,7 +341,7 @@ def reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[fl
 
 
 def _decoded_in_parts(raw: bytearray) -> Body:
-    """The body, decoded element by element, so that the interpreter is free in between."""
+    """Decode a large body element by element, so that other threads can run in between."""
     body: Body = {}
     for name, value in _RAW_OBJECT.decode(raw).items():
         if memoryview(value)[0] == ord("["):

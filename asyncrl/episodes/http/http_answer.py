@@ -23,7 +23,7 @@ EVENT_STREAM = "text/event-stream"
 
 
 class CutConnection(Exception):
-    """The connection is to be cut."""
+    """The connection must be cut."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -46,7 +46,7 @@ async def _in_time(timeout_s: float) -> AsyncIterator[None]:
 async def send(
     request: web.BaseRequest, body: Body, status: int, *, timeout_s: float, headers: dict[str, str] | None = None
 ) -> web.StreamResponse:
-    """Answer with all of ``body``. Raises CutConnection."""
+    """Send ``body`` as the whole answer. Raises CutConnection."""
     raw = msgspec.json.encode(body)
     response = web.Response(body=raw, status=status, headers={"Content-Type": JSON, **(headers or {})})
     async with _in_time(timeout_s):
@@ -56,7 +56,10 @@ async def send(
 
 
 class HttpAnswer:
-    """The answer to one request: ``whole`` or ``stream``, once."""
+    """Sends the answer to one request, by ``whole`` or by ``stream``, once.
+
+    ``news`` is an event that is set when the call has new text and when it ends.
+    """
 
     def __init__(
         self,
@@ -75,10 +78,10 @@ class HttpAnswer:
         self._keep_alive_s, self._timeout_s = patience.keep_alive_s, patience.client_timeout_s
         self._response: web.StreamResponse | None = None
         self._sent = [0] * asked.n
-        """Characters of each choice's content that were sent."""
+        """For each choice, the number of characters of its content that were sent."""
 
     async def whole(self, news: asyncio.Event) -> web.StreamResponse:
-        """Wait for the outcome, and send it as one body of JSON. Raises CutConnection."""
+        """Wait for the outcome, with blanks as signs of life, and send it as one body of JSON. Raises CutConnection."""
         while self._call.running:
             if not await self._more(news):
                 await self._write(BLANK, JSON)
@@ -90,7 +93,7 @@ class HttpAnswer:
                 return await send(self._request, body, 200, timeout_s=self._timeout_s, headers=self._notices())
             return await self._finish(msgspec.json.encode(body))
         if self._response is not None:
-            # The status was sent. A retry of the client gets a status for it.
+            # The status 200 was sent already. A retry of the client gets the status of the failure.
             self._explain(outcome)
             raise CutConnection("failed late")
         return await self._fail(self._explain(outcome))
@@ -121,7 +124,7 @@ class HttpAnswer:
         return await self._finish(events.failed(self._explain(outcome)))
 
     async def _more(self, news: asyncio.Event) -> bool:
-        """Wait for more of the call; False when it is time for a sign of life."""
+        """Wait until the call has news. Returns False after ``keep_alive_s`` without any: a sign of life is due."""
         try:
             async with asyncio.timeout(self._keep_alive_s):
                 await news.wait()
@@ -131,19 +134,20 @@ class HttpAnswer:
         return True
 
     def _take_unsent(self) -> list[tuple[int, str]]:
-        """The content that was not sent yet, as (choice, text); it counts as sent from now on."""
+        """Return the content that was not sent yet, as (choice, text), and count it as sent."""
         unsent = [(at, text[self._sent[at] :]) for at, text in enumerate(self._call.texts)]
         self._sent = [len(text) for text in self._call.texts]
         return [(at, text) for at, text in unsent if text]
 
     def _stamp(self) -> Stamp:
-        """The identity of the reply: numbered by its node, or by its call before the node is known."""
+        """Make the identity of the reply: the number of its node, or that of its call before the node is known."""
         outcome = self._call.outcome
         known = outcome is not None and not isinstance(outcome, Exception)
         number = str(outcome[0].node) if known else f"call{self._call.number}"  # type: ignore[index]
         return Stamp(number=number, model=self._model, created=self._call.created)
 
     def _notices(self) -> dict[str, str]:
+        """Headers that name the ignored and the relaxed fields of the request."""
         named = {"x-asyncrl-ignored": self._asked.ignored, "x-asyncrl-relaxed": self._asked.relaxed}
         return {header: ", ".join(fields) for header, fields in named.items() if fields}
 
@@ -151,6 +155,7 @@ class HttpAnswer:
         return await send(self._request, self._dialect.failure(failure), failure.status, timeout_s=self._timeout_s)
 
     async def _write(self, raw: bytes, content_type: str) -> web.StreamResponse:
+        """Send a part of the answer; the first call sends the status and the headers before it."""
         async with _in_time(self._timeout_s):
             if self._response is None:
                 headers = {"Content-Type": content_type, "Cache-Control": "no-cache", **self._notices()}

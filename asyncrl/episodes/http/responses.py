@@ -38,6 +38,7 @@ class Responses:
     """The dialect of OpenAI's Responses."""
 
     def parse(self, body: Body) -> ChatRequest:
+        """Check the fields of a body, and translate instructions, input and tools. Raises ChatRefused."""
         ignored, relaxed = review(body | strict_tools(body), RESPONSES, nested=("text", "reasoning"))
         tools = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(objects(body, "tools"))]
         messages = _messages(body)
@@ -70,13 +71,13 @@ class Responses:
 
 
 class ResponseEvents:
-    """The events of a streamed response."""
+    """Makes the events of a streamed response, as ReplyStream says."""
 
     def __init__(self, asked: ChatRequest, stamp: Stamp) -> None:
         self._asked, self._stamp = asked, stamp
         self._sequence = 0
         self._sent = ""
-        """Text of the content that was sent."""
+        """The part of the content that was sent."""
         self._begun = False
         self._message_begun = False
 
@@ -85,10 +86,11 @@ class ResponseEvents:
         return self._begin() + self._begin_message(0) + self._delta(0, text)
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
+        """Return the events for all items of the output, without text that was sent, and for the end."""
         (reply,) = replies
         items = _items(self._stamp, reply)
         if self._message_begun:
-            # The message has its place in the output already, before all other items.
+            # The message was announced as the first item of the output.
             items.sort(key=lambda item: item["type"] != "message")
         parts = [self._begin()]
         for at, item in enumerate(items):
@@ -124,6 +126,7 @@ class ResponseEvents:
         )
 
     def _message(self, at: int, item: Body) -> bytes:
+        """Return the events for the message at index ``at`` of the output: its start if due, unsent text, its end."""
         text = item["content"][0]["text"]
         parts = [self._begin_message(at)]
         if rest := text[len(self._sent) :]:
@@ -137,6 +140,7 @@ class ResponseEvents:
         return self._event("response.output_text.delta", **self._place(at), content_index=0, delta=text, logprobs=[])
 
     def _call(self, at: int, item: Body) -> bytes:
+        """Return the events for a tool call at index ``at`` of the output, from its addition to its end."""
         place = {"item_id": item["id"], "output_index": at}
         arguments = item["arguments"]
         kind = "response.function_call_arguments"
@@ -150,6 +154,7 @@ class ResponseEvents:
         )
 
     def _reasoning(self, at: int, item: Body) -> bytes:
+        """Return the events for the reasoning at index ``at`` of the output, from its addition to its end."""
         place = {"item_id": item["id"], "output_index": at, "summary_index": 0}
         part = item["summary"][0]
         kind = "response.reasoning_summary"
@@ -219,7 +224,7 @@ def _tool(tool: Body, where: str) -> Body:
 
 
 def _items(stamp: Stamp, reply: ChatReply) -> list[Body]:
-    """The output: reasoning, the message, and the calls, each where there is any."""
+    """Return the items of the output: reasoning if there is any, the message, and the tool calls."""
     items: list[Body] = []
     if reply.reasoning:
         summary = [{"type": "summary_text", "text": reply.reasoning}]
@@ -259,6 +264,7 @@ def _response(asked: ChatRequest, stamp: Stamp) -> Body:
 
 
 def _finished(asked: ChatRequest, stamp: Stamp, reply: ChatReply, items: list[Body]) -> Body:
+    """Return the body of a complete response with these output items."""
     cut = reply.finish_reason == "length"
     return _response(asked, stamp) | {
         "status": "incomplete" if cut else "completed",

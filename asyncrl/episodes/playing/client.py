@@ -24,12 +24,12 @@ SAMPLING = frozenset(
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "response_format", "tool_choice", "model"),
     }
 )
-"""Arguments of other clients, which would otherwise go to the chat template."""
+"""Arguments of other clients that ``chat`` refuses; otherwise they would go to the chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """The task of one sample; the same for all samples of a prompt but for ``sample`` and ``attempt``."""
+    """The task of one sample. All samples of a prompt have the same task, except for ``sample`` and ``attempt``."""
 
     prompt: str
     """Text of the prompt, through the chat template where data.template says so."""
@@ -51,7 +51,7 @@ class Task:
 
     @property
     def episode_id(self) -> str:
-        """Id that is the same in every attempt: side effects of an episode may happen once an attempt."""
+        """Id that is the same in every attempt, so that code can recognise side effects of an earlier attempt."""
         return f"{self.uid}/{self.sample}"
 
 
@@ -79,14 +79,14 @@ class Reply:
 
 
 class PolicyHandler(Protocol):
-    """The receiver of one session's calls."""
+    """The receiver of a client's calls."""
 
     async def chat(self, chat: Chat) -> ChatReply:
-        """The next message. Raises EpisodeOver or ChatRefused."""
+        """Ask the policy for the next message. Raises EpisodeOver or ChatRefused."""
         ...
 
     def reward(self, node: int | None, value: float) -> None:
-        """Give a turn the reward ``value``; ignored if the session is over."""
+        """Give the turn whose answer has the number ``node`` the reward ``value``; ignored after the episode's end."""
         ...
 
 
@@ -97,6 +97,7 @@ class Client:
         self._policy, self._session = policy, session
         self._calls = 0
         self._node: int | None = None
+        """Number of the newest answer that is trained, which ``reward`` is for; None before the first."""
         self.model = model
         """Name to give to an OpenAI client."""
         self.base_url = base_url
@@ -164,10 +165,9 @@ class BlockingClient:
         self.model, self.base_url, self.api_key = client.model, client.base_url, client.api_key
 
     def chat(self, messages: Sequence[Message], *args: Any, **kwargs: Any) -> Any:
-        """Ask the policy, as Client.chat: returns a Reply, or on the worker's event loop an awaitable of one.
+        """Ask the policy, as Client.chat. Returns a Reply; on the worker's event loop it returns an awaitable of one.
 
-        The second case arises if a plain function, such as a decorator, returns a coroutine, which then runs on the
-        loop.
+        That happens if a plain function, such as a decorator, returns a coroutine, which then runs on the loop.
         """
         asked = self._client.chat(messages, *args, **kwargs)
         if _running_loop() is self._loop:

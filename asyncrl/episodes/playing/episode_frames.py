@@ -15,7 +15,7 @@ from asyncrl.episodes.playing.client import Task
 from asyncrl.messages.episodes import Chat, ChatReply
 
 SMALL_BYTES = 1 << 20
-"""Bytes of a frame without the messages of a chat."""
+"""Largest size of a frame, not counting the messages of a chat (bytes)."""
 
 
 class EpisodeSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
@@ -27,7 +27,7 @@ class EpisodeSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     model: str
     base_url: str
     alive_s: float
-    """Seconds between two Alive."""
+    """Seconds between two Alive messages."""
     close_timeout_s: float
     """Seconds in which tasks that an episode has left behind may end."""
     max_output_bytes: int
@@ -50,8 +50,8 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
 
 
 class Denied(msgspec.Struct, frozen=True, array_like=True, tag="denied"):
-    """Refusal of an Asked: because the episode is ``over``, because of ``field``, or else because the policy is
-    unreachable."""
+    """Refusal of an Asked. The cause is the end of the episode (``over``), an invalid ``field``, or else an unreachable
+    policy."""
 
     session: str
     call: str
@@ -88,7 +88,7 @@ class Rewarded(msgspec.Struct, frozen=True, array_like=True, tag="rewarded"):
 
 
 class Printed(msgspec.Struct, frozen=True, array_like=True, tag="printed"):
-    """Output of an episode, and the number of bytes that were left out since the last."""
+    """Output of an episode, and the number of bytes that were dropped since its last Printed."""
 
     session: str
     text: str
@@ -96,7 +96,7 @@ class Printed(msgspec.Struct, frozen=True, array_like=True, tag="printed"):
 
 
 class Noted(msgspec.Struct, frozen=True, array_like=True, tag="noted"):
-    """A tool was called; ``error`` is empty if that worked. ``mistaken``: the policy has called it wrongly."""
+    """A tool was called. ``error`` is empty if the call succeeded; ``mistaken``: the policy has called it wrongly."""
 
     session: str
     tool: str

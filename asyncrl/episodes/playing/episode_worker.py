@@ -35,15 +35,15 @@ from asyncrl.workers.worker import NO_SOCKET_EXIT, READ_BYTES, FrameReader, begi
 
 STOPPED = "it was stopped"
 LINES_BYTES = 8192
-"""Text without a line's end is held back up to this size."""
+"""Size up to which the text of an incomplete line is held back (bytes)."""
 CHAT_PLACE = re.compile(r"\$\[1\]\.")
-"""Beginning of a field's path in msgspec's errors, which is left out of the error for the user."""
+"""Prefix of field names in msgspec's errors, which the user does not see."""
 
 
 class EpisodePrinter:
-    """Passes the first ``limit`` bytes of an episode's output on, by lines.
+    """Passes an episode's output to ``send``, in whole lines where possible and up to ``limit`` bytes in all.
 
-    ``send`` receives text and the number of bytes dropped since its last call. It may be called from any thread.
+    ``send`` gets text and the number of bytes dropped since its last call. It is called from any thread.
     """
 
     def __init__(self, limit: int, send: Callable[[str, int], None]) -> None:
@@ -53,10 +53,10 @@ class EpisodePrinter:
 
     def write(self, text: str) -> None:
         """Add text; bytes beyond the limit are dropped and counted."""
-        # Half of a surrogate pair, which could not be sent, is written out.
+        # Half of a surrogate pair cannot be sent, so it is escaped.
         data = text.encode(errors="backslashreplace")
         if len(data) > self._left:
-            # Cut without leaving a part of a character, and nothing is kept behind a cut.
+            # Cut between two characters. Later text is dropped even if it would fit.
             kept = data[: self._left].decode(errors="ignore").encode()
             self._dropped += len(data) - len(kept)
             data, self._left = kept, len(kept)
@@ -78,18 +78,20 @@ class EpisodePrinter:
 
 
 current: ContextVar[EpisodePrinter | None] = ContextVar("current", default=None)
-"""EpisodePrinter of the episode whose code runs."""
+"""EpisodePrinter of the episode whose code runs; None outside of episodes."""
 
 
 class Apart:
-    """A standard stream whose text goes to the episode that writes it. Bytes, and text of no episode, go to the
-    worker's own."""
+    """Replaces a standard stream: text goes to the EpisodePrinter of the episode that writes it.
+
+    Bytes, and text that no episode writes, go to the original ``stream``.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write text for the episode whose code runs."""
+        """Write text for the episode whose code runs, or to the original stream outside of episodes."""
         printer = current.get()
         if printer is None:
             return self._stream.write(text)
@@ -102,7 +104,7 @@ class Apart:
             self.write(line)
 
     def flush(self) -> None:
-        """Do nothing: an episode's text is sent by lines."""
+        """Flush the original stream outside of episodes. Text of an episode is sent by lines."""
         if current.get() is None:
             self._stream.flush()
 
@@ -116,14 +118,15 @@ def separate_output() -> None:
 
 
 class PlayedEpisode:
-    """One episode: its calls of the policy, and the tasks that its code has made."""
+    """One episode: its calls of the policy, as a PolicyHandler (client.py), and the tasks that its code has made."""
 
     def __init__(self, worker: EpisodeWorker, key: str) -> None:
         self._worker, self.key = worker, key
         self._waiting: dict[str, asyncio.Future[ChatReply]] = {}
+        """Future answers of open calls of the policy, by the call's name."""
         self.tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
         self.over = ""
-        """Reason that it is over; empty while it is not."""
+        """Reason that the episode takes no more calls; empty while it does."""
         self.running = False
         """Whether the user's code runs."""
 
@@ -180,7 +183,7 @@ class EpisodeWorker:
         self._episodes: dict[str, asyncio.Task[None]] = {}
 
     def take(self, message: frames.ToWorker) -> None:
-        """Act on a message of the host."""
+        """Act on a message of the host: begin or stop an episode, or give an answer or a refusal to its call."""
         match message:
             case frames.Play(key, task):
                 session = self._sessions[key] = PlayedEpisode(self, key)
@@ -194,7 +197,7 @@ class EpisodeWorker:
             case frames.StopEpisode(key):
                 if key in self._sessions:
                     self._sessions[key].end(STOPPED)
-                    # Before and after the user's code its task is the worker's own, which has to report the end.
+                    # Cancel only the user's code. Before and after it, the task has to report the end.
                     if self._sessions[key].running:
                         self._episodes[key].cancel()
 
@@ -247,7 +250,7 @@ class EpisodeWorker:
             await asyncio.sleep(self._setup.alive_s)
 
     async def _play(self, key: str, session: PlayedEpisode, task: Task) -> None:
-        """Run the user's code for one task, end the tasks that it left behind, and report the outcome."""
+        """Run the user's code for one task, end the asyncio tasks that it left behind, and report the outcome."""
         if session.over:
             self._over(frames.Ended(key, error=STOPPED))
             return
@@ -256,7 +259,7 @@ class EpisodeWorker:
         )
         client = Client(session, session=key, model=self._setup.model, base_url=self._setup.base_url)
         ended = await self._outcome(key, session, printer, self._player(task, client))
-        # Before its tasks are ended, so that a call of the policy meanwhile raises EpisodeOver.
+        # First, so that calls of the policy raise EpisodeOver while the tasks end.
         session.end("the user's code has ended")
         ended = msgspec.structs.replace(ended, left=await self._end_tasks(session))
         printer.flush()
@@ -264,6 +267,7 @@ class EpisodeWorker:
         self._loop.call_soon(self._over, ended)
 
     def _over(self, ended: frames.Ended) -> None:
+        """Forget an episode and report its end. A result that cannot be sent or is too large becomes an error."""
         del self._sessions[ended.session], self._episodes[ended.session]
         try:
             body = self._encoder.encode(ended)
@@ -278,8 +282,10 @@ class EpisodeWorker:
         self._write(body)
 
     async def _outcome(self, key: str, session: PlayedEpisode, printer: EpisodePrinter, playing: Any) -> frames.Ended:
-        """Await the user's code and return its outcome. Nothing that it raises, SystemExit included, may end the
-        worker."""
+        """Await the user's code (``playing``) and return its outcome, or its error as text.
+
+        Nothing that the code raises, SystemExit included, may end the worker.
+        """
         current.set(printer)
         _session.set(session)
         session.running = True
@@ -316,7 +322,7 @@ class EpisodeWorker:
 
 
 def _owned_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
-    """Make a task, and add it to those of the episode whose code makes it."""
+    """Task factory of the event loop: adds each new task to the episode whose code makes it."""
     task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **kwargs)
     if (session := _session.get()) is not None:
         session.tasks.add(task)
@@ -330,7 +336,7 @@ def _denial(message: frames.Denied) -> Exception:
 
 
 async def serve(connection: socket.socket) -> None:
-    """Load the user's code as the host says, then play episodes until the host hangs up."""
+    """Receive EpisodeSetup, load the user's code, send Ready, then play episodes until the host hangs up."""
     reader, writer = await asyncio.open_connection(sock=connection)
     messages = _messages(reader)
     setup = await anext(messages, None)
@@ -338,7 +344,7 @@ async def serve(connection: socket.socket) -> None:
         return
 
     def note(tool: str, error: Exception | None, mistaken: bool) -> None:
-        """Report a call of a tool, by the episode whose code runs."""
+        """Report a tool call of the episode whose code runs."""
         if (session := _session.get()) is not None:
             error_and_kind = ("", "") if error is None else (describe(error), kind_of(error))
             worker.send_soon(frames.Noted(session.key, tool, *error_and_kind, mistaken))
@@ -358,7 +364,7 @@ async def serve(connection: socket.socket) -> None:
 
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[frames.ToWorker]:
-    """Messages of the host, one after the other, until it hangs up."""
+    """Yield the messages of the host until it hangs up."""
     whole, decoder = FrameReader(1 << 30), msgspec.msgpack.Decoder(frames.ToWorker)
     while data := await reader.read(READ_BYTES):
         for body in whole.feed(data):

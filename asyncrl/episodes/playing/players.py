@@ -44,12 +44,14 @@ _threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="episode")
 _ARGUMENT = re.compile(r"^\s+(\w+)(?: \([^)]*\))?: (.+)$", re.MULTILINE)
 """A line of a docstring that describes an argument: NAME: TEXT, or NAME (TYPE): TEXT, indented."""
 Note = Callable[[str, Exception | None, bool], None]
-"""Receives calls of tools: the tool's name, its error, and whether the policy is at fault."""
+"""Called after each tool call with the tool's name, its error or None, and whether the policy is at fault."""
 
 
 def resolve(kind: str, code: list[str], options: dict[str, Any], note: Note) -> Player:
-    """Load the user's ``code``, which is a function, env or tools by ``kind``, and return its player. Raises
-    NotCallable."""
+    """Load the user's ``code`` of this ``kind`` (function, env or tools) and return a player that calls it.
+
+    ``code`` has names MODULE:NAME. ``note`` is called after each tool call. Raises NotCallable.
+    """
     if kind == "function":
         (spec,) = code
         function = load(spec, "episode.function")
@@ -71,6 +73,7 @@ def resolve(kind: str, code: list[str], options: dict[str, Any], note: Note) -> 
 
 
 def _load_class(spec: str, key: str) -> Callable[..., Any]:
+    """Load a class. If an adapter's library is missing, the error says what to install."""
     try:
         return load(spec, key, "MODULE:CLASS")
     except NotCallable as error:
@@ -83,8 +86,10 @@ def _load_class(spec: str, key: str) -> Callable[..., Any]:
 
 
 def _tools(code: list[str], options: dict[str, Any], note: Note) -> Player:
-    """Load tools and return their player; ``options`` are arguments of the classes. Raises NotCallable with all
-    problems."""
+    """Load functions and classes of tools and return their player; ``options`` are arguments of the classes.
+
+    Raises NotCallable with all problems.
+    """
     functions: list[Tool] = []
     classes: list[Callable[[Task], Any]] = []
     names: list[str] = []
@@ -118,17 +123,17 @@ def _tools(code: list[str], options: dict[str, Any], note: Note) -> Player:
 
 
 def _maker(make: Callable[..., Any], options: dict[str, Any], names: list[str]) -> Callable[[Task], Any]:
-    """A function that makes an object of the user's class for a task, with the arguments in ``names``."""
+    """Return a function that makes an object of the user's class for a task, with the arguments in ``names``."""
     return lambda task: make(**{name: task if name == "task" else options[name] for name in names})
 
 
 def env_player(make: Callable[..., Any], options: dict[str, Any]) -> Player:
-    """A player in environments that ``make`` makes: the user's ``reset(task)`` and ``step(message)``, plain or async.
+    """Return a player of the user's environment, which ``make`` makes for each episode. Its methods may be async.
 
-    ``reset`` returns the first messages, or the text of one of the user. ``step`` is given the policy's message (role,
-    content, tool_calls) and returns (messages or text, reward, done[, info]). These are the environment's answer, the
-    reward of the turn or None, and whether the episode has ended. The reward of an episode is the sum of those of its
-    turns. Each episode has an object of its own, whose ``close``, if it has one, is called however the episode ends.
+    ``reset(task)`` returns the first messages, or a text, which becomes one message of the user. ``step(message)`` gets
+    the policy's message (role, content, tool_calls) and returns (messages or text, reward, done[, info]). These are the
+    environment's answer, the reward of the turn or None, and whether the episode has ended. The reward of an episode is
+    the sum of its turns' rewards. If there is a method ``close``, it is called however the episode ends.
     """
 
     async def play(task: Task, client: Client) -> None:
@@ -150,7 +155,7 @@ def env_player(make: Callable[..., Any], options: dict[str, Any]) -> Player:
 
 
 def _step(value: Any) -> tuple[Any, Any, bool]:
-    """Check the value of the user's ``step`` and split it into answer, reward and done. Raises TypeError."""
+    """Check what the user's ``step`` has returned, and split it into (answer, reward, done). Raises TypeError."""
     if not isinstance(value, tuple) or len(value) not in (3, 4):
         raise TypeError(
             f"step() returned {reprlib.repr(value)}; (messages or text, reward or None, done[, info]) is expected"
@@ -159,8 +164,10 @@ def _step(value: Any) -> tuple[Any, Any, bool]:
 
 
 def _messages(value: Any, method: str) -> list[Mapping[str, Any]]:
-    """The value of the user's ``reset`` or ``step`` as messages; text becomes a message of the user. Raises
-    TypeError."""
+    """Turn what the user's ``method`` (reset or step) has returned into messages; text becomes one of the user.
+
+    Raises TypeError.
+    """
     if value is None:
         return []
     if isinstance(value, str):
@@ -185,7 +192,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function and return its value: asynchronous code runs on the event loop, plain code in a thread.
 
-    If the call is cancelled, it still waits for the thread's end.
+    A cancelled call still waits for the end of its thread, which cannot be cancelled.
     """
     if is_async(function):
         return await function(*args, **kwargs)
@@ -194,17 +201,16 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         value = await asyncio.shield(running)
     except asyncio.CancelledError:
-        # A thread cannot be cancelled.
         await asyncio.wait([running])
         if not running.cancelled():
-            # Retrieved, or asyncio would log it.
+            # Read the exception, or asyncio would log it.
             running.exception()
         raise
     return await value if inspect.isawaitable(value) else value
 
 
 def function_player(function: Callable[..., Any], options: dict[str, Any], names: list[str]) -> Player:
-    """A player that calls ``function`` with those of ``options``, task and client that ``names`` lists."""
+    """Return a player that calls ``function`` with the arguments in ``names``: of ``options``, task and client."""
     is_plain = not is_async(function)
 
     async def play(task: Task, client: Client) -> Any:
@@ -230,7 +236,7 @@ class Tool:
         def given(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return args, kwargs
 
-        # It validates the arguments and does not call: errors of the tool itself are not the policy's.
+        # The adapter validates the arguments and does not call the tool, whose own errors are not the policy's fault.
         arguments_of: Any = functools.update_wrapper(given, function)
         self._adapter: TypeAdapter[Any] = TypeAdapter(arguments_of)
         text, parameters = inspect.getdoc(function) or "", self._adapter.json_schema()
@@ -243,7 +249,7 @@ class Tool:
         }
 
     async def call(self, arguments: str) -> str:
-        """Check the arguments, JSON text, call the function, and return its value as text.
+        """Check ``arguments``, the JSON text of an object, call the function, and return its value as text.
 
         Raises WrongArguments, and the function's own errors.
         """
@@ -256,7 +262,7 @@ class Tool:
 
 
 def result_text(value: Any) -> str:
-    """The text of a tool's result: text as it stands, everything else as JSON whose letters are not escaped.
+    """Turn a tool's result into text: a string stays as it is, everything else becomes JSON without escaped letters.
 
     Dataclasses, pydantic models, sets, tuples, enums, dates and arrays become JSON at any depth; None is ``null``.
     Bytes are text in UTF-8; other bytes are escaped, or base64 inside of a dataclass or a model. An object of any other
@@ -287,23 +293,23 @@ def _escape_bytes(value: Any) -> Any:
 
 
 def _plain_value(value: Any) -> Any:
-    """A value of a class that pydantic does not know. Arrays of numpy, torch and pandas have ``tolist``."""
+    """Convert a value of a class that pydantic does not know. Arrays of numpy, torch and pandas have ``tolist``."""
     tolist = getattr(value, "tolist", None)
     return tolist() if callable(tolist) else str(value)
 
 
 def methods(made: object) -> list[tuple[str, Callable[..., Any]]]:
-    """The tools of an object or of a class: its public methods but ``close``."""
-    # Attributes of the object alone are its state, callable or not, and a grader among them is not for the policy.
+    """Return the tools of an object or of a class as (name, method): its public methods except ``close``."""
+    # Only names of the class: callable attributes of the object alone, such as a grader, are its state.
     found = inspect.getmembers(made if inspect.isclass(made) else type(made), callable)
     names = [name for name, _ in found if not name.startswith("_") and name != "close"]
     return [(name, each) for name in names if callable(each := getattr(made, name))]
 
 
 def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], note: Note) -> Player:
-    """A player that asks the policy and runs the tools that it calls, until an answer calls none.
+    """Return a player that asks the policy and runs the tools that it calls, until an answer calls none.
 
-    Each episode makes its own objects of the classes and closes them. reward.function scores the conversation.
+    Each episode makes its own objects of ``classes`` and closes them. reward.function scores the conversation.
     """
 
     async def play(task: Task, client: Client) -> None:
