@@ -132,6 +132,7 @@ class Controller(RunActor):
         return f"tcp://{self.context.host}:{network.controller_port or network.ports}"
 
     def _newest_checkpoint(self) -> int:
+        """Version of the newest complete checkpoint on disk; -1 without one. Blocks."""
         try:
             newest = CheckpointFolder(checkpoint_dir(self.config, self.context.run_dir)).newest()
         except OSError as error:
@@ -378,7 +379,7 @@ class Controller(RunActor):
             await asyncio.sleep(GATHER_S)
 
     def _follow(self) -> None:
-        """Update the run's state from the registry, and wake the calls that wait for changes of the two."""
+        """Update the run's state from the registry, and wake the calls that wait for a change of either."""
         ready = self.registry.ready()
         # First, because it adds actors of joined hosts to the run.
         self.members.ready(ready)
@@ -391,6 +392,7 @@ class Controller(RunActor):
         self.tell()
 
     def _state_and_lines(self, seen_line: int) -> RunState:
+        """Return the run's state for the launcher: with the lines after number ``seen_line`` and the open waits."""
         lines, last = self._lines.after(seen_line)
         # While the run drains, actors end, and their waits no longer show what the run waits for.
         waits = self._waits.words(self.registry.hears) if not self.machine.drain else []

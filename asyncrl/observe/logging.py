@@ -68,6 +68,7 @@ def listen(listener: Callable[[str, str], None]) -> None:
 
 
 def _pass_on(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Give the listener the text of a warning or an error; returns the line unchanged. A processor of structlog."""
     if _listener is not None and line["level"] not in QUIET:
         facts = [
             f"{key}={value}"

@@ -235,6 +235,7 @@ class VitalSigns:
         )
 
     def _probe(self) -> None:
+        """Measure by how much this timer is late, count that as the lag of the event loop, and set the next timer."""
         now = self._loop.time()
         late = max(0.0, now - self._due)
         self._largest = max(self._largest, late)

@@ -138,6 +138,7 @@ def _shared_messages(trajectories: Sequence[SampleTrajectory]) -> int:
 
 
 def _conversation(messages: Sequence[Any], indent: int) -> list[SampleLine]:
+    """The lines of a conversation, without its middle beyond MOST_MESSAGES."""
     half = MOST_MESSAGES // 2
     left_out = len(messages) - MOST_MESSAGES
     if left_out <= 0:

@@ -26,7 +26,7 @@ from asyncrl.workers.confinement import NOTICE, Confinement, confine
 START_SHARE = 0.8
 """Share of an actor's time for its start that the pool may take, so that the pool's own error comes first."""
 LONGEST_ERROR = 300
-"""Characters of an error in the timeline."""
+"""Most characters of an error in the timeline."""
 
 
 class RewardActor(Actor, RewardObserver):
@@ -40,7 +40,7 @@ class RewardActor(Actor, RewardObserver):
         self._rate = FailureRate(workers=self.config.reward.workers)
         self._faults = Faults(self.config)
         self._calls = 0
-        """Calls with an outcome."""
+        """Number of calls with an outcome."""
 
     async def setup(self) -> None:
         """Start the workers and import the function in each, or check the judge's options. Raises ConfigError."""
@@ -51,6 +51,7 @@ class RewardActor(Actor, RewardObserver):
         self.tasks.create_task(self._pool.watch(), name="watch_pool")
 
     def _make_pool(self, confined: Confinement) -> RewardPool | JudgePool:
+        """Make a JudgePool if reward.function is a judge, else a RewardPool."""
         reward, max_tokens = self.config.reward, self.config.rollout.max_tokens
         start_timeout_s = START_SHARE * self.config.supervision.start_timeout_s
         if reward.function in JUDGES:

@@ -20,11 +20,11 @@ from asyncrl.workers.user_code import FaultKinds
 
 TIMED_OUT = "timed out"
 MIN_PROMPTS, MOST_PROMPTS = 3, 32
-"""Prompts that are needed, at least and at most."""
+"""Bounds of the number of prompts that must fail before the function counts as broken."""
 CHANCE = 1e-6
 """Accepted chance of a false alarm: that a function which works as before fails for so many prompts in a row."""
 MIN_CALLS, MOST_CALLS, CALLS_A_WORKER = 16, 50, 5
-"""Calls that are needed: a handful of each worker, in these limits."""
+"""Number of calls that must fail before the function counts as broken: its bounds, and the number for each worker."""
 OUTAGE_S = 30.0
 """Seconds for which a function that has worked may fail."""
 PROMPTS_KEPT = 16384
@@ -39,12 +39,12 @@ class RewardFault:
 
 
 def fault_of(text: str, kind: str = "") -> RewardFault:
-    """A fault with this text. Without ``kind``, its kind is the text before the first colon or semicolon."""
+    """Make a fault with this text. Without ``kind``, its kind is the text before the first colon or semicolon."""
     return RewardFault(kind or re.split("[:;]", text, maxsplit=1)[0], text)
 
 
 class Faults:
-    """Faults of a run so far."""
+    """Counts the faults of a run by kind, and describes each for the user."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -53,7 +53,7 @@ class Faults:
         """The first fault of all, with its prompt."""
 
     def add(self, fault: RewardFault, uid: str) -> tuple[str, str, int, str]:
-        """Count a fault of the prompt ``uid``; returns its notice's key, text and count, and its consequence."""
+        """Count a fault of the prompt ``uid``. Returns the key, text and count of its notice, and the consequence."""
         kind, first, count = self._kinds.add(fault.kind, f"{fault.text} (prompt {uid})")
         self.first = self.first or first
         return (
@@ -64,7 +64,7 @@ class Faults:
         )
 
     def _consequence(self, fault: RewardFault) -> str:
-        """A sentence for the user on what happens to the response."""
+        """Describe for the user, in one sentence, what happens to a response with this fault."""
         rollout, reward = self._config.rollout, self._config.reward
         timed_out = fault.kind == TIMED_OUT
         if timed_out and isinstance(reward.on_timeout, float):
@@ -83,7 +83,7 @@ class Faults:
 @dataclass(slots=True)
 class _Prompt:
     number: int
-    """Place in the order of arrival."""
+    """Number in the order of arrival, from 1."""
     scored: bool = False
     """Whether one of its calls gave rewards."""
     noted: bool = False
@@ -98,18 +98,19 @@ class FailureRate:
         self._calls_needed = min(max(MIN_CALLS, CALLS_A_WORKER * workers), MOST_CALLS)
         self._prompts: dict[str, _Prompt] = {}
         self._came = 0
+        """Number of prompts that have arrived."""
         self._newest_scored = 0
-        """Number of the newest prompt that was scored."""
+        """Number of the newest prompt that was scored; 0 before the first."""
         self._last_success: float | None = None
         self._failed_since = 0
-        """Calls that have failed since the last success."""
+        """Number of calls that have failed since the last success."""
         self._failing: set[str] = set()
-        """Prompts without a reward that came after the newest scored one."""
+        """Uids of the prompts without a reward that arrived after the newest scored one."""
         self._failing_before = 0
-        """Prompts without a reward that came before the newest scored one."""
+        """Number of prompts without a reward that arrived before the newest scored one."""
 
     def came(self, uid: str) -> None:
-        """A call for this prompt has come."""
+        """Record the arrival of a call for the prompt ``uid``."""
         if uid not in self._prompts:
             self._came += 1
             self._prompts[uid] = _Prompt(self._came)
@@ -122,8 +123,10 @@ class FailureRate:
             self._last_success = now
 
     def succeeded(self, uid: str, now: float) -> None:
-        """A call gave rewards. The failing prompts that came before this one then failed although the function
-        worked."""
+        """Record that a call gave rewards.
+
+        Failing prompts that arrived before its prompt failed although the function works, so they are counted apart.
+        """
         self._last_success, self._failed_since = now, 0
         prompt = self._prompts.get(uid)
         if prompt is None:
@@ -137,7 +140,7 @@ class FailureRate:
                 self._note(other)
 
     def failed(self, uid: str, now: float) -> str:
-        """A call gave no rewards. Returns the reason that the function is broken, in words; empty if it is not."""
+        """Record that a call gave no rewards. Returns why the function counts as broken, or "" if it does not."""
         self._failed_since += 1
         prompt = self._prompts.get(uid)
         if prompt is not None and not prompt.scored:
@@ -157,7 +160,7 @@ class FailureRate:
 
     @property
     def prompts_needed(self) -> int:
-        """Prompts that must have failed one after the other."""
+        """Number of prompts in a row that must fail before the function counts as broken."""
         if self._last_success is None:
             return MIN_PROMPTS
         # Laplace's rule of succession for the chance that a prompt fails; n in a row then have the chance share ** n.

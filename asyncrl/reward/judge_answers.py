@@ -29,9 +29,9 @@ from asyncrl.core.files import replace_file
 T = TypeVar("T")
 
 LONGEST_ANSWER = 200_000
-"""Characters that are looked through."""
+"""Longest answer that is accepted (characters)."""
 MOST_STARTS = 200
-"""Places at which JSON may begin in prose."""
+"""Largest number of places in an answer at which JSON is tried."""
 MOST_PROBLEMS = 12
 MOST_ENTRIES = 100_000
 REASONING_END = "</think>"
@@ -66,7 +66,8 @@ def read_entries(text: str, name: str) -> list[dict[str, Any]]:
         raise BadAnswer(["the answer is empty"])
     if len(text) > LONGEST_ANSWER:
         raise BadAnswer([f"the answer has {len(text)} characters; {LONGEST_ANSWER} are allowed"])
-    # The reasoning of a model may hold drafts, which end before it does; an answer may quote the mark of its end.
+    # Reasoning may hold drafts of the object; an object that ends before the end of the reasoning is not the answer.
+    # The answer itself may quote the mark, so several beginnings are tried.
     first, last = text.find(REASONING_END), text.rfind(REASONING_END)
     objects: list[dict[str, Any]] = []
     for begin in sorted({0, max(0, first), max(0, last)}, reverse=True):
@@ -87,7 +88,7 @@ def read_entries(text: str, name: str) -> list[dict[str, Any]]:
 def match(
     entries: Iterable[dict[str, Any]], key: str, wanted: Iterable[str], read: Callable[[dict[str, Any]], T]
 ) -> dict[str, T]:
-    """Read each entry with ``read``; returns the values by the entries' ``key``, one for each of ``wanted``.
+    """Parse each entry with ``read``. Returns the results by the entries' ``key``, one for each name in ``wanted``.
 
     ``read`` raises ValueError. Raises BadAnswer with all problems.
     """
@@ -115,7 +116,7 @@ def match(
 
 
 def read_number(value: Any, low: float, high: float) -> float:
-    """A number in [low, high]. Raises ValueError."""
+    """Check that ``value`` is a number in [low, high], and return it. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"the score {_shown(value)} is not a number")
     # Floats hold whole numbers below 2^53 exactly; a very large one cannot be made a float at all.
@@ -125,7 +126,7 @@ def read_number(value: Any, low: float, high: float) -> float:
 
 
 def _objects(text: str, begin: int) -> list[tuple[dict[str, Any], int]]:
-    """The outermost JSON objects in ``text`` from ``begin`` on, with the index of their end."""
+    """Find the outermost JSON objects in ``text`` from ``begin`` on. Returns each with the index of its end."""
     decoder = json.JSONDecoder(object_pairs_hook=_single)
     found, at = [], begin
     for _ in range(MOST_STARTS):
@@ -141,7 +142,7 @@ def _objects(text: str, begin: int) -> list[tuple[dict[str, Any], int]]:
 
 
 def _single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object with unique keys; of two equal keys either could be meant."""
+    """Make an object of its pairs. Raises ValueError if two keys are equal, since either could be meant."""
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a key is there twice")
@@ -166,7 +167,7 @@ class AnswerCache:
         self._count: int | None = None
 
     def find(self, key: str) -> str | None:
-        """The answer, if it is kept."""
+        """Return the kept answer to the question ``key``; None without one."""
         try:
             entry = msgspec.json.decode((self._folder / key).read_bytes(), type=_Entry)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -174,7 +175,7 @@ class AnswerCache:
         return entry.text if entry.key == key else None
 
     def keep(self, key: str, text: str) -> bool:
-        """Keep an answer; returns False if it cannot be written."""
+        """Keep the answer to the question ``key``. Returns False if it cannot be written."""
         with self._lock:
             try:
                 if self._count is None:

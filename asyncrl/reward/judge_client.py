@@ -37,7 +37,7 @@ CONNECT_S = 30.0
 MOST_BYTES = 4 << 20
 """Longest body of an answer. The body of a failed request is cut there."""
 PASSING = (408, 409, 425, 429)
-"""Statuses below 500 that say nothing about the request."""
+"""Statuses below 500 after which the same request may succeed later."""
 WITHOUT_SCHEMA, SCHEMA_WORDS = (400, 404, 415, 422, 501), ("response_format", "json_schema", "schema", "grammar")
 """Statuses and words by which servers refuse response_format."""
 
@@ -71,7 +71,7 @@ class JudgeReply:
 
     text: str
     completion_tokens: int
-    """As the server counts them; 0 if it does not."""
+    """Number of tokens as the server counts them; 0 if it does not."""
     cut: bool
     """Whether the answer was cut at its longest length."""
     left_s: float
@@ -200,6 +200,7 @@ class JudgeClient:
         return JudgeReply(text, usage.completion_tokens, choice.finish_reason == "length", left_s)
 
     def _failed(self, error: Any) -> VoteFailed:
+        """Make a VoteFailed of an answer with an error status."""
         status, body = error.status_code, " ".join(error.response.text[:400].split())
         reason = f"{self._options.url} answers with status {status}: {body}"
         if pause := error.response.headers.get("Retry-After"):
@@ -213,9 +214,9 @@ class JudgeClient:
         is_waiting = True
         try:
             async with self._places:
-                # One waits at a time, the others behind it: a small request does not slip past a large one.
+                # Only the first in line waits for the limits, so that a small request does not overtake a large one.
                 async with self._limits_lock:
-                    # Requests that the package has repeated meanwhile make the wait longer.
+                    # In a loop, because requests that the package repeats meanwhile make the wait longer.
                     while (wait_s := self._wait_s(tokens)) > 0:  # noqa: ASYNC110
                         await asyncio.sleep(wait_s)
                     spent = self._begin(tokens)

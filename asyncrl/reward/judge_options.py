@@ -26,25 +26,25 @@ class JudgeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     url: str
     """Base of an OpenAI-compatible API, as https://api.openai.com/v1 or http://HOST:8000/v1."""
     model: str
-    """Name of the model there."""
+    """Name of the model on that server."""
     api_key_env: str = ""
     """Name of the environment variable that holds the key; empty: no key is sent."""
     extra: dict[str, Any] = {}
     """Further fields of each request, as temperature, reasoning_effort, max_completion_tokens."""
     votes: Annotated[int, Meta(ge=1, le=32)] = 1
-    """Times that the same is asked, each in an order of its own, to be averaged. More than half must be valid."""
+    """Number of times that the judge is asked, each in another order; the mean counts. More than half must be valid."""
     max_input_chars: Annotated[int, Meta(ge=1000)] = 120_000
     """Characters of prompt, conversation and trajectories together; longer text loses its middle."""
     row_keys: list[str] = []
     """Columns of the row that the judge is shown, as a reference answer."""
     tries: Annotated[int, Meta(ge=1, le=20)] = 5
-    """Times that a request is sent which the server refuses for the moment, or which does not reach it."""
+    """Most times that a request is sent, if the server refuses it for the moment or cannot be reached."""
     concurrency: Positive = 32
-    """Requests at once."""
+    """Most requests at once."""
     requests_per_minute: Positive | None = None
-    """Requests that begin in any minute."""
+    """Most requests that begin in any minute."""
     tokens_per_minute: Positive | None = None
-    """Tokens of the requests that begin in any minute with their answers; estimated first, then as the server says."""
+    """Most tokens in any minute, of requests that begin in it and their answers. Estimated until the server reports."""
     price_per_million: list[NotNegative] = []
     """Price of a million tokens, [of the input, of the output]; judge/cost is in its currency."""
     also: str = ""
@@ -67,22 +67,22 @@ class RelativeOptions(JudgeOptions, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Criterion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A line of a rubric."""
+    """A criterion of a rubric."""
 
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
-    """Name of its component, and for the judge to name it by."""
+    """Name of the criterion in the judge's answer, and of its component of the reward."""
     text: Annotated[str, Meta(min_length=1)]
-    """Text of what is asked of the trajectory."""
+    """The requirement that a trajectory must meet."""
     weight: float | None = None
     """Weight: by default 1, and 0 for a gate; below 0 for a thing to be avoided."""
     gate: float | None = None
-    """The reward of a trajectory that does not get the highest level here, however good it is elsewhere."""
+    """Reward of a trajectory whose verdict is below the highest level, regardless of the others; None for no gate."""
     levels: dict[str, float] = msgspec.field(default_factory=lambda: {"no": 0.0, "yes": 1.0})
-    """Verdicts and their worth."""
+    """Possible verdicts, with the value of each."""
 
     @property
     def share(self) -> float:
-        """The weight, with its default where it is unset."""
+        """The weight, or its default if it is unset."""
         return self.weight if self.weight is not None else float(self.gate is None)
 
 
@@ -121,7 +121,7 @@ def read_options(type: type[Options], options: dict[str, Any]) -> Options:
 
 
 def _problems(options: JudgeOptions) -> list[tuple[str, str]]:
-    """Each problem of the options as (option, text)."""
+    """Find all problems of the options. Returns (option, text) of each."""
     found = []
     if not re.match(r"https?://[^/\s]+", options.url):
         found.append(("url", f"{options.url!r} does not begin with http:// or https:// and a host"))
@@ -154,7 +154,7 @@ def _problems(options: JudgeOptions) -> list[tuple[str, str]]:
 
 
 def criteria_problems(criteria: list[Criterion], *, alone: bool = True) -> list[str]:
-    """Problems between criteria. ``alone``: no row adds further ones, so at least one here needs a weight above 0."""
+    """Find problems of criteria. ``alone``: no row adds further ones, so at least one here needs a weight above 0."""
     names = [criterion.name for criterion in criteria]
     found = [f"there are two named {name}" for name in sorted(set(names)) if names.count(name) > 1]
     for criterion in criteria:

@@ -63,7 +63,7 @@ class JudgeCounters:
 
 
 def make_judge(config: RewardConfig) -> Judge:
-    """The judge of the configuration. Raises NotCallable."""
+    """Make the judge that the configuration names, and check its options. Raises NotCallable with all problems."""
     judge: Judge
     if config.function == "rubric":
         judge = Rubric(read_options(RubricOptions, config.options))
@@ -84,7 +84,7 @@ def make_judge(config: RewardConfig) -> Judge:
 
 
 def for_trial(config: RewardConfig) -> RewardConfig:
-    """The configuration for a few calls before the run, which fail soon without a judge."""
+    """Return the configuration for a few calls before the run: with fewer tries, so that they fail soon."""
     return config.model_copy(update={"options": {**config.options, "tries": 2}})
 
 
@@ -101,8 +101,8 @@ class _AddedFunction(RewardObserver):
 class JudgePool:
     """Judges by ``config.function``, which is one of JUDGES.
 
-    ``folder`` is the run's, where answers are kept; without it no answer is kept. ``confined`` is for the added
-    function. Everything else is as in RewardPool.
+    ``folder`` is the run folder, in which answers are kept; None keeps no answer. ``confined`` is for the workers of
+    the added function. Everything else is as in RewardPool.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class JudgePool:
         """End all calls, connections and processes."""
         if not self._end.done():
             self._end.set_result(None)
-        # Retrieved: nothing need have watched.
+        # Read the error, so that asyncio does not complain if no task has called ``watch``.
         self._end.exception()
         running = list(self._running)
         for task in running:
@@ -262,8 +262,10 @@ class JudgePool:
         return shaped(scores, request, self._config, self._max_tokens)
 
     async def _judged(self, request: Score) -> list[Outcome]:
-        """Ask all votes at the same time; returns the outcomes by the valid ones. Raises _Unjudged if those are too
-        few."""
+        """Ask all votes at the same time, and compute the outcomes from the valid ones.
+
+        Raises _Unjudged unless more than half of them are valid.
+        """
         try:
             questions = await asyncio.to_thread(self._judge.questions, request)
         except ValueError as error:
@@ -284,7 +286,7 @@ class JudgePool:
         )
 
     async def _vote(self, question: Question) -> tuple[Any, VoteFailed | None]:
-        """Ask one vote; returns the answer as the question reads it, or None and the failure."""
+        """Ask one vote. Returns (answer as ``question.read`` gives it, None), or (None, failure)."""
         try:
             return await self._answer(question), None
         except VoteFailed as error:
@@ -298,12 +300,12 @@ class JudgePool:
         return None, failed
 
     async def _answer(self, question: Question) -> Any:
-        """The answer that the run's folder keeps, or a new one of the judge, which is then kept.
+        """Find the answer to a question in the run folder, or else ask the judge and keep its answer there.
 
         Raises VoteFailed, BadAnswer, TimeoutError.
         """
         options, cache = self._judge.options, self._cache
-        # The first vote has the key of a question that is asked once.
+        # The first vote has no number in its key, so its answer stays valid if ``votes`` is raised from 1.
         number = (question.vote,) if question.vote else ()
         key = key_of(options.url, options.model, options.extra, question.messages, question.schema, *number)
         kept = await asyncio.to_thread(cache.find, key) if cache is not None else None
@@ -344,7 +346,10 @@ class JudgePool:
             raise
 
     async def _added(self, request: Score) -> list[Outcome]:
-        """The added function's outcome for each completion; zeros without one. Raises RewardFailed."""
+        """Call the added function for each completion. Returns weighted outcomes, or zeros without such a function.
+
+        Raises RewardFailed.
+        """
         if self._also is None:
             return [(0.0, {})] * len(request.completions)
         options = self._judge.options
@@ -388,6 +393,7 @@ def _cut(reply: JudgeReply, error: BadAnswer) -> VoteFailed:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error in a group that may hold other groups."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -395,7 +401,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def _of_also(problem: str) -> str:
-    """A problem of the added function, under the keys by which it is set."""
+    """Rewrite a problem of the added function so that it names the keys by which the user sets that function."""
     for key, own in (("reward.function", "reward.options.also"), ("reward.options", "reward.options.also_options")):
         if problem.startswith(key):
             return own + problem.removeprefix(key)

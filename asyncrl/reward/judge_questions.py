@@ -75,9 +75,9 @@ class Question:
     messages: list[dict[str, str]]
     schema: dict[str, Any]
     read: Any
-    """Reader of the answer's text; gives what the judge's ``outcomes`` takes. Raises BadAnswer."""
+    """Function that parses the text of an answer for the judge's ``outcomes``. Raises BadAnswer."""
     vote: int
-    """Number of the vote, from 0: several may be asked in the same words."""
+    """Number of the vote, from 0; it distinguishes votes that are asked in the same words."""
 
 
 class RelativeJudge:
@@ -90,7 +90,7 @@ class RelativeJudge:
         self.options = options
 
     def questions(self, request: Score) -> list[Question]:
-        """Questions, one for each vote. Raises ValueError for a row that cannot be judged."""
+        """Make the questions, one for each vote. Raises ValueError for a row that cannot be judged."""
         options = self.options
         shown = view(request.prompt, request.completions, options.max_input_chars)
         criteria = [options.criteria] if isinstance(options.criteria, str) else options.criteria or RELATIVE_CRITERIA
@@ -106,8 +106,11 @@ class RelativeJudge:
     def _question(
         self, system: str, shared: str, row: str, bodies: list[str], body_of: list[int], uid: str, vote: int
     ) -> Question:
-        """The question of one vote. Names and order of the trajectories are drawn for this vote."""
-        # From uid and vote, so that a resumed run asks the same question, and finds the answer that is kept.
+        """Make the question of one vote, with random names and a random order of the trajectories.
+
+        ``shared``, ``row`` and ``bodies`` are texts for the judge; ``body_of`` is as in JudgeView.
+        """
+        # Seeded by uid and vote, so that a resumed run asks the same question, and finds the answer that is kept.
         drawn = random.Random(f"{uid}/{vote}")
         ids = draw_ids(drawn, len(bodies), [shared, row, *bodies])
         order = list(range(len(bodies)))
@@ -118,19 +121,19 @@ class RelativeJudge:
         return Question(_chat(system, "\n\n".join(parts)), SCORES_SCHEMA, read, vote)
 
     def outcomes(self, request: Score, answers: Sequence[list[float]]) -> list[Outcome]:
-        """The rewards of the completions, by the answers to at least one vote."""
+        """Compute the outcome of each completion, (reward, components), from the scores of at least one vote."""
         found = [_judged([answer[at] for answer in answers], self.options) for at in range(len(request.completions))]
         return [(components[JUDGE_COMPONENT], components) for components in found]
 
 
 def _read_scores(ids: list[str], body_of: list[int], low: float, high: float, text: str) -> list[float]:
-    """Read a judge's answer into the score of each completion, in their order. Raises BadAnswer."""
+    """Parse a judge's answer. Returns the score of each completion, in their order. Raises BadAnswer."""
     scores = match(read_entries(text, "scores"), "id", ids, lambda entry: read_number(entry.get("score"), low, high))
     return [scores[ids[body]] for body in body_of]
 
 
 class Rubric:
-    """Scores a trajectory by criteria; attributes and methods as of RelativeJudge."""
+    """Scores a trajectory by criteria. Attributes and methods are as in RelativeJudge."""
 
     per = "trajectory"
 
@@ -138,7 +141,7 @@ class Rubric:
         self.options = options
 
     def questions(self, request: Score) -> list[Question]:
-        """Questions, one for each vote, which has the criteria in an order of its own. Raises ValueError."""
+        """Make the questions, one for each vote, with the criteria in another order each time. Raises ValueError."""
         options = self.options
         (completion,) = request.completions
         shown = view(request.prompt, [completion], options.max_input_chars)
@@ -176,8 +179,11 @@ class Rubric:
         return criteria
 
     def outcomes(self, request: Score, answers: Sequence[dict[str, float]]) -> list[Outcome]:
-        """The reward by all votes, with a component for each criterion of the options: the mean worth of its
-        verdicts."""
+        """Compute the outcome of the trajectory: its reward is the mean over all votes.
+
+        Each criterion of the options is a component: the mean value of its verdicts. ``answers`` are the results of
+        ``read_verdicts``.
+        """
         criteria = self._criteria(request.row)
         components = _judged([rubric_reward(criteria, answer) for answer in answers], self.options)
         for criterion in self.options.rubric:
@@ -189,13 +195,13 @@ Judge = RelativeJudge | Rubric
 
 
 def _judged(votes: Sequence[float], options: JudgeOptions) -> dict[str, float]:
-    """The components of a trajectory: the mean of its votes, and how far they differ if there are several."""
+    """Make the components of a trajectory: the mean of its votes, and their range if several are configured."""
     spread = {SPREAD_COMPONENT: max(votes) - min(votes)} if options.votes > 1 else {}
     return {JUDGE_COMPONENT: sum(votes) / len(votes), **spread}
 
 
 def read_verdicts(criteria: Sequence[Criterion], text: str) -> dict[str, float]:
-    """Read a judge's answer into the worth of each criterion's verdict, by name. Raises BadAnswer."""
+    """Parse a judge's answer. Returns the value of each criterion's verdict, by its name. Raises BadAnswer."""
     levels = {
         criterion.name: {level.casefold(): worth for level, worth in criterion.levels.items()} for criterion in criteria
     }
@@ -210,10 +216,10 @@ def read_verdicts(criteria: Sequence[Criterion], text: str) -> dict[str, float]:
 
 
 def rubric_reward(criteria: Sequence[Criterion], worth: Mapping[str, float]) -> float:
-    """The reward for verdicts of this ``worth``, by the names of the criteria.
+    """Compute a reward from the value of each criterion's verdict (``worth``, by name).
 
     A gate fails if its verdict is below its highest level; the reward is then the lowest of the failed gates. Otherwise
-    it is the sum of weight times worth over the sum of the weights above 0.
+    it is the sum of weight times value, divided by the sum of the weights above 0.
     """
     failed = [c.gate for c in criteria if c.gate is not None and worth[c.name] < max(c.levels.values())]
     if failed:
@@ -223,7 +229,7 @@ def rubric_reward(criteria: Sequence[Criterion], worth: Mapping[str, float]) -> 
 
 
 def draw_ids(drawn: random.Random, count: int, texts: Sequence[str]) -> list[str]:
-    """Different random names that occur in none of the texts."""
+    """Draw ``count`` different random names that occur in none of the texts."""
     ids: list[str] = []
     while len(ids) < count:
         name = "".join(drawn.choices(ID_LETTERS, k=ID_LENGTH))
@@ -238,7 +244,7 @@ def _criterion_line(criterion: Criterion) -> str:
 
 
 def _row_text(row: Mapping[str, Any], options: JudgeOptions) -> str:
-    """The columns ``row_keys`` as lines of bounded length. Raises ValueError if the row lacks one."""
+    """Format the columns ``row_keys`` as text of bounded length. Raises ValueError if the row lacks one."""
     missing = [key for key in options.row_keys if not has_column(row, key)]
     if missing:
         columns = sorted(column_names(row))
@@ -253,7 +259,7 @@ def _row_text(row: Mapping[str, Any], options: JudgeOptions) -> str:
 
 
 def _task_blocks(drawn: random.Random, shared: str, row: str, others: Sequence[str]) -> list[str]:
-    """The blocks before the trajectories, under an id that occurs in no text."""
+    """Make the blocks before the trajectories (task and reference), with an id that occurs in no text."""
     (id,) = draw_ids(drawn, 1, [shared, row, *others])
     return [_block("task", id, shared), *([_block("reference", id, row)] if row else [])]
 

@@ -1,8 +1,9 @@
-"""Trajectories as bounded text for a judge: the shared part once, then the rest of each. Pure.
+"""Shows trajectories to a judge as bounded text: the part that they share once, then the rest of each. Pure.
 
-A conversation is shown as its main line and a summary of each branch. A text that is too long loses its middle, with a
-mark. Invariant: the text has at most ``limit`` characters, not counting marks and a few words for each trajectory.
-Trajectories with the same text are shown once.
+A conversation is shown as its main line, the messages of the completion, and a summary of each *branch*, another path
+of the same conversation. A text that is too long loses its middle, with a mark. Invariant: the text has at most
+``limit`` characters, not counting marks and a few words for each trajectory. Trajectories with the same text are shown
+once.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ class JudgeView:
     """A group as a judge is shown it."""
 
     shared: str
-    """Text before each of the trajectories."""
+    """Text that all trajectories begin with."""
     bodies: list[str]
-    """Text of the rest of each, all different."""
+    """Texts of what follows in the trajectories, without duplicates."""
     body_of: list[int]
-    """Index of the body of each completion."""
+    """For each completion, the index of its text in ``bodies``."""
 
 
 def view(prompt: str, completions: Sequence[Completion], limit: int) -> JudgeView:
-    """Show the completions of one prompt in about ``limit`` characters: their shared part, and the rest of each."""
+    """Show the completions of one prompt in about ``limit`` characters: their shared part, and the rest of each.
+
+    Bodies share the characters that the shared part leaves; that takes SHARED_FRACTION if they need the others.
+    """
     lines = [_pieces(completion) for completion in completions]
     count = _shared_count(completions, lines)
     shared = "\n\n".join(lines[0][:count])
@@ -69,7 +73,7 @@ def shares(sizes: Sequence[int], total: int) -> list[int]:
 
 
 def shorten(text: str, room: int) -> str:
-    """``text`` with a line in place of its middle where it has more than ``room`` characters."""
+    """Replace the middle of ``text`` by a line that says so, if it has more than ``room`` characters."""
     if len(text) <= room:
         return text
     head, tail = (room + 1) // 2, room // 2
@@ -78,7 +82,7 @@ def shorten(text: str, room: int) -> str:
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """A message of OpenAI's chat completions, as text under the name of its role."""
+    """Format a message of OpenAI's chat completions as text under its role: reasoning, content, tool calls."""
     role = message.get("role", "user")
     name = message.get("name") or (message.get("tool_call_id") if role == "tool" else None)
     parts = []
@@ -120,8 +124,10 @@ def _pieces(completion: Completion) -> list[str]:
 
 
 def _shared_count(completions: Sequence[Completion], lines: list[list[str]]) -> int:
-    """Number of first messages that all trajectories share; if they are equal throughout, those before the first
-    answer."""
+    """Count the first messages that all trajectories share, from the texts of their messages (``lines``).
+
+    If the trajectories are equal, only the messages before the first answer count.
+    """
     if not all(completion.messages for completion in completions):
         return 0
     shortest = min(map(len, lines))
@@ -133,7 +139,7 @@ def _shared_count(completions: Sequence[Completion], lines: list[list[str]]) -> 
 
 
 def _body(completion: Completion, pieces: list[str]) -> str:
-    """The text of one trajectory behind the shared part: its messages, how it was cut, and its branches."""
+    """Format what follows the shared part in one trajectory: messages (``pieces``), how it was cut, and branches."""
     parts = list(pieces) or ["[there is no more of it]"]
     if completion.finish_reason in CUT_SHORT:
         parts.append(CUT_SHORT[completion.finish_reason])
@@ -146,7 +152,7 @@ def _body(completion: Completion, pieces: list[str]) -> str:
 
 
 def _branch(number: int, branch: list[str], main: list[str]) -> str:
-    """Text of a branch: the place where it leaves the main line, and its messages from there, shortened."""
+    """Format a branch: the place where it leaves the ``main`` line, and its messages from there, shortened."""
     common = next(
         (at for at, (a, b) in enumerate(zip(branch, main, strict=False)) if a != b), min(len(branch), len(main))
     )

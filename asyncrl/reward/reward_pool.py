@@ -35,20 +35,23 @@ from asyncrl.workers.process import WorkerProcess
 from asyncrl.workers.worker_pool import Place, PoolObserver, WorkerCounts, WorkerPool
 
 AHEAD_S = 0.002
-"""Seconds of work that a worker is sent ahead, by the recent time of a task; none if one task takes longer."""
+"""Seconds of work that a worker is sent ahead, estimated from its ``pace``. If one task takes longer, none is."""
 AHEAD_TASKS = 64
 AHEAD_BYTES = 1 << 17
 """Bytes that a worker is sent ahead: about what its socket holds."""
 LATE_S = 0.05
 """Seconds in one task after which the tasks that were sent ahead go back to the queue."""
 PACE_WEIGHT = 0.2
-"""Weight of the latest task in the recent time of a task."""
+"""Weight of the latest task in ``RewardPlace.pace``."""
 CANCEL_GRACE_S = 1.0
 """Seconds that a cancelled task may still run: about the cost of starting another worker."""
 
 
 class Pending(asyncio.Future[Scores]):
-    """A task from its submission to its rewards. ``size`` is its bytes as sent to the worker of ``place``."""
+    """The future of a task's rewards. Cancelling it frees the place of the task in the pool.
+
+    ``place`` is that of the worker which has the task; None while it waits. ``size`` is its size as sent there (bytes).
+    """
 
     __slots__ = ("place", "pool", "request", "size")
 
@@ -71,27 +74,27 @@ class Pending(asyncio.Future[Scores]):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class RewardPlace(Place):
-    """A worker process, or the gap until its replacement, with its tasks."""
+    """The place of one worker process (workers/worker_pool.py), with the tasks that the worker was sent."""
 
     given: deque[Pending] = field(default_factory=deque)
     """Tasks without an answer; the worker runs the first."""
     given_bytes: int = 0
     pace: float = math.inf
-    """Recent seconds of a task."""
+    """Moving average of the time of a task (s); infinite before the first."""
     low: int = 0
     """Number of given tasks at or below which more are sent."""
     began: float = 0.0
-    """Monotonic time (s) at which the first of the given could begin."""
+    """Monotonic time (s) at which the worker could begin the first of the given tasks."""
     forsaken: float = math.inf
-    """Monotonic time (s) when a cancelled first task was cancelled, or began if that is later; inf if it was not
-    cancelled."""
+    """Monotonic time (s) from which a cancelled first task has CANCEL_GRACE_S to end: its cancellation, or its begin if
+    that is later. Infinite if the first task was not cancelled."""
     late: bool = False
     """Whether the tasks that were sent ahead have gone back to the queue."""
     timer: asyncio.TimerHandle | None = None
     due: float = 0.0
-    """Time at which the timer fires."""
+    """Monotonic time (s) at which the timer fires."""
     timed_out: bool = False
-    """Whether its process is killed because the first of the given ran over its time."""
+    """Whether the process is killed because its first task ran longer than reward.timeout_s."""
     last_uid: str = ""
     """Uid of the task that was answered last."""
 
@@ -110,17 +113,19 @@ class RewardObserver(PoolObserver):
     """Receives the events of a reward pool, or of the pool of a judge."""
 
     def task_ended(self, worker: int, uid: str, began: float, run_s: float, error: str) -> None:
-        """A worker has finished a task, or has ended with it; also if its call was cancelled.
+        """Called when a worker has finished a task, or has died with it; also if the call was cancelled.
 
         ``began`` is monotonic time (s), and ``run_s`` the time in the function. ``error`` is empty if it gave rewards.
         """
 
     def call_ended(self, uid: str, fault: RewardFault | None) -> None:
-        """A call of ``score`` that was not cancelled has its outcome. ``fault`` is why the function gave no rewards, if
-        it did not."""
+        """Called when a call of ``score`` ends and was not cancelled.
+
+        ``fault`` is the reason that the function gave no rewards; None if it gave some.
+        """
 
     def judge_asked(self, seconds: float) -> None:
-        """A request to the judge's server has ended after ``seconds``."""
+        """Called when a request to the judge's server has ended after ``seconds``."""
 
 
 UNOBSERVED = RewardObserver()
@@ -164,9 +169,9 @@ class RewardPool(WorkerPool[RewardPlace]):
         self.counters: RewardCounts = RewardCounts()
 
     def score(self, request: Score) -> asyncio.Future[Scores]:
-        """Run the function on a completion or on a group.
+        """Queue a task: to run the function on a completion or on a group. Returns the future of its rewards.
 
-        The future raises RewardFailed. If it is cancelled, its task leaves the queue or may run on for
+        The future raises RewardFailed. If it is cancelled, its task leaves the queue, or may run for another
         ``CANCEL_GRACE_S``. The queue is bounded by the calls that callers may leave unanswered.
         """
         if self._end.done():
@@ -206,7 +211,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         running = []
         for place in self._places:
             with contextlib.suppress(IndexError):
-                # The event loop may take the task away meanwhile.
+                # IndexError: the event loop has taken the task away meanwhile.
                 running.append((place.began, place.given[0].request.uid))
         if not running:
             return None
@@ -250,7 +255,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         place.pace += PACE_WEIGHT * (result.run_s - place.pace)
         self._begin_next(place)
         if place.given and place.given[0].done():
-            # It was cancelled while it waited behind the one before; its grace begins with its turn.
+            # The next task was cancelled while it waited. Its CANCEL_GRACE_S begin now.
             place.forsaken = place.began
             self._set_timer(place)
         if result.last:
@@ -290,10 +295,10 @@ class RewardPool(WorkerPool[RewardPlace]):
     # --- tasks ---
 
     def _feed(self, place: RewardPlace) -> None:
-        """Send a worker the oldest tasks of the queue, as many as it may have, or note it as idle."""
-        # One before its first task, when the pace is infinite; the inner bound keeps a pace of 0 out of the division.
+        """Send a worker the oldest tasks of the queue, as many as fit into AHEAD_S; without a task it becomes idle."""
+        # At least one, also before the first task, when the pace is infinite. The inner max() avoids a division by 0.
         may_have = max(1, min(AHEAD_TASKS, int(AHEAD_S / max(place.pace, AHEAD_S / AHEAD_TASKS))))
-        # Fed again at half, so that several tasks go at once.
+        # Send more when half of them are done, so that several tasks go with one write.
         place.low = may_have // 2
         room = may_have - len(place.given)
         new: list[Pending] = []
@@ -327,10 +332,11 @@ class RewardPool(WorkerPool[RewardPlace]):
             self._idle.append(place)
 
     def _begin_next(self, place: RewardPlace) -> None:
+        """Start the clock of the worker's first task."""
         place.began, place.forsaken, place.late = time.monotonic(), math.inf, False
 
     def _encoded(self, pending: Pending) -> bytes | None:
-        """The task in bytes for a worker. Fails the task and returns None if it cannot be encoded."""
+        """Encode a task for a worker. If it cannot be encoded, fails the task and returns None."""
         request = pending.request
         if any(each.branches for each in request.completions):
             # A function gets no branches, and they may be most of the bytes.
@@ -355,8 +361,10 @@ class RewardPool(WorkerPool[RewardPlace]):
             self._feed(self._idle.pop())
 
     def _fault(self, pending: Pending, fault: RewardFault) -> None:
-        """End a call whose task failed: with the reward of reward.on_timeout after a timeout, if that is set, else with
-        an error."""
+        """End a call whose task has failed with RewardFailed.
+
+        After a timeout, if reward.on_timeout is a number, the call gets that reward instead.
+        """
         if self._end.done():
             pending.fail(self._ended_error())
             return
@@ -387,7 +395,7 @@ class RewardPool(WorkerPool[RewardPlace]):
     # --- time ---
 
     def _deadline(self, place: RewardPlace) -> float:
-        """Time at which the first of the given tasks must have ended."""
+        """Monotonic time (s) by which the worker's first task must have ended."""
         return min(place.began + self._config.timeout_s, place.forsaken + CANCEL_GRACE_S)
 
     def _set_timer(self, place: RewardPlace) -> None:
@@ -408,7 +416,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             place.timer = None
 
     def _check_time(self, place: RewardPlace) -> None:
-        """Kill a worker whose first task is over its deadline; take tasks back from one that is slow."""
+        """Kill a worker whose first task is over its deadline, or take the tasks behind a slow first one back."""
         place.timer = None
         if not place.given or place.process is None or place.process.ended:
             return
@@ -431,7 +439,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         first, *others = place.given
         place.given = deque([first])
         for pending in others:
-            # A cancelled copy takes its place in this worker's row: the worker's answer to it is ignored.
+            # A cancelled copy keeps its place among the given tasks, so that the worker's answer to it is ignored.
             placeholder = Pending(self, pending.request)
             placeholder.size = pending.size
             placeholder.cancel()

@@ -58,7 +58,7 @@ class RewardSetup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
-    """Finite rewards in the order of the completions; or ``error``, and nothing else counts.
+    """The result of one task: finite rewards in the order of the completions, or else an ``error``.
 
     ``last`` asks the pool to end this worker: it has run out of memory, and the next task would fail for it.
     """
@@ -169,6 +169,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def _make(name: str, options: dict[str, Any]) -> Callable[..., Any]:
+    """Make a built-in reward function with the user's options. Raises NotCallable."""
     maker = BUILT_IN[name]
     accepted(name, maker, (), options, KEYS)
     try:
@@ -222,7 +223,7 @@ def _serve(
         try:
             outcomes, error, kind = _score(scorer, task, place)
         except MemoryError as failure:
-            # Its answer needs memory of its own.
+            # The report on it needs memory, too.
             memory.open_reserve()
             error = f"raised {describe(failure)}; {memory.more_bytes} bytes are allowed (reward.max_memory_bytes)"
             last = Result([], [], time.perf_counter() - started, error, last=True, kind=kind_of(failure))

@@ -52,7 +52,7 @@ def _passes(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """How one actor's workers are confined. By default they are not isolated, as before a run exists."""
+    """The confinement of one actor's workers. By default they are not isolated, as before a run exists."""
 
     named: Sequence[str] = ()
     """Names of further variables that they get."""

@@ -78,7 +78,7 @@ def isolate(hidden: Iterable[str]) -> None:
 
 
 def _enter_as_root() -> None:
-    """Enter the new namespaces; a child that stays outside maps all ids, which is only allowed from there."""
+    """Enter the new namespaces as root. A child stays outside and maps all ids, which is only allowed from there."""
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:

@@ -41,7 +41,7 @@ OF_PROGRAM = frozenset(
     {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.E2BIG}
     | {errno.ENAMETOOLONG}
 )
-"""Errors at the start that are the program's own fault and not the host's."""
+"""Errors at the start of a program that are its own fault and not the host's."""
 END_S = 0.8
 """Longest wait for the end of killed processes (s)."""
 

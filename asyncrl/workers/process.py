@@ -30,6 +30,7 @@ from asyncrl.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT, READ_BYTES, F
 
 REAP_INTERVAL_S = 0.005
 REAP_GRACE_S = 1.0
+"""Seconds that a process has to end after its socket was closed, before it is killed."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 SOCKET_CLOSED = "closed the socket of its worker process, which was not its own"
@@ -44,8 +45,8 @@ class WorkerProcess:
 
     With RUN, the folder of the run, it isolates itself (isolation.py). ``setup`` is the first frame to it. ``on_frame``
     gets the body of each frame from it, of at most ``max_frame_bytes``; if it raises ValueError, the process is killed.
-    It may be replaced at any time. ``on_output`` is called when there is new ``output``, which keeps at most
-    ``max_output_bytes`` for each call of the user's code. ``on_end`` gets the reason of the end in words, in which
+    The owner may replace ``on_frame`` at any time. ``on_output`` is called when there is new ``output``, which keeps at
+    most ``max_output_bytes`` for each call of the user's code. ``on_end`` gets the reason of the end in words, in which
     ``memory_key`` is named as the configuration's memory limit.
     """
 
@@ -69,9 +70,11 @@ class WorkerProcess:
         self._frames = FrameReader(max_frame_bytes)
         self._outgoing = memoryview(b"")
         self._fault = ""
+        """Reason that the process was killed; empty before that."""
         self.killed = False
+        """Whether ``kill`` was called."""
         self.exit_code: int | None = None
-        """Set before ``on_end`` is called; negative for a signal."""
+        """Exit code, negative for a signal; None until just before ``on_end`` is called."""
         self._worker: int | None = None
         """Pid of the worker below its warden, once it is known."""
         self._socket, theirs = socket.socketpair()
@@ -183,12 +186,14 @@ class WorkerProcess:
         kill_group(self._process.pid)
 
     def _drain(self) -> None:
+        """Read new output and call ``on_output``; stop watching the pipe at its end."""
         if not self.output.drain(rounds=1):
-            # The end of the output: every process has closed it.
+            # Every process that could write has closed the pipe.
             self._loop.remove_reader(self.output.read_fd)
         self._on_output(self)
 
     def _write(self, data: bytes | memoryview) -> int:
+        """Send what the socket takes now. Returns the number of bytes; on an error, hangs up and returns 0."""
         try:
             return self._socket.send(data)
         except (BlockingIOError, InterruptedError):
@@ -203,6 +208,7 @@ class WorkerProcess:
             self._loop.remove_writer(self._socket)
 
     def _hang_up(self) -> None:
+        """Close the socket, and begin to wait for the end of the process (``_reap``)."""
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._outgoing = memoryview(b"")
@@ -316,6 +322,7 @@ class Output:
         return True
 
     def _take(self) -> int:
+        """Read once, and keep the data, or discard it beyond the limit. Returns the number of bytes; 0 at the end."""
         self.used = True
         if self._left:
             data = os.read(self.read_fd, min(self._left, PIPE_BYTES))
@@ -328,9 +335,10 @@ class Output:
         return size
 
     def take(self, *, end_of_call: bool) -> tuple[str, int]:
-        """Returns the text kept since the last call of ``take``, and a number of discarded bytes.
+        """Return the text kept since the last call of ``take``, and a number of discarded bytes.
 
-        At the end of a call of the user's code that is the number that it printed beyond the limit; else 0.
+        With ``end_of_call`` that is the number of bytes that the call of the user's code printed beyond the limit, and
+        the limit begins again. Otherwise it is 0.
         """
         text = self._decoder.decode(self._kept, final=end_of_call)
         self._kept.clear()

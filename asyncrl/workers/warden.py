@@ -40,9 +40,10 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def end(pid: int) -> None:
-    """Ask a warden to end all processes below it, and itself. It must be a child of this process that is not reaped.
+    """Send END to the warden ``pid``: it ends all processes below it, and itself.
 
-    A child that runs as another user, as by sudo, does not get the signal.
+    It must be a child of this process that is not reaped. A child that runs as another user, as by
+    sudo, does not get the signal.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, END)

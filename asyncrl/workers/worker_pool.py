@@ -127,10 +127,13 @@ class WorkerPool(Generic[P]):
         self._places = self._new_places(limits.workers)
         self._lone: list[P] = []
         self._started: asyncio.Future[None] = loop.create_future()
+        """Done once each place was ready, or with the error of the start."""
         self._end: asyncio.Future[None] = loop.create_future()
+        """Done once the pool is closed, or with the error for which it failed."""
         self._all_ended = asyncio.Event()
         self._look_timer: asyncio.TimerHandle | None = None
         self._looked = loop.time()
+        """Loop time (s) of the last check of the workers."""
 
     # --- for the owner ---
 
@@ -197,7 +200,7 @@ class WorkerPool(Generic[P]):
     # --- for the subclass, which defines the job ---
 
     def _new_places(self, count: int) -> list[P]:
-        """The places that last as long as the pool, without workers."""
+        """Make the places that last as long as the pool; they have no workers yet."""
         raise NotImplementedError
 
     def _ready(self, place: P) -> None:
@@ -217,15 +220,15 @@ class WorkerPool(Generic[P]):
         """Called when a lone place was removed after the end of its worker."""
 
     def _uid(self, place: P) -> str:
-        """Uid of the task to which the worker's present output belongs; empty if unknown."""
+        """Return the uid of the task to which the worker's present output belongs; empty if unknown."""
         raise NotImplementedError
 
     def _find_fault(self, place: P, since: float, now: float) -> str:
-        """Reason to kill a ready worker; empty for none. ``since`` is the time of the check before."""
+        """Return the reason to kill a ready worker, or "". ``since`` is the time of the check before (loop time, s)."""
         return ""
 
     def _failure(self, reason: str) -> AsyncRLError:
-        """The error of a pool that cannot start workers."""
+        """Make the error of a pool that cannot start workers."""
         raise NotImplementedError
 
     def _kill(self, place: P, reason: str) -> None:
@@ -233,7 +236,7 @@ class WorkerPool(Generic[P]):
         place.process.kill(reason)
 
     def _setup_of(self, place: P) -> bytes:
-        """The first frame that the worker of a place gets."""
+        """Return the first frame for the worker of a place."""
         return self._setup
 
     # --- processes ---
@@ -270,7 +273,7 @@ class WorkerPool(Generic[P]):
     def _begun(self, place: P, frame: bytes | bytearray) -> None:
         """Handle the first frame of a worker, a ``Ready``: kill it if there are problems, else mark its place ready.
 
-        Further frames go to the job (``_take``).
+        Further frames go to ``_take`` of the subclass.
         """
         assert place.process is not None
         ready = _ready.decode(frame)
@@ -303,7 +306,7 @@ class WorkerPool(Generic[P]):
         place.restart = self._loop.call_later(pause_s, self._launch, place)
 
     def _ended(self, place: P, process: WorkerProcess, reason: str) -> None:
-        """Handle the end of a worker: pass on its last output, notify the job, and start the next one."""
+        """Handle the end of a worker: pass on its last output, call ``_lost`` of the subclass, start the next one."""
         self._hand_out(place, process, end_of_call=True)
         was_ready, place.ready = place.ready, False
         if not self._end.done():
@@ -327,6 +330,7 @@ class WorkerPool(Generic[P]):
         self.counters.workers_died += not process.killed
 
     def _note_ended(self) -> None:
+        """Let ``close`` return once no place has a process."""
         if all(place.process is None for place in self._all()):
             self._all_ended.set()
 
@@ -356,7 +360,7 @@ class WorkerPool(Generic[P]):
     # --- output ---
 
     def _printed(self, place: P, process: WorkerProcess) -> None:
-        """Pass output on after GATHER_S, together with the output that follows."""
+        """Pass on new output after GATHER_S, together with the output that follows until then."""
         if place.output_timer is None:
             place.output_timer = self._loop.call_later(GATHER_S, self._hand_out, place, process)
 

@@ -37,7 +37,7 @@ STACKS_BEATS = 3
 PROGRESS = ("ledger/trained", "rollout/sampled_tokens", "sft/warm_steps")
 """Counters of a heartbeat that, with the policy version, show that the run moves."""
 FRESH_S = 3.0
-"""Age of a heartbeat up to which it is not added to the times of its waits (s)."""
+"""Age of a heartbeat (s) up to which the times of its waits are used as they are; an older one adds its age."""
 
 
 def view_of(registry: Registry, names: Collection[str], now: float) -> Mapping[str, ActorStatus]:
@@ -167,9 +167,9 @@ class FailureDetector:
         self._silent_agents = overdue.keys() | unknown
 
     def _report_silent(self, silent: Sequence[Condemned], statuses: Mapping[str, ActorStatus]) -> None:
-        """Add the silent actors to the published ones, so that their agents report them and take their stacks.
+        """Publish the silent actors, so that their agents report them and take their stacks.
 
-        Drops actors that are no longer condemned. ``statuses`` has the last status of each actor.
+        Drops earlier ones that are no longer condemned. ``statuses`` has the last status of each actor.
         """
         condemned = {(actor.name, actor.incarnation) for actor in (*self._registry.condemned, *silent)}
         self._silent = [actor for actor in self._silent if (actor.name, actor.incarnation) in condemned]
@@ -181,7 +181,7 @@ class FailureDetector:
         self._publish_stuck()
 
     def _check_paths(self, names: Collection[str], now: float) -> None:
-        """Condemn those of ``names`` that are unreachable (unreachable.py).
+        """Condemn those of ``names`` that cannot reach other actors or be reached (unreachable.py).
 
         If restarts did not help, set the actor aside, or fail the run.
         """

@@ -46,9 +46,9 @@ class HostChanges:
         self._run_changed, self._now, self._log = changed, actor.clock.now, actor.log
         self._path = actor.context.run_dir / "private" / MEMBERS_FILE
         self.members = self._membership.members
-        """Members that every actor may know: those that this controller has taken in itself."""
+        """Members that are sent to actors: kept on disk, and taken in by this controller itself."""
         self._kept = 0
-        """Number of the members on disk, as a successor would know them."""
+        """Number of the members on disk, from which a successor would continue."""
         self._taken_in: dict[str, tuple[int, int]] = {}
         """Incarnation of each actor, and the number of the members that it knows. An actor may say so before it
         registers again with a successor of the controller."""
@@ -119,7 +119,7 @@ class HostChanges:
     # --- events of the run ---
 
     def taken_in(self, name: str, incarnation: int, number: int) -> None:
-        """An actor knows the members of this number."""
+        """Note that an incarnation of an actor knows the members of this number."""
         if number >= 0 and self._taken_in.get(name) != (incarnation, number):
             self._taken_in[name] = (incarnation, number)
             self._watchers.wake()
@@ -249,6 +249,7 @@ class HostChanges:
     # --- private ---
 
     def _dismiss(self, host: MemberHost, reason: str) -> None:
+        """Make a joined host leave at once, because it does not serve."""
         self._log.error("joined host does not serve, so it has to leave", host=host.host, reason=reason)
         self._remove_from_run(self._membership.let_go(host, 0.0, reason))
 

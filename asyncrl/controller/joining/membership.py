@@ -57,8 +57,8 @@ class Membership:
     def join(self, request: Join, known: Collection[KnownHost], taken: Iterable[str]) -> list[MemberHost]:
         """Add new hosts, and give names to their agents and actors.
 
-        A request that is repeated, by its ``ask``, gets the same hosts. ``taken`` are all names that are used in the
-        run. Raises InvalidRequest.
+        A repeated request, which has the same ``ask``, gets the same hosts. ``known`` are all hosts of the run, and
+        ``taken`` all names that are used in it. Raises InvalidRequest.
         """
         before = [host for host in self.members.hosts if host.ask == request.ask]
         if let_go := [f"{host.host}: {host.reason}" for host in before if not host.takes_part]:

@@ -107,7 +107,7 @@ def _is_numbered(path: Path) -> bool:
 
 
 class _Collection:
-    """One trace: its file, the actors that have sent all their spans, and those that have not (``waiting``)."""
+    """A trace that is being collected: its file, and the actors that still have to send spans (``waiting``)."""
 
     def __init__(self, number: int, run_dir: Path, run: str, pids: dict[str, int]) -> None:
         self.number = number

@@ -46,7 +46,7 @@ class _LastRest:
 
 @dataclass(slots=True)
 class Reserve:
-    """The replicas that are set aside now (``resting``), and the last rest of each replica."""
+    """The replicas that are set aside now (``resting``), and the last rest of each. ``window_s`` is the first rest."""
 
     window_s: float
     resting: dict[str, Rest] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Reserve:
             self.take(each, now)
 
     def lacking(self, expected: Collection[str], least: int, without: Collection[str]) -> str | None:
-        """Returns a role that would have too few actors without the replicas ``without``; None if none has.
+        """Return a role that would have too few actors without the replicas ``without``; None if each has enough.
 
         Too few are fewer than ``least`` rollouters, or no reward pool. Only the roles of ``without`` are checked:
         another role may have too few because hosts have left, which is not the fault of these replicas.
@@ -80,9 +80,9 @@ class Reserve:
         return next((role for role, left in counts.items() if left < (least if role == ROLLOUTER else 1)), None)
 
     def shortage(self, expected: Collection[str], least: int, before: Mapping[str, Rest]) -> str | None:
-        """Returns text on too few actors that are left; None if enough are left.
+        """Describe the role that has too few actors left; None if enough are left.
 
-        ``before`` is ``resting`` before the last replicas were set aside. The text follows their reason.
+        ``before`` is ``resting`` before the last replicas were set aside. The caller appends the text to their reason.
         """
         role = self.lacking(expected, least, without=self.resting.keys() - before.keys())
         if role is None:

@@ -98,7 +98,7 @@ class RunStateMachine:
     """For each gang, by its role: the oldest generation that is not over."""
     _dead: list[Dead] = field(default_factory=list)
     _lost: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """By actor of a lost host: the time of the loss, and the host."""
+    """By actor of a lost host: the time of the loss (s), and the host."""
     _ready: set[str] = field(default_factory=set)
     _ended: set[str] = field(default_factory=set)
     """Actors whose process has ended, or whose host is lost; draining does not wait for them."""
@@ -107,7 +107,9 @@ class RunStateMachine:
     _condemned: list[Condemned] = field(default_factory=list)
     _message: RunState | None = None
     _preempted_until: float = 0.0
+    """Time at which a preempted run begins to drain at the latest."""
     _rank_until: float = 0.0
+    """Time at which the next drain rank begins at the latest."""
     _drain_until: float = 0.0
     """Time at which the last rank begins at the latest."""
     _reserve: Reserve = field(init=False)
@@ -181,7 +183,7 @@ class RunStateMachine:
         return self.phase in OVER
 
     def ready(self, names: Iterable[str], now: float) -> bool:
-        """Set the actors that are ready now. The run starts once every needed actor is ready."""
+        """Store the actors that are ready now. A starting run becomes running once every needed actor is ready."""
         phase, waiting_for = self.phase, self.waiting_for
         self._ready = set(names) & self.expected
         self._await_others(now)
@@ -195,7 +197,7 @@ class RunStateMachine:
         self._changed(matters=False)
 
     def started(self, name: str) -> None:
-        """Note that a process of ``name`` was heard of."""
+        """Note that a process of the actor ``name`` has registered."""
         self._ended.discard(name)
 
     def ended(
@@ -510,6 +512,7 @@ class RunStateMachine:
         return True
 
     def _changed(self, *, matters: bool = True) -> bool:
+        """Give the state a new number; ``matters``: the change also matters to actors. Returns True."""
         self.number += 1
         if matters:
             self.matters = self.number

@@ -121,8 +121,8 @@ _RANKS = {
 def _undo(events: list[GroupEvent]) -> Iterator[GroupEvent]:
     """Yields the events. A start of the learner ("undone") stays only if the learner has lost the group's outcome.
 
-    ``standing`` is the last outcome that has not been lost. If the checkpoint holds the group in the buffer, the
-    start becomes a "buffered" event.
+    A start loses the outcomes that its checkpoint does not hold; ``standing`` is the last outcome that is not lost. If
+    the checkpoint holds the group in the buffer, the start becomes a "buffered" event.
     """
     standing: GroupEvent | None = None
     for at, event in enumerate(events):

@@ -112,7 +112,7 @@ def lines_on(run_dir: Path, uid: str) -> list[LogLine]:
 
 
 def aligned(lines: list[LogLine]) -> list[LogLine]:
-    """Sets ``shift`` of the lines: rollouters' lines come after their lease, the learner's after the last sample event.
+    """Set ``shift`` of the lines: rollouters' lines come after their lease, the learner's after the last sample event.
 
     A rollouter's newest line on a lease repeats the events of the others, so only that one is returned.
     """

@@ -67,6 +67,7 @@ def series(lines: Sequence[Line], key: str, *, by: str = "step", join: Callable[
 
 
 def _thinned(points: Sequence[tuple[float, float]], join: Callable[[list[float]], float]) -> Points:
+    """Join neighbouring points until MOST_POINTS are left: each has the last x of its group and the joined y."""
     width = math.ceil(len(points) / MOST_POINTS) or 1
     bins = [points[at : at + width] for at in range(0, len(points), width)]
     return [bin[-1][0] for bin in bins], [join([y for _, y in bin]) for bin in bins]
@@ -321,6 +322,7 @@ def _curve(
 
 
 def _drawn(*panels: Panel) -> list[Panel]:
+    """Return the panels that have a point."""
     return [panel for panel in panels if any(curve.x for curve in panel.curves)]
 
 
@@ -356,6 +358,7 @@ def spans(snapshots: Iterable[Snapshot]) -> list[Span]:
 
 
 def _span(older: Snapshot, newer: Snapshot) -> Span:
+    """Compute the shares of states between two snapshots, for each kind of resource."""
     interval = Interval(older, newer)
     by_kind: dict[str, list[tuple[ActorView, Resource]]] = {}
     for actor in newer.actors:

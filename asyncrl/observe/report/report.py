@@ -135,6 +135,7 @@ def _resource_text(name: str) -> str:
 
 
 def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, Any]) -> str:
+    """The line below the title, as HTML: phase, step, version, attempt and time of the last snapshot."""
     steps = f"step {train[-1]['step'] if train else 0} of {_value(config, 'learner.steps', '?')}"
     if last is None:
         return html.escape(steps)
@@ -173,6 +174,7 @@ def _figures(train: Sequence[Line]) -> str:
 
 
 def _events(events: Iterable[Event]) -> str:
+    """The HTML of the newest MOST_EVENTS events; empty without any."""
     chosen = list(events)[-MOST_EVENTS:]
     if not chosen:
         return ""
@@ -185,6 +187,7 @@ def _events(events: Iterable[Event]) -> str:
 
 
 def _config(config: Mapping[str, Any], problem: str) -> str:
+    """The HTML of the configuration: the keys of EXCERPT, then all of it; or the ``problem`` of reading it."""
     if problem:
         return f"<section><h2>Configuration</h2><p class=none>{html.escape(problem)}</p></section>"
     rows = ""

@@ -122,6 +122,7 @@ def _tops(panel: Panel) -> list[list[float]]:
 
 
 def _frame_x(panel: Panel) -> _Frame:
+    """The range of the x axis: all points with a margin, or all bars."""
     values = [_bounded(x) for curve in panel.curves for x in curve.x]
     if panel.widths:
         return _around(min(values) - panel.widths[0] / 2, max(values) + panel.widths[-1] / 2)
@@ -132,6 +133,7 @@ def _frame_x(panel: Panel) -> _Frame:
 
 
 def _frame_y(panel: Panel, tops: Sequence[Sequence[float]]) -> _Frame:
+    """The range of the y axis: all drawn values (``tops``) with a margin, and 0 if the panel includes it."""
     if panel.shares:
         return _Frame(0.0, 1.0)
     values = [y for curve in tops for y in curve]
@@ -144,6 +146,7 @@ def _frame_y(panel: Panel, tops: Sequence[Sequence[float]]) -> _Frame:
 
 
 def _around(low: float, high: float) -> _Frame:
+    """The range from ``low`` to ``high``, made wider if they are nearly equal."""
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return _Frame(low, high)
     room = max(abs(low), abs(high)) / 10 or 1.0

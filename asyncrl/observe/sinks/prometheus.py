@@ -92,6 +92,8 @@ def families_of(lines: Iterable[Mapping[str, Any]], snapshot: Snapshot | None) -
 
 
 class _Families:
+    """Collects values into families by their Prometheus names."""
+
     def __init__(self) -> None:
         self.by_name: dict[str, Family] = {}
 

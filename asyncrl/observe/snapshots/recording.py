@@ -106,6 +106,7 @@ class Recorder:
             self._thin()
 
     def _begin(self) -> None:
+        """Begin a segment with the next free number, and read the sizes of all others. Raises OSError."""
         self._folder.mkdir(exist_ok=True)
         known = segments(self._run_dir)
         self._sizes = {segment.path: segment.path.stat().st_size for segment in known}
