@@ -367,7 +367,7 @@ class Controller(RunActor):
     def registry_changed(self) -> None:
         """Handle the changes of the registry: at once with few actors, else within GATHER_S."""
         if len(self.registry.entries) <= FEW_ACTORS:
-            self._follow()
+            self._update_from_registry()
         else:
             self._gathered.set()
 
@@ -375,10 +375,10 @@ class Controller(RunActor):
         while True:
             await self._gathered.wait()
             self._gathered.clear()
-            self._follow()
+            self._update_from_registry()
             await asyncio.sleep(GATHER_S)
 
-    def _follow(self) -> None:
+    def _update_from_registry(self) -> None:
         """Update the run's state from the registry, and wake the calls that wait for a change of either."""
         ready = self.registry.ready()
         # First, because it adds actors of joined hosts to the run.

@@ -59,7 +59,7 @@ class EpisodesActor(Actor, EpisodeObserver):
         self.model = context.config.run.name
         """The name under which the policy answers."""
         self._sessions: dict[str, PolicySession] = {}
-        self._over: OrderedDict[str, str] = OrderedDict()
+        self._end_reasons: OrderedDict[str, str] = OrderedDict()
         """Reasons that sessions have ended, by key, the newest last."""
         self._faults = FaultKinds()
         self._most_open = self.config.most_episodes if self.name in self.config.extra_episode_hosts else None
@@ -113,7 +113,7 @@ class EpisodesActor(Actor, EpisodeObserver):
         )
         if self._players is not None and quiet:
             seconds, uid = max(quiet)
-            waits.append(Wait("worker", f"{self._named()} of {uid}", seconds))
+            waits.append(Wait("worker", f"{self._player_name()} of {uid}", seconds))
         return waits
 
     def pulse(self) -> tuple[object, ...]:
@@ -130,7 +130,7 @@ class EpisodesActor(Actor, EpisodeObserver):
             "episodes/waiting": players.waiting,
             "episodes/suspects": players.suspects,
         }
-        return metrics | _http_figures(endpoint.counts)
+        return metrics | _http_metrics(endpoint.counts)
 
     def resources(self) -> list[Resource]:
         """Resource records, one for each worker."""
@@ -148,14 +148,14 @@ class EpisodesActor(Actor, EpisodeObserver):
 
     async def _leave(self, within_s: float) -> None:
         """Wait until no episode was open for QUIET_S, or LEAVE_SHARE of ``within_s`` is over; then drain."""
-        until = quiet = self.clock.now()
-        until += LEAVE_SHARE * within_s
+        deadline = last_busy = self.clock.now()
+        deadline += LEAVE_SHARE * within_s
         rollout, quiet_s = self.config.rollout, QUIET_S
         if self._most_open is None:
             quiet_s += backoff(rollout.retry_backoff_s, rollout.max_attempts - 2)
-        while (now := self.clock.now()) < until and now - quiet < quiet_s:
+        while (now := self.clock.now()) < deadline and now - last_busy < quiet_s:
             if self._sessions:
-                quiet = now
+                last_busy = now
             await asyncio.sleep(LOOK_S)
         self.begin_drain()
 
@@ -182,9 +182,9 @@ class EpisodesActor(Actor, EpisodeObserver):
         finally:
             session.end(ENDED)
             del self._sessions[session.key]
-            self._over[session.key] = ENDED
-            if len(self._over) > MOST_OVER:
-                self._over.popitem(last=False)
+            self._end_reasons[session.key] = ENDED
+            if len(self._end_reasons) > MOST_OVER:
+                self._end_reasons.popitem(last=False)
 
     @handler
     def chat_delta(self, request: ChatDelta, caller: Caller) -> None:
@@ -197,7 +197,7 @@ class EpisodesActor(Actor, EpisodeObserver):
 
     def knows(self, key: str) -> bool:
         """Whether ``key`` is of an open session, or of one that ended lately."""
-        return key in self._sessions or key in self._over
+        return key in self._sessions or key in self._end_reasons
 
     async def chat(self, key: str, call: Chat, on_delta: OnDelta) -> ChatReply:
         """Ask the policy, as PolicySession.chat."""
@@ -210,7 +210,7 @@ class EpisodesActor(Actor, EpisodeObserver):
     def _session(self, key: str) -> PolicySession:
         session = self._sessions.get(key)
         if session is None:
-            raise EpisodeOver(self._over.get(key, "it is not known"))
+            raise EpisodeOver(self._end_reasons.get(key, "it is not known"))
         return session
 
     # --- output and failures for the user ---
@@ -220,18 +220,18 @@ class EpisodesActor(Actor, EpisodeObserver):
 
     def failed(self, kind: str, text: str) -> None:
         kind, first, count = self._faults.add(kind, self._masked(text))
-        self.notify(f"episode: {kind}", f"episode ({self._named()}): {first}", count=count)
+        self.notify(f"episode: {kind}", f"episode ({self._player_name()}): {first}", count=count)
 
     def _masked(self, text: str) -> str:
         """Replace the keys of known sessions in the text: a reader of a key could call the policy."""
         return KEY.sub(lambda found: "(key of the episode)" if self.knows(found[0]) else found[0], text)
 
-    def _named(self) -> str:
+    def _player_name(self) -> str:
         config = self.config.episode
         return f"{config.kind} = {getattr(config, config.kind)}"
 
 
-def _http_figures(counts: Counter[str]) -> dict[str, float]:
+def _http_metrics(counts: Counter[str]) -> dict[str, float]:
     """Sum up the endpoint's ``counts`` of many events, by name, into four metrics."""
 
     def total(*beginnings: str) -> int:

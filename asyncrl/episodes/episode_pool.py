@@ -221,7 +221,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         problem = f"did not end within {close_s:g} s of being asked to (episode.close_timeout_s)"
         return f"was killed because of an episode that {problem}"
 
-    def _lost(self, place: EpisodePlace, reason: str, *, was_ready: bool) -> None:
+    def _on_worker_end(self, place: EpisodePlace, reason: str, *, was_ready: bool) -> None:
         """Answer the callers of all episodes of a worker that has ended.
 
         The result blames an episode only if it was alone in the worker, or if the worker was killed for it.
@@ -231,11 +231,13 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         if was_ready and not place.guilty:
             self._suspects.died(opened.session.task.episode_id for opened in inside)
         for opened in inside:
-            own = was_ready and (place.lone or opened.session.key == place.guilty)
-            self._over(opened, EpisodeDone(error=f"the episode's worker {reason}", blame="episode" if own else "host"))
+            is_cause = was_ready and (place.lone or opened.session.key == place.guilty)
+            self._finish(
+                opened, EpisodeDone(error=f"the episode's worker {reason}", blame="episode" if is_cause else "host")
+            )
         place.guilty = ""
 
-    def _gone(self) -> None:
+    def _on_lone_removed(self) -> None:
         self._assign()
 
     # --- episodes ---
@@ -246,7 +248,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         Episodes for which there is no worker stay in the queue.
         """
         ready = [place for place in self._places if place.ready]
-        left: deque[Open] = deque()
+        still_waiting: deque[Open] = deque()
         while self._waiting:
             opened = self._waiting.popleft()
             if self._suspects.alone(opened.session.task.episode_id):
@@ -254,12 +256,12 @@ class EpisodePool(WorkerPool[EpisodePlace]):
                     self.counters.played_alone += 1
                     self._add(EpisodePlace(lone=True, open={opened.session.key: opened}))
                 else:
-                    left.append(opened)
+                    still_waiting.append(opened)
             elif ready:
                 self._begin(min(ready, key=lambda place: len(place.open)), opened)
             else:
-                left.append(opened)
-        self._waiting = left
+                still_waiting.append(opened)
+        self._waiting = still_waiting
 
     def _begin(self, place: EpisodePlace, opened: Open) -> None:
         session = opened.session
@@ -284,7 +286,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
             if opened.session.key in place.open:
                 self._send(place, frames.StopEpisode(opened.session.key))
 
-    def _over(self, opened: Open, done: EpisodeDone) -> None:
+    def _finish(self, opened: Open, done: EpisodeDone) -> None:
         if not opened.playing.done():
             self.counters.played += 1
             self.counters.failed += bool(done.error)
@@ -296,7 +298,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
 
     # --- messages of workers ---
 
-    def _take(self, place: EpisodePlace, frame: bytes | bytearray) -> None:
+    def _handle_frame(self, place: EpisodePlace, frame: bytes | bytearray) -> None:
         """Handle a message of a worker: a call of the policy, a reward, output, a tool call, or the end of an episode.
 
         A call, a reward or an end is ignored if the episode is over here: its worker may not know yet.
@@ -307,7 +309,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
             case frames.Asked(chat) if (opened := place.open.get(chat.session)) is not None and not opened.stopped:
                 answer = self._loop.create_task(self._answer(place, opened.session, chat))
                 self._answers[chat.session, chat.call] = answer
-                answer.add_done_callback(partial(self._answered, (chat.session, chat.call)))
+                answer.add_done_callback(partial(self._forget_call, (chat.session, chat.call)))
             case frames.GaveUp(key, call) if (asked := self._answers.get((key, call))) is not None:
                 asked.cancel()
             case frames.Rewarded(key, node, value) if (opened := place.open.get(key)) is not None:
@@ -318,7 +320,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
                 opened = place.open.get(key)
                 self._observer.printed("" if opened is None else opened.session.task.uid, text, dropped)
             case frames.Noted(key, tool, error, kind, mistaken):
-                self._note(tool, error, kind, mistaken)
+                self._count_tool_call(tool, error, kind, mistaken)
             case frames.Ended(key) if key in place.open:
                 self._episode_ended(place, message)
 
@@ -339,16 +341,16 @@ class EpisodePool(WorkerPool[EpisodePlace]):
                 f"left {ended.left} tasks behind that did not end within {self._close_timeout_s:g} s of being "
                 f"cancelled; they keep running in their worker (prompt {opened.session.task.uid})",
             )
-        self._over(opened, EpisodeDone(reward=ended.reward, components=ended.components, error=ended.error))
+        self._finish(opened, EpisodeDone(reward=ended.reward, components=ended.components, error=ended.error))
 
-    def _note(self, tool: str, error: str, kind: str, mistaken: bool) -> None:
+    def _count_tool_call(self, tool: str, error: str, kind: str, mistaken: bool) -> None:
         self.counters.tool_calls += 1
         self.counters.tool_mistakes += mistaken
         if error and not mistaken:
             self.counters.tool_errors += 1
             self._observer.failed(f"{tool} {kind}", f"tool {tool} raised {error}; the policy was given the error")
 
-    def _answered(self, name: tuple[str, str], answer: asyncio.Task[None]) -> None:
+    def _forget_call(self, name: tuple[str, str], answer: asyncio.Task[None]) -> None:
         """Forget a call that has ended; an unexpected error in it ends the pool."""
         if self._answers.get(name) is answer:
             del self._answers[name]

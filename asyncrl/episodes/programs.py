@@ -123,7 +123,7 @@ class Programs(WorkerPool[Program]):
 
     async def start(self) -> None:
         """Begin to check memory; no program runs before the first episode."""
-        self._look()
+        self._check_workers()
 
     def play(self, session: PolicySession) -> Playing:
         """Start a program for an episode and return the future of the episode's result.
@@ -165,7 +165,7 @@ class Programs(WorkerPool[Program]):
     def _failure(self, reason: str) -> AsyncRLError:
         return EpisodeWorkersEnded(self._code, reason)
 
-    def _to_look_at(self) -> Iterable[Program]:
+    def _places_to_check(self) -> Iterable[Program]:
         """Return the programs whose memory this check measures: the next MOST_LOOKED_AT, in turn."""
         first = self._next % max(1, len(self._lone))
         self._next = first + MOST_LOOKED_AT
@@ -177,13 +177,13 @@ class Programs(WorkerPool[Program]):
         assert place.process is not None
         place.process.hang_up()
 
-    def _take(self, place: Program, frame: bytes | bytearray) -> None:
+    def _handle_frame(self, place: Program, frame: bytes | bytearray) -> None:
         """Keep the report on the program's end, and hang up, so that the keeper ends."""
         place.answer = json.loads(frame)
         assert place.process is not None
         place.process.hang_up()
 
-    def _lost(self, place: Program, reason: str, *, was_ready: bool) -> None:
+    def _on_worker_end(self, place: Program, reason: str, *, was_ready: bool) -> None:
         """Handle the end of a keeper: count its episode, report a failure of the program, and answer the caller."""
         if place.timer is not None:
             place.timer.cancel()

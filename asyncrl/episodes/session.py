@@ -168,13 +168,13 @@ class PolicySession:
                 raise EpisodeOver(self._end_reason) from None
             raise
         except RemoteError as error:
-            raise _as_raised(error, "completion" if isinstance(request, TurnReward) else "messages") from error
+            raise _exception_for(error, "completion" if isinstance(request, TurnReward) else "messages") from error
         finally:
             self._calls.discard(call)
             self._quiet_since = time.monotonic()
 
 
-def _as_raised(error: RemoteError, field: str) -> Exception:
+def _exception_for(error: RemoteError, field: str) -> Exception:
     """Translate an error that the rollouter sent into the exception for the user's code.
 
     ``field`` is the field that counts as wrong if the error names none.

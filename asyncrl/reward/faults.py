@@ -86,7 +86,7 @@ class _Prompt:
     """Number in the order of arrival, from 1."""
     scored: bool = False
     """Whether one of its calls gave rewards."""
-    noted: bool = False
+    is_counted: bool = False
     """Whether ``_failing_before`` counts it."""
 
 
@@ -97,7 +97,7 @@ class FailureRate:
     def __init__(self, *, workers: int) -> None:
         self._calls_needed = min(max(MIN_CALLS, CALLS_A_WORKER * workers), MOST_CALLS)
         self._prompts: dict[str, _Prompt] = {}
-        self._came = 0
+        self._arrived = 0
         """Number of prompts that have arrived."""
         self._newest_scored = 0
         """Number of the newest prompt that was scored; 0 before the first."""
@@ -112,8 +112,8 @@ class FailureRate:
     def came(self, uid: str) -> None:
         """Record the arrival of a call for the prompt ``uid``."""
         if uid not in self._prompts:
-            self._came += 1
-            self._prompts[uid] = _Prompt(self._came)
+            self._arrived += 1
+            self._prompts[uid] = _Prompt(self._arrived)
             if len(self._prompts) > PROMPTS_KEPT:
                 del self._prompts[next(iter(self._prompts))]
 
@@ -137,7 +137,7 @@ class FailureRate:
             self._newest_scored = prompt.number
             for other in [other for other in self._failing if not self._is_newer(other)]:
                 self._failing.remove(other)
-                self._note(other)
+                self._count_early_failure(other)
 
     def failed(self, uid: str, now: float) -> str:
         """Record that a call gave no rewards. Returns why the function counts as broken, or "" if it does not."""
@@ -147,7 +147,7 @@ class FailureRate:
             if self._is_newer(uid):
                 self._failing.add(uid)
             else:
-                self._note(uid)
+                self._count_early_failure(uid)
         if self._failed_since < self._calls_needed or len(self._failing) < self.prompts_needed:
             return ""
         of = f"for {len(self._failing)} prompts"
@@ -171,9 +171,9 @@ class FailureRate:
         prompt = self._prompts.get(uid)
         return prompt is not None and prompt.number > self._newest_scored
 
-    def _note(self, uid: str) -> None:
+    def _count_early_failure(self, uid: str) -> None:
         """Count a prompt, once, as one that failed while the function worked for others."""
         prompt = self._prompts.get(uid)
-        if prompt is not None and not prompt.noted and not prompt.scored:
-            prompt.noted = True
+        if prompt is not None and not prompt.is_counted and not prompt.scored:
+            prompt.is_counted = True
             self._failing_before += 1

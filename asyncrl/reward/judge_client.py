@@ -171,7 +171,7 @@ class JudgeClient:
                 self._takes_schema = False
                 self._counters.retries += 1
                 return await self.ask(messages, schema, left_s)
-            raise self._failed(error) from error
+            raise self._status_failure(error) from error
         except openai.APIConnectionError as error:
             cause = error.__cause__ or error
             reason = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
@@ -199,7 +199,7 @@ class JudgeClient:
         text = choice.message.content or choice.message.refusal or ""
         return JudgeReply(text, usage.completion_tokens, choice.finish_reason == "length", left_s)
 
-    def _failed(self, error: Any) -> VoteFailed:
+    def _status_failure(self, error: Any) -> VoteFailed:
         """Make a VoteFailed of an answer with an error status."""
         status, body = error.status_code, " ".join(error.response.text[:400].split())
         reason = f"{self._options.url} answers with status {status}: {body}"

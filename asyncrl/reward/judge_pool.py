@@ -232,8 +232,8 @@ class JudgePool:
         fault: RewardFault | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                added = tasks.create_task(self._added(request))
-                judged = tasks.create_task(self._judged(request))
+                added = tasks.create_task(self._call_added(request))
+                judged = tasks.create_task(self._ask_votes(request))
         except BaseExceptionGroup as group:
             error = _first(group)
             if isinstance(error, _Unjudged):
@@ -261,7 +261,7 @@ class JudgePool:
         )
         return shaped(scores, request, self._config, self._max_tokens)
 
-    async def _judged(self, request: Score) -> list[Outcome]:
+    async def _ask_votes(self, request: Score) -> list[Outcome]:
         """Ask all votes at the same time, and compute the outcomes from the valid ones.
 
         Raises _Unjudged unless more than half of them are valid.
@@ -345,7 +345,7 @@ class JudgePool:
                 raise _cut(reply, error) from error
             raise
 
-    async def _added(self, request: Score) -> list[Outcome]:
+    async def _call_added(self, request: Score) -> list[Outcome]:
         """Call the added function for each completion. Returns weighted outcomes, or zeros without such a function.
 
         Raises RewardFailed.

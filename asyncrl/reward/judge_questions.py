@@ -122,7 +122,9 @@ class RelativeJudge:
 
     def outcomes(self, request: Score, answers: Sequence[list[float]]) -> list[Outcome]:
         """Compute the outcome of each completion, (reward, components), from the scores of at least one vote."""
-        found = [_judged([answer[at] for answer in answers], self.options) for at in range(len(request.completions))]
+        found = [
+            _vote_components([answer[at] for answer in answers], self.options) for at in range(len(request.completions))
+        ]
         return [(components[JUDGE_COMPONENT], components) for components in found]
 
 
@@ -185,7 +187,7 @@ class Rubric:
         ``read_verdicts``.
         """
         criteria = self._criteria(request.row)
-        components = _judged([rubric_reward(criteria, answer) for answer in answers], self.options)
+        components = _vote_components([rubric_reward(criteria, answer) for answer in answers], self.options)
         for criterion in self.options.rubric:
             components[criterion.name] = sum(answer[criterion.name] for answer in answers) / len(answers)
         return [(components[JUDGE_COMPONENT], components)]
@@ -194,7 +196,7 @@ class Rubric:
 Judge = RelativeJudge | Rubric
 
 
-def _judged(votes: Sequence[float], options: JudgeOptions) -> dict[str, float]:
+def _vote_components(votes: Sequence[float], options: JudgeOptions) -> dict[str, float]:
     """Make the components of a trajectory: the mean of its votes, and their range if several are configured."""
     spread = {SPREAD_COMPONENT: max(votes) - min(votes)} if options.votes > 1 else {}
     return {JUDGE_COMPONENT: sum(votes) / len(votes), **spread}

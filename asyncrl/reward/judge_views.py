@@ -50,15 +50,15 @@ def view(prompt: str, completions: Sequence[Completion], limit: int) -> JudgeVie
     # The conversation of an episode need not begin with the prompt of its row.
     if prompt.strip() and prompt.strip() not in shared:
         shared = f"{prompt}\n\n{shared}" if shared else prompt
-    whole = [_body(completion, line[count:]) for completion, line in zip(completions, lines, strict=True)]
-    most = max(int(SHARED_FRACTION * limit), limit - sum(map(len, set(whole))))
-    shared = shorten(shared, most)
-    different = list(dict.fromkeys(whole))
+    rests = [_body(completion, line[count:]) for completion, line in zip(completions, lines, strict=True)]
+    shared_room = max(int(SHARED_FRACTION * limit), limit - sum(map(len, set(rests))))
+    shared = shorten(shared, shared_room)
+    different = list(dict.fromkeys(rests))
     rooms = shares([len(body) for body in different], max(0, limit - len(shared)))
     shown = {body: shorten(body, room) for body, room in zip(different, rooms, strict=True)}
     bodies = list(dict.fromkeys(shown.values()))
-    place = {body: at for at, body in enumerate(bodies)}
-    return JudgeView(shared, bodies, [place[shown[body]] for body in whole])
+    index_of = {body: at for at, body in enumerate(bodies)}
+    return JudgeView(shared, bodies, [index_of[shown[body]] for body in rests])
 
 
 def shares(sizes: Sequence[int], total: int) -> list[int]:

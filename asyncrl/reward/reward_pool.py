@@ -237,7 +237,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         if not place.given:
             super()._printed(place, process)
 
-    def _take(self, place: RewardPlace, frame: bytes | bytearray) -> None:
+    def _handle_frame(self, place: RewardPlace, frame: bytes | bytearray) -> None:
         """Read the result of a worker's first task, let the worker begin the next one, and answer the caller."""
         result = self._decoder.decode(frame)
         pending = place.given[0] if place.given else None
@@ -265,14 +265,14 @@ class RewardPool(WorkerPool[RewardPlace]):
         if pending.done():
             return
         if result.error:
-            self._fault(pending, fault_of(result.error, result.kind))
+            self._end_failed(pending, fault_of(result.error, result.kind))
         else:
             self.counters.scored += 1
             made = Scores(rewards=result.rewards, components=result.components, run_s=result.run_s)
             pending.set_result(shaped(made, pending.request, self._config, self._max_tokens))
             self._observer.call_ended(pending.request.uid, None)
 
-    def _lost(self, place: RewardPlace, reason: str, *, was_ready: bool) -> None:
+    def _on_worker_end(self, place: RewardPlace, reason: str, *, was_ready: bool) -> None:
         """Fail the task that the worker was running; the others go to other workers."""
         if place in self._idle:
             self._idle.remove(place)
@@ -289,7 +289,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             run_s = min(time.monotonic() - place.began, self._config.timeout_s)
             self._observer.task_ended(self._places.index(place), first.request.uid, place.began, run_s, reason)
             if not first.done():
-                self._fault(first, fault_of(reason, TIMED_OUT if timed_out else ""))
+                self._end_failed(first, fault_of(reason, TIMED_OUT if timed_out else ""))
         self._put_back([pending for pending in given if not pending.done()])
 
     # --- tasks ---
@@ -360,7 +360,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         while self._queue and self._idle:
             self._feed(self._idle.pop())
 
-    def _fault(self, pending: Pending, fault: RewardFault) -> None:
+    def _end_failed(self, pending: Pending, fault: RewardFault) -> None:
         """End a call whose task has failed with RewardFailed.
 
         After a timeout, if reward.on_timeout is a number, the call gets that reward instead.

@@ -315,13 +315,13 @@ class Output:
         """Read the output that is there, in at most ``rounds`` reads. Returns False at the end of the output."""
         try:
             for _ in range(rounds):
-                if not self._take():
+                if not self._read_once():
                     return False
         except BlockingIOError:
             pass
         return True
 
-    def _take(self) -> int:
+    def _read_once(self) -> int:
         """Read once, and keep the data, or discard it beyond the limit. Returns the number of bytes; 0 at the end."""
         self.used = True
         if self._left:

@@ -131,8 +131,8 @@ class WorkerPool(Generic[P]):
         self._end: asyncio.Future[None] = loop.create_future()
         """Done once the pool is closed, or with the error for which it failed."""
         self._all_ended = asyncio.Event()
-        self._look_timer: asyncio.TimerHandle | None = None
-        self._looked = loop.time()
+        self._check_timer: asyncio.TimerHandle | None = None
+        self._checked_at = loop.time()
         """Loop time (s) of the last check of the workers."""
 
     # --- for the owner ---
@@ -154,7 +154,7 @@ class WorkerPool(Generic[P]):
                 what = f"importing {self._code}"
                 raise DeadlineExceeded(self.owner, "its workers", what, self._start_timeout_s) from None
             raise
-        self._look()
+        self._check_workers()
 
     async def watch(self) -> None:
         """Wait until the pool is closed. Raises its error if it fails as a whole."""
@@ -172,8 +172,8 @@ class WorkerPool(Generic[P]):
         # Retrieve the error, so that asyncio does not complain if no task has called ``watch``.
         self._end.exception()
         self._started.cancel()
-        if self._look_timer is not None:
-            self._look_timer.cancel()
+        if self._check_timer is not None:
+            self._check_timer.cancel()
         helpers: list[psutil.Process] = []
         for place in self._all():
             if place.restart is not None:
@@ -206,17 +206,17 @@ class WorkerPool(Generic[P]):
     def _ready(self, place: P) -> None:
         """Called when the worker of a place has loaded the code."""
 
-    def _take(self, place: P, frame: bytes | bytearray) -> None:
+    def _handle_frame(self, place: P, frame: bytes | bytearray) -> None:
         """Handle a frame from the worker. Raises ValueError for an invalid one, which ends the worker."""
         raise NotImplementedError
 
-    def _lost(self, place: P, reason: str, *, was_ready: bool) -> None:
+    def _on_worker_end(self, place: P, reason: str, *, was_ready: bool) -> None:
         """Handle the end of a worker; the pool starts another after this call.
 
         ``reason`` is a verb phrase about the user's code (process.describe_exit).
         """
 
-    def _gone(self) -> None:
+    def _on_lone_removed(self) -> None:
         """Called when a lone place was removed after the end of its worker."""
 
     def _uid(self, place: P) -> str:
@@ -263,17 +263,17 @@ class WorkerPool(Generic[P]):
                 max_output_bytes=self._limits.max_output_bytes,
                 memory_key=f"{self.section}.max_memory_bytes",
                 on_output=partial(self._printed, place),
-                on_frame=partial(self._take if place.ready else self._begun, place),
+                on_frame=partial(self._handle_frame if place.ready else self._handle_ready, place),
                 on_end=partial(self._ended, place),
                 own_session=self.own_session,
             )
         except OSError as error:
             self._start_failed(place, f"cannot start a process: {error}")
 
-    def _begun(self, place: P, frame: bytes | bytearray) -> None:
+    def _handle_ready(self, place: P, frame: bytes | bytearray) -> None:
         """Handle the first frame of a worker, a ``Ready``: kill it if there are problems, else mark its place ready.
 
-        Further frames go to ``_take`` of the subclass.
+        Further frames go to ``_handle_frame`` of the subclass.
         """
         assert place.process is not None
         ready = _ready.decode(frame)
@@ -284,7 +284,7 @@ class WorkerPool(Generic[P]):
             return
         place.ready, place.failed_starts = True, 0
         place.memory_limit = resident_bytes([place.process.pid]) + self._limits.max_memory_bytes
-        place.process.on_frame = partial(self._take, place)
+        place.process.on_frame = partial(self._handle_frame, place)
         if not self._started.done() and all(place.ready for place in self._places):
             self._started.set_result(None)
         self._ready(place)
@@ -293,7 +293,7 @@ class WorkerPool(Generic[P]):
         """Handle a worker that ended before it was ready: remove a lone place, fail the pool, or try again later."""
         if place.lone:
             self._lone.remove(place)
-            self._lost(place, reason, was_ready=False)
+            self._on_worker_end(place, reason, was_ready=False)
             return
         if not self._started.done():
             self._started.set_exception(self._failure(reason))
@@ -306,19 +306,19 @@ class WorkerPool(Generic[P]):
         place.restart = self._loop.call_later(pause_s, self._launch, place)
 
     def _ended(self, place: P, process: WorkerProcess, reason: str) -> None:
-        """Handle the end of a worker: pass on its last output, call ``_lost`` of the subclass, start the next one."""
+        """Handle the end of a worker: pass on its last output, call ``_on_worker_end``, and start the next one."""
         self._hand_out(place, process, end_of_call=True)
         was_ready, place.ready = place.ready, False
         if not self._end.done():
             self._count_end(process)
-        self._lost(place, reason, was_ready=was_ready)
+        self._on_worker_end(place, reason, was_ready=was_ready)
         place.process = None
         if place.lone:
             self._lone.remove(place)
         if self._end.done():
             self._note_ended()
         elif place.lone:
-            self._gone()
+            self._on_lone_removed()
         elif was_ready:
             place.ledger.enter("starting")
             self._launch(place)
@@ -334,17 +334,17 @@ class WorkerPool(Generic[P]):
         if all(place.process is None for place in self._all()):
             self._all_ended.set()
 
-    def _look(self) -> None:
+    def _check_workers(self) -> None:
         """Kill workers that are not ready in time, hold too much memory or have a fault (``_find_fault``)."""
-        since, self._looked = self._looked, self._loop.time()
-        for place in self._to_look_at():
+        since, self._checked_at = self._checked_at, self._loop.time()
+        for place in self._places_to_check():
             if place.process is None or place.process.ended:
                 continue
             if not place.ready:
-                if self._looked - place.launched > self._start_timeout_s:
+                if self._checked_at - place.launched > self._start_timeout_s:
                     text = f"was not ready within {self._start_timeout_s:g} s of its start; its worker was killed"
                     self._kill(place, text)
-            elif reason := self._find_fault(place, since, self._looked):
+            elif reason := self._find_fault(place, since, self._checked_at):
                 self._kill(place, reason)
             elif (excess := held_beyond(place.process.pid, place.memory_limit)) is not None:
                 self.counters.out_of_memory += 1
@@ -352,9 +352,9 @@ class WorkerPool(Generic[P]):
                 text = f"took more than {self._limits.max_memory_bytes} bytes of memory"
                 text += f" ({self.section}.max_memory_bytes; its process and {below} below it held {held})"
                 self._kill(place, f"{text}; they were killed")
-        self._look_timer = self._loop.call_later(self._look_s, self._look)
+        self._check_timer = self._loop.call_later(self._look_s, self._check_workers)
 
-    def _to_look_at(self) -> Iterable[P]:
+    def _places_to_check(self) -> Iterable[P]:
         return self._all()
 
     # --- output ---

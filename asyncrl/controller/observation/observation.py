@@ -106,7 +106,7 @@ class Observation:
         """Continue after an earlier controller: restore events and metrics lines from its last recorded snapshot."""
         self.began = min(self.began, earlier.began)
         self.restarts = earlier.restarts + 1
-        recorded = await asyncio.to_thread(self._recorded_last)
+        recorded = await asyncio.to_thread(self._read_last_recorded)
         if recorded is not None:
             self.events.recall(recorded.events)
             lines, self.lines = self.lines, RecentMetrics()
@@ -115,7 +115,7 @@ class Observation:
                     self.lines.add(line)
         self.happened("warning", self._controller.name, "was restarted: the previous controller died")
 
-    def _recorded_last(self) -> Snapshot | None:
+    def _read_last_recorded(self) -> Snapshot | None:
         """The newest snapshot that an earlier controller of this attempt has recorded. Blocks."""
         try:
             last = last_recorded(self._controller.context.run_dir, self.attempt)
@@ -139,13 +139,13 @@ class Observation:
         """Take the last snapshot, send it to all viewers, and record it."""
         self._gather_own()
         # Wait for the write before, or the last snapshot would be lost.
-        await self._written()
+        await self._wait_for_write()
         await self.snapshots.take(record=True, last=True)
         self._is_over = True
-        await self._written()
+        await self._wait_for_write()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _written(self) -> None:
+    async def _wait_for_write(self) -> None:
         if self._writing is not None:
             await asyncio.wait({self._writing}, timeout=LAST_WRITE_S)
 
@@ -180,9 +180,9 @@ class Observation:
             return
         loop = asyncio.get_running_loop()
         self._writing = loop.run_in_executor(self._thread, self._recorder.record, wall, snapshot)
-        self._writing.add_done_callback(self._recorded)
+        self._writing.add_done_callback(self._check_written)
 
-    def _recorded(self, writing: asyncio.Future[None]) -> None:
+    def _check_written(self, writing: asyncio.Future[None]) -> None:
         """Count a snapshot that could not be written, and report that to the user."""
         if not writing.cancelled() and (error := writing.exception()) is not None:
             self._controller.counters.add("snapshots/lost")

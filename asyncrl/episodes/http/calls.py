@@ -115,9 +115,9 @@ class CallBook:
     def retried(self, identity: bytes) -> Call | None:
         """Find the call that a marked retry repeats, in the order that the module gives; None without one."""
         same = [call for call in self.calls if call.identity == identity]
-        unheard = [call for call in same if not call.listeners and not call.delivered]
-        if unheard:
-            return unheard[0]
+        disconnected = [call for call in same if not call.listeners and not call.delivered]
+        if disconnected:
+            return disconnected[0]
         answered = [call for call in same if not call.listeners]
         return (answered or same)[-1] if same else None
 

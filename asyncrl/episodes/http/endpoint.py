@@ -81,7 +81,7 @@ class PolicyEndpoint:
         self._log = log
         self._patience = patience
         self.counts: Counter[str] = Counter()
-        self._first: dict[str, str] = {}
+        self._first_texts: dict[str, str] = {}
         """By name of an event: the text of the notice at its first time."""
         self.calls = PolicyCalls(core, patience, self.counts, log)
         self._runner: web.ServerRunner | None = None
@@ -174,7 +174,7 @@ class PolicyEndpoint:
 
     async def _reward(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
         """Give a turn the reward in the body, and answer with the id of the rewarded answer."""
-        body, _ = await self._body(request)
+        body, _ = await self._read_body(request)
         try:
             value, node = reward_of(body, lambda number: self.calls.node(key, number))
             credited = await self._core.turn_reward(key, node, value)
@@ -186,12 +186,12 @@ class PolicyEndpoint:
         """Serve a request for an answer: check it, find or start its call, and send the answer."""
         dialect = SERVED[request.path]
         self.counts[request.path] += 1
-        body, identity = await self._body(request)
+        body, identity = await self._read_body(request)
         try:
             asked = dialect.parse(body)
         except ChatRefused as refused:
             raise RejectedRequest(self._failure_of(refused)) from None
-        self._note(asked)
+        self._count_unmet_fields(asked)
         self.counts["streamed"] += asked.stream
         retried = "Idempotency-Key" in request.headers or _retry_count(request) > 0
         untrained = request.headers.get(UNTRAINED, "").lower() in ("1", "true")
@@ -213,12 +213,12 @@ class PolicyEndpoint:
             call.delivered = True
         return response
 
-    async def _body(self, request: web.BaseRequest) -> tuple[Body, bytes]:
+    async def _read_body(self, request: web.BaseRequest) -> tuple[Body, bytes]:
         """Read the body. Returns it as an object, with the digest of the request, by which a retry is recognised.
 
         Raises RejectedRequest, CutConnection.
         """
-        raw = await self._read(request)
+        raw = await self._read_bytes(request)
         salt = f"{request.path}\n{request.headers.get('Idempotency-Key', '')}\n"
         try:
             if len(raw) < LARGE_BODY:
@@ -228,7 +228,7 @@ class PolicyEndpoint:
             problem = f"the body is no JSON object: {error}"
             raise RejectedRequest(Failure(status=400, message=problem, code="invalid_json")) from None
 
-    async def _read(self, request: web.BaseRequest) -> bytearray:
+    async def _read_bytes(self, request: web.BaseRequest) -> bytearray:
         """Read the body as bytes. Raises RejectedRequest if it is too long, CutConnection if it comes too slowly."""
         most = self._max_request_bytes
         raw = bytearray()
@@ -255,7 +255,7 @@ class PolicyEndpoint:
     async def _send(self, request: web.BaseRequest, body: Body, status: int = 200) -> web.StreamResponse:
         return await send(request, body, status, timeout_s=self._patience.client_timeout_s)
 
-    def _note(self, asked: ChatRequest) -> None:
+    def _count_unmet_fields(self, asked: ChatRequest) -> None:
         """Count the ignored and the relaxed fields of a request, and notify the user of each."""
         for name in asked.ignored:
             self._count(
@@ -272,7 +272,7 @@ class PolicyEndpoint:
     def _count(self, name: str, text: str) -> None:
         """Count an event of this name, and notify the user with the text of its first time and the count."""
         self.counts[name] += 1
-        self._notify(f"agents: {name}", self._first.setdefault(name, text), count=self.counts[name])
+        self._notify(f"agents: {name}", self._first_texts.setdefault(name, text), count=self.counts[name])
 
     def _failure_of(self, error: Exception) -> Failure:
         """Count an error of a call, and return the failure that the client receives for it."""

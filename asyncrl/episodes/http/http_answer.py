@@ -83,7 +83,7 @@ class HttpAnswer:
     async def whole(self, news: asyncio.Event) -> web.StreamResponse:
         """Wait for the outcome, with blanks as signs of life, and send it as one body of JSON. Raises CutConnection."""
         while self._call.running:
-            if not await self._more(news):
+            if not await self._wait_for_news(news):
                 await self._write(BLANK, JSON)
         outcome = self._call.outcome
         assert outcome is not None
@@ -102,7 +102,7 @@ class HttpAnswer:
         """Send content as events while it is sampled, then the end or the failure. Raises CutConnection."""
         events: ReplyStream | None = None
         while self._call.running:
-            alive = await self._more(news)
+            alive = await self._wait_for_news(news)
             unsent = self._take_unsent()
             if unsent and events is None:
                 events = self._dialect.events(self._asked, self._stamp())
@@ -123,7 +123,7 @@ class HttpAnswer:
             return await self._fail(self._explain(outcome))
         return await self._finish(events.failed(self._explain(outcome)))
 
-    async def _more(self, news: asyncio.Event) -> bool:
+    async def _wait_for_news(self, news: asyncio.Event) -> bool:
         """Wait until the call has news. Returns False after ``keep_alive_s`` without any: a sign of life is due."""
         try:
             async with asyncio.timeout(self._keep_alive_s):

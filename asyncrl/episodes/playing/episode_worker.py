@@ -122,7 +122,7 @@ class PlayedEpisode:
 
     def __init__(self, worker: EpisodeWorker, key: str) -> None:
         self._worker, self.key = worker, key
-        self._waiting: dict[str, asyncio.Future[ChatReply]] = {}
+        self._open_calls: dict[str, asyncio.Future[ChatReply]] = {}
         """Future answers of open calls of the policy, by the call's name."""
         self.tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
         self.over = ""
@@ -134,7 +134,7 @@ class PlayedEpisode:
         """Send a call of the policy to the host and wait for its answer, as PolicyHandler says."""
         if self.over:
             raise EpisodeOver(self.over)
-        answer = self._waiting[chat.call] = asyncio.get_running_loop().create_future()
+        answer = self._open_calls[chat.call] = asyncio.get_running_loop().create_future()
         try:
             self._worker.ask(chat)
             try:
@@ -144,7 +144,7 @@ class PlayedEpisode:
                 raise
             return reply
         finally:
-            del self._waiting[chat.call]
+            del self._open_calls[chat.call]
 
     def reward(self, node: int | None, value: float) -> None:
         """Send a turn's reward to the host, as PolicyHandler says; callable from any thread."""
@@ -153,7 +153,7 @@ class PlayedEpisode:
 
     def answer(self, call: str, reply: ChatReply | Exception) -> None:
         """Give the host's answer, or its refusal, to the call that waits for it."""
-        answer = self._waiting.get(call)
+        answer = self._open_calls.get(call)
         if answer is None or answer.done():
             return
         if isinstance(reply, Exception):
@@ -164,7 +164,7 @@ class PlayedEpisode:
     def end(self, reason: str) -> None:
         """End the open calls with EpisodeOver, and refuse later ones."""
         self.over = self.over or reason
-        for call in list(self._waiting):
+        for call in list(self._open_calls):
             self.answer(call, EpisodeOver(reason))
 
 
@@ -252,7 +252,7 @@ class EpisodeWorker:
     async def _play(self, key: str, session: PlayedEpisode, task: Task) -> None:
         """Run the user's code for one task, end the asyncio tasks that it left behind, and report the outcome."""
         if session.over:
-            self._over(frames.Ended(key, error=STOPPED))
+            self._report_end(frames.Ended(key, error=STOPPED))
             return
         printer = EpisodePrinter(
             self._setup.max_output_bytes, lambda text, dropped: self.send_soon(frames.Printed(key, text, dropped))
@@ -264,9 +264,9 @@ class EpisodeWorker:
         ended = msgspec.structs.replace(ended, left=await self._end_tasks(session))
         printer.flush()
         # Sent behind the messages that threads have queued for this episode.
-        self._loop.call_soon(self._over, ended)
+        self._loop.call_soon(self._report_end, ended)
 
-    def _over(self, ended: frames.Ended) -> None:
+    def _report_end(self, ended: frames.Ended) -> None:
         """Forget an episode and report its end. A result that cannot be sent or is too large becomes an error."""
         del self._sessions[ended.session], self._episodes[ended.session]
         try:

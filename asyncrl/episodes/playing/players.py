@@ -301,8 +301,8 @@ def _plain_value(value: Any) -> Any:
 def methods(made: object) -> list[tuple[str, Callable[..., Any]]]:
     """Return the tools of an object or of a class as (name, method): its public methods except ``close``."""
     # Only names of the class: callable attributes of the object alone, such as a grader, are its state.
-    found = inspect.getmembers(made if inspect.isclass(made) else type(made), callable)
-    names = [name for name, _ in found if not name.startswith("_") and name != "close"]
+    members = inspect.getmembers(made if inspect.isclass(made) else type(made), callable)
+    names = [name for name, _ in members if not name.startswith("_") and name != "close"]
     return [(name, each) for name in names if callable(each := getattr(made, name))]
 
 
