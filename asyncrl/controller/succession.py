@@ -76,6 +76,7 @@ class Succession:
                 self._controller.notify("hosts", text)
 
     async def _write(self) -> None:
+        """Write the address file from the present state. Raises OSError."""
         content = AddressFile(
             address=self._controller.address,
             incarnation=self._controller.context.incarnation,

@@ -38,7 +38,7 @@ LARGEST_TASK = 64 << 10
 
 
 def environment(inherited: Mapping[str, str], task: str, *, base_url: str, key: str) -> dict[str, str]:
-    """The environment of a program: ``inherited`` without ASYNCRL_*, and the policy's address and key. Pure.
+    """Make the environment of a program: ``inherited`` without ASYNCRL_*, and the policy's address and key. Pure.
 
     ``task`` is added unless it is longer than LARGEST_TASK.
     """

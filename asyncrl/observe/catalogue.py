@@ -71,6 +71,7 @@ class Declaring:
 
 @cache
 def _import_declarations() -> None:
+    """Import ``metrics.py`` of each role's folder, once."""
     folders = (role.implementation.partition(":")[0].removesuffix(".actor") for role in ROLES.values())
     for name in (f"{folder}.metrics" for folder in ("asyncrl.rpc", *folders)):
         try:
@@ -93,7 +94,7 @@ def every() -> list[Metric]:
 
 
 def find(name: str) -> Metric | None:
-    """The metric of this name, or the declaration with ``*`` that covers it; None if it is not declared."""
+    """Find the metric of this name, or the declaration with ``*`` that covers it; None if it is not declared."""
     _import_declarations()
     if (metric := _metrics.get(name)) is not None:
         return metric
@@ -111,7 +112,7 @@ def edges_of(name: str) -> tuple[float, ...]:
 
 
 def quantile(counts: list[int], edges: tuple[float, ...], share: float) -> float | None:
-    """The upper edge of the bucket that holds the quantile ``share`` (0 to 1).
+    """Return the upper edge of the bucket that holds the quantile ``share`` (0 to 1).
 
     ``counts`` are the values in each bucket. Returns inf for the open bucket, and None without values.
     """
@@ -142,7 +143,7 @@ reward function, or for a name that the description lists.
 
 
 def document() -> str:
-    """The text of docs/metrics.md."""
+    """Make the text of docs/metrics.md."""
     metrics = every()
     rows = [HEAD]
     rows += [

@@ -124,6 +124,7 @@ class GpuWatch:
         self._stop.set()
 
     def _run(self) -> None:
+        """Read all visible GPUs every ``interval_s`` until ``stop``."""
         nvml = _open_nvml()
         if nvml is None:
             return
@@ -162,7 +163,7 @@ def _handle(nvml: ctypes.CDLL, word: str) -> ctypes.c_void_p | None:
 
 
 def _read_gpu(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> Gpu | None:
-    """The use of a GPU; None if its memory use is unknown. A MIG device does not report its utilisation."""
+    """Read the use of a GPU; None if its memory use is unknown. A MIG device does not report its utilisation."""
     used, memory = _Utilisation(), _Memory()
     if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
         return None

@@ -107,7 +107,7 @@ def component_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def served_versions(line: Line) -> tuple[int, int] | None:
-    """The oldest and the newest policy version that sampled the responses of an eval line; None if unknown.
+    """Return the oldest and the newest policy version that sampled the responses of an eval line; None if unknown.
 
     They may be older than the line's step, at which the round of evaluation was complete.
     """
@@ -148,7 +148,7 @@ def is_voided(line: Line, by: Line) -> bool:
 def read_metrics(
     path: Path, kinds: Collection[str] | None = None, of_updates: Collection[str] | None = None
 ) -> list[Line]:
-    """The valid lines of a metrics file; empty if there is no file.
+    """Read the valid lines of a metrics file; empty if there is no file.
 
     ``kinds`` selects the kinds of lines. ``of_updates`` selects the keys that are kept of update lines, which are many
     in a large run. Voided lines (is_voided) and invalid ones are left out.

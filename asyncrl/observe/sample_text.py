@@ -43,7 +43,7 @@ class SampleLine(NamedTuple):
 
 
 def sample_lines(group: SampleGroup) -> list[SampleLine]:
-    """The lines of a group: title, prompt or shared messages, then each response, up to the limits."""
+    """Make the lines of a group: title, prompt or shared messages, then each response, up to the limits."""
     trajectories = group.trajectories
     lines = [SampleLine(title_of(group), "group")]
     shared = _shared_messages(trajectories)
@@ -67,7 +67,7 @@ def sample_lines(group: SampleGroup) -> list[SampleLine]:
 
 
 def sample_page(groups: Sequence[SampleGroup]) -> list[str]:
-    """The groups one below the other, as indented lines of text, up to LONGEST_PAGE."""
+    """Show the groups one below the other, as indented lines of text, up to LONGEST_PAGE."""
     page: list[str] = []
     size = 0
     for number, group in enumerate(groups):
@@ -84,7 +84,7 @@ def sample_page(groups: Sequence[SampleGroup]) -> list[str]:
 
 
 def title_of(group: SampleGroup) -> str:
-    """The title of a group: kind, step, policy version, prompt, and the mean and range of its rewards."""
+    """Make the title of a group: kind, step, policy version, prompt, and the mean and range of its rewards."""
     rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
     parts = [
         " ".join(filter(None, (group.kind, _short(group.name)))),
@@ -103,7 +103,7 @@ def _rewards(rewards: Sequence[float]) -> str:
 
 
 def _score(trajectory: SampleTrajectory, number: int, count: int) -> str:
-    """The heading of a response: its reward with components, finish reason, length and turns."""
+    """Make the heading of a response: its reward with components, finish reason, length and turns."""
     shown = list(trajectory.components.items())[:MOST_COMPONENTS]
     components = [f"{_short(name)} {_number(value)}" for name, value in shown]
     if (more := len(trajectory.components) - len(shown)) > 0:
@@ -127,7 +127,7 @@ def _number(value: float | None) -> str:
 
 
 def _shared_messages(trajectories: Sequence[SampleTrajectory]) -> int:
-    """Number of messages that all conversations share before the first answer; 0 for responses without messages."""
+    """Count the messages that all conversations share before the first answer; 0 for responses without messages."""
     conversations = [trajectory.messages for trajectory in trajectories]
     shortest = min((len(each) for each in conversations), default=0)
     for at in range(shortest):
@@ -138,7 +138,7 @@ def _shared_messages(trajectories: Sequence[SampleTrajectory]) -> int:
 
 
 def _conversation(messages: Sequence[Any], indent: int) -> list[SampleLine]:
-    """The lines of a conversation, without its middle beyond MOST_MESSAGES."""
+    """Make the lines of a conversation; beyond MOST_MESSAGES its middle is left out."""
     half = MOST_MESSAGES // 2
     left_out = len(messages) - MOST_MESSAGES
     if left_out <= 0:
@@ -148,7 +148,7 @@ def _conversation(messages: Sequence[Any], indent: int) -> list[SampleLine]:
 
 
 def _message(message: Any, indent: int) -> list[SampleLine]:
-    """The lines of one message: role and name, then reasoning, content and tool calls."""
+    """Make the lines of one message: role and name, then reasoning, content and tool calls."""
     if not isinstance(message, Mapping):
         return _text(_json(message), indent)
     name = message.get("name") or message.get("tool_call_id")
@@ -171,7 +171,7 @@ def _role(message: Any) -> str:
 
 
 def _content(content: Any) -> str:
-    """The text of a message's content. If it is a list of parts, one line for each; parts that are no text as JSON."""
+    """Return a message's content as text: of a list, one line for each part; a part that is no text becomes JSON."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
@@ -205,7 +205,7 @@ def _short(text: str) -> str:
 
 
 def _text(text: str, indent: int) -> list[SampleLine]:
-    """The lines of a text. Beyond LONGEST_TEXT its beginning and its end, with a note between them."""
+    """Make the lines of a text. Beyond LONGEST_TEXT only its beginning and its end, with a note between them."""
     left_out = len(text) - LONGEST_TEXT
     if left_out <= 0:
         return _lines(text, indent)

@@ -92,7 +92,7 @@ def newest_samples(run_dir: Path, choice: SampleChoice, count: int) -> list[Samp
 
 
 def _files(folder: Path, choice: SampleChoice) -> list[Path]:
-    """The files of a choice, the newest first. Groups filtered or evaluated after a step are newer than the step."""
+    """List the files of a choice, the newest first. Groups filtered or evaluated after a step are newer than it."""
     chosen: list[tuple[int, int, Path]] = []
     try:
         entries = list(folder.iterdir())
@@ -113,7 +113,7 @@ def _files(folder: Path, choice: SampleChoice) -> list[Path]:
 
 
 def _groups(path: Path) -> dict[str, SampleGroup]:
-    """The groups of a file by uid, in order. If a restarted learner trained the step again, only its groups stay."""
+    """Read the groups of a file by uid, in order. If a restarted learner repeated the step, only its groups stay."""
     groups: dict[str, SampleGroup] = {}
     for group in _lines(path):
         if group.kind == TRAINED and any(other.start < group.start for other in groups.values()):

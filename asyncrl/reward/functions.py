@@ -180,7 +180,7 @@ JUDGES = ("relative_judge", "rubric")
 
 
 def _answers(row: Row, answer_key: str) -> list[str]:
-    """The answers in the row's column as text: one, or each of a list. Raises ValueError."""
+    """Read the answers from the row's column as text: one, or each of a list. Raises ValueError."""
     if not has_column(row, answer_key):
         columns = sorted(column_names(row))
         raise ValueError(f"the row has no column {answer_key!r} (reward.options.answer_key); it has {columns}")
@@ -192,7 +192,7 @@ def _answers(row: Row, answer_key: str) -> list[str]:
 
 
 def _finder(option: str, pattern: str, match: str) -> Callable[[str], str | None]:
-    """A function that returns the text that ``pattern`` captures, or None without a match. Raises ValueError."""
+    """Make a function that returns the text that ``pattern`` captures, or None without a match. Raises ValueError."""
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:

@@ -93,7 +93,7 @@ class MinuteLimit:
         self._spent: deque[Spent] = deque()
 
     def wait_s(self, units: float, now: float) -> float:
-        """Seconds until ``units`` may begin; 0 if they may now."""
+        """Return the seconds until ``units`` may begin; 0 if they may now."""
         if self._limit is None:
             return 0.0
         while self._spent and self._spent[0].at + MINUTE_S <= now:

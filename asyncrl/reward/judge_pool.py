@@ -218,7 +218,7 @@ class JudgePool:
         return self._also.resources() if self._also is not None else []
 
     def longest_task(self) -> tuple[str, float] | None:
-        """The uid and the seconds of the call that has run longest; None if nothing runs. Callable from any thread."""
+        """Return uid and seconds of the call that has run longest; None if nothing runs. Any thread may call it."""
         # A copy, because the event loop may change it meanwhile.
         running = list(self._running.copy().values())
         if not running:

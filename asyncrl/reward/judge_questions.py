@@ -167,7 +167,7 @@ class Rubric:
         return found
 
     def _criteria(self, row: Mapping[str, Any]) -> list[Criterion]:
-        """The criteria of the options and those of the row. Raises ValueError."""
+        """Return the criteria of the options and those of the row. Raises ValueError for invalid ones."""
         key = self.options.rubric_key
         if not key:
             return self.options.rubric

@@ -101,6 +101,7 @@ def message_text(message: Mapping[str, Any]) -> str:
 
 
 def _content(content: Any) -> str:
+    """Return a message's content as text; parts that are no text become JSON."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -207,7 +207,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         return sum(len(place.given) for place in self._places)
 
     def longest_task(self) -> tuple[str, float] | None:
-        """The uid and the seconds of the task that has run longest; None if nothing runs. Callable from any thread."""
+        """Return uid and seconds of the task that has run longest; None if nothing runs. Any thread may call it."""
         running = []
         for place in self._places:
             with contextlib.suppress(IndexError):

@@ -44,7 +44,7 @@ def obey(arguments: Sequence[str]) -> None:
 
 
 def private_folders(run_dir: Path) -> list[str]:
-    """The existing private folders of this run's hosts and of all runs in the same parent folder.
+    """Find the private folders of this run's hosts, and those of all runs in the same parent folder.
 
     Another folder there may not be a run, so its private folders count only if they contain a lock.
     """

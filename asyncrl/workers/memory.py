@@ -72,7 +72,7 @@ def held_beyond(pid: int, limit: int) -> tuple[int, int] | None:
 
 
 def family(pid: int) -> list[int]:
-    """A process and its descendants."""
+    """Return the pids of a process and its descendants."""
     pids = [pid]
     # The list grows during the loop.
     for parent in pids:

@@ -337,8 +337,8 @@ class Output:
     def take(self, *, end_of_call: bool) -> tuple[str, int]:
         """Return the text kept since the last call of ``take``, and a number of discarded bytes.
 
-        With ``end_of_call`` that is the number of bytes that the call of the user's code printed beyond the limit, and
-        the limit begins again. Otherwise it is 0.
+        With ``end_of_call`` that is the number of bytes that the user's code printed beyond the limit in this call.
+        The limit then begins again. Without it the number is 0.
         """
         text = self._decoder.decode(self._kept, final=end_of_call)
         self._kept.clear()

@@ -41,7 +41,7 @@ FRESH_S = 3.0
 
 
 def view_of(registry: Registry, names: Collection[str], now: float) -> Mapping[str, ActorStatus]:
-    """The status of each of ``names`` whose newest incarnation has sent a heartbeat, with its times extended to now."""
+    """Return the status of each of ``names`` whose newest incarnation has sent a heartbeat, at the time ``now``."""
     views = {}
     for name in names:
         entry = registry.entries.get(name)
@@ -51,7 +51,7 @@ def view_of(registry: Registry, names: Collection[str], now: float) -> Mapping[s
 
 
 def ready_actors(registry: Registry, names: Collection[str], now: float, beat_s: float) -> Iterator[ReadyActor]:
-    """Those of ``names`` that are ready and have missed fewer than BEATS heartbeats.
+    """Yield those of ``names`` that are ready and have missed fewer than BEATS heartbeats.
 
     Heartbeats that were left out as announced are not missed. ``beat_s`` is the heartbeat interval.
     """
@@ -65,7 +65,7 @@ def ready_actors(registry: Registry, names: Collection[str], now: float, beat_s:
 
 
 def _status(registry: Registry, entry: Entry, now: float) -> ActorStatus:
-    """The status of an actor from its last heartbeat, with the times extended to ``now``."""
+    """Make the status of an actor from its last heartbeat, with the times extended to ``now``."""
     beat = entry.heartbeat
     assert beat is not None
     age = now - entry.heard

@@ -279,6 +279,7 @@ def _situation(actor: ActorStatus, silent_after_s: float) -> tuple[int, str, flo
 
 
 def _wait_clause(wait: Wait) -> str:
+    """Write the clause of a wait: on another actor, for a role, or on a part of the actor itself."""
     if "/" in wait.whom:
         return f"waits {SECONDS} on {wait.whom} for {wait.what}"
     # A role stands for any of its actors; any other word is a part of the actor itself.

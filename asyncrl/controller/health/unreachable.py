@@ -57,7 +57,7 @@ class ReadyActor:
 def action_after(
     condemnations: int, *, can_spare: bool, max_restarts: int
 ) -> Literal["restart", "set aside", "fail the run"]:
-    """The action after so many condemnations of one actor, this one included.
+    """Choose the action after so many condemnations of one actor, this one included.
 
     ``can_spare``: the actor is a replica, and enough others of its role are left.
     """

@@ -291,7 +291,7 @@ class HostChanges:
         return [name for name, incarnation in spoken if self._taken_in.get(name, (0, -1)) < (incarnation, number)]
 
     def _nameable_hosts(self) -> list[KnownHost]:
-        """All hosts by which a user may name one: registered ones, and joined ones whose agent is not registered."""
+        """Return all hosts that a user may name: registered ones, and joined ones whose agent is not registered."""
         hosts = dict(self._hosts.known)
         for host in self._membership.members.hosts:
             also = frozenset({host.address} - {""})

@@ -227,6 +227,7 @@ class Observation:
             self._controller.notify("logs", text, count=self._logs_lost, meanwhile="The run continues")
 
     async def _check_disk(self) -> None:
+        """Measure the free bytes on the disk of the run folder every DISK_S, in a thread of its own."""
         loop = asyncio.get_running_loop()
         while True:
             try:

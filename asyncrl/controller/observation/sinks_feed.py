@@ -84,6 +84,7 @@ class SinksFeed:
         return await self._askers.until(news, caller.park_s) or self._answer(is_new=False)
 
     def _answer(self, is_new: bool) -> Metrics:
+        """Make an answer of the oldest AT_ONCE lines, with the snapshot if that is new to the sinks."""
         lines = list(islice(self._lines, AT_ONCE))
         left = len(self._lines) - len(lines)
         return Metrics(

@@ -253,7 +253,7 @@ def view_actors(
 
 
 def view_actor(entry: Entry, condition: str, now: float) -> ActorView:
-    """The view of an actor for a snapshot. ``condition`` says whether it is ready, silent, dead and so on."""
+    """Make the view of an actor for a snapshot. ``condition`` says whether it is ready, silent, dead and so on."""
     record, beat = entry.record, entry.heartbeat or NO_HEARTBEAT
     # Seconds to add to the times of the last heartbeat; none if the actor may no longer be in that state.
     elapsed = 0.0 if condition in UNKNOWN or beat is NO_HEARTBEAT else max(0.0, now - entry.beaten)
@@ -287,7 +287,7 @@ def _resource(heard: HeardResource, since_s: float, elapsed: float) -> Resource:
 
 
 def _condition(entry: Entry, registry: Registry, heartbeat_s: float, now: float) -> str:
-    """The condition of an actor for its view: lost, dead, condemned, silent, ready or starting."""
+    """Find the condition of an actor for its view: lost, dead, condemned, silent, ready or starting."""
     if entry.lost:
         return "lost"
     if entry.ended:
@@ -308,7 +308,7 @@ def _place(name: str) -> tuple[str, int]:
 
 
 def _step(lines: RecentMetrics, actors: Iterable[ActorView]) -> int:
-    """The last trained step: the larger one of the newest train line's and the learner's gauge.
+    """Find the last trained step: the larger one of the newest train line's and the learner's gauge.
 
     If another incarnation of the learner sent the line, only the gauge counts: it resumes from its checkpoint.
     """

@@ -382,7 +382,7 @@ class RunStateMachine:
         return self._changed()
 
     def next_deadline(self) -> float | None:
-        """Time of the next deadline that ``tick`` must handle; None without one."""
+        """Return the time of the next deadline that ``tick`` must handle; None without one."""
         if self.final:
             return None
         if self.drain:
@@ -453,7 +453,7 @@ class RunStateMachine:
         return self.fail(late[0], reason, "", 1, now)
 
     def _lost_host_deadline(self) -> tuple[float, str, str] | None:
-        """The first deadline of a lost host: its time (s), an actor there that the run needs, and the host.
+        """Find the first deadline of a lost host. Returns its time (s), a needed actor there, and the host.
 
         None if the run needs no actor of a lost host.
         """

@@ -249,6 +249,7 @@ def _function_call(call: ToolCall) -> Body:
 
 
 def _response(asked: ChatRequest, stamp: Stamp) -> Body:
+    """Return the body of a response that has no output yet."""
     return {
         "id": f"resp_{stamp.number}",
         "object": "response",

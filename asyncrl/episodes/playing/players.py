@@ -313,6 +313,7 @@ def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], no
     """
 
     async def play(task: Task, client: Client) -> None:
+        """Make the objects, ask and run tools in turn, and close the objects."""
         objects: list[Any] = []
         try:
             # One by one: if a later one cannot be made, the earlier ones are closed.

@@ -25,7 +25,7 @@ UID = re.compile(r"\d+-\d+|[A-Za-z0-9_-]+@\d+-\d+")
 
 
 def explain(run_dir: Path, uid: str) -> str:
-    """The history of a group as text: its outcome, then one line for each event. Raises UsageError."""
+    """Write the history of a group as text: its outcome, then one line for each event. Raises UsageError."""
     events = read_history(run_dir, uid)
     first = events[0].wall
     began = datetime.fromtimestamp(first, UTC)
@@ -48,7 +48,7 @@ def explain(run_dir: Path, uid: str) -> str:
 
 
 def verdict(events: list[GroupEvent]) -> str:
-    """The outcome of the group, in a few words: looks back from the last event until one decides it."""
+    """Find the outcome of the group, in a few words: look back from the last event until one decides it."""
     delivered = given_up = ""
     for event in reversed(events):
         match event.what:
@@ -80,7 +80,7 @@ def verdict(events: list[GroupEvent]) -> str:
 
 
 def read_history(run_dir: Path, uid: str) -> list[GroupEvent]:
-    """The known events of a group, in order of time. Raises UsageError."""
+    """Read the known events of a group from the logs, in order of time. Raises UsageError."""
     if not UID.fullmatch(uid):
         raise UsageError(
             f"{uid!r} is not the uid of a prompt group: EPOCH-INDEX (0-17), or NAME@ROUND-INDEX of an evaluation "
@@ -158,7 +158,7 @@ def _is_undone(standing: GroupEvent, start: GroupEvent, later: list[GroupEvent])
 
 
 def _nothing_known(run_dir: Path, uid: str) -> str:
-    """The text of the error for a group without events: which groups were leased instead."""
+    """Write the error for a group without events: it names groups that were leased instead."""
     kind = _kind(uid)
     ends: dict[str, tuple[str, str]] = {}
     for attempt, path in log_files(run_dir):

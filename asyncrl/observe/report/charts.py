@@ -79,7 +79,7 @@ def mean(values: list[float]) -> float:
 
 
 def reward(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
-    """The reward in training and in each evaluation, at the step that made the newest weights that sampled it."""
+    """Chart the reward in training, and in each evaluation at the step that made the newest weights that sampled it."""
     curves = [
         *_curve(train, "reward/mean", "all scored", BLUE),
         *_curve(train, "reward/trained_mean", "trained", TEAL, dashed=True),
@@ -101,7 +101,7 @@ def reward(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
 
 
 def evaluations(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
-    """pass@k, truncated responses, components and lengths of each evaluation, over the same steps as in ``reward``."""
+    """Chart pass@k, truncated responses, components and lengths of each evaluation, over the steps as in ``reward``."""
     steps = _StepsOfVersions(train)
     panels = []
     for name in sorted({name for line in evals for name in eval_names(line)}):
@@ -136,7 +136,7 @@ class _StepsOfVersions:
         self._lines = known
 
     def of(self, line: Line) -> float:
-        """The step that made the newest version that sampled an eval line; the line's own step if that is unknown."""
+        """Find the step that made the newest version that sampled an eval line; else the line's own step."""
         served = served_versions(line)
         if served is None or not self._lines:
             return float(line["step"])
@@ -150,7 +150,7 @@ class _StepsOfVersions:
 
 
 def learning(train: Sequence[Line]) -> list[Panel]:
-    """Panels that show whether the policy learns."""
+    """Chart what shows whether the policy learns: loss, gradient norm, entropy, KL and so on."""
     kl = [
         *_curve(train, "policy/behaviour_kl", "of the policy that sampled", ORANGE),
         *_curve(train, "policy/engine_kl", "of the engine, at equal weights", GREY),
@@ -174,7 +174,7 @@ def learning(train: Sequence[Line]) -> list[Panel]:
 
 
 def staleness(train: Sequence[Line]) -> list[Panel]:
-    """Staleness of the trained tokens, in versions, and its limit."""
+    """Chart the staleness of the trained tokens, in versions, and its limit."""
     curves = [
         *_curve(train, "staleness/token_mean", "mean", BLUE),
         *_curve(train, "staleness/token_max", "max", ORANGE, join=max),
@@ -184,7 +184,7 @@ def staleness(train: Sequence[Line]) -> list[Panel]:
 
 
 def utilisation(all_spans: Sequence[Span]) -> list[Panel]:
-    """Shares of states, stacked, for each kind of resource."""
+    """Chart the shares of states over time, stacked, for each kind of resource."""
     panels: list[Panel] = []
     for kind, title in KINDS.items():
         of_kind = [span for span in all_spans if kind in span.shares]
@@ -217,7 +217,7 @@ def utilisation(all_spans: Sequence[Span]) -> list[Panel]:
 
 
 def step_breakdown(train: Sequence[Line]) -> list[Panel]:
-    """Seconds of a step by its parts, as stacked bars."""
+    """Chart the seconds of each step by its parts, as stacked bars."""
     rows = []
     for line in train:
         if (step_s := number_in(line, STEP)) is not None:
@@ -239,7 +239,7 @@ OF_UPDATES = ("weights/version", "weights/transport", "weights/stall_s")
 
 
 def weight_stall(train: Sequence[Line], updates: Sequence[Line]) -> list[Panel]:
-    """Generation time that weight updates cost: one dot for each update of a replica, and the sum of each step."""
+    """Chart the generation time that weight updates cost: of each update of a replica, and the sum of each step."""
     curves = []
     for index, transport in enumerate(sorted({str(line.get("weights/transport", "")) for line in updates})):
         chosen = [line for line in updates if str(line.get("weights/transport", "")) == transport]
@@ -255,7 +255,7 @@ def weight_stall(train: Sequence[Line], updates: Sequence[Line]) -> list[Panel]:
 
 
 def lengths(train: Sequence[Line]) -> list[Panel]:
-    """Lengths of responses, in tokens."""
+    """Chart the lengths of responses, in tokens."""
     curves = [
         *_curve(train, "rollout/length_mean", "mean", BLUE),
         *_curve(train, "rollout/length_p95", "95th percentile", ORANGE),
@@ -265,7 +265,7 @@ def lengths(train: Sequence[Line]) -> list[Panel]:
 
 
 def episodes(train: Sequence[Line]) -> list[Panel]:
-    """Turns of episodes, and shares of their time by stage."""
+    """Chart the turns of episodes, and the shares of their time by stage."""
     turns = [
         *_curve(train, "rollout/turns_mean", "mean", BLUE),
         *_curve(train, "rollout/turns_p95", "95th percentile", ORANGE),
@@ -287,12 +287,12 @@ def episodes(train: Sequence[Line]) -> list[Panel]:
 
 
 def tokens(train: Sequence[Line]) -> list[Panel]:
-    """Tokens sampled per second, by all engines together."""
+    """Chart the tokens sampled per second, by all engines together."""
     return _drawn(Panel(curves=_curve(train, "rollout/tokens_per_s", "sampled", GREEN), unit="tokens/s"))
 
 
 def ledger(train: Sequence[Line]) -> list[Panel]:
-    """Number of prompt groups by outcome, since the start of the run."""
+    """Chart the number of prompt groups by outcome, since the start of the run."""
     kinds = {"trained": GREEN, "filtered": GREY, "quarantined": RED, "left out": BLUE}
     rows = [
         {"step": line["step"]} | {kind: number_in(line, f"ledger/{kind.replace(' ', '_')}") or 0.0 for kind in kinds}
@@ -316,7 +316,7 @@ def _curve(
     dashed: bool = False,
     join: Callable[[list[float]], float] = mean,
 ) -> list[Curve]:
-    """A list with the curve of ``key``; an empty list if no line has a value."""
+    """Make a list with the curve of ``key``; an empty list if no line has a value."""
     x, y = series(lines, key, join=join)
     return [Curve(name=name, colour=colour, x=x, y=y, marks="dashes" if dashed else "line")] if x else []
 

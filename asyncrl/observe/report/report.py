@@ -122,7 +122,7 @@ def _snapshots(run_dir: Path) -> list[Snapshot]:
 
 
 def _section(title: str, panels: Sequence[Panel], missing: str, note: str) -> str:
-    """The HTML of a section. Without panels the text ``missing`` instead, or nothing if that is empty."""
+    """Make the HTML of a section. Without panels it is the text ``missing``, or nothing if that is empty."""
     if not panels:
         return missing and f"<section><h2>{title}</h2><p class=none>{missing}</p></section>"
     drawn = "".join(f'<div style="flex: 1 1 {panel.width * 0.85:.0f}px">{draw(panel)}</div>' for panel in panels)
@@ -135,7 +135,7 @@ def _resource_text(name: str) -> str:
 
 
 def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, Any]) -> str:
-    """The line below the title, as HTML: phase, step, version, attempt and time of the last snapshot."""
+    """Make the line below the title, as HTML: phase, step, version, attempt and time of the last snapshot."""
     steps = f"step {train[-1]['step'] if train else 0} of {_value(config, 'learner.steps', '?')}"
     if last is None:
         return html.escape(steps)
@@ -147,7 +147,7 @@ def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, An
 
 
 def _figures(train: Sequence[Line]) -> str:
-    """The HTML of the numbers in the header, such as mean step and throughput; empty if none is known."""
+    """Make the HTML of the numbers in the header, such as mean step and throughput; empty if none is known."""
 
     def values(key: str) -> list[float]:
         return [value for line in train if (value := number_in(line, key)) is not None]
@@ -174,7 +174,7 @@ def _figures(train: Sequence[Line]) -> str:
 
 
 def _events(events: Iterable[Event]) -> str:
-    """The HTML of the newest MOST_EVENTS events; empty without any."""
+    """Make the HTML of the newest MOST_EVENTS events; empty without any."""
     chosen = list(events)[-MOST_EVENTS:]
     if not chosen:
         return ""
@@ -187,7 +187,7 @@ def _events(events: Iterable[Event]) -> str:
 
 
 def _config(config: Mapping[str, Any], problem: str) -> str:
-    """The HTML of the configuration: the keys of EXCERPT, then all of it; or the ``problem`` of reading it."""
+    """Make the HTML of the configuration: the keys of EXCERPT, then all of it; or the ``problem`` of reading it."""
     if problem:
         return f"<section><h2>Configuration</h2><p class=none>{html.escape(problem)}</p></section>"
     rows = ""
@@ -233,7 +233,7 @@ def write_user_file(path: Path, text: str) -> None:
 
 
 def _mode(path: Path) -> int | None:
-    """The permissions of the file at ``path``; None if there is no file yet. Raises UsageError if none can be there."""
+    """Read the permissions of the file at ``path``; None without a file. Raises UsageError if none can be there."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

@@ -65,7 +65,7 @@ class Panel:
 
 
 def draw(panel: Panel) -> str:
-    """The panel as HTML: title, legend, axes and plot."""
+    """Draw the panel as HTML: title, legend, axes and plot."""
     tops = _tops(panel)
     x, y = _frame_x(panel), _frame_y(panel, tops)
     plot = panel.width - LEFT - RIGHT, panel.height - TOP - BOTTOM
@@ -95,7 +95,7 @@ class _Frame:
 
 
 def ticks(low: float, high: float, most: int, steps: Iterable[float] = ()) -> list[float]:
-    """Round values from ``low`` to ``high``, at most ``most`` or one more.
+    """Return round values from ``low`` to ``high``, at most ``most`` or one more.
 
     Their distance is the smallest of ``steps`` that is large enough, or else 1, 2 or 5 times a power of ten.
     """
@@ -113,7 +113,7 @@ def _bounded(value: float) -> float:
 
 
 def _tops(panel: Panel) -> list[list[float]]:
-    """The y values to draw of each curve; in a stack, added to those of the curves before it."""
+    """Compute the y values to draw of each curve; in a stack, added to those of the curves before it."""
     tops: list[list[float]] = []
     for curve in panel.curves:
         below = tops[-1] if tops and panel.stack else [0.0] * len(curve.y)
@@ -122,7 +122,7 @@ def _tops(panel: Panel) -> list[list[float]]:
 
 
 def _frame_x(panel: Panel) -> _Frame:
-    """The range of the x axis: all points with a margin, or all bars."""
+    """Choose the range of the x axis: all points with a margin, or all bars."""
     values = [_bounded(x) for curve in panel.curves for x in curve.x]
     if panel.widths:
         return _around(min(values) - panel.widths[0] / 2, max(values) + panel.widths[-1] / 2)
@@ -133,7 +133,7 @@ def _frame_x(panel: Panel) -> _Frame:
 
 
 def _frame_y(panel: Panel, tops: Sequence[Sequence[float]]) -> _Frame:
-    """The range of the y axis: all drawn values (``tops``) with a margin, and 0 if the panel includes it."""
+    """Choose the range of the y axis: all drawn values (``tops``) with a margin, and 0 if the panel includes it."""
     if panel.shares:
         return _Frame(0.0, 1.0)
     values = [y for curve in tops for y in curve]
@@ -146,7 +146,7 @@ def _frame_y(panel: Panel, tops: Sequence[Sequence[float]]) -> _Frame:
 
 
 def _around(low: float, high: float) -> _Frame:
-    """The range from ``low`` to ``high``, made wider if they are nearly equal."""
+    """Make the range from ``low`` to ``high``, and make it wider if they are nearly equal."""
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return _Frame(low, high)
     room = max(abs(low), abs(high)) / 10 or 1.0
@@ -226,7 +226,7 @@ def _legend(panel: Panel) -> str:
 
 
 def _script_data(panel: Panel, x: _Frame) -> str:
-    """The values for the script: JSON, escaped as an HTML attribute."""
+    """Encode the values for the script: JSON, escaped as an HTML attribute."""
     curves = [
         {
             **{"name": curve.name, "colour": curve.colour, "notes": list(curve.notes)},

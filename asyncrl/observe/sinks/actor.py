@@ -107,6 +107,7 @@ class Sinks(Actor):
                 return
 
     async def _flush(self) -> None:
+        """Let the sinks write their queues for at most FLUSH_S, and report those that did not."""
         until = time.monotonic() + FLUSH_S
         # End all before the first wait, so that they share the time.
         for thread in self._threads:

@@ -38,21 +38,21 @@ ABOUT = ("kind", "step", "start", "replica")
 
 
 def numbers(line: Line) -> Iterator[tuple[str, float]]:
-    """The finite numbers of a line, by name."""
+    """Yield the finite numbers of a line, by name."""
     for key in line:
         if key not in ABOUT and (value := number_in(line, key)) is not None:
             yield key, value
 
 
 def update_numbers(line: Line) -> Iterator[tuple[str, float]]:
-    """The numbers of a replica's weight update, as ``update/REPLICA/NAME``."""
+    """Yield the numbers of a replica's weight update, as ``update/REPLICA/NAME``."""
     replica = str(line.get("replica", "")).replace("/", "-")
     for key, value in numbers(line):
         yield f"update/{replica}/{key.rpartition('/')[2]}", value
 
 
 def run_values(snapshot: Snapshot) -> dict[str, float]:
-    """The known numbers of the whole run, by name ``run/*``."""
+    """Return the known numbers of the whole run, by name ``run/*``."""
     run, actors = snapshot.run, snapshot.actors
     values: dict[str, float | None] = {
         "run/age_s": run.age_s,
@@ -96,7 +96,7 @@ class Entries:
         self._start: int | None = None
 
     def take(self, record: Line | Snapshot) -> HistoryEntry | None:
-        """The entry of a line; None for a snapshot, which is kept, and for a supervised warm step."""
+        """Make the entry of a line. Returns None for a supervised warm step, and for a snapshot, which is kept."""
         if isinstance(record, Snapshot):
             self._run = run_values(record)
             return None
@@ -221,6 +221,7 @@ class WandbSink:
                 wandb.teardown()
 
     def _id(self) -> str:
+        """Read the id of the W&B run from its file, or write a new one there."""
         path = self._run_dir / ID_FILE
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return str(json.loads(path.read_text())["id"])

@@ -31,7 +31,7 @@ class Interval:
         return earlier if earlier is not None and earlier.incarnation == actor.incarnation else None
 
     def rate(self, actor: ActorView, name: str) -> float | None:
-        """Increase of a counter per second, between the last heartbeats before the two snapshots; None if unknown."""
+        """Return a counter's increase per second between the last heartbeats before both snapshots; None if unknown."""
         value, before = actor.metrics.get(name), self.before(actor)
         if value is None or before is None:
             return None
@@ -39,7 +39,7 @@ class Interval:
         return max(0.0, value - before.metrics.get(name, 0.0)) / seconds if seconds > 0.1 else None
 
     def seconds_by_state(self, actor: ActorView, resource: Resource) -> dict[str, float]:
-        """Seconds that a resource spent in each state in the interval, or since its start.
+        """Return the seconds that a resource spent in each state in the interval, or since its start.
 
         If the older snapshot lacks a resource that is older than the interval, the time before the interval is taken
         from its state "starting". If the rest still exceeds the interval, the result is empty.
@@ -60,7 +60,7 @@ class Interval:
         return _spent({state: seconds - earlier.get(state, 0.0) for state, seconds in spent.items()})
 
     def shares(self, resources: Iterable[tuple[ActorView, Resource]]) -> Shares:
-        """Shares of states in the summed time of all ``resources``; empty if no time has passed."""
+        """Return the shares of states in the summed time of all ``resources``; empty if no time has passed."""
         sums: dict[str, float] = {}
         for actor, resource in resources:
             for state, seconds in self.seconds_by_state(actor, resource).items():
@@ -69,7 +69,7 @@ class Interval:
         return {state: seconds / whole for state, seconds in sums.items()} if whole > 0 else {}
 
     def histogram(self, actor: ActorView, name: str) -> Histogram | None:
-        """The values that a histogram counted in the interval; None if the actor has no such histogram."""
+        """Return the values that a histogram counted in the interval; None if the actor has no such histogram."""
         after, before = actor.histograms.get(name), self.before(actor)
         if after is None:
             return None
@@ -97,9 +97,9 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 
 def time_mean(moments: Sequence[tuple[float, float | None]]) -> float | None:
-    """The mean over time of a level, which changes linearly between ``moments``: (time, level) in order of time.
+    """Compute the mean over time of a level, from ``moments``: (time, level) in order of time.
 
-    Unknown levels are skipped; None if no level is known.
+    Between two moments the level changes linearly. Unknown levels are skipped; None if no level is known.
     """
     known = [(at, level) for at, level in moments if level is not None]
     whole = known[-1][0] - known[0][0] if known else 0.0

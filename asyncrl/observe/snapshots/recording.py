@@ -175,7 +175,7 @@ def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
 
 
 def last_recorded(run_dir: Path, attempt: int) -> Snapshot | None:
-    """The newest readable snapshot of an attempt, from its newest LOOK_BACK segments; else None."""
+    """Return the newest readable snapshot of an attempt, from its newest LOOK_BACK segments; else None."""
     own = [segment for segment in segments(run_dir) if segment.attempt == attempt]
     for segment in reversed(own[-LOOK_BACK:]):
         for _, body in reversed(deque(_entries(segment.path), maxlen=LOOK_BACK)):
@@ -210,7 +210,7 @@ def ended(last: Snapshot, *, lives: bool) -> Snapshot:
 
 
 def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
-    """The last snapshot of a run that is not alive: the newer one of the recorded ones and ``seen``.
+    """Return the last snapshot of a run that is not alive: the newer one of the recorded ones and ``seen``.
 
     A run without a recorded end counts as failed. None without any snapshot. Blocks.
     """
