@@ -63,7 +63,7 @@ class EpisodesActor(Actor, EpisodeObserver):
         """Reasons that sessions have ended, by key, the newest last."""
         self._faults = FaultKinds()
         self._most_open = self.config.most_episodes if self.name in self.config.extra_episode_hosts else None
-        """Episodes that may be open at a time; None on the host of a rollouter, which limits its own."""
+        """Most episodes that may be open at a time; None on a rollouter's own host, as the rollouter limits them."""
         self._players: EpisodePool | Programs | None = None
         self._http: PolicyEndpoint | None = None
 

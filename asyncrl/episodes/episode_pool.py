@@ -30,7 +30,7 @@ from asyncrl.workers.process import WorkerProcess
 from asyncrl.workers.worker_pool import LOOK_S, Place, PoolObserver, WorkerCounts, WorkerPool
 
 BEATS = 8
-"""Messages Alive that a worker sends in the shorter of episode.stall_timeout_s and close_timeout_s."""
+"""Number of Alive messages that a worker sends in the shorter of episode.stall_timeout_s and close_timeout_s."""
 MOST = 4096
 """Number of episodes for which deaths of their workers are remembered; the oldest are forgotten."""
 
@@ -54,7 +54,7 @@ class EpisodePlace(Place):
 
     ledger: StateLedger = field(default_factory=lambda: StateLedger(time.monotonic, "player"))
     open: dict[str, Open] = field(default_factory=dict)
-    """Episodes by the keys of their sessions."""
+    """Open episodes of the worker, by the keys of their sessions."""
     heard: float = 0.0
     """Loop time (s) of the worker's latest message."""
     silent_s: float = 0.0
@@ -68,20 +68,20 @@ class EpisodeCounts(WorkerCounts):
     """Counts of an episode host since its start, by the names of the catalogue."""
 
     played: int = 0
-    """Episodes that ended by themselves or with their worker."""
+    """Number of episodes that ended by themselves or with their worker."""
     failed: int = 0
-    """Played episodes without an outcome."""
+    """Number of played episodes without an outcome."""
     stopped: int = 0
-    """Episodes that the rollouter ended."""
+    """Number of episodes that the rollouter ended."""
     played_alone: int = 0
-    """Episodes begun in a lone worker."""
+    """Number of episodes begun in a lone worker."""
     tool_calls: int = 0
     tool_errors: int = 0
-    """Calls of tools that raised."""
+    """Number of tool calls that raised."""
     tool_mistakes: int = 0
-    """Calls of unknown tools, or with wrong arguments."""
+    """Number of calls of unknown tools or with invalid arguments."""
     stalled: int = 0
-    """Workers whose event loop stalled."""
+    """Number of workers killed because their event loop was blocked."""
 
 
 class EpisodeObserver(PoolObserver):
@@ -145,7 +145,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         self._waiting: deque[Open] = deque()
         self._suspects = Suspects()
         self._answers: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """Open calls of the policy, by the session's key and the call's name."""
+        """Tasks that answer open calls of the policy, by the session's key and the call's name."""
         self.counters = EpisodeCounts()
 
     def play(self, session: PolicySession) -> Playing:

@@ -30,11 +30,11 @@ from asyncrl.workers.process import WorkerProcess
 from asyncrl.workers.worker_pool import Place, WorkerPool
 
 MOST_LOOKED_AT = 32
-"""Programs whose memory one check measures: each takes a fraction of a millisecond."""
+"""Most programs whose memory one check measures: each takes a fraction of a millisecond."""
 MOST_ANSWER_BYTES = 1 << 20
 OURS = "ASYNCRL_"
 LARGEST_TASK = 64 << 10
-"""Bytes of a task in the environment, where the kernel allows 128 KiB for one variable."""
+"""Largest task that is put into the environment (bytes). The kernel allows 128 KiB for one variable."""
 
 
 def environment(inherited: Mapping[str, str], task: str, *, base_url: str, key: str) -> dict[str, str]:

@@ -206,7 +206,7 @@ class VitalSigns:
         self._stopped = False
         self._due = loop.time() + PROBE_S
         self._expected = self._at + PROBE_S
-        """Time of ``time.monotonic`` at which the next probe is due."""
+        """Time (``time.monotonic``, s) at which the next probe is due."""
         self._timer = loop.call_at(self._due, self._probe)
 
     def stop(self) -> None:

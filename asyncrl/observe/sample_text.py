@@ -24,9 +24,9 @@ LONGEST_TEXT = 4000
 LONGEST_NAME = 60
 MOST_RESPONSES = 16
 LONGEST_GROUP = 100_000
-"""Characters after which no further response of a group is shown."""
+"""Number of characters of a group after which no further response is shown."""
 LONGEST_PAGE = 400_000
-"""Characters after which no further group of a page is shown."""
+"""Number of characters of a page after which no further group is shown."""
 MOST_MESSAGES = 60
 """Most messages of a conversation that are shown: half of them the first ones, half the last ones."""
 MOST_COMPONENTS = 12

@@ -56,7 +56,7 @@ class SampleGroup(msgspec.Struct, frozen=True):
     uid: str = ""
     prompt: str = ""
     start: int = 0
-    """Number of the learner's start."""
+    """Number of the learner's start (process) that wrote the group; a restarted learner has a higher one."""
 
 
 @dataclass(frozen=True, slots=True)

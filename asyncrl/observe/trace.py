@@ -43,7 +43,7 @@ class Track:
         self._trace = trace
         self._open: tuple[str, float, dict[str, Fact]] | None = None
         self._ended = float("-inf")
-        """End of the last span."""
+        """End of the last span, on the clock of the trace."""
 
     def enter(self, name: str, **facts: Fact) -> None:
         """End the open span, if there is one, and begin the span ``name``."""

@@ -85,9 +85,9 @@ class _Prompt:
     number: int
     """Number in the order of arrival, from 1."""
     scored: bool = False
-    """Whether one of its calls gave rewards."""
+    """Whether a call for this prompt gave rewards."""
     is_counted: bool = False
-    """Whether ``_failing_before`` counts it."""
+    """Whether ``_failing_before`` counts this prompt."""
 
 
 class FailureRate:

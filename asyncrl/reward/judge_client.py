@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 MINUTE_S = 60.0
 CHARS_PER_TOKEN = 3.5
 ANSWER_TOKENS = 500
-"""Estimate of the tokens of an answer before it has come."""
+"""Estimated number of tokens of an answer, for the limits, until the server has reported it."""
 CONNECT_S = 30.0
 MOST_BYTES = 4 << 20
-"""Longest body of an answer. The body of a failed request is cut there."""
+"""Largest body of an answer (bytes). The body of a failed request is cut at this size."""
 PASSING = (408, 409, 425, 429)
 """Statuses below 500 after which the same request may succeed later."""
 WITHOUT_SCHEMA, SCHEMA_WORDS = (400, 404, 415, 422, 501), ("response_format", "json_schema", "schema", "grammar")
@@ -73,7 +73,7 @@ class JudgeReply:
     completion_tokens: int
     """Number of tokens as the server counts them; 0 if it does not."""
     cut: bool
-    """Whether the answer was cut at its longest length."""
+    """Whether the answer was cut because it reached the most tokens that it may have."""
     left_s: float
 
 
@@ -128,7 +128,7 @@ class JudgeClient:
         self._places, self._limits_lock = asyncio.Semaphore(options.concurrency), asyncio.Lock()
         self._requests, self._tokens = MinuteLimit(options.requests_per_minute), MinuteLimit(options.tokens_per_minute)
         self.waiting = 0
-        """Requests that wait for their turn."""
+        """Number of requests that wait for their turn under the limits."""
         # A key that was read from a file may end with a newline.
         key = os.environ.get(options.api_key_env, "").strip() if options.api_key_env else ""
         self._client = openai.AsyncOpenAI(

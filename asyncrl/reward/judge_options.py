@@ -34,7 +34,7 @@ class JudgeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     votes: Annotated[int, Meta(ge=1, le=32)] = 1
     """Number of times that the judge is asked, each in another order; the mean counts. More than half must be valid."""
     max_input_chars: Annotated[int, Meta(ge=1000)] = 120_000
-    """Characters of prompt, conversation and trajectories together; longer text loses its middle."""
+    """Most characters of prompt, conversation and trajectories together; longer text loses its middle."""
     row_keys: list[str] = []
     """Columns of the row that the judge is shown, as a reference answer."""
     tries: Annotated[int, Meta(ge=1, le=20)] = 5
@@ -48,7 +48,7 @@ class JudgeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     price_per_million: list[NotNegative] = []
     """Price of a million tokens, [of the input, of the output]; judge/cost is in its currency."""
     also: str = ""
-    """A function for single trajectories whose reward is added: built in, or MODULE:FUNCTION."""
+    """Name of a function for single trajectories whose reward is added: built in, or MODULE:FUNCTION."""
     also_options: dict[str, Any] = {}
     """Options of that function."""
     also_weight: float = 1.0
@@ -59,7 +59,7 @@ class RelativeOptions(JudgeOptions, frozen=True, kw_only=True, forbid_unknown_fi
     """Options of relative_judge."""
 
     criteria: str | list[str] = []
-    """Merits of one trajectory over another, in words; by default how far it reaches its goal, and how well."""
+    """Criteria of the comparison, in words; by default how far it reaches its goal, and how well."""
     low: float = 0.0
     """Lowest score."""
     high: float = 1.0
@@ -74,7 +74,7 @@ class Criterion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     text: Annotated[str, Meta(min_length=1)]
     """The requirement that a trajectory must meet."""
     weight: float | None = None
-    """Weight: by default 1, and 0 for a gate; below 0 for a thing to be avoided."""
+    """Weight: by default 1, and 0 for a gate; below 0 for something to avoid."""
     gate: float | None = None
     """Reward of a trajectory whose verdict is below the highest level, regardless of the others; None for no gate."""
     levels: dict[str, float] = msgspec.field(default_factory=lambda: {"no": 0.0, "yes": 1.0})

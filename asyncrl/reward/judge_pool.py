@@ -43,7 +43,7 @@ REPAIR = """Your answer cannot be used:
 
 Answer again, with the whole JSON object and nothing else."""
 REPAIR_CHARS = 20_000
-"""Characters of an answer that is sent back."""
+"""Most characters of an unusable answer that are sent back to the judge."""
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ from asyncrl.reward.judge_views import shorten, view
 JUDGE_COMPONENT = "judge"
 SPREAD_COMPONENT = "judge_spread"
 ROW_FRACTION = 0.2
-"""Share of max_input_chars that columns of the row may take."""
+"""Largest share of max_input_chars for columns of the row."""
 # None that looks like another: no 0 and o, 1, i and l, 2 and z, 5 and s.
 ID_LETTERS = "346789abcdefghjkmnpqrtuvwxy"
 ID_LENGTH = 5

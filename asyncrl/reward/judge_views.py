@@ -16,9 +16,9 @@ from typing import Any
 from asyncrl.messages.reward import Completion
 
 SHARED_FRACTION = 0.4
-"""Share of all characters that the shared part may take where the others need theirs."""
+"""Largest share of all characters for the shared part, if the other parts need the rest."""
 BRANCH_CHARS = 800
-"""Longest summary of a branch."""
+"""Longest summary of a branch (characters)."""
 MOST_BRANCHES = 8
 CUT_SHORT = {
     "length": "[it was cut off at its longest length]",

@@ -38,7 +38,7 @@ AHEAD_S = 0.002
 """Seconds of work that a worker is sent ahead, estimated from its ``pace``. If one task takes longer, none is."""
 AHEAD_TASKS = 64
 AHEAD_BYTES = 1 << 17
-"""Bytes that a worker is sent ahead: about what its socket holds."""
+"""Most bytes of tasks that a worker is sent ahead: about what its socket holds."""
 LATE_S = 0.05
 """Seconds in one task after which the tasks that were sent ahead go back to the queue."""
 PACE_WEIGHT = 0.2

@@ -78,7 +78,7 @@ class Argument(NamedTuple):
     type: str
     about: str
     value: Callable[[Score, int], Any]
-    """Gives its value for a task and the index of the completion in it; a group has the index 0."""
+    """Function that returns the argument's value for (task, index of the completion); the index is 0 for a group."""
 
 
 _PROMPT = Argument("str", "The prompt as text.", lambda task, at: task.prompt)

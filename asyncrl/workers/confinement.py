@@ -57,7 +57,7 @@ class Confinement:
     named: Sequence[str] = ()
     """Names of further variables that they get."""
     run_dir: Path | None = None
-    """Folder of the run that they are isolated from, and from its sibling runs; None for no isolation."""
+    """Folder of the run. The workers are isolated from it and from its sibling runs; None for no isolation."""
 
     def env(self) -> dict[str, str]:
         """The environment of a worker that starts now."""

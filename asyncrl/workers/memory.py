@@ -14,7 +14,7 @@ import os
 import resource
 
 REPORT_BYTES = 32 << 20
-"""Reserve beyond the limit, for the worker's report that it was reached."""
+"""Memory beyond the limit (bytes), reserved for the worker's report that the limit was reached."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 

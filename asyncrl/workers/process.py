@@ -305,7 +305,7 @@ class Output:
         with contextlib.suppress(OSError):
             fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self.used = False
-        """Whether anything was ever printed."""
+        """Whether ``drain`` has ever read: no output has come before that."""
 
     def started(self) -> None:
         """Close the writing end here, after the process has inherited it."""

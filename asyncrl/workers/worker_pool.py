@@ -78,13 +78,13 @@ class WorkerCounts:
     """Counts since the start of the pool."""
 
     out_of_memory: int = 0
-    """Worker processes ended because of max_memory_bytes."""
+    """Number of worker processes ended because of max_memory_bytes."""
     output_dropped_bytes: int = 0
-    """Bytes printed beyond max_output_bytes."""
+    """Number of bytes printed beyond max_output_bytes."""
     workers_killed: int = 0
-    """Worker processes ended by the pool."""
+    """Number of worker processes ended by the pool."""
     workers_died: int = 0
-    """Worker processes that ended by themselves."""
+    """Number of worker processes that ended by themselves."""
 
 
 P = TypeVar("P", bound=Place)

@@ -102,7 +102,7 @@ class FailureDetector:
         )
         self._first_number = numbers_begin_above(controller.context.incarnation)
         self._silent: list[Stuck] = []
-        """Actors that are condemned for their silence, with their reports."""
+        """Actors that are condemned for their silence, each with a report in words for its agent."""
         self._silent_agents: set[str] = set()
         """Agents whose silence was reported and has not ended."""
         self._stall: StallReport | None = None

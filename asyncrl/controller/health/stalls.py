@@ -60,9 +60,9 @@ class ActorStatus:
     silent_s: float = 0.0
     """Seconds since its last heartbeat."""
     ended: bool = False
-    """Whether its process has ended or is condemned, and no successor is known."""
+    """Whether the actor's process has ended or is condemned, and no successor is known."""
     version: int = -1
-    """Newest policy version that it knows. A restarted actor loads an old version again, which is no movement."""
+    """Newest policy version that the actor knows. A restarted one loads an old version again, which is no movement."""
     progress: tuple[float, ...] = ()
     """Counters that only grow within an incarnation, always the same ones in the same order."""
 
@@ -73,7 +73,7 @@ class StallReport:
 
     number: int
     since: float
-    """Time at which the run last moved."""
+    """Monotonic time (s) at which the run last moved."""
     text: str
     stacks: Sequence[ActorStatus]
     """Actors that are silent or wait for no other actor. Their stacks show what they do."""
@@ -123,7 +123,7 @@ class StallDetector:
     _best: dict[str, tuple[int, int, tuple[float, ...]]] = field(default_factory=dict)
     """By actor: its incarnation, its largest version, and the largest values of this incarnation's counters."""
     _restarts: Counter[str] = field(default_factory=Counter)
-    """Restarts of each actor since the run last moved."""
+    """Number of restarts of each actor since the run last moved."""
     _within_budget: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Incarnation and state of each actor that was within a budget at the last call of ``look``."""
 

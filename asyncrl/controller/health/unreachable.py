@@ -38,7 +38,7 @@ COUNTED_SHARE = 0.5
 the same time."""
 NAMES_SHOWN = 4
 REPLICA_CONDEMNATIONS = 2
-"""Condemnations after which a replica that the run can spare is set aside."""
+"""Number of condemnations after which a replica that the run can spare is set aside."""
 
 Path = tuple[str, str]
 """The actor that reports and the actor that it cannot reach."""

@@ -35,7 +35,7 @@ class KnownHost:
 
     agent: str
     name: str
-    """Its name in the hostfile, or else its own hostname."""
+    """Name of the host in the hostfile, or else its own hostname."""
     actors: frozenset[str]
     also: frozenset[str] = field(default=frozenset(), compare=False)
     """Further names of the host: its own hostname and its address; known once its agent has registered."""

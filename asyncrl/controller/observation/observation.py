@@ -59,7 +59,7 @@ class Observation:
         self.events = RecentEvents()
         self._phase = self._run.phase
         self.restarts = 0
-        """Restarts of the controller in this attempt of the run."""
+        """Number of restarts of the controller in this attempt of the run."""
         self._own_heartbeat: Heartbeat | None = None
         """Newest heartbeat of the controller itself, which is gathered here and not sent."""
         self._own_event = 0
@@ -73,7 +73,7 @@ class Observation:
         self._recorder = Recorder(context.run_dir, self.attempt, config.monitor.record_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
-        """A separate executor, because the event loop waits for the threads of its own one when it ends."""
+        """Executor for checks of the disk, which may hang. The event loop's own one is waited for at the end."""
         self._writing: asyncio.Future[None] | None = None
         self._is_over = False
         """Whether the last snapshot was taken."""

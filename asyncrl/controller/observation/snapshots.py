@@ -51,7 +51,7 @@ higher."""
 ACTORS_AT_ONCE = 64
 """Number of actors whose views are built before the event loop runs other tasks."""
 SILENT_BEATS = 4
-"""Missed heartbeats after which an actor counts as silent."""
+"""Number of missed heartbeats after which an actor counts as silent."""
 UNKNOWN = frozenset({"silent", "condemned", "dead", "lost"})
 """Conditions in which the present state of an actor is unknown."""
 NO_HEARTBEAT = Heartbeat(beat=0, state="")
@@ -65,7 +65,7 @@ class Given:
     unread: list[int] = field(default_factory=list)
     """Numbers of the snapshots, ascending."""
     last: float = 0.0
-    """Time at which the newest of them was sent."""
+    """Time at which the newest unconfirmed snapshot was sent (s)."""
 
     def heard(self, seen: int) -> None:
         """Note that the viewer has confirmed the snapshot of this number, and thus all before it."""

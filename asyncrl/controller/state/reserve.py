@@ -29,7 +29,7 @@ class Rest:
 
     reason: str
     until: float
-    """Time at which it ends (s)."""
+    """Time at which the rest ends (s)."""
     rest_s: float
 
 

@@ -89,7 +89,7 @@ class RunStateMachine:
     trace: int = 0
     """Number of the trace for which actors send their spans now; 0 for none."""
     lost_hosts: dict[str, list[str]] = field(default_factory=dict)
-    """Actors of each lost host."""
+    """By name of each lost host: its actors."""
     members: int = 0
     """Number of the newest Members message."""
     leaving: list[Leaving] = field(default_factory=list)

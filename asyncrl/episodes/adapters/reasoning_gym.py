@@ -16,7 +16,7 @@ from reasoning_gym.utils import extract_answer
 from asyncrl.episodes.playing.client import Task
 
 OF_AN_ITEM = ("task", "seed", "size", "index")
-"""Columns of a row that data.source = "reasoning_gym" has made."""
+"""Columns that every row of data.source = "reasoning_gym" has."""
 
 
 class ReasoningGym:

@@ -35,7 +35,7 @@ from asyncrl.messages.episodes import ChatReply, ToolCall
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 FORGOTTEN = ("thinking", "redacted_thinking")
-"""Blocks that do nothing when they are sent back."""
+"""Types of blocks that are ignored when they are sent back."""
 
 
 class AnthropicMessages:

@@ -27,11 +27,11 @@ from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply
 from asyncrl.observe.logging import Logger
 
 MOST_KEPT = 16
-"""Ended calls of a session that are kept for retries."""
+"""Most ended calls of a session that are kept for retries."""
 
 Outcome = Sequence[ChatReply] | Exception
 MOST_OPEN = 1024
-"""Calls of a session that may be open at a time."""
+"""Most calls of a session that may be open at a time."""
 WATCH_SHARE = 0.25
 """Pause between two checks of ``watch``, as a share of the shorter of ``grace_s`` and ``kept_s``."""
 
@@ -67,7 +67,7 @@ class Call:
     """Content of each choice that has been sampled so far."""
     running: bool = False
     outcome: Outcome | None = None
-    """The replies, one for each choice, or the error in their place."""
+    """The replies, one for each choice, or the error in their place; None before the end."""
     delivered: bool = False
     """Whether a client has received the whole answer."""
     listeners: set[asyncio.Event] = field(default_factory=set)

@@ -23,7 +23,7 @@ from asyncrl.messages.episodes import ChatReply
 
 Body = dict[str, Any]
 LARGEST = (1 << 63) - 1
-"""Largest number that a message between actors holds."""
+"""Largest whole number that fits into a message between actors."""
 Treatment = Literal["honoured", "harmless", "ignored", "relaxed", "refused"]
 
 
@@ -41,9 +41,9 @@ class ChatRequest:
     stream: bool = False
     include_usage: bool = False
     ignored: list[str] = field(default_factory=list)
-    """Fields that are set and do nothing: the run's own values hold."""
+    """Names of fields that are set and do nothing: the run's own values hold."""
     relaxed: list[str] = field(default_factory=list)
-    """Fields that would constrain sampling, and do not."""
+    """Names of fields that are set and would constrain sampling, but do not."""
     echo: Body = field(default_factory=dict)
     """Fields of the request that its reply repeats."""
 
@@ -67,7 +67,7 @@ class Failure:
     message: str
     code: str | None = None
     param: str | None = None
-    """The field that is wrong."""
+    """Name of the field that is wrong; None if no single field is."""
 
 
 class ReplyStream(Protocol):
@@ -132,15 +132,15 @@ class Field:
     treatment: Treatment
     neutral: tuple[Any, ...] = ()
     problem: str = "is not supported here"
-    """Problem of a field that is refused."""
+    """Text of the error if the field is refused."""
 
 
 HONOURED, HARMLESS, IGNORED = Field("honoured"), Field("harmless"), Field("ignored")
 REFUSED = Field("refused", neutral=(False, 0, {}, []))
 STRICT = Field("relaxed", neutral=(False,))
-"""A tool whose arguments are to keep to their schema."""
+"""Treatment of a request for tool calls that follow their schema."""
 PLAIN_TEXT = Field("relaxed", neutral=({"type": "text"},))
-"""The form of the answer, such as a JSON schema."""
+"""Treatment of a request for an answer of a certain form, such as a JSON schema."""
 STATEFUL = Field("refused", problem="is not supported here: send the whole conversation with each request")
 
 SAMPLING = {

@@ -49,7 +49,7 @@ MOST_COUNTED = 256
 COMPLETION = re.compile(r"(?:chatcmpl-|resp_|msg_)?(call)?(\d{1,18})", re.ASCII)
 """The id of an answer: with ``call`` it has the number of the call, otherwise that of the node."""
 LARGE_BODY = 256 << 10
-"""Bytes from which on a body is read in a thread."""
+"""Size from which on a body is decoded in a thread (bytes)."""
 _RAW_OBJECT, _RAW_LIST = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(list[msgspec.Raw])
 UNTRAINED = "x-asyncrl-untrained"
 """Header of a request for an untrained answer."""

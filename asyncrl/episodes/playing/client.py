@@ -40,7 +40,7 @@ class Task:
     row: dict[str, Any]
     """The dataset row."""
     seed: int
-    """Seed, the same for all samples of a prompt in every attempt: they face the same task."""
+    """Seed of the task, the same for all samples of a prompt and in every attempt."""
     uid: str
     """Uid of the prompt."""
     sample: int

@@ -114,7 +114,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     error: str = ""
     kind: str = ""
     left: int = 0
-    """Tasks of its event loop that still run although they were cancelled."""
+    """Number of asyncio tasks of the episode that still run although they were cancelled."""
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):

@@ -39,7 +39,7 @@ Player = Callable[[Task, Client], Awaitable[Any]]
 """Plays a task; returns the reward."""
 GIVEN = ("task", "client")
 MOST_THREADS = 1024
-"""Calls of plain code at a time in a worker; more wait."""
+"""Most calls of plain code that run at a time in a worker; further ones wait."""
 _threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="episode")
 _ARGUMENT = re.compile(r"^\s+(\w+)(?: \([^)]*\))?: (.+)$", re.MULTILINE)
 """A line of a docstring that describes an argument: NAME: TEXT, or NAME (TYPE): TEXT, indented."""

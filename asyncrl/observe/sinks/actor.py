@@ -26,7 +26,7 @@ from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.rpc.calls.retry import wait_out
 
 NICENESS = 10
-"""Niceness of the process: training comes first."""
+"""Niceness of the process, which leaves the processors to training first."""
 LOOK_S = 1.0
 """Seconds between two checks of the sinks."""
 LAST_LINES_S = 1.0

@@ -174,7 +174,7 @@ def _text(name: str) -> str:
 # --- the endpoint ---
 
 ADDRESS_FILE = "monitor/prometheus.json"
-"""``{"address": "http://HOST:PORT/metrics"}``, while the endpoint is open."""
+"""File with ``{"address": "http://HOST:PORT/metrics"}``, while the endpoint is open."""
 CONNECTIONS = 16
 CONNECTION_S = 10.0
 ACCEPT_PAUSE_S = 0.1

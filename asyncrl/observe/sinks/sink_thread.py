@@ -30,7 +30,7 @@ class Sink(Protocol):
 
     name: ClassVar[str]
     address: str
-    """Path or URL of its output; empty while it is not open."""
+    """Path or URL of the sink's output; empty while the sink is not open."""
 
     def open(self) -> None:
         """Prepare to write; called again after each failure."""
