@@ -311,7 +311,7 @@ class Controller(RunActor):
 
     @handler
     def actor_ended(self, request: ActorEnded, caller: Caller) -> EndNoted:
-        """Note the end of a process. The reply says whether the controller had asked the actor to end."""
+        """Note the end of a process, which its agent reports. The reply says whether the actor was asked to end."""
         now = self.clock.now()
         self.log.info("actor ended", actor=request.name, exit_code=request.exit_code, fatal=request.fatal)
         if request.exit_code or self.machine.phase in ("starting", "running"):

@@ -116,6 +116,7 @@ def reasoning_gym(*, tag: str = "answer") -> RewardFunction:
 
     @lru_cache(maxsize=1024)
     def original(task: str, options: str, index: int) -> tuple[Any, Any]:
+        """Make the item again. Returns it, and the item as a message would deliver it."""
         item = dataset(task, options)[index]
         try:
             return item, msgspec.msgpack.decode(msgspec.msgpack.encode(item))
@@ -123,6 +124,7 @@ def reasoning_gym(*, tag: str = "answer") -> RewardFunction:
             return item, None
 
     def reward(*, completion: str, row: Row) -> float:
+        """Score the answer against the original item if that equals the row's, else against the row's item."""
         missing = [key for key in ("task", "options", "item") if key not in row]
         if missing:
             raise ValueError(f"the row has no {', '.join(missing)}: it was not made by reasoning_gym")

@@ -179,8 +179,10 @@ class JudgeClient:
         return self._read(response.content, spent, left_s)
 
     def _read(self, body: bytes, spent: Spent, left_s: float) -> JudgeReply:
-        """Read a server's answer, add its tokens and its cost to the counters, and correct the estimate. Raises
-        VoteFailed."""
+        """Parse a server's answer, count its tokens and cost, and correct the estimate (``spent``).
+
+        Raises VoteFailed if it is no chat completion.
+        """
         url, counters = self._options.url, self._counters
         try:
             completion = _decoder.decode(body)

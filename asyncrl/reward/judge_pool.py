@@ -127,7 +127,7 @@ class JudgePool:
         self.judged = JudgeCounters()
 
     async def start(self) -> None:
-        """Check the options, and start the added function. Raises as RewardPool's does."""
+        """Check the options, make the client, start the workers of the added function. Raises as RewardPool.start."""
         config = self._config
         try:
             from asyncrl.reward.judge_client import JudgeClient

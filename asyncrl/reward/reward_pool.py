@@ -238,7 +238,10 @@ class RewardPool(WorkerPool[RewardPlace]):
             super()._printed(place, process)
 
     def _handle_frame(self, place: RewardPlace, frame: bytes | bytearray) -> None:
-        """Read the result of a worker's first task, let the worker begin the next one, and answer the caller."""
+        """Handle the result of a worker's first task: start the clock of the next, send more tasks, answer the caller.
+
+        Raises ValueError for a result that fits no task.
+        """
         result = self._decoder.decode(frame)
         pending = place.given[0] if place.given else None
         if pending is None or (not result.error and len(result.rewards) != len(pending.request.completions)):

@@ -58,7 +58,10 @@ def main() -> None:
 
 
 def fork_worker(parent: int) -> None:
-    """Fork a worker, and become its warden, which ends with ``parent``. Returns only in the worker."""
+    """Fork: the child returns as the worker, and this process becomes its warden and does not return.
+
+    ``parent`` is the pid of the process that started this one; the warden ends when it dies.
+    """
     # Before the fork, so that no signal is lost: blocked signals wait for ``sigwait``.
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     become_subreaper()

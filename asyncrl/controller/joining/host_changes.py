@@ -129,7 +129,10 @@ class HostChanges:
         return name in self._membership.gone
 
     def ready(self, names: set[str]) -> None:
-        """Let joined hosts serve whose rollouters are among ``names``, all ready actors, and add them to the run."""
+        """Let each joined host serve once one of its rollouters is ready, and add its actors to the run.
+
+        ``names`` are all ready actors. An actor whose agent has given it up meanwhile is set aside.
+        """
         new = self._membership.ready(names)
         if not new:
             return

@@ -100,9 +100,10 @@ class Reserve:
         return _described("set aside", {name: rest for name, rest in self.resting.items() if role_of(name) == role})
 
     def put(self, name: str, incarnation: int, reason: str, now: float) -> bool:
-        """Set one replica aside because ``incarnation`` of it has ended; 0 if no end is the cause.
+        """Set one replica aside. ``incarnation`` is the one whose end is the cause; 0 if there is another cause.
 
-        Returns False if it is set aside now, or was for this incarnation.
+        The rest doubles if the replica was back for less than its last rest. Returns False if the replica is set aside
+        already, or was set aside before because this incarnation ended.
         """
         last = self._last_rests.get(name)
         if name in self.resting:

@@ -439,7 +439,10 @@ class RunStateMachine:
         return self._changed()
 
     def _act_on_late(self, late: list[str], now: float) -> bool:
-        """Set the ``late`` actors aside, or fail the run if too few are left or if one of them is no replica."""
+        """Handle actors that were not ready in time: set them aside.
+
+        Fails the run instead if too few would be left, or if one of them is no replica.
+        """
         reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
         lacking_role = self._reserve.lacking(self.expected, self.min_replicas, without=late)
         if lacking_role is None and all(map(is_replicated, late)):

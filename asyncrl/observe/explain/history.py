@@ -119,10 +119,11 @@ _RANKS = {
 
 
 def _undo(events: list[GroupEvent]) -> Iterator[GroupEvent]:
-    """Yields the events. A start of the learner ("undone") stays only if the learner has lost the group's outcome.
+    """Yield the events, without the starts of the learner ("undone") that do not change the group's outcome.
 
-    A start loses the outcomes that its checkpoint does not hold; ``standing`` is the last outcome that is not lost. If
-    the checkpoint holds the group in the buffer, the start becomes a "buffered" event.
+    A learner that starts from a checkpoint has lost later outcomes; ``standing`` is the last outcome that is not lost.
+    If the start loses it, the event says so. If the checkpoint holds the group in the buffer, the start becomes a
+    "buffered" event.
     """
     standing: GroupEvent | None = None
     for at, event in enumerate(events):

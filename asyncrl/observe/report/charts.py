@@ -79,7 +79,10 @@ def mean(values: list[float]) -> float:
 
 
 def reward(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
-    """Chart the reward in training, and in each evaluation at the step that made the newest weights that sampled it."""
+    """Chart the reward in training and in each evaluation.
+
+    An evaluation is drawn at the training step that made the newest of the weights that it used.
+    """
     curves = [
         *_curve(train, "reward/mean", "all scored", BLUE),
         *_curve(train, "reward/trained_mean", "trained", TEAL, dashed=True),
@@ -136,7 +139,7 @@ class _StepsOfVersions:
         self._lines = known
 
     def of(self, line: Line) -> float:
-        """Find the step that made the newest version that sampled an eval line; else the line's own step."""
+        """Find the step that made the newest version that an eval line used; the line's own step if unknown."""
         served = served_versions(line)
         if served is None or not self._lines:
             return float(line["step"])
@@ -239,7 +242,7 @@ OF_UPDATES = ("weights/version", "weights/transport", "weights/stall_s")
 
 
 def weight_stall(train: Sequence[Line], updates: Sequence[Line]) -> list[Panel]:
-    """Chart the generation time that weight updates cost: of each update of a replica, and the sum of each step."""
+    """Chart the generation time lost to weight updates: a dot for each update of a replica, and the sum by step."""
     curves = []
     for index, transport in enumerate(sorted({str(line.get("weights/transport", "")) for line in updates})):
         chosen = [line for line in updates if str(line.get("weights/transport", "")) == transport]

@@ -156,7 +156,7 @@ def _around(low: float, high: float) -> _Frame:
 def _shapes(
     panel: Panel, tops: Sequence[Sequence[float]], x: _Frame, y: _Frame, width: float, height: float
 ) -> Iterable[str]:
-    """SVG paths of the curves, in a plot of ``width`` times ``height``; ``tops`` are their y values from ``_tops``."""
+    """Draw the curves as SVG paths in a plot of ``width`` times ``height``. ``tops`` are the results of ``_tops``."""
 
     def at(value: float) -> str:
         return _short(x.of(value) * width)
@@ -191,7 +191,7 @@ def _shapes(
 
 
 def _axes(panel: Panel, x: _Frame, y: _Frame, width: float, height: float) -> str:
-    """SVG of the grid, the ticks and the titles of both axes, around a plot of ``width`` times ``height``."""
+    """Draw the grid, the ticks and the titles of both axes, around a plot of ``width`` times ``height`` (px)."""
     parts = []
     for tick in ticks(y.low, y.high, Y_TICKS):
         up = TOP + (1.0 - y.of(tick)) * height

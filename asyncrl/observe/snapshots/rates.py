@@ -41,8 +41,8 @@ class Interval:
     def seconds_by_state(self, actor: ActorView, resource: Resource) -> dict[str, float]:
         """Return the seconds that a resource spent in each state in the interval, or since its start.
 
-        If the older snapshot lacks a resource that is older than the interval, the time before the interval is taken
-        from its state "starting". If the rest still exceeds the interval, the result is empty.
+        If the older snapshot lacks a resource that is older than the interval, the time before the interval is
+        subtracted from its state "starting". If the sum still exceeds the interval, the result is empty.
         """
         before = self.before(actor)
         earlier: Mapping[str, float] = {}
