@@ -127,7 +127,7 @@ def read_number(value: Any, low: float, high: float) -> float:
 
 def _objects(text: str, begin: int) -> list[tuple[dict[str, Any], int]]:
     """Find the outermost JSON objects in ``text`` from ``begin`` on. Returns each with the index of its end."""
-    decoder = json.JSONDecoder(object_pairs_hook=_single)
+    decoder = json.JSONDecoder(object_pairs_hook=_with_unique_keys)
     found, at = [], begin
     for _ in range(MOST_STARTS):
         start = _OBJECT_START.search(text, at)
@@ -141,7 +141,7 @@ def _objects(text: str, begin: int) -> list[tuple[dict[str, Any], int]]:
     return found
 
 
-def _single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object of its pairs. Raises ValueError if two keys are equal, since either could be meant."""
     value = dict(pairs)
     if len(value) != len(pairs):

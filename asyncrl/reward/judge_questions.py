@@ -122,10 +122,10 @@ class RelativeJudge:
 
     def outcomes(self, request: Score, answers: Sequence[list[float]]) -> list[Outcome]:
         """Compute the outcome of each completion, (reward, components), from the scores of at least one vote."""
-        found = [
+        all_components = [
             _vote_components([answer[at] for answer in answers], self.options) for at in range(len(request.completions))
         ]
-        return [(components[JUDGE_COMPONENT], components) for components in found]
+        return [(components[JUDGE_COMPONENT], components) for components in all_components]
 
 
 def _read_scores(ids: list[str], body_of: list[int], low: float, high: float, text: str) -> list[float]:
@@ -153,7 +153,7 @@ class Rubric:
         drawn = random.Random(request.uid)
         (id,) = draw_ids(drawn, 1, [shown.shared, row, body])
         parts = [*_task_blocks(drawn, shown.shared, row, [id, body]), _block("trajectory", id, body)]
-        found = []
+        questions = []
         for vote in range(options.votes):
             order = list(criteria)
             random.Random(f"{request.uid}/{vote}").shuffle(order)
@@ -163,8 +163,8 @@ class Rubric:
                 material=MATERIAL,
             )
             messages = _chat(system, "\n\n".join(parts))
-            found.append(Question(messages, VERDICTS_SCHEMA, partial(read_verdicts, criteria), vote))
-        return found
+            questions.append(Question(messages, VERDICTS_SCHEMA, partial(read_verdicts, criteria), vote))
+        return questions
 
     def _criteria(self, row: Mapping[str, Any]) -> list[Criterion]:
         """Return the criteria of the options and those of the row. Raises ValueError for invalid ones."""

@@ -219,10 +219,10 @@ def review(body: Body, table: dict[str, Field], *, nested: tuple[str, ...] = ())
     flat: Body = {}
     for name, value in body.items():
         if name in nested and isinstance(value, dict):
-            flat |= {f"{name}.{inner}": of_it for inner, of_it in value.items()}
+            flat |= {f"{name}.{inner}": inner_value for inner, inner_value in value.items()}
         else:
             flat[name] = value
-    noticed: dict[Treatment, list[str]] = {"ignored": [], "relaxed": []}
+    names_by_treatment: dict[Treatment, list[str]] = {"ignored": [], "relaxed": []}
     for name, value in flat.items():
         known = table.get(name)
         if value is None or (known is not None and value in known.neutral):
@@ -231,9 +231,9 @@ def review(body: Body, table: dict[str, Field], *, nested: tuple[str, ...] = ())
             raise ChatRefused(name, "is not a field that is known here")
         if known.treatment == "refused":
             raise ChatRefused(name, known.problem)
-        if known.treatment in noticed:
-            noticed[known.treatment].append(name)
-    return sorted(noticed["ignored"]), sorted(noticed["relaxed"])
+        if known.treatment in names_by_treatment:
+            names_by_treatment[known.treatment].append(name)
+    return sorted(names_by_treatment["ignored"]), sorted(names_by_treatment["relaxed"])
 
 
 def strict_tools(body: Body) -> Body:

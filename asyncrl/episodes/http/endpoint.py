@@ -280,7 +280,7 @@ class PolicyEndpoint:
             self.counts["over"] += 1
             return Failure(status=400, message=str(error), code=EpisodeOver.code)
         if isinstance(error, ChatRefused):
-            name = _outer(error.field)
+            name = _outermost_name(error.field)
             if f"refused/{name}" not in self.counts and len(self.counts) >= MOST_COUNTED:
                 name = "other fields"
             text = _shortened(str(error))
@@ -295,7 +295,7 @@ def _retry_count(request: web.BaseRequest) -> int:
     return int(count) if re.fullmatch(r"\d{1,6}", count, re.ASCII) else 0
 
 
-def _outer(field: str) -> str:
+def _outermost_name(field: str) -> str:
     """The outermost name of a field (``messages[3].role`` is ``messages``), cut to a bounded length."""
     return re.split(r"[.\[]", field)[0][:64]
 

@@ -56,8 +56,8 @@ class Interval:
             left = max(0.0, spent.get("starting", 0.0) - (age - self.seconds))
             spent_here = {**spent, "starting": left}
             # Equal up to rounding.
-            return _spent(spent_here) if sum(spent_here.values()) <= self.seconds + 1e-6 else {}
-        return _spent({state: seconds - earlier.get(state, 0.0) for state, seconds in spent.items()})
+            return _without_zeros(spent_here) if sum(spent_here.values()) <= self.seconds + 1e-6 else {}
+        return _without_zeros({state: seconds - earlier.get(state, 0.0) for state, seconds in spent.items()})
 
     def shares(self, resources: Iterable[tuple[ActorView, Resource]]) -> Shares:
         """Return the shares of states in the summed time of all ``resources``; empty if no time has passed."""
@@ -80,7 +80,7 @@ class Interval:
         return Histogram(counts, max(0.0, after.sum - earlier.sum))
 
 
-def _spent(seconds: dict[str, float]) -> dict[str, float]:
+def _without_zeros(seconds: dict[str, float]) -> dict[str, float]:
     return {state: each for state, each in seconds.items() if each > 1e-9}
 
 
