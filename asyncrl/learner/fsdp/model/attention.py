@@ -16,7 +16,7 @@ collect the gradients of all.
 PACKED reads the lengths from tensors, outside the graphs of torch.compile. As numbers they would be guards, and each
 count of sequences would need another graph. VARLEN reads no values of a tensor, so a compiled layer stays one graph for
 every packing, and one more for shared beginnings. A layer that asks for more than the kernel can do takes PACKED;
-``refusal`` gives the reason. ``kernel_problem`` tries the kernel, forward and backward, where it is to run.
+``refusal`` gives the reason. attention_kernels.py chooses the kernel and tries it.
 
 Fails with NotImplementedError for other attention than causal dot-product, soft-capped or not (sinks, a bidirectional
 layer), and for a model that does not pass the lengths on. The checks at start (startup_check.py, sharded_check.py) try
@@ -40,19 +40,10 @@ PACKED, VARLEN = "asyncrl_packed", "asyncrl_varlen"
 """Values of transformers' ``attn_implementation``."""
 DEVICE = "cuda"
 """Type of device for which torch has the kernel."""
-CAPABILITY = (8, 0)
-"""Least CUDA compute capability of a device (Ampere)."""
 HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
 """The kernel supports heads whose dimension is a multiple of the first number, up to the second."""
 LEAST_LONGEST = 128
 """Least value of ``max_seqlen``: a block of the kernel."""
-# The row on which ``kernel_problem`` tries the kernel: two pieces have the third as their prefix. Some pieces have one
-# token, some are longer than the window, and no length is a multiple of a block.
-TRIED_LENGTHS = (33, 1, 70, 20, 1)
-TRIED_PREFIXES = (-1, -1, -1, 2, 2)
-TRIED_WINDOW = 16
-TRIED_DISTANCE = 0.05
-"""Largest relative error of the kernel's results against float32; rounding to bfloat16 alone gives 0.002."""
 # Before torch 2.12 keys and values need as many heads as queries.
 _HAS_GQA = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
@@ -337,51 +328,3 @@ def attend(
     )
     assert isinstance(output, Tensor)
     return output
-
-
-def kernel_problem(device: torch.device, dtype: torch.dtype, heads: Heads, *, windowed: bool) -> str | None:
-    """Return the reason that the kernel does not work on this device; None if it does.
-
-    Runs it on random numbers, forward and backward, and compares the results with PACKED in float32. ``windowed``:
-    whether the model has a sliding window.
-    """
-    reason = refusal(device=device.type, dtype=dtype, head=heads.width, value_head=heads.width, softcap=heads.softcap)
-    if reason is None and device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
-        reason = f"the kernel needs a device of capability {CAPABILITY[0]}.{CAPABILITY[1]}"
-    if reason is not None:
-        return reason
-    generator, pieces = torch.Generator().manual_seed(0), connect(TRIED_LENGTHS, TRIED_PREFIXES)
-    values = [
-        torch.randn(1, count, sum(pieces.lengths), heads.width, generator=generator).to(device, dtype)
-        for count in (heads.queries, heads.keys, heads.keys)
-    ]
-    window = TRIED_WINDOW if windowed else None
-    arguments = {
-        "sliding_window": window,
-        "sequence_lengths": torch.tensor(pieces.lengths),
-        "key_lengths": torch.tensor(pieces.key_lengths),
-        "key_index": torch.as_tensor(pieces.key_index).to(device),
-        "cu_seqlens": cumulate(pieces.lengths, device),
-        "cu_seqlens_k": cumulate(pieces.key_lengths, device),
-        "max_seqlen": round_longest(max(pieces.key_lengths)),
-    }
-    module = nn.Module()
-    module.num_key_value_groups = heads.queries // heads.keys  # type: ignore[assignment]
-    try:
-        results = _with_gradients(varlen_attention, module, values, arguments)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    expected = _with_gradients(packed_attention, module, [x.float() for x in values], arguments)
-    for ours, truth in zip(results, expected, strict=True):
-        distance = float((ours.float() - truth).norm() / truth.norm())
-        # Written with ``not``, so that NaN fails too.
-        if not distance <= TRIED_DISTANCE:
-            return f"what the kernel gives is {distance:.2g} away from float32, relative to its size"
-    return None
-
-
-def _with_gradients(attention: Any, module: nn.Module, values: list[Tensor], arguments: dict[str, Any]) -> list[Tensor]:
-    """Return the output of an attention, and the gradients of its sum of squares by query, key and value."""
-    leaves = [x.detach().requires_grad_() for x in values]
-    output = attention(module, *leaves, None, **arguments)[0]
-    return [output.detach(), *torch.autograd.grad(output.float().square().sum(), leaves)]

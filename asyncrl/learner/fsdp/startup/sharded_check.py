@@ -31,6 +31,7 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.fsdp.model import attention
+from asyncrl.learner.fsdp.model.attention_kernels import choose_kernel
 from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.startup.rounding import Distance, distance, measure_rounding, score_rows
@@ -203,15 +204,19 @@ class _Check:
         ways, device = self._choice.packed, self._ranks.device
         if "packed" not in ways or device.type != attention.DEVICE:
             return ways
-        problem: str | None
+        heads, problem = None, None
         try:
             heads = head_shape(self._policy.model.config.get_text_config())
         except Exception as error:
             # The configuration's class may be code of the model, which raises errors of any type.
             problem = f"the heads of its layers are not known: {type(error).__name__}: {error}"
-        else:
-            problem = attention.kernel_problem(device, self._dtype, heads, windowed=self._window is not None)
-        if problems := self._ranks.agree(problem, "the check of attention in one kernel"):
+        problems = self._ranks.agree(problem, "the check of attention in one kernel")
+        if heads is not None and not problems:
+            windowed = self._window is not None
+            problem, texts = choose_kernel(device, self._dtype, heads, windowed=windowed, agree=self._ranks.agree)
+            problems = [problem] if problem is not None else []
+            warnings += texts
+        if problems:
             warnings.append(f"attention over packed rows takes a kernel for each sequence: {problems[0]}")
             return ways
         return ["varlen", *ways]

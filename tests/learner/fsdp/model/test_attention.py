@@ -10,7 +10,7 @@ from learner import varlen_kernel
 from torch import nn
 
 from asyncrl.learner.fsdp.model import attention
-from asyncrl.learner.fsdp.model.attention import Heads, connect, kernel_problem, refusal, round_longest
+from asyncrl.learner.fsdp.model.attention import connect, refusal, round_longest
 
 CPU = torch.device("cpu")
 
@@ -103,39 +103,3 @@ def test_keys_are_repeated_where_torch_has_no_groups(kernel, monkeypatch) -> Non
     monkeypatch.setattr(attention, "_HAS_GQA", False)
     for ours, truth in _both((9, 3), 2, sliding_window=4):
         assert float((ours.float() - truth).norm() / truth.norm()) < 0.02
-
-
-HEADS = Heads(queries=4, keys=2, width=16)
-
-
-def test_the_kernel_is_tried_where_it_is_to_run(kernel, monkeypatch) -> None:
-    attend = attention.attend
-
-    def tried(windowed: bool = True) -> str | None:
-        return kernel_problem(CPU, torch.bfloat16, HEADS, windowed=windowed)
-
-    assert tried() is None
-    assert "float32" not in str(kernel_problem(CPU, torch.float16, HEADS, windowed=True))
-    assert "soft cap" in str(kernel_problem(CPU, torch.bfloat16, Heads(4, 2, 16, softcap=9.0), windowed=False))
-
-    def wider(*values: Any, sliding_window: int | None, **named: Any) -> Any:
-        return attend(*values, sliding_window=sliding_window and sliding_window + 1, **named)
-
-    monkeypatch.setattr(attention, "attend", wider)
-    assert tried(windowed=False) is None
-    assert "away from float32" in str(tried())
-
-    def broken(*_values: Any, **_named: Any) -> Any:
-        raise RuntimeError("no kernel image is available")
-
-    monkeypatch.setattr(attention, "attend", broken)
-    assert tried() == "RuntimeError: no kernel image is available"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("windowed", [False, True])
-def test_the_kernel_of_a_gpu(width: int, windowed: bool) -> None:
-    heads = Heads(queries=8, keys=2, width=width)
-    assert kernel_problem(torch.device("cuda"), torch.bfloat16, heads, windowed=windowed) is None

@@ -19,7 +19,7 @@ from model_matrix import make_family
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.learner.fsdp.model import attention
+from asyncrl.learner.fsdp.model import attention, attention_kernels
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
 from asyncrl.learner.fsdp.startup import sharded_check
 from asyncrl.learner.fsdp.startup.sharded_check import (
@@ -148,7 +148,7 @@ def test_the_kernel_is_taken_and_given_up_where_it_is_wrong(confirm, kernel, mon
     # Seen only past the model's window.
     blind = {"sliding_window": None}
     monkeypatch.setattr(attention, "attend", lambda *values, **named: attend(*values, **(named | blind)))
-    monkeypatch.setattr(attention, "kernel_problem", lambda *_, **__: None)
+    monkeypatch.setattr(attention_kernels, "kernel_problem", lambda *_, **__: None)
     found = confirm()
     assert found.attention == "packed"
     assert "own attention over packed rows cannot be used" in found.warnings[0]
