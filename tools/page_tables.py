@@ -36,8 +36,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 BFLOAT16_BYTES = 2
 SHARDS = (1, 2, 8)
 """Numbers of GPUs in the table of memory."""
-CARDS = (24, 48, 80)
-"""Sizes of a GPU (GiB) in the table of sharing."""
+CARDS = {"24 GB (L4)": 23_034, "48 GB (L40S)": 46_068, "80 GB (H100)": 81_559}
+"""GPUs in the table of sharing, with the memory that the driver reports (MiB)."""
 
 
 def rewards() -> str:
@@ -85,9 +85,9 @@ def memory() -> str:
 
 def sharing() -> str:
     """What may be trained by model and size of the one GPU that rank and engine share, of docs/first-run.md."""
-    rows = [f"| sizes of | {' | '.join(f'{size} GB' for size in CARDS)} |", "|---|" + "---|" * len(CARDS)]
+    rows = [f"| sizes of | {' | '.join(CARDS)} |", "|---|" + "---|" * len(CARDS)]
     for name, settings in MODELS.items():
-        cells = [_trainable(settings, size << 30) for size in CARDS]
+        cells = [_trainable(settings, size << 20) for size in CARDS.values()]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
 

@@ -32,6 +32,10 @@ USABLE = 0.9
 """Share of a device's memory that an estimate may fill before ``advise`` suggests changes."""
 CAUTIOUS = 0.75
 """Share that it may fill when "auto" keeps activations: lower, since a wrong estimate would end the run."""
+NORMS = {"llama": (2, False), "mistral": (2, False), "qwen2": (2, False), "qwen3": (2, True), "gemma2": (4, False)}
+"""Norms of hidden states in a layer by model_type, and whether queries and keys have norms."""
+MOST_NORMS = (4, True)
+"""The same for other models: the estimate is rather too high for them."""
 TOKENS, FEWEST_TOKENS = "learner.tokens_per_microbatch", 1024
 """Configuration key of a row's length, and the smallest value to advise: below it a GPU is mostly idle."""
 
@@ -65,12 +69,16 @@ class ModelShape:
 
 
 def shape_of_settings(settings: Mapping[str, Any], lora_rank: int = 0) -> ModelShape:
-    """Compute the sizes of a model of Llama's kind, with adapters of ``lora_rank``, from its config.json alone.
+    """Compute the sizes of a dense model, with adapters of ``lora_rank``, from its config.json alone.
 
-    Biases and norms, about a thousandth of the parameters, are left out. Raises KeyError or TypeError if the file lacks
-    a size.
+    Biases and norms, about a thousandth of the parameters, are left out. Raises ValueError for a model that is not
+    dense or is quantized, KeyError or TypeError if the file lacks a size.
     """
     text = settings.get("text_config") or settings
+    for name in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "quantization_config"):
+        if text.get(name) or settings.get(name):
+            raise ValueError(f"config.json has {name}")
+    norms, norms_keys = NORMS.get(text.get("model_type", ""), MOST_NORMS)
     hidden, heads, layers = text["hidden_size"], text["num_attention_heads"], text["num_hidden_layers"]
     width = text.get("head_dim") or hidden // heads
     queries, keys = heads * width, (text.get("num_key_value_heads") or heads) * width
@@ -91,24 +99,27 @@ def shape_of_settings(settings: Mapping[str, Any], lora_rank: int = 0) -> ModelS
         keys=keys,
         intermediate=intermediate,
         vocabulary=vocabulary,
+        norms=norms,
+        norms_keys=norms_keys,
     )
 
 
-def training_shape(config: Config, shape: ModelShape, compute_bytes: int, frozen_parameters: int = 0) -> TrainingShape:
+def training_shape(config: Config, shape: ModelShape, compute_bytes: int) -> TrainingShape:
     """How ``config`` trains a model on GPUs; "auto" counts as full activation checkpointing."""
     learner = config.learner
     kind = learner.activation_checkpointing
+    # A sequence that is longer than a row has a row of its own.
+    longest = max(config.longest_sequence, config.sft.max_tokens or 0)
     return TrainingShape(
         shards=learner.ranks // learner.replicas,
         replicas=learner.replicas,
-        # A longer sequence has a row of its own.
-        tokens=max(learner.tokens_per_microbatch, config.longest_sequence, config.sft.max_tokens or 0),
+        tokens=max(learner.tokens_per_microbatch, longest),
+        least_tokens=longest,
         chunk=min(learner.tokens_per_microbatch, max(1, CHUNK_BYTES // (FLOAT32 * shape.vocabulary))),
         compute_bytes=compute_bytes,
         checkpointing="full" if kind == "auto" else kind,
         offloaded=learner.offload,
         muon=learner.optimizer == "muon",
-        frozen_parameters=frozen_parameters,
     )
 
 
@@ -119,7 +130,7 @@ class TrainingShape:
     shards: int
     """Ranks over which a copy of the model is sharded."""
     tokens: int
-    """Tokens of a row: learner.tokens_per_microbatch."""
+    """Tokens of a row: learner.tokens_per_microbatch, or those of the longest sequence if they are more."""
     chunk: int
     """Positions whose logits are in memory at once."""
     compute_bytes: int
@@ -132,8 +143,8 @@ class TrainingShape:
     muon: bool = False
     """Whether Muon moves the layers; their few vectors are counted as matrices. Stacked experts, which AdamW moves, are
     too."""
-    frozen_parameters: int = 0
-    """Parameters of the models that only score (reference and teacher), which are sharded as the policy is."""
+    least_tokens: int = 0
+    """Tokens of the longest sequence: a row is at least so long, whatever learner.tokens_per_microbatch says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +186,7 @@ def estimate(shape: ModelShape, load: TrainingShape) -> Estimate:
     """Estimate the bytes that a rank needs to train a model of this ``shape`` with these settings (``load``)."""
     trained = FLOAT32 * shape.trained // load.shards
     by_muon = min(trained, FLOAT32 * shape.layers * shape.layer_parameters // load.shards) if load.muon else 0
-    frozen = load.compute_bytes * (shape.parameters - shape.trained + load.frozen_parameters) // load.shards
+    frozen = load.compute_bytes * (shape.parameters - shape.trained) // load.shards
     # A single shard that has the compute type is used as it is: nothing is gathered.
     apart = load.shards > 1 or load.compute_bytes != FLOAT32
     gathered = shape.other_parameters + GATHERED_LAYERS * shape.layer_parameters if apart else 0
@@ -234,9 +245,10 @@ def advise(shape: ModelShape, load: TrainingShape, available: int) -> str | None
     if not fits() and load.checkpointing != "full":
         load = replace(load, checkpointing="full")
         words.append('learner.activation_checkpointing = "full"')
-    while not fits() and load.tokens >= 2 * FEWEST_TOKENS:
-        load = replace(load, tokens=load.tokens // 2)
-        words = [*(word for word in words if TOKENS not in word), f"{TOKENS} = {load.tokens}"]
+    for tokens in fewer_tokens(load):
+        if not fits():
+            load = replace(load, tokens=tokens)
+            words = [*(word for word in words if TOKENS not in word), f"{TOKENS} = {tokens}"]
     if not fits() and load.replicas > 1:
         load = replace(load, shards=load.shards * load.replicas, replicas=1)
         words.append("learner.replicas = 1")
@@ -246,6 +258,19 @@ def advise(shape: ModelShape, load: TrainingShape, available: int) -> str | None
     if not fits():
         words.append("more ranks (learner.ranks)")
     return " and ".join(words) or None
+
+
+def fewer_tokens(load: TrainingShape) -> list[int]:
+    """Return the smaller values of learner.tokens_per_microbatch to try: each half of the one before.
+
+    Values below the longest sequence save nothing, and below FEWEST_TOKENS a GPU is mostly idle.
+    """
+    least, values = max(FEWEST_TOKENS, load.least_tokens), list[int]()
+    tokens = load.tokens
+    while tokens > least:
+        tokens = max(tokens // 2, least)
+        values.append(tokens)
+    return values
 
 
 def in_gigabytes(size: int) -> str:

@@ -21,13 +21,13 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.gpu.engine_memory import EngineShape, estimate_engine
 from asyncrl.gpu.learner_memory import (
     CAUTIOUS,
-    FEWEST_TOKENS,
     TOKENS,
     USABLE,
     Checkpointing,
     ModelShape,
     TrainingShape,
     estimate,
+    fewer_tokens,
     in_gigabytes,
     shape_of_settings,
     training_shape,
@@ -37,19 +37,18 @@ SHARED_GPU_VARIABLE = "ASYNCRL_GPU_SHARED_WITH"
 """Environment variable of a rank or an engine on shared GPUs: for example "0:rollouter/0,1:rollouter/1"."""
 ALONE = 0.9
 """Share of a GPU's memory that an engine takes by default if no rank uses the GPU."""
-PROCESS_BYTES = 700 << 20
-"""Memory of a process for CUDA's context and libraries, which torch's allocator does not count."""
+PROCESS_BYTES, GROUP_BYTES = 700 << 20, 500 << 20
+"""Memory of a process that torch's allocator does not count: CUDA's context and libraries; the buffers of NCCL."""
 LEAST_SEQUENCES = 8
 """Number of longest sequences that must fit into an engine's KV cache."""
 WANTED_SEQUENCES = 64
 """Number of longest sequences that should fit before the rank keeps activations."""
 PERCENT = 100
-STEP_TOKENS = 16_384
-"""Most tokens of a step of vLLM on a GPU of 70 GB or more; on a smaller GPU a step has fewer."""
+LARGE_GPU = 70 << 30
+STEP_TOKENS = {True: 16_384, False: 8_192}
+"""Most tokens of a step, by vLLM's defaults for GPUs of LARGE_GPU bytes or more, and for smaller ones."""
 BYTES_OF_DTYPE = {"auto": 2, "bfloat16": 2, "float32": 4}
 """Bytes of a number by learner.dtype, on GPUs."""
-UNKNOWN = 0.45
-"""Share of each side if the memory of the model cannot be estimated."""
 
 
 def sharers_of(value: str) -> dict[str, str]:
@@ -64,16 +63,20 @@ class GpuShares:
     rank: float
     """Share that the rank's allocator may take."""
     engine: float
-    """Share of the whole engine process: its gpu_memory_utilization."""
+    """Share that the engine's allocator may take: its gpu_memory_utilization."""
     checkpointing: Checkpointing
     """Activation checkpointing with which the rank fits into its share."""
     cached_tokens: int
-    """Tokens that fit into the engine's KV cache; 0 if unknown."""
+    """Tokens that fit into the engine's KV cache."""
+    cache_bytes: int
+    """Size of the KV cache. vLLM is given this number, so it need not measure memory that the rank also takes."""
 
     def __str__(self) -> str:
-        cache = f" with room for about {self.cached_tokens:,} tokens in its KV cache" if self.cached_tokens else ""
-        rank = f"the learner's rank may take {self.rank:.0%} of the memory (activation checkpointing "
-        return f"{rank}{self.checkpointing}) and the engine {self.engine:.0%}{cache}"
+        return (
+            f"the learner's rank may take {self.rank:.0%} of the memory (activation checkpointing "
+            f"{self.checkpointing}) and the engine {self.engine:.0%}, with room for about {self.cached_tokens:,} "
+            "tokens in its KV cache"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,33 +88,39 @@ class Demand:
     engine: EngineShape
     asked: Checkpointing | None = None
     """Activation checkpointing that the user chose; None for "auto"."""
+    several: bool = False
+    """Whether ranks or workers of the engine on several GPUs form groups, which have buffers."""
 
 
-def plan_sharing(
-    config: Config, settings: Mapping[str, Any], total: int, frozen: Sequence[Mapping[str, Any]] = ()
-) -> GpuShares:
-    """Divide a GPU of ``total`` bytes between a rank and an engine.
+def plan_sharing(config: Config, settings: Mapping[str, Any], total: int) -> GpuShares:
+    """Divide a GPU of ``total`` bytes between a rank and an engine; ``settings`` is the model's config.json.
 
-    ``settings`` is the policy's config.json, and ``frozen`` has those of the reference and the teacher. Raises
-    ConfigError, which names the keys to change, if rank and engine do not fit.
+    Models that only score need nothing: their shards are in host memory. Raises ConfigError if the model's memory
+    cannot be estimated, or, with the keys to change, if rank and engine do not fit.
     """
     vllm, learner = config.rollout.vllm, config.learner
-    asked = None if learner.activation_checkpointing == "auto" else learner.activation_checkpointing
     try:
         shape = shape_of_settings(settings, config.lora.rank)
-        frozen_parameters = sum(shape_of_settings(each).parameters for each in frozen)
-    except (KeyError, TypeError, ZeroDivisionError):
-        return GpuShares(UNKNOWN, vllm.gpu_memory_utilization or UNKNOWN, asked or "full", 0)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        problem = f"the memory of {config.model.path} cannot be estimated ({type(error).__name__}: {error})"
+        raise ConfigError(
+            [f'placement.share: {problem}; set it to "never", and take one GPU for each rank and each engine']
+        ) from error
     compute_bytes = BYTES_OF_DTYPE[learner.dtype]
-    engine = EngineShape(
-        gpus=config.rollout.gpus_per_replica or 1,
-        step_tokens=STEP_TOKENS,
-        sequences=vllm.max_num_seqs,
-        longest=vllm.max_model_len or config.longest_sequence,
-        compute_bytes=compute_bytes,
-        utilization=vllm.gpu_memory_utilization,
+    demand = Demand(
+        shape,
+        training_shape(config, shape, compute_bytes),
+        EngineShape(
+            gpus=config.rollout.gpus_per_replica or 1,
+            step_tokens=vllm.extra.get("max_num_batched_tokens") or STEP_TOKENS[total >= LARGE_GPU],
+            sequences=vllm.max_num_seqs,
+            longest=vllm.max_model_len or config.longest_sequence,
+            compute_bytes=compute_bytes,
+            utilization=vllm.gpu_memory_utilization,
+        ),
+        None if learner.activation_checkpointing == "auto" else learner.activation_checkpointing,
+        several=learner.ranks > 1 or (config.rollout.gpus_per_replica or 1) > 1,
     )
-    demand = Demand(shape, training_shape(config, shape, compute_bytes, frozen_parameters), engine, asked)
     shares = share_gpu(total, demand)
     if shares is None:
         raise ConfigError(
@@ -143,18 +152,19 @@ def share_gpu(total: int, demand: Demand) -> GpuShares | None:
 def _divide(total: int, demand: Demand, usable: float) -> GpuShares | None:
     """Divide a GPU so that the rank's estimate fills a part ``usable`` of its share. Returns None if it cannot be."""
     rank_percent = _percent(estimate(demand.shape, demand.load).device / usable, total)
-    # The engine's share includes its process. The rank's share does not, and 1 % stays free.
-    left = PERCENT - rank_percent - _percent(PROCESS_BYTES, total) - 1
+    outside = 2 * (PROCESS_BYTES + GROUP_BYTES * demand.several)
+    # 1 % stays free.
+    left = PERCENT - rank_percent - _percent(outside, total) - 1
     engine = demand.engine
-    engine_percent = left if engine.utilization is None else int(PERCENT * engine.utilization)
-    if engine_percent > left:
+    share = left / PERCENT if engine.utilization is None else engine.utilization
+    if PERCENT * share > left:
         return None
     need = estimate_engine(demand.shape, engine)
-    cache = engine_percent * total // PERCENT - PROCESS_BYTES - need.without_cache
-    tokens = cache // need.token
+    cache_bytes = int(share * total) - need.without_cache
+    tokens = cache_bytes // need.token
     if tokens < LEAST_SEQUENCES * engine.longest:
         return None
-    return GpuShares(rank_percent / PERCENT, engine_percent / PERCENT, demand.load.checkpointing, tokens)
+    return GpuShares(rank_percent / PERCENT, share, demand.load.checkpointing, tokens, cache_bytes)
 
 
 def _percent(size: float, total: int) -> int:
@@ -178,7 +188,7 @@ def advise_sharing(total: int, demand: Demand) -> str:
         if fits(chosen):
             break
     else:
-        return "take a larger GPU, or one GPU for each"
+        return "take a larger GPU, one GPU for each, or shorter sequences (rollout.max_tokens, data.max_prompt_tokens)"
     # A later change may make an earlier one needless.
     for name in reversed(chosen[:-1]):
         fewer = [other for other in chosen if other != name]
@@ -199,9 +209,7 @@ def _changes(demand: Demand) -> dict[str, Callable[[Demand], Demand]]:
     if demand.engine.utilization is not None:
         free = replace(demand.engine, utilization=None)
         changes["no rollout.vllm.gpu_memory_utilization"] = lambda before: replace(before, engine=free)
-    tokens = demand.load.tokens
-    while tokens >= 2 * FEWEST_TOKENS:
-        tokens //= 2
+    for tokens in fewer_tokens(demand.load):
         changes[f"{TOKENS} = {tokens}"] = train(tokens=tokens)
     if not demand.load.offloaded:
         changes["learner.offload = true"] = train(offloaded=True)

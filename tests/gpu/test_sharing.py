@@ -12,9 +12,9 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.gpu.engine_memory import EngineShape, estimate_engine
 from asyncrl.gpu.learner_memory import ModelShape, TrainingShape, estimate, shape_of_settings
 from asyncrl.gpu.sharing import (
+    GROUP_BYTES,
     LEAST_SEQUENCES,
     PROCESS_BYTES,
-    UNKNOWN,
     Demand,
     advise_sharing,
     plan_sharing,
@@ -35,10 +35,13 @@ def qwen(hidden, layers, heads, keys, intermediate, *, tied=True, **more):
         "intermediate_size": intermediate,
         "vocab_size": 151_936,
         "tie_word_embeddings": tied,
+        "model_type": "qwen2",
         **more,
     }
 
 
+CARDS = {24: 23_034, 48: 46_068, 80: 81_559}
+"""Memory (MiB) of an L4, an L40S and an H100."""
 MODELS = {
     "0.5B": qwen(896, 24, 14, 2, 4864),
     "1.5B": qwen(1536, 28, 12, 2, 8960),
@@ -79,8 +82,8 @@ def test_adapters_alone_are_trained():
         (24, "3B", 32, True),
         (24, "7B", 32, False),
         (48, "1.5B", 0, True),
+        (48, "3B", 32, True),
         (48, "3B", 0, False),
-        (48, "7B", 32, True),
         (80, "1.5B", 0, True),
         (80, "3B", 0, True),
         (80, "7B", 32, True),
@@ -88,7 +91,8 @@ def test_adapters_alone_are_trained():
     ],
 )
 def test_what_fits_on_a_card(gigabytes, model, rank, fits):
-    total, config = gigabytes * GIB, configured(rank)
+    # The driver reports less than the name of a card says.
+    total, config = CARDS[gigabytes] << 20, configured(rank)
     if not fits:
         with pytest.raises(
             ConfigError, match=r"placement\.share: .* do not fit on one GPU of .*; (set|take) "
@@ -97,7 +101,7 @@ def test_what_fits_on_a_card(gigabytes, model, rank, fits):
         assert "the engine at least" in str(caught.value)
         return
     shares = plan_sharing(config, MODELS[model], total)
-    assert shares.rank + shares.engine + PROCESS_BYTES / total < 1
+    assert shares.rank + shares.engine + 2 * PROCESS_BYTES / total < 1
     assert shares.cached_tokens >= LEAST_SEQUENCES * config.longest_sequence
     assert f"{shares.rank:.0%} of the memory" in str(shares) and f"{shares.engine:.0%}" in str(shares)
 
@@ -117,15 +121,50 @@ def test_a_user_may_set_the_share_of_the_engine():
     with pytest.raises(ConfigError, match=r"; set no rollout\.vllm\.gpu_memory_utilization$"):
         plan_sharing(with_share(0.9), MODELS["0.5B"], 80 * GIB)
 
+    # The exact value, which vLLM also gets.
+    assert plan_sharing(with_share(0.29), MODELS["0.5B"], 80 * GIB).engine == 0.29
 
-def test_a_reference_counts_and_a_model_of_unknown_size_gets_a_fixed_share():
-    alone = plan_sharing(configured(), MODELS["1.5B"], 48 * GIB)
-    judged = plan_sharing(configured(), MODELS["1.5B"], 48 * GIB, [MODELS["1.5B"]])
-    # 3.1 GB of bfloat16 in 51.5 GB, of which estimates fill 90 %.
-    assert 0.06 <= judged.rank - alone.rank <= 0.08
-    unknown = plan_sharing(configured(), {"hidden_size": 8}, 24 * GIB)
-    assert (unknown.rank, unknown.engine, unknown.cached_tokens) == (UNKNOWN, UNKNOWN, 0)
-    assert "KV cache" not in str(unknown)
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"num_experts": 128}, "num_experts"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"intermediate_size": None}, "TypeError"),
+        ({"intermediate_size": [64, 128]}, "TypeError"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+    ],
+)
+def test_a_model_whose_memory_is_unknown_shares_no_gpu(changed, word):
+    with pytest.raises(ConfigError, match=rf'placement\.share: the memory of /m .*{word}.* set it to "never"'):
+        plan_sharing(configured(), MODELS["0.5B"] | changed, 80 * GIB)
+    with pytest.raises(ConfigError, match="KeyError: 'hidden_size'"):
+        plan_sharing(configured(), {}, 80 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "named"),
+    [
+        # A row is as long as the longest sequence at least.
+        (8192, 40_000, ""),
+        (2048, 40_000, ""),
+        (65_536, 3000, "learner.tokens_per_microbatch = 32768"),
+    ],
+)
+def test_advised_keys_have_the_effect_that_is_promised(tokens, length, named):
+    def with_tokens(tokens):
+        return configured(
+            learner={"tokens_per_microbatch": tokens, "activation_checkpointing": "full"},
+            data={"source": "synthetic", "max_prompt_tokens": length // 2},
+            rollout={"gpus_per_replica": 1, "max_tokens": length // 2},
+        )
+
+    with pytest.raises(ConfigError) as caught:
+        plan_sharing(with_tokens(tokens), MODELS["1.5B"], 48 * GIB)
+    assert named in str(caught.value) and ("tokens_per_microbatch" in str(caught.value)) is bool(named)
+    if named:
+        plan_sharing(with_tokens(32768), MODELS["1.5B"], 48 * GIB)
 
 
 def test_names_of_sharers_by_gpu():
@@ -133,11 +172,8 @@ def test_names_of_sharers_by_gpu():
     assert sharers_of("0:rollouter/0,GPU-5a:learner/1") == {"0": "rollouter/0", "GPU-5a": "learner/1"}
 
 
-SHAPES = st.builds(
-    shape_of_settings,
-    st.sampled_from([*MODELS.values()]),
-    st.sampled_from([0, 8, 64]),
-)
+LOAD = TrainingShape(shards=1, tokens=8192, chunk=441, compute_bytes=2, checkpointing="full", offloaded=False)
+SHAPES = st.builds(shape_of_settings, st.sampled_from([*MODELS.values()]), st.sampled_from([0, 8, 64]))
 LOADS = st.builds(
     TrainingShape,
     shards=st.sampled_from([1, 2, 8]),
@@ -146,6 +182,7 @@ LOADS = st.builds(
     compute_bytes=st.sampled_from([2, 4]),
     checkpointing=st.just("full"),
     offloaded=st.booleans(),
+    least_tokens=st.sampled_from([0, 1500, 8192]),
 )
 ENGINES = st.builds(
     EngineShape,
@@ -156,7 +193,7 @@ ENGINES = st.builds(
     compute_bytes=st.just(2),
     utilization=st.sampled_from([None, 0.2, 0.5, 0.9]),
 )
-DEMANDS = st.builds(Demand, SHAPES, LOADS, ENGINES, st.sampled_from([None, "off", "selective", "full"]))
+DEMANDS = st.builds(Demand, SHAPES, LOADS, ENGINES, st.sampled_from([None, "off", "selective", "full"]), st.booleans())
 
 
 @settings(max_examples=examples(200))
@@ -169,13 +206,14 @@ def test_both_sides_have_what_they_are_estimated_to_need_and_no_more_than_there_
         assert share_gpu(total // 2, demand) is None
         assert advise_sharing(total, demand).startswith(("set ", "take a larger GPU"))
         return
-    assert shares.rank * total + shares.engine * total + PROCESS_BYTES <= total
+    outside = 2 * (PROCESS_BYTES + GROUP_BYTES * demand.several)
+    assert shares.rank * total + shares.engine * total + outside <= total
     assert (
         estimate(demand.shape, replace(demand.load, checkpointing=shares.checkpointing)).device <= shares.rank * total
     )
     need = estimate_engine(demand.shape, demand.engine)
-    cache = shares.cached_tokens * need.token
-    assert need.without_cache + cache + PROCESS_BYTES <= shares.engine * total + 1
+    assert shares.cached_tokens * need.token <= shares.cache_bytes
+    assert need.without_cache + shares.cache_bytes <= shares.engine * total
     assert demand.asked in (None, shares.checkpointing)
     assert demand.engine.utilization in (None, shares.engine)
 
@@ -203,6 +241,7 @@ def follow(demand: Demand, words: list[str]) -> Demand:
         elif key == "no rollout.vllm.gpu_memory_utilization":
             demand = replace(demand, engine=replace(demand.engine, utilization=None))
         elif key == "learner.tokens_per_microbatch":
+            assert int(value) >= demand.load.least_tokens
             demand = replace(demand, load=replace(demand.load, tokens=int(value)))
         elif key == "learner.offload":
             demand = replace(demand, load=replace(demand.load, offloaded=True))

@@ -331,6 +331,8 @@ def test_what_no_split_over_hosts_can_hold_is_refused_with_the_sum(gpus, ranks, 
         ((2,), 2, 1, 2, "auto", "a:0 a:1", "a:0,1", {"rollouter/0": "0:learner/0,1:learner/1"}),
         ((1, 1), 1, 2, 1, "auto", "a:0", "a:0 b:0", {"rollouter/0": "0:learner/0", "learner/0": "0:rollouter/0"}),
         ((1, 1), 2, 1, 1, "auto", "a:0 b:0", "a:0", {"rollouter/0": "0:learner/0", "learner/0": "0:rollouter/0"}),
+        ((1, 1), 1, 1, 1, "always", "a:0", "a:0", {"rollouter/0": "0:learner/0", "learner/0": "0:rollouter/0"}),
+        ((2, 1), 1, 2, 1, "always", "a:0", "a:0 a:1", {"rollouter/0": "0:learner/0", "learner/0": "0:rollouter/0"}),
         ((1,), 1, 1, 0, "always", "a:0", "a", {}),
     ],
 )
@@ -346,10 +348,17 @@ def test_engines_share_gpus_of_ranks_where_there_are_too_few(
     assert all((" with " in line) is (name in told) for name, line in lines.items())
 
 
-@pytest.mark.parametrize(("gpus", "ranks", "replicas"), [((1,), 2, 1), ((1,), 1, 2), ((0, 2), 1, 1)])
-def test_two_ranks_or_two_engines_never_share_a_gpu(gpus, ranks, replicas):
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "replicas", "said"),
+    [
+        ((1,), 2, 1, r"learner.ranks = 2 and .* 1 x 1 = 1 need 2 if they share GPUs, but a has 1"),
+        ((1,), 1, 2, r"learner.ranks = 1 and .* 2 x 1 = 2 need 2 if they share GPUs, but a has 1"),
+        ((0, 1), 1, 1, r".* rank 0 belongs on the first host, and a has no GPU; name a host with GPUs first"),
+    ],
+)
+def test_two_ranks_or_two_engines_never_share_a_gpu(gpus, ranks, replicas, said):
     for share in ("auto", "always"):
-        with pytest.raises(ConfigError, match=r"GPUs: .* makes \d+"):
+        with pytest.raises(ConfigError, match=rf"GPUs: {said}"):
             place(config(ranks, replicas, 1, placement={"share": share}), hosts_of(*gpus))
 
 
@@ -375,7 +384,7 @@ def test_shared_placement_over_hosts(gpus, ranks, replicas, each, share):
     fits = gpus[0] > 0 and sum(gpus) >= ranks and sum(count // each for count in gpus) >= replicas
     asked = config(ranks, replicas, each, "cuda", placement={"share": share})
     if not apart and not fits:
-        with pytest.raises(ConfigError, match=r"GPUs: .* makes \d+"):
+        with pytest.raises(ConfigError, match=r"GPUs: .* need \d+ if they share GPUs"):
             place(asked, hosts)
         return
     placed = place(asked, hosts)

@@ -170,7 +170,7 @@ def test_the_script_of_a_job_calls_the_command_with_its_words_and_is_that_of_the
     assert "scontrol requeue" in text and stat.S_IMODE(file.stat().st_mode) & 0o111
 
 
-def sized(ranks, replicas, each, device="auto", engine="vllm"):
+def sized(ranks, replicas, each, device="auto", engine="vllm", share="auto"):
     return validate_config(
         {
             "model": {"path": "m"},
@@ -178,6 +178,7 @@ def sized(ranks, replicas, each, device="auto", engine="vllm"):
             "rollout": {"engine": engine, "replicas": replicas, "gpus_per_replica": each},
             "reward": {"workers": 2},
             "learner": {"ranks": ranks, "device": device},
+            "placement": {"share": share},
         }
     )
 
@@ -196,6 +197,10 @@ def sized(ranks, replicas, each, device="auto", engine="vllm"):
         (sized(2, 2, 0, device="cpu"), 1, 0, None),
         (sized(2, 2, None), 1, None, None),
         (sized(2, 2, None, engine="reference", device="cuda"), 2, 1, None),
+        # On shared GPUs the larger side counts.
+        (sized(1, 1, 1, share="always"), 1, 1, None),
+        (sized(1, 4, 1, share="always"), 2, 2, None),
+        (sized(1, 1, 1, share="never"), 1, 2, None),
     ],
 )
 def test_a_job_asks_for_the_gpus_that_the_run_takes_for_certain(config, nodes, gpus, cpus):

@@ -225,8 +225,9 @@ def _layout(config: Config, hosts: Sequence[PlacementHost]) -> _Layout:
 def _shared_counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], list[int]] | None:
     """Return the numbers of ranks and of engines of each host, where an engine may also use GPUs of ranks.
 
-    Ranks fill the first hosts. An engine goes to a host with enough GPUs that have no engine. Hosts where these have no
-    rank either come first, then those with most of them. Returns None if ranks or engines alone exceed the GPUs.
+    Ranks fill the first hosts. An engine goes to a host with enough GPUs that have no engine. First come hosts where
+    these have no rank either, or under "always" hosts where they have; then those with most of them. Returns None if
+    ranks or engines alone exceed the GPUs.
     """
     gpus_each, gpus = _gpus_per_replica(config), [len(host.gpus) for host in hosts]
     if not gpus_each:
@@ -240,11 +241,13 @@ def _shared_counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list
     replicas = [0] * len(hosts)
 
     def preference(i: int) -> tuple[bool, int, int]:
-        without_engine = gpus[i] - replicas[i] * gpus_each
-        return without_engine - ranks[i] >= gpus_each, without_engine, -i
+        taken = replicas[i] * gpus_each
+        if config.placement.share == "always":
+            return taken < ranks[i], gpus[i] - taken, -i
+        return gpus[i] - taken - ranks[i] >= gpus_each, gpus[i] - taken, -i
 
     for _ in range(config.rollout.replicas):
-        able = [i for i in range(len(hosts)) if gpus[i] - replicas[i] * gpus_each >= gpus_each]
+        able = [i for i in range(len(hosts)) if gpus[i] >= (replicas[i] + 1) * gpus_each]
         replicas[max(able, key=preference)] += 1
     return ranks, replicas
 
@@ -351,9 +354,11 @@ def _refusal(config: Config, hosts: Sequence[PlacementHost], ranks: int, each: i
     named = ", ".join(f"{host.name} {len(host.gpus)}" for host in hosts[:MOST_HOSTS_NAMED])
     named += f" and {len(hosts) - MOST_HOSTS_NAMED} hosts more" if len(hosts) > MOST_HOSTS_NAMED else ""
     has = f"{hosts[0].name} has {available}" if len(hosts) == 1 else f"there are {available}: {named}"
-    text = f"GPUs: {' + '.join(parts)} makes {needed}"
-    sharing = ""
-    if config.placement.share == "never" and ranks and _shared_counts(config, hosts) is not None:
+    text, sharing = f"GPUs: {' + '.join(parts)} makes {needed}", ""
+    if ranks and each and config.placement.share != "never":
+        needed = max(ranks, replicas * each)
+        text = f"GPUs: {' and '.join(parts)} need {needed} if they share GPUs"
+    elif ranks and _shared_counts(config, hosts) is not None:
         sharing = ', or set placement.share = "auto", so that ranks and engines share GPUs'
     if needed > available:
         text += f", but {has}; ask for fewer, or {' and '.join(advice)} to use the CPU"

@@ -53,8 +53,8 @@ from asyncrl.learner.fsdp.startup.sharding import (
     build_policy,
     choose_device,
     compute_dtype,
+    limit_memory,
     prepare_device,
-    reserve_share,
 )
 from asyncrl.learner.fsdp.startup.startup_check import Scoring
 from asyncrl.learner.fsdp.updates import (
@@ -106,7 +106,7 @@ class Trainer:
         """Meet the other ranks, load and shard the models, and create optimizer, saver and assembly."""
         device = choose_device(self._learner, self._rank)
         prepare_device(device, self._learner)
-        reserve_share(device, self._config, self._rank)
+        limit_memory(device, self._config)
         self._met = Ranks(
             self._rank,
             self._learner.ranks,

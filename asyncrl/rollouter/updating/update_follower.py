@@ -36,7 +36,7 @@ from asyncrl.core.errors import (
     WeightsCorrupt,
     WireError,
 )
-from asyncrl.gpu.shared_start import sharers
+from asyncrl.gpu.shares import sharers
 from asyncrl.messages import Request
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (

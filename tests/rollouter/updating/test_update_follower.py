@@ -14,6 +14,7 @@ from services import services
 from virtual import LoopClock, run_virtual
 
 from asyncrl.core.errors import ActorFailed, BroadcastFailed, DeadlineExceeded, EngineDied, WeightsCorrupt
+from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE
 from asyncrl.messages import Done
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
@@ -231,6 +232,17 @@ def test_a_version_is_fetched_before_the_pause_which_holds_only_the_load(publish
     assert [request.serving for request in server.asked] == [-1, 1]
     report = server.reports[0]
     assert (report.version, report.committed, report.times.transport, report.times.bytes) == (1, True, "shm", 128)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shared", "joins"),
+    [(1, "", True), (1, "0:learner/1", True), (1, "0:learner/0", False), (0, "", False)],
+)
+def test_an_engine_on_the_gpu_of_rank_0_joins_no_group_of_nccl(monkeypatch, gpus, shared, joins):
+    monkeypatch.setenv(SHARED_GPU_VARIABLE, shared)
+    run = {"engine": "vllm", "gpus_per_replica": gpus}
+    _, server, _ = follow(Server([]), model={"path": "/m"}, learner={"backend": "fsdp2"}, rollout=run)
+    assert [request.joins_nccl for request in server.asked] == [joins]
 
 
 def test_without_the_pause_nothing_is_loaded_and_the_next_version_is_taken(publish):

@@ -45,7 +45,7 @@ from asyncrl.gpu.learner_memory import (
     in_gigabytes,
     training_shape,
 )
-from asyncrl.gpu.shared_start import rank_start, read_shares, sharers
+from asyncrl.gpu.shares import read_shares, sharers
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.lora import add_adapters, first_adapters, unreached
 from asyncrl.learner.fsdp.model.policy import Policy, local, parts
@@ -73,8 +73,6 @@ KEPT = (
     "torch_attn::_varlen_attn",
 )
 """Operators whose results selective checkpointing keeps: those that cost most to compute again."""
-SMALL_BYTES = 512 << 20
-"""Part of a rank's share that is not reserved in one block: torch keeps tensors below 1 MB in blocks of their own."""
 
 
 def choose_device(config: LearnerConfig, rank: int) -> torch.device:
@@ -106,21 +104,15 @@ def prepare_device(device: torch.device, config: LearnerConfig) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.ranks))
 
 
-def reserve_share(device: torch.device, config: Config, rank: int) -> None:
-    """If an engine uses this rank's GPU too, take the rank's whole share of the memory at once. Blocking.
-
-    torch's allocator keeps what it has taken, so the engine measures the same free memory whenever it starts.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if device.type != "cuda" or device.index >= len(visible) or visible[device.index] not in sharers():
+def limit_memory(device: torch.device, config: Config) -> None:
+    """If an engine uses this rank's GPU too, let torch's allocator take only the rank's share of the memory."""
+    if device.type != "cuda" or not (shared := sharers()):
         return
-    gpu = visible[device.index]
-    shares = read_shares(config, [gpu])
-    with rank_start(gpu, f"learner/{rank}"):
-        total = torch.cuda.get_device_properties(device).total_memory
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[device.index]
+    if gpu in shared:
+        shares = read_shares(config, [gpu])
         torch.cuda.set_per_process_memory_fraction(shares.rank, device)
-        torch.empty(max(0, int(shares.rank * total) - SMALL_BYTES), dtype=torch.uint8, device=device)
-    _LOG.info("GPU %s is shared with %s: %s", gpu, sharers()[gpu], shares)
+        _LOG.info("GPU %s is shared with %s: %s", gpu, shared[gpu], shares)
 
 
 def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Policy, Scoring]:

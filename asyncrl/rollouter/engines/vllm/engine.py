@@ -34,8 +34,7 @@ import xxhash
 
 from asyncrl.config import Config
 from asyncrl.core.errors import BroadcastFailed, WeightsCorrupt
-from asyncrl.gpu.shared_start import engine_start, read_shares, sharers
-from asyncrl.gpu.sharing import ALONE
+from asyncrl.gpu.shares import read_shares, sharers
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import FIRST, EngineLoad, GenerationRequest, PauseMode, TokenDelta
@@ -130,10 +129,9 @@ class VllmEngine:
             self._folder, self._folder_lock = make_scratch_folder()
             # A ``close`` during the launch must not kill these children.
             self._earlier_children = multiprocessing.active_children()
-            async with engine_start(self.name):
-                self._launching = loop.run_in_executor(None, self._launch, model)
-                # The thread cannot be cancelled; ``close`` makes it end.
-                llm = self._llm = await asyncio.shield(self._launching)
+            self._launching = loop.run_in_executor(None, self._launch, model)
+            # The thread cannot be cancelled; ``close`` makes it end.
+            llm = self._llm = await asyncio.shield(self._launching)
         self._cores = list(llm.engine_core.resources.engine_manager.processes)
         self._adapter = self._vllm.adapter_request(self._config, self._folder)
         self._kv_tokens = self._vllm.kv_tokens(llm)
@@ -157,8 +155,8 @@ class VllmEngine:
     def _launch(self, model: dict[str, Any]) -> Any:
         if self._config.rollout.concurrency == "auto":
             self._load_logger = self._vllm.LoadLogger()
-        share = read_shares(self._config, list(sharers())).engine if sharers() else ALONE
-        return self._vllm.launch(self._config, self.name, model, self._folder, self._load_logger, share)
+        shares = read_shares(self._config, list(sharers())) if sharers() else None
+        return self._vllm.launch(self._config, self.name, model, self._folder, self._load_logger, shares)
 
     async def close(self) -> None:
         self._processes.look()

@@ -27,6 +27,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from asyncrl.config import Config
 from asyncrl.core.errors import ConfigError, EngineDied
+from asyncrl.gpu.sharing import GpuShares
 from asyncrl.rollouter.engines.base import EngineLoad
 from asyncrl.rollouter.engines.vllm import options
 from asyncrl.rollouter.engines.vllm.plugin import BACKEND
@@ -69,13 +70,13 @@ class LoadLogger(StatLoggerBase):
 
 
 def launch(
-    config: Config, name: str, model: dict[str, Any], folder: str, load: LoadLogger | None, gpu_share: float
+    config: Config, name: str, model: dict[str, Any], folder: str, load: LoadLogger | None, shares: GpuShares | None
 ) -> AsyncLLM:
     """Start an engine and wait until it runs. Blocking.
 
     ``model`` is the model's config.json; the engine keeps its files in ``folder``, and ``load`` receives its load.
-    ``gpu_share`` is the share of each GPU's memory for the engine, unless the user sets one. Raises ConfigError for a
-    model that cannot be run, EngineDied if the processes do not start.
+    ``shares`` divides the memory of GPUs that the engine shares with ranks. Raises ConfigError for a model that cannot
+    be run, EngineDied if the processes do not start.
     """
     if options.on_cpu(config) != current_platform.is_cpu():
         raise ConfigError(
@@ -93,7 +94,7 @@ def launch(
         _require_lora_support(model)
     try:
         arguments = AsyncEngineArgs(
-            **options.engine_arguments(config, name, gpu_share),
+            **options.engine_arguments(config, name, shares),
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         )
         with _environment(options.scratch_environment(folder)):

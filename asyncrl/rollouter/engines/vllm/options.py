@@ -25,7 +25,7 @@ from asyncrl.config import Config
 from asyncrl.config.algorithm import VLLM_RANKS
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.files import lock_is_free
-from asyncrl.gpu.sharing import ALONE
+from asyncrl.gpu.sharing import ALONE, GpuShares
 from asyncrl.rollouter.engines.vllm.checkpoint import targets, text_config
 
 SCRATCH_PREFIX = "asyncrl-engine-"
@@ -146,12 +146,13 @@ def max_model_len(config: Config) -> int:
     return config.rollout.vllm.max_model_len or config.longest_sequence
 
 
-def engine_arguments(config: Config, name: str, gpu_share: float = ALONE) -> dict[str, Any]:
+def engine_arguments(config: Config, name: str, shares: GpuShares | None = None) -> dict[str, Any]:
     """Make the arguments of AsyncEngineArgs; ``rollout.vllm.extra`` overrides them.
 
     The engine reads no weights ("dummy"), because the first update brings them before anything is generated. If
-    versions are adapters, it reads the model's weights, and the first update brings the adapter. ``gpu_share`` is the
-    share of each GPU's memory for the engine, unless the user sets one.
+    versions are adapters, it reads the model's weights, and the first update brings the adapter. ``shares``
+    divides the memory of GPUs that the engine shares with ranks. Then vLLM is told the size of its KV cache, because
+    it cannot measure memory that a rank also takes.
     """
     vllm = config.rollout.vllm
     arguments: dict[str, Any] = {
@@ -188,7 +189,9 @@ def engine_arguments(config: Config, name: str, gpu_share: float = ALONE) -> dic
         }
     else:
         arguments["tensor_parallel_size"] = config.rollout.gpus_per_replica
-        arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization or gpu_share
+        arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization or ALONE
+        if shares is not None:
+            arguments |= {"gpu_memory_utilization": shares.engine, "kv_cache_memory_bytes": shares.cache_bytes}
     if config.publishes_adapter:
         arguments |= _adapter_arguments(config)
     return arguments | vllm.extra

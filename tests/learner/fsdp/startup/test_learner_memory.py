@@ -24,10 +24,13 @@ from asyncrl.gpu.learner_memory import (
     advise,
     choose_checkpointing,
     estimate,
+    shape_of_settings,
 )
+from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE, GpuShares
 from asyncrl.learner.fsdp.model.policy import Policy, make_row
+from asyncrl.learner.fsdp.startup import sharding
 from asyncrl.learner.fsdp.startup.loading import load_policy
-from asyncrl.learner.fsdp.startup.sharding import plan_memory, shape_of
+from asyncrl.learner.fsdp.startup.sharding import limit_memory, plan_memory, shape_of
 from asyncrl.learner.fsdp.startup.startup_check import Scoring
 
 BF16 = torch.bfloat16
@@ -263,3 +266,31 @@ def test_what_the_estimate_does_not_know_is_computed_again(family, scoring, gpus
 def test_muon_keeps_one_state_of_the_layers():
     adamw, muon = (estimate(QWEN_7B, replace(LOAD, muon=muon)).states for muon in (False, True))
     assert adamw - muon == pytest.approx(4 * 28 * QWEN_7B.layer_parameters / 8, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["off", "selective", "full"])
+def test_a_config_json_is_estimated_no_lower_than_the_model(family, kind):
+    model = make_family(family, tied=False, intermediate_size=192)
+    load = TrainingShape(1, 512, 441, 2, kind, False)
+    exact = estimate(shape_of(Policy(model)), load).device
+    planned = estimate(shape_of_settings(model.config.to_dict()), load).device
+    # Biases and norms are left out.
+    assert exact * 0.97 <= planned <= exact * 1.5
+
+
+def test_a_rank_may_not_take_more_than_its_share_of_a_shared_gpu(monkeypatch):
+    limits = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
+    shares = GpuShares(rank=0.3, engine=0.55, checkpointing="full", cached_tokens=1000, cache_bytes=1 << 30)
+    monkeypatch.setattr(sharding, "read_shares", lambda _, gpus: {"GPU-5a": shares}[gpus[0]])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-5a")
+    monkeypatch.delenv(SHARED_GPU_VARIABLE, raising=False)
+    first, second = (torch.device("cuda", index) for index in range(2))
+    limit_memory(second, make_config())
+    monkeypatch.setenv(SHARED_GPU_VARIABLE, "GPU-5a:rollouter/0")
+    for device in (torch.device("cpu"), first):
+        limit_memory(device, make_config())
+    assert limits == []
+    limit_memory(second, make_config())
+    assert limits == [(0.3, second)]

@@ -24,8 +24,10 @@ from virtual import run_virtual
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError, EngineDied
+from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE, GpuShares
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.vllm import checkpoint, options
+from asyncrl.rollouter.engines.vllm import engine as engine_module
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.engines.vllm.processes import Processes, Watch
 
@@ -124,6 +126,19 @@ def test_no_process_of_an_engine_survives(how):
 # --- options ------------------------------------------------------------------------------------------------
 
 
+def test_an_engine_on_a_shared_gpu_is_told_its_share_and_the_size_of_its_cache(monkeypatch):
+    shares = GpuShares(rank=0.3, engine=0.55, checkpointing="full", cached_tokens=1000, cache_bytes=1 << 30)
+    config = config_for(rollout={"gpus_per_replica": 1})
+    expected = {"gpu_memory_utilization": 0.55, "kv_cache_memory_bytes": 1 << 30}
+    assert options.engine_arguments(config, "rollouter/0", shares).items() >= expected.items()
+    engine = VllmEngine(config, "rollouter/0")
+    engine._vllm = SimpleNamespace(launch=lambda *arguments: arguments[-1], LoadLogger=lambda: None)
+    monkeypatch.setattr(engine_module, "read_shares", lambda _, gpus: shares if gpus == ["0"] else None)
+    for value, passed in (("0:learner/0", shares), ("", None)):
+        monkeypatch.setenv(SHARED_GPU_VARIABLE, value)
+        assert engine._launch({}) is passed
+
+
 def test_arguments_follow_the_configuration():
     def arguments(name: str = "rollouter/0", **tree: Any) -> dict[str, Any]:
         return options.engine_arguments(config_for(**tree), name)
@@ -136,7 +151,10 @@ def test_arguments_follow_the_configuration():
     assert on_cpu["seed"] != arguments("rollouter/1")["seed"]
     on_gpu = arguments(rollout={"gpus_per_replica": 2})
     assert on_gpu.items() >= {"tensor_parallel_size": 2, "dtype": "bfloat16", "enforce_eager": False}.items()
-    assert not {"enable_chunked_prefill", "ir_op_priority"} & set(on_gpu)
+    assert not {"enable_chunked_prefill", "ir_op_priority", "kv_cache_memory_bytes"} & set(on_gpu)
+    assert on_gpu["gpu_memory_utilization"] == 0.9
+    set_by_user = arguments(rollout={"gpus_per_replica": 1}, vllm={"gpu_memory_utilization": 0.5})
+    assert set_by_user["gpu_memory_utilization"] == 0.5
     assert arguments(learner={"dtype": "bfloat16"})["dtype"] == "bfloat16"
     # An adapter is added to the model's own weights.
     expected = {"load_format": "auto", "enable_lora": True, "max_loras": 1, "lora_target_modules": ["q_proj", "v_proj"]}

@@ -1,0 +1,39 @@
+"""The shares that a process reads for its GPUs."""
+
+import json
+
+import pytest
+
+from asyncrl.config.load import validate_config
+from asyncrl.core.errors import ConfigError
+from asyncrl.gpu import shares
+from asyncrl.gpu.shares import read_shares, sharers
+from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE
+
+
+def test_the_launcher_names_the_other_actor(monkeypatch):
+    monkeypatch.delenv(SHARED_GPU_VARIABLE, raising=False)
+    assert sharers() == {}
+    monkeypatch.setenv(SHARED_GPU_VARIABLE, "0:learner/0,1:learner/1")
+    assert sharers() == {"0": "learner/0", "1": "learner/1"}
+
+
+def test_shares_follow_from_the_model_and_the_smallest_gpu(monkeypatch, tmp_path):
+    sizes = {"0": 80 << 30, "1": 24 << 30}
+    monkeypatch.setattr(shares, "gpu_bytes", sizes.get)
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    (tmp_path / "config.json").write_text(json.dumps(dict(zip(names, (896, 24, 14, 4864, 151_936), strict=True))))
+    config = validate_config({"model": {"path": str(tmp_path)}, "data": {"source": "synthetic"}, "lora": {"rank": 8}})
+    assert read_shares(config, ["0", "1"]) == read_shares(config, ["1"]) != read_shares(config, ["0"])
+    with pytest.raises(ConfigError, match=r"placement\.share: the driver does not report the memory of GPU 7"):
+        read_shares(config, ["7"])
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_a_config_json_that_cannot_be_read_has_no_sizes(monkeypatch, tmp_path, text):
+    monkeypatch.setattr(shares, "gpu_bytes", lambda _: 80 << 30)
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    config = validate_config({"model": {"path": str(tmp_path)}, "data": {"source": "synthetic"}})
+    with pytest.raises(ConfigError, match="KeyError: 'hidden_size'"):
+        read_shares(config, ["0"])
