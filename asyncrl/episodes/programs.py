@@ -210,9 +210,11 @@ class Programs(WorkerPool[Program]):
             program.timer = self._loop.call_later(self._config.close_timeout_s, self._kill, program, "did not end")
 
     def _outcome(self, program: Program, reason: str) -> EpisodeDone:
-        """Make the episode's result: from the reason that the pool killed the program, else from its keeper's report.
+        """Make the result of an episode whose program has ended.
 
-        Without a report the keeper has failed for ``reason``, and the host is blamed instead of the program.
+        If the pool killed the program, the result is the error in ``program.fault``. Else it follows from the report of
+        the keeper, the process that runs the program (``program.answer``). A keeper that ended without a report, for
+        ``reason``, has failed itself: then the error blames the host, not the program.
         """
         answer = program.answer
         if program.fault:

@@ -6,9 +6,10 @@ The ledger knows for each prompt whether it has an outcome, but only counts the 
 depends.
 
 Size: one bit for each prompt of an unfinished epoch, from the first open prompt to the last outcome. Consecutive epochs
-in which the same prompts have an outcome share one entry (a run), as finished epochs do. To record an outcome costs the
-same in an epoch of any size. The learner owns the ledger and keeps it in its checkpoints. With the learner's buffer it
-is the truth about every prompt; the dataloader's book of leases and a rollouter's held leases are derived from it.
+in which the same prompts have an outcome, such as finished epochs, share one entry, which is called a run. To record an
+outcome costs the same in an epoch of any size. The learner owns the ledger and keeps it in its checkpoints. With the
+learner's buffer it is the truth about every prompt; the dataloader's book of leases and a rollouter's held leases are
+derived from it.
 
 Fails with ValueError on an invalid state: epochs out of order, a set not in canonical form, or counts that differ from
 the sets.

@@ -1,8 +1,8 @@
 """The catalogue of metrics: each metric is declared once, in ``metrics.py`` of the actor's folder that counts it.
 
-A declaration gives a name, a unit and a sentence. It also says who has the metric: actors, and kinds of lines in
-metrics.jsonl. ``find`` imports the declarations of all roles, which import nothing but this module.
-``python -m asyncrl.observe.catalogue`` prints docs/metrics.md.
+A declaration gives a name, a unit and a sentence. It also names the actors that report the metric, and the kinds of
+lines in metrics.jsonl that contain it. ``find`` imports the declarations of all roles, which import nothing but this
+module. ``python -m asyncrl.observe.catalogue`` prints docs/metrics.md.
 
 Invariant: a name has one declaration. ``find`` returns None for an unknown name; metrics.py turns that into an error
 in tests.

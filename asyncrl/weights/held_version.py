@@ -153,7 +153,8 @@ def layout_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
         if not bucket.size:
             raise WeightsCorrupt("it is empty", version=manifest.version, bucket=index)
         end = 0
-        # An empty tensor may have the offset of the next one. Sorted first, it does not count as overlapping that one.
+        # An empty tensor may have the same offset as the tensor after it. The smaller one is checked first, so this is
+        # no overlap.
         for spec in sorted(bucket.tensors, key=lambda spec: (spec.offset, math.prod(spec.shape))):
             problem = _spec_problem(spec, bucket, end)
             if problem is None and spec.name in layouts:

@@ -2,8 +2,9 @@
 
 They must be whole, not quantized, and have the policy's tokens. A sequence goes to them as ids. With another tokenizer
 each log-prob would belong to another word, and no later check would notice. So the check compares the token of
-each id. A scoring model may have more tokens than the policy, and more embedding rows than tokens. A teacher's server
-is asked for the text of some ids and for their log-probs, with the policy's highest id as the last one.
+each id. A scoring model may have more tokens than the policy, and more embedding rows than tokens. If the teacher
+is on a server, the check sends it some ids, the last of which is the policy's highest. It compares the text that the
+server gives for them, and asks for their log-probs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs a node agent: follows the controller and the launcher, and carries out what ``AgentState`` decides.
 
 Exits, states of the run, commands, signals and time become events of ``AgentState``. It answers each with instructions,
-which are carried out before the next event. Actors are spawned from the main thread. A signal means the same as
-``preempt``; a second one means ``kill``, unless one of them is SIGHUP. Only the head's agent starts the controller. It
+which are carried out before the next event. Actors are spawned from the main thread. A signal preempts
+the run, and a second one kills it; SIGHUP counts as the first only. Only the head's agent starts the controller. It
 reports the controller's address to the launcher, which passes it to the other agents, and writes the record of how the
 run ended.
 """
@@ -65,10 +65,12 @@ class HostAgent:
     """The node agent of one host."""
 
     def __init__(self, spec: AgentSpec, config: Config, output: asyncio.StreamWriter) -> None:
+        """``spec`` names the actors of this host; events for the launcher go to ``output``."""
         self._spec = spec
         self._config = config
         self._run_dir = Path(spec.run_dir)
         self._launcher = LauncherLink(output, Path(spec.log_dir))
+        # The guard is the process above this one. When it has ended, this process ends its actors.
         self._guard = os.getppid()
         logs = {name: f"{spec.log_dir}/{name.replace('/', '-')}.log" for name in spec.actors}
         self._state = AgentState(logs, config.supervision, config.preempt.grace_s)
@@ -76,7 +78,7 @@ class HostAgent:
         self._children: dict[str, Child] = {}
         """The living process of each actor."""
         self._starts: dict[str, int] = {}
-        """Number of times that each actor was started."""
+        """Number of times that each actor was started; roles whose incarnation is fixed are not counted."""
         self._address = ""
         self._address_sent = asyncio.Event()
         """Set once the launcher has sent the controller's address."""

@@ -1,10 +1,10 @@
 """The last writes of a run: its last checkpoint and the exported model, or why one of them is missing.
 
 Both wait for room on a full disk, within ``checkpoint.room_wait_s``, or a share of ``preempt.grace_s`` in a preempted
-run. A failed export never restarts the learner while no checkpoint holds the last step: it would train steps twice.
+run.
 
-If the export fails, and not because of the disk, its error is raised if a checkpoint holds the last step: the restarted
-learner only exports. Otherwise fails with ActorFailed, which ends the run.
+An error of the export that is not a full disk restarts the learner if a checkpoint holds the last step: the new learner
+only exports. Without such a checkpoint a restart would train steps twice, so ActorFailed ends the run instead.
 """
 
 from __future__ import annotations

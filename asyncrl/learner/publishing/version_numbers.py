@@ -50,7 +50,7 @@ class VersionNumbers:
         if is_new_run:
             self.problem = ""
         elif used.version > mark.version or used.start > mark.start:
-            # Its subject is the mark: the notice begins with the name of the file.
+            # The notice puts the name of the file in front of this text.
             self.problem = self.problem or f"is older than the run: it holds version {mark.version}"
         self.version = max(mark.version, used.version)
         """The highest number given so far; -1 before the first."""

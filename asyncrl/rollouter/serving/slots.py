@@ -4,7 +4,7 @@ A slot is the right to have one call in the engine; a place is the right to have
 places than slots. Under ``rollout.concurrency = "auto"`` the number of slots adapts to the engine's load, within
 bounds:
 
-- raised while all slots are used and the KV cache has room: by the share GROWTH, after the first cut by a smaller one;
+- raised while all slots are used and the KV cache has room: by the share GROWTH until the first cut, and by less later;
 - cut to the share CUT under *pressure*: when the engine preempts a request, which then computes its context again, or
   when its KV cache is nearly full. After a cut there is no further one until the running calls are within the limit.
 """
@@ -107,7 +107,7 @@ class Slots:
         return self._unused - 1
 
     async def _enter(self) -> None:
-        """Take a free slot, or wait in the queue for one."""
+        """Take a free slot, or wait in the queue for one. A cancelled caller leaves the queue, and keeps no slot."""
         if self.taken < self.size and not self._waiters:
             self.taken += 1
             return
@@ -117,7 +117,7 @@ class Slots:
             await waiter
         except asyncio.CancelledError:
             if waiter.cancelled():
-                # ``_admit`` may have taken it out already.
+                # ``_admit`` skips a cancelled waiter, and may have removed it already.
                 with suppress(ValueError):
                     self._waiters.remove(waiter)
             else:

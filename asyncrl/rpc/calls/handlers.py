@@ -69,7 +69,10 @@ def handler(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def handlers_of(owner: object) -> dict[str, Handler]:
-    """The handlers of an object, by the name of their message type. Raises LookupError for one without senders."""
+    """Return the handlers of an object, by the name of their message type.
+
+    Raises LookupError if a message type does not say which roles may send it.
+    """
     handlers: dict[str, Handler] = {}
     for name in dir(type(owner)):
         function = getattr(type(owner), name, None)
@@ -82,8 +85,8 @@ def handlers_of(owner: object) -> dict[str, Handler]:
             bound,
             request,
             inspect.iscoroutinefunction(function),
-            not answered or request.idempotent,
-            answered,
-            senders_of(request),
+            idempotent=not answered or request.idempotent,
+            answered=answered,
+            senders=senders_of(request),
         )
     return handlers

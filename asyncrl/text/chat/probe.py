@@ -133,9 +133,10 @@ def _known_endings(template: ChatTemplate) -> list[str]:
 
 
 def _judge(template: ChatTemplate, turn: ChatTurn, shape: Shape, history: History) -> TurnCheck:
-    """Decide whether the conversation after a turn can extend the sampled tokens, or has to fork.
+    """Decide whether the next prompt can extend the sampled tokens of this turn, or has to fork into a new sequence.
 
-    It can if prompt, answer, and end token with what follows, encoded apart, have the same tokens as the whole text.
+    The engine never sees the whole text encoded at once. It has three parts: the prompt, the sampled answer, and the
+    end token with the text after it. The prompt extends if their tokens, one after another, are those of the whole.
     """
     if shape.ended and not turn.end:
         return TurnCheck("fork", "the template writes no token behind an answer that ends it for the model")
