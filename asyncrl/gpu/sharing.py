@@ -156,9 +156,9 @@ def _divide(total: int, demand: Demand, usable: float) -> GpuShares | None:
     # 1 % stays free.
     left = PERCENT - rank_percent - _percent(outside, total) - 1
     engine = demand.engine
-    share = left / PERCENT if engine.utilization is None else engine.utilization
-    if PERCENT * share > left:
+    if engine.utilization is not None and PERCENT * engine.utilization > left:
         return None
+    share = left / PERCENT if engine.utilization is None else engine.utilization
     need = estimate_engine(demand.shape, engine)
     cache_bytes = int(share * total) - need.without_cache
     tokens = cache_bytes // need.token

@@ -121,10 +121,12 @@ def test_survivors_of_a_death_in_a_broadcast_get_the_weights_by_another_transpor
     send, sending, dead = broadcast._Epoch.broadcast, threading.Event(), threading.Event()
     survivors, versions = {"rollouter/0", "rollouter/2"}, []
 
-    def send_once_one_is_dead(epoch, *arguments):
-        if epoch.rank == 0:
+    def fail_once_one_is_dead(epoch, *arguments):
+        """The first send fails as gloo's does when a member's process is gone; here the member's thread lives on."""
+        if epoch.rank == 0 and not sending.is_set():
             sending.set()
             assert dead.wait(20)
+            raise RuntimeError("Connection closed by peer")
         send(epoch, *arguments)
 
     async def kill():
@@ -139,7 +141,7 @@ def test_survivors_of_a_death_in_a_broadcast_get_the_weights_by_another_transpor
         await system.replace("rollouter/1")
         dead.set()
 
-    monkeypatch.setattr(broadcast._Epoch, "broadcast", send_once_one_is_dead)
+    monkeypatch.setattr(broadcast._Epoch, "broadcast", fail_once_one_is_dead)
     run_until_all_serve_the_last(system, monkeypatch, kill)
     ways = {}
     for line in system.lines("update"):

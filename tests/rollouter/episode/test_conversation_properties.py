@@ -50,7 +50,7 @@ class Agent:
             messages, tools = [user(self.text())], random.choice(TOOLS)
         elif kind == "f":
             messages.append({"role": "assistant", "content": self.text()})
-        goes_on = kind in "ga"
+        goes_on, answered = kind in "ga", len(messages)
         if goes_on and last is not None:
             calls = messages[-1].get("tool_calls") or ()
             messages += [tool(call["id"], self.text()) for call in calls] or [user(self.text())]
@@ -58,14 +58,23 @@ class Agent:
             messages.append(user(self.text()))
         prompt = self.player.ask(messages, tools)
         if goes_on and last is not None:
-            self.must_go_on(prompt, last)
+            self.must_go_on(prompt, last, len(messages) - answered)
         return prompt, messages, tools
 
-    def must_go_on(self, prompt, last):
-        """The answer is recognised. If several have the same text after the same messages, any may be."""
-        parent = prompt.resolved.parent
-        assert parent is last or (
-            not last.tool_calls and parent.message["content"].strip() == last.message["content"].strip()
+    def must_go_on(self, prompt, last, following):
+        """The answer, which ``following`` messages follow, is recognised.
+
+        If several messages have its text after the same messages, any may be: answers, or an answer that the agent made
+        up and sent.
+        """
+        resolved = prompt.resolved
+        point = resolved.point
+        for _ in range(following - len(resolved.unknown)):
+            point = point.parent
+        if point.node is not None:
+            assert resolved.parent is point.node
+        assert point.node is last or (
+            not last.tool_calls and point.message["content"].strip() == last.message["content"].strip()
         )
 
     def answer(self, prompt, messages, tools):
