@@ -1,0 +1,1 @@
+"""Checks that asyncrl works on this host's GPUs, and measures how fast it is there."""

@@ -1,0 +1,158 @@
+"""Measures the learner's step on one GPU: ``python -m tools.gpu_check.learner_rate FOLDER LENGTH COMPILE``.
+
+The model in FOLDER is trained with all weights on four sequences of LENGTH tokens, one a micro-batch. Prints a JSON
+object: the best of STEPS steps after the first (``seconds``, ``tokens_per_s``), ``mfu`` with causal attention counted,
+``used_bytes`` and ``estimated_bytes`` of memory, and the KERNELS with most time of one further step.
+
+Fails with RuntimeError without a CUDA device, and as the learner does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
+from asyncrl.gpu.learner_memory import estimate, training_shape
+from asyncrl.learner.algorithm.batch import StepPlan, build_step
+from asyncrl.learner.algorithm.user_functions import find_advantage
+from asyncrl.learner.fsdp.startup.sharding import shape_of
+from asyncrl.learner.fsdp.trainer import Trainer
+from asyncrl.learner.fsdp.utilisation import peak_flops
+from asyncrl.messages.groups import Group, Lease, Sequence, Trajectory, VersionSpan
+
+PROMPT, SAMPLES, GROUPS = 64, 2, 2
+STEPS = 3
+KERNELS = 3
+
+
+def configuration(folder: str, length: int, *, compiled: bool, device: str = "cuda") -> Config:
+    """One micro-batch for each sequence of ``length`` tokens."""
+    return validate_config(
+        {
+            "model": {"path": folder},
+            "data": {"source": "synthetic", "max_prompt_tokens": PROMPT},
+            "rollout": {"max_tokens": length - PROMPT, "samples_per_prompt": SAMPLES, "gpus_per_replica": 0},
+            "learner": {
+                "device": device,
+                "groups_per_step": GROUPS,
+                "tokens_per_microbatch": length,
+                "lr": 1e-6,
+                "compile": compiled,
+            },
+        }
+    )
+
+
+def make_groups(seed: int, length: int, vocabulary: int) -> list[Group]:
+    """Random groups whose sequences have ``length`` tokens, prompts included."""
+    random = np.random.default_rng(seed)
+    count = length - PROMPT
+
+    def trajectory(sample: int) -> Trajectory:
+        logprobs = -np.log(vocabulary) + 0.1 * random.standard_normal(count)
+        sequence = Sequence(
+            tokens=random.integers(0, vocabulary, count, dtype=np.int32),
+            logprobs=logprobs.astype(np.float32),
+            spans=[VersionSpan(0, 0, count)],
+        )
+        return Trajectory(
+            sample=sample, sequences=[sequence], finish_reason="stop", text="", reward=float(random.random())
+        )
+
+    def lease(index: int) -> Lease:
+        return Lease(
+            uid=f"0-{index}",
+            number=index + 1,
+            purpose="train",
+            epoch=0,
+            index=index,
+            param_version=0,
+            prompt_ids=random.integers(0, vocabulary, PROMPT, dtype=np.int32),
+            prompt="",
+            row={},
+            samples=SAMPLES,
+            temperature=1.0,
+            max_tokens=count,
+        )
+
+    return [
+        Group(lease=lease(index), trajectories=[trajectory(sample) for sample in range(SAMPLES)])
+        for index in range(GROUPS)
+    ]
+
+
+def causal_mfu(shape: Any, tokens: int, length: int, seconds: float, device_name: str) -> float:
+    """MFU with attention: 6 operations per parameter and token, and 12 per layer, query width and key seen (half)."""
+    operations = 6 * shape.parameters + 12 * shape.layers * shape.queries * length / 2
+    return float(operations * tokens / seconds / (peak_flops(device_name) or float("inf")))
+
+
+def measure(folder: str, length: int, *, compiled: bool, device: str = "cuda") -> dict[str, Any]:
+    """Train and measure, as the module says; ``device`` is learner.device."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no CUDA device")
+    config = configuration(folder, length, compiled=compiled, device=device)
+    trainer = Trainer(config, rank=0)
+    trainer.setup(*trainer.open_store("127.0.0.1"))
+    shape = shape_of(trainer.policy)
+
+    def plan_of(step: int) -> StepPlan:
+        return build_step(
+            make_groups(step, length, shape.vocabulary),
+            advantage=find_advantage(config.learner),
+            version=0,
+            config=config,
+            world_size=1,
+            packed=trainer.packed,
+            shared=trainer.shares_prefixes,
+        )
+
+    def seconds_of(step: int) -> float:
+        plan = plan_of(step)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        trainer.train(plan)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    first_s = seconds_of(0)
+    torch.cuda.reset_peak_memory_stats()
+    seconds = min(seconds_of(step) for step in range(1, 1 + STEPS))
+    used = torch.cuda.max_memory_allocated()
+    tokens = GROUPS * SAMPLES * length
+    kernels = kernels_of(lambda: seconds_of(1 + STEPS))
+    estimated = estimate(shape, training_shape(config, shape, torch.bfloat16.itemsize)).device
+    trainer.stop()
+    return {
+        "length": length,
+        "compiled": compiled,
+        "first_step_s": first_s,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "mfu": causal_mfu(shape, tokens, length, seconds, torch.cuda.get_device_name()),
+        "used_bytes": used,
+        "estimated_bytes": estimated,
+        "kernels": kernels,
+    }
+
+
+def kernels_of(step: Any) -> list[dict[str, Any]]:
+    """The kernels with most time in a step, with their share of the time of all."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step()
+    events = [(event.self_device_time_total, event.key) for event in profiled.key_averages()]
+    total = sum(time for time, _ in events) or 1.0
+    return [{"name": name[:60], "share": time / total} for time, name in sorted(events, reverse=True)[:KERNELS]]
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), compiled=sys.argv[3] == "1")))
