@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE, GpuShares, plan_sharing, sharers_of
-from asyncrl.observe.machine import gpu_bytes
+from asyncrl.observe.machine import read_gpu
 
 
 def sharers() -> dict[str, str]:
@@ -30,17 +30,27 @@ def sharers() -> dict[str, str]:
 def read_shares(config: Config, gpus: Sequence[str]) -> GpuShares:
     """Divide GPUs of this host (entries of CUDA_VISIBLE_DEVICES), by the smallest of them. Raises ConfigError.
 
-    A config.json that cannot be read counts as one without sizes.
+    Reads the config.json of the policy, the reference and the teacher. One that cannot be read counts as one without
+    sizes.
     """
     sizes = list[int]()
     for gpu in gpus:
-        size = gpu_bytes(gpu)
-        if size is None:
+        reading = read_gpu(gpu)
+        if reading is None:
             problem = f"the driver does not report the memory of GPU {gpu}, which learner and engine are to share"
             raise ConfigError([f'placement.share: {problem}; repair the driver, or set it to "never"'])
-        sizes.append(size)
+        sizes.append(reading.memory_total_bytes)
+    learner, scoring = config.learner, list[str | None]()
+    if learner.kl.coefficient and (learner.kl.path is not None or not config.lora.is_on):
+        scoring.append(learner.kl.path or config.model.path)
+    if learner.teacher is not None and learner.teacher_url is None:
+        scoring.append(learner.teacher)
+    return plan_sharing(config, _settings(config.model.path), min(sizes), [_settings(path) for path in scoring])
+
+
+def _settings(path: str | None) -> Mapping[str, Any]:
+    """Read a model's config.json; empty if it cannot be read, which the check of the model's folder reports."""
     settings: Any = {}
-    # The check of the model's folder reports a file that cannot be read.
     with contextlib.suppress(OSError, ValueError):
-        settings = json.loads((Path(config.model.path or "") / "config.json").read_text())
-    return plan_sharing(config, settings if isinstance(settings, dict) else {}, min(sizes))
+        settings = json.loads((Path(path or "") / "config.json").read_text())
+    return settings if isinstance(settings, dict) else {}

@@ -3,7 +3,8 @@
 Rank, engine and the checks before the start compute the shares from the same inputs: the configuration, the model's
 config.json and the memory of the GPU. So they agree without a message.
 
-The rank gets the memory that it is estimated to need, and the engine gets the rest, mostly for its KV cache. With
+The rank gets the memory that it is estimated to need, and the engine gets the rest, mostly for its KV cache. The rank's
+allocator is held to its share; vLLM has no such limit, so an engine that needs more than its estimate takes it. With
 ``learner.activation_checkpointing = "auto"`` the rank keeps fewer activations if the engine would have too little.
 
 Invariant: the two shares, and what the processes need besides, are at most the memory of the GPU. Fails with
@@ -21,6 +22,8 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.gpu.engine_memory import EngineShape, estimate_engine
 from asyncrl.gpu.learner_memory import (
     CAUTIOUS,
+    FLOAT32,
+    GATHERED_LAYERS,
     TOKENS,
     USABLE,
     Checkpointing,
@@ -39,6 +42,15 @@ ALONE = 0.9
 """Share of a GPU's memory that an engine takes by default if no rank uses the GPU."""
 PROCESS_BYTES, GROUP_BYTES = 700 << 20, 500 << 20
 """Memory of a process that torch's allocator does not count: CUDA's context and libraries; the buffers of NCCL."""
+UNCOUNTED = (
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "max_num_seqs",
+    "max_model_len",
+    "dtype",
+    "kv_cache_dtype",
+)
+"""Names in rollout.vllm.extra that would change an engine's memory without being counted here."""
 LEAST_SEQUENCES = 8
 """Number of longest sequences that must fit into an engine's KV cache."""
 WANTED_SEQUENCES = 64
@@ -63,7 +75,7 @@ class GpuShares:
     rank: float
     """Share that the rank's allocator may take."""
     engine: float
-    """Share that the engine's allocator may take: its gpu_memory_utilization."""
+    """Share for the engine's weights, steps and cache: its gpu_memory_utilization."""
     checkpointing: Checkpointing
     """Activation checkpointing with which the rank fits into its share."""
     cached_tokens: int
@@ -88,25 +100,39 @@ class Demand:
     engine: EngineShape
     asked: Checkpointing | None = None
     """Activation checkpointing that the user chose; None for "auto"."""
-    several: bool = False
-    """Whether ranks or workers of the engine on several GPUs form groups, which have buffers."""
+    group_bytes: int = 0
+    """Memory of groups that rank and engine form with others over NCCL, outside of their shares."""
+    scoring_bytes: int = 0
+    """Memory for the largest layers of a model that only scores, while it is checked in float32 at the start."""
 
 
-def plan_sharing(config: Config, settings: Mapping[str, Any], total: int) -> GpuShares:
-    """Divide a GPU of ``total`` bytes between a rank and an engine; ``settings`` is the model's config.json.
+def plan_sharing(
+    config: Config, settings: Mapping[str, Any], total: int, scoring: Sequence[Mapping[str, Any]] = ()
+) -> GpuShares:
+    """Divide a GPU of ``total`` bytes between a rank and an engine.
 
-    Models that only score need nothing: their shards are in host memory. Raises ConfigError if the model's memory
-    cannot be estimated, or, with the keys to change, if rank and engine do not fit.
+    ``settings`` is the policy's config.json, and ``scoring`` has those of the models that only score. The shards of
+    these are in host memory, and a few layers at a time on the GPU. Raises ConfigError if a model's memory cannot be
+    estimated, if rollout.vllm.extra changes the engine's, or, with the keys to change, if rank and engine do not fit.
     """
     vllm, learner = config.rollout.vllm, config.learner
+    if names := [name for name in UNCOUNTED if name in vllm.extra]:
+        problem = "changes the memory of an engine, which is divided with a rank of the learner"
+        raise ConfigError([f"rollout.vllm.extra.{name}: {problem}; leave it out" for name in names])
     try:
         shape = shape_of_settings(settings, config.lora.rank)
+        scoring_bytes = max((_layers_bytes(shape_of_settings(each)) for each in scoring), default=0)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         problem = f"the memory of {config.model.path} cannot be estimated ({type(error).__name__}: {error})"
         raise ConfigError(
             [f'placement.share: {problem}; set it to "never", and take one GPU for each rank and each engine']
         ) from error
     compute_bytes = BYTES_OF_DTYPE[learner.dtype]
+    several = learner.ranks > 1 or config.rollout.replicas > 1 or (config.rollout.gpus_per_replica or 1) > 1
+    asked = None if learner.activation_checkpointing == "auto" else learner.activation_checkpointing
+    if (settings.get("text_config") or settings).get("attn_logit_softcapping") is not None:
+        # The estimate does not know such attention, so the rank keeps no activations of it.
+        asked = asked or "full"
     demand = Demand(
         shape,
         training_shape(config, shape, compute_bytes),
@@ -118,8 +144,9 @@ def plan_sharing(config: Config, settings: Mapping[str, Any], total: int) -> Gpu
             compute_bytes=compute_bytes,
             utilization=vllm.gpu_memory_utilization,
         ),
-        None if learner.activation_checkpointing == "auto" else learner.activation_checkpointing,
-        several=learner.ranks > 1 or (config.rollout.gpus_per_replica or 1) > 1,
+        asked,
+        group_bytes=2 * (GROUP_BYTES + config.weights.bucket_bytes) * several,
+        scoring_bytes=scoring_bytes,
     )
     shares = share_gpu(total, demand)
     if shares is None:
@@ -151,10 +178,11 @@ def share_gpu(total: int, demand: Demand) -> GpuShares | None:
 
 def _divide(total: int, demand: Demand, usable: float) -> GpuShares | None:
     """Divide a GPU so that the rank's estimate fills a part ``usable`` of its share. Returns None if it cannot be."""
-    rank_percent = _percent(estimate(demand.shape, demand.load).device / usable, total)
-    outside = 2 * (PROCESS_BYTES + GROUP_BYTES * demand.several)
+    training = estimate(demand.shape, demand.load)
+    at_start = demand.scoring_bytes + (0 if training.offloaded else training.weights)
+    rank_percent = _percent(max(training.device, at_start) / usable, total)
     # 1 % stays free.
-    left = PERCENT - rank_percent - _percent(outside, total) - 1
+    left = PERCENT - rank_percent - _percent(2 * PROCESS_BYTES + demand.group_bytes, total) - 1
     engine = demand.engine
     if engine.utilization is not None and PERCENT * engine.utilization > left:
         return None
@@ -165,6 +193,11 @@ def _divide(total: int, demand: Demand, usable: float) -> GpuShares | None:
     if tokens < LEAST_SEQUENCES * engine.longest:
         return None
     return GpuShares(rank_percent / PERCENT, share, demand.load.checkpointing, tokens, cache_bytes)
+
+
+def _layers_bytes(shape: ModelShape) -> int:
+    """Memory of the embedding, the head and the gathered layers of a model, in float32."""
+    return FLOAT32 * (shape.other_parameters + GATHERED_LAYERS * shape.layer_parameters)
 
 
 def _percent(size: float, total: int) -> int:

@@ -231,7 +231,7 @@ class Launch:
             raise ConfigError(problems)
         for finding in self.findings:
             # A dry run shows all findings.
-            if finding.check == "sharing" and not self.dry_run:
+            if finding.check == "sharing" and finding.result == "ok" and not self.dry_run:
                 self.progress.say(f"{finding.host}: {finding.text}" if finding.host else finding.text)
         if warnings := warnings_of(self.findings):
             by = "" if self.start else "asyncrl-launch: "

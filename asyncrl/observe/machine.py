@@ -136,12 +136,11 @@ class GpuWatch:
                 return
 
 
-def gpu_bytes(word: str) -> int | None:
-    """Memory of a GPU, an entry of CUDA_VISIBLE_DEVICES; None if the driver does not answer. May take a second."""
+def read_gpu(word: str) -> Gpu | None:
+    """Read the memory of a GPU, an entry of CUDA_VISIBLE_DEVICES; None if the driver does not answer. Takes a second."""
     nvml = _open_nvml()
     handle = _handle(nvml, word) if nvml is not None else None
-    reading = _read_gpu(nvml, 0, handle) if nvml is not None and handle is not None else None
-    return None if reading is None else reading.memory_total_bytes
+    return _read_gpu(nvml, 0, handle) if nvml is not None and handle is not None else None
 
 
 def _open_nvml() -> ctypes.CDLL | None:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from gpu.cards import card
 
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError
@@ -20,7 +21,7 @@ def test_the_launcher_names_the_other_actor(monkeypatch):
 
 def test_shares_follow_from_the_model_and_the_smallest_gpu(monkeypatch, tmp_path):
     sizes = {"0": 80 << 30, "1": 24 << 30}
-    monkeypatch.setattr(shares, "gpu_bytes", sizes.get)
+    monkeypatch.setattr(shares, "read_gpu", lambda gpu: card(sizes[gpu]) if gpu in sizes else None)
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     (tmp_path / "config.json").write_text(json.dumps(dict(zip(names, (896, 24, 14, 4864, 151_936), strict=True))))
     config = validate_config({"model": {"path": str(tmp_path)}, "data": {"source": "synthetic"}, "lora": {"rank": 8}})
@@ -31,7 +32,7 @@ def test_shares_follow_from_the_model_and_the_smallest_gpu(monkeypatch, tmp_path
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])
 def test_a_config_json_that_cannot_be_read_has_no_sizes(monkeypatch, tmp_path, text):
-    monkeypatch.setattr(shares, "gpu_bytes", lambda _: 80 << 30)
+    monkeypatch.setattr(shares, "read_gpu", lambda _: card(80 << 30))
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     config = validate_config({"model": {"path": str(tmp_path)}, "data": {"source": "synthetic"}})

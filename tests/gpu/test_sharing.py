@@ -12,9 +12,9 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.gpu.engine_memory import EngineShape, estimate_engine
 from asyncrl.gpu.learner_memory import ModelShape, TrainingShape, estimate, shape_of_settings
 from asyncrl.gpu.sharing import (
-    GROUP_BYTES,
     LEAST_SEQUENCES,
     PROCESS_BYTES,
+    UNCOUNTED,
     Demand,
     advise_sharing,
     plan_sharing,
@@ -167,6 +167,32 @@ def test_advised_keys_have_the_effect_that_is_promised(tokens, length, named):
         plan_sharing(with_tokens(32768), MODELS["1.5B"], 48 * GIB)
 
 
+def test_what_else_takes_memory_is_counted():
+    alone = plan_sharing(configured(), MODELS["0.5B"], 80 * GIB)
+    # Groups over NCCL with an engine on another GPU.
+    other = plan_sharing(configured(rollout={"gpus_per_replica": 1, "replicas": 2}), MODELS["0.5B"], 80 * GIB)
+    assert alone.engine - other.engine == pytest.approx(0.02, abs=0.011)
+    # A teacher's embedding, head and two layers in float32: 6.2 GB beside the weights of a policy with adapters.
+    adapted = configured(32)
+    bare, taught = (plan_sharing(adapted, MODELS["0.5B"], 24 * GIB, scoring) for scoring in ((), (MODELS["7B"],)))
+    assert (bare.checkpointing, taught.checkpointing) == ("off", "off") or taught.rank >= bare.rank
+    small = configured(32, learner={"activation_checkpointing": "full"})
+    bare, taught = (plan_sharing(small, MODELS["0.5B"], 24 * GIB, scoring) for scoring in ((), (MODELS["7B"],)))
+    assert taught.rank * 24 * GIB > 7.0e9 > bare.rank * 24 * GIB
+    # Soft caps are not estimated.
+    capped = MODELS["0.5B"] | {"attn_logit_softcapping": 50.0}
+    assert plan_sharing(configured(), capped, 80 * GIB).checkpointing == "full"
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+def test_what_would_change_the_engine_unseen_is_refused(name):
+    config = configured(rollout={"gpus_per_replica": 1, "vllm": {"extra": {name: 1}}})
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.vllm\.extra\.{name}: changes the memory of an engine.*; leave it out"
+    ):
+        plan_sharing(config, MODELS["0.5B"], 80 * GIB)
+
+
 def test_names_of_sharers_by_gpu():
     assert sharers_of("") == {}
     assert sharers_of("0:rollouter/0,GPU-5a:learner/1") == {"0": "rollouter/0", "GPU-5a": "learner/1"}
@@ -193,7 +219,9 @@ ENGINES = st.builds(
     compute_bytes=st.just(2),
     utilization=st.sampled_from([None, 0.2, 0.5, 0.9]),
 )
-DEMANDS = st.builds(Demand, SHAPES, LOADS, ENGINES, st.sampled_from([None, "off", "selective", "full"]), st.booleans())
+ASKED = st.sampled_from([None, "off", "selective", "full"])
+EXTRA = st.sampled_from([0, 1 << 30])
+DEMANDS = st.builds(Demand, SHAPES, LOADS, ENGINES, ASKED, group_bytes=EXTRA, scoring_bytes=EXTRA)
 
 
 @settings(max_examples=examples(200))
@@ -206,7 +234,7 @@ def test_both_sides_have_what_they_are_estimated_to_need_and_no_more_than_there_
         assert share_gpu(total // 2, demand) is None
         assert advise_sharing(total, demand).startswith(("set ", "take a larger GPU"))
         return
-    outside = 2 * (PROCESS_BYTES + GROUP_BYTES * demand.several)
+    outside = 2 * PROCESS_BYTES + demand.group_bytes
     assert shares.rank * total + shares.engine * total + outside <= total
     assert (
         estimate(demand.shape, replace(demand.load, checkpointing=shares.checkpointing)).device <= shares.rank * total

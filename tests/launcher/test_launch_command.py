@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from gpu.cards import card
 from launcher.run_folder.test_resume import write_checkpoint
 
 from asyncrl.cli import launch
@@ -15,6 +16,7 @@ from asyncrl.config.keys import known_keys
 from asyncrl.config.load import load_config
 from asyncrl.dataloader.prompts import load_dataset
 from asyncrl.gpu import shares
+from asyncrl.launcher.checks import check_list
 from asyncrl.launcher.run_folder.folders import create_run_folder
 from asyncrl.rpc.linux import children_of
 from tools.learn.chat_model import make_model, make_tokenizer, save
@@ -159,7 +161,7 @@ def test_a_host_with_one_gpu_shares_it(config, tmp_path, monkeypatch, capsys):
     )
     (tmp_path / "hosts").write_text("localhost slots=1\n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(shares, "gpu_bytes", lambda gpu: {"0": 24 << 30}[gpu])
+    monkeypatch.setattr(shares, "read_gpu", lambda gpu: {"0": card(24 << 30)}[gpu])
     argv = [config, "--hosts", str(tmp_path / "hosts"), "--model.path", str(tmp_path / "model"), "--dry-run"]
     argv += ["--learner.backend", "fsdp2", "--rollout.engine", "vllm", "--rollout.replicas", "1"]
     argv += ["--data.max_prompt_tokens", "64", "--rollout.max_tokens", "64"]
@@ -171,7 +173,10 @@ def test_a_host_with_one_gpu_shares_it(config, tmp_path, monkeypatch, capsys):
     assert "GPU 0 is shared by learner/0 and rollouter/0: the learner's rank may take" in lines[2]
     assert launch.main([*argv, "--placement.share", "never"]) == 78
     assert 'or set placement.share = "auto"' in capsys.readouterr().err
-    monkeypatch.setattr(shares, "gpu_bytes", lambda gpu: 1 << 30)
+    monkeypatch.setattr(check_list, "read_gpu", lambda gpu: card(24 << 30, 2 << 30))
+    assert launch.main(argv) == 0
+    assert "other processes use 2.15 GB of GPU 0" in capsys.readouterr().out
+    monkeypatch.setattr(shares, "read_gpu", lambda gpu: card(1 << 30))
     assert launch.main(argv) == 78
     assert "placement.share: GPU 0 is shared by learner/0 and rollouter/0: a rank" in capsys.readouterr().err
 

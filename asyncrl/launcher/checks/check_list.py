@@ -24,6 +24,7 @@ from asyncrl.config.learnable import obstacles
 from asyncrl.config.load import config_from_json
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.roles import ROLES, role_of
+from asyncrl.gpu.learner_memory import in_gigabytes
 from asyncrl.gpu.shares import read_shares
 from asyncrl.launcher.checks.findings import CheckOrder, Finding, fail, ok, warn
 from asyncrl.launcher.checks.inputs import Inputs, check_inputs
@@ -49,11 +50,14 @@ from asyncrl.launcher.checks.resources import (
 )
 from asyncrl.launcher.checks.scoring_models import reference_path
 from asyncrl.launcher.checks.user_code import RewardTrial, check_algorithm, check_episode
+from asyncrl.observe.machine import read_gpu
 from asyncrl.observe.metrics_line import busy_s, read_metrics
 from asyncrl.rpc.linux import descriptor_limit
 
 SINK_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus_client": "prometheus"}
 """Packages that sinks need, each with the extra of asyncrl that installs it."""
+BUSY_SHARE = 0.05
+"""Share of a GPU's memory from which on other processes count as using it."""
 METRICS = "metrics.jsonl"
 LAST_STEPS = 20
 
@@ -133,12 +137,19 @@ def check_sharing(config: Config, shared: Mapping[str, str]) -> list[Finding]:
     """Whether rank and engine fit on each GPU that they share, and the share of each. ``shared``: names by GPU."""
     found = []
     for gpu, names in shared.items():
+        reading = read_gpu(gpu)
+        if reading is not None and reading.memory_bytes > BUSY_SHARE * reading.memory_total_bytes:
+            text = (
+                f"other processes use {in_gigabytes(reading.memory_bytes)} of GPU {gpu}, which the shares do not know"
+            )
+            found.append(warn("sharing", text, "end these processes"))
         try:
             found.append(ok("sharing", f"GPU {gpu} is shared by {names}: {read_shares(config, [gpu])}"))
         except ConfigError as error:
-            key, _, problem = error.problems[0].partition(": ")
-            detail, _, fix = problem.rpartition("; ")
-            found.append(fail("sharing", f"GPU {gpu} is shared by {names}: {detail}", fix, key=key))
+            for text in error.problems:
+                key, _, problem = text.partition(": ")
+                detail, _, fix = problem.rpartition("; ")
+                found.append(fail("sharing", f"GPU {gpu} is shared by {names}: {detail}", fix, key=key))
     return found
 
 

@@ -12,6 +12,7 @@ from asyncrl.config import Config
 from asyncrl.config.engines import ENGINES
 from asyncrl.core.disk import in_bytes
 from asyncrl.core.roles import role_of
+from asyncrl.launcher.checks.check_list import BUSY_SHARE
 from asyncrl.launcher.checks.findings import Finding, fail, listed, ok, warn
 from asyncrl.launcher.common.placement import Placed
 from asyncrl.launcher.doctor.orders import HostFacts
@@ -26,8 +27,6 @@ SHOULD_BE_EQUAL = ("python", "pyzmq", "msgspec")
 EXTRAS = {"aiohttp": "asyncrl[episodes]", "vllm": "asyncrl[vllm]"}
 EXTRAS |= dict.fromkeys(("torch", "transformers"), "asyncrl[train]")
 """By package, the extra that installs it; any other package is installed by its own name."""
-BUSY_SHARE = 0.05
-"""Share of a GPU's memory above which it counts as in use; a driver or a display takes less."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class Trainer:
         """Meet the other ranks, load and shard the models, and create optimizer, saver and assembly."""
         device = choose_device(self._learner, self._rank)
         prepare_device(device, self._learner)
-        limit_memory(device, self._config)
+        shares = limit_memory(device, self._config)
         self._met = Ranks(
             self._rank,
             self._learner.ranks,
@@ -119,7 +119,7 @@ class Trainer:
         )
         self.on_gpu = device.type == "cuda"
         self._dtype = compute_dtype(self._learner, device)
-        self.policy, scoring = build_policy(self._config, self._ranks, self._dtype)
+        self.policy, scoring = build_policy(self._config, self._ranks, self._dtype, shares)
         self.packed, self.shares_prefixes = scoring.packed, scoring.shared
         self._note_warnings(scoring, "model.path")
         self._parameters = list(self.policy.parameters())

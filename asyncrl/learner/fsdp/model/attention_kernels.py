@@ -62,12 +62,19 @@ def choose_kernel(
     *,
     windowed: bool,
     agree: Callable[[str | None, str], list[str]],
+    is_policy: bool = True,
 ) -> tuple[str | None, list[str]]:
-    """All ranks together: let torch call the fastest kernel that works on every rank.
+    """All ranks together: let torch call the fastest kernel that works on every rank for the policy's heads.
 
-    ``agree`` returns the problems of all ranks (``Ranks.agree``). Returns the problem of torch's own kernel if none
+    For another model (not ``is_policy``), which is loaded later, only the kernel of the policy is tried: the choice holds
+    for the whole process. ``agree`` returns the problems of all ranks (``Ranks.agree``). Returns the problem if no kernel
     works, else None; and a text for each installed package that does not work.
     """
+    if not is_policy:
+        problems = agree(
+            kernel_problem(device, dtype, heads, windowed=windowed), "the check of attention in one kernel"
+        )
+        return (problems[0] if problems else None), []
     texts = list[str]()
     for kernel in (*KERNELS, None):
         problem = use_kernel(kernel, device)
@@ -90,8 +97,10 @@ def use_kernel(kernel: Kernel | None, device: torch.device) -> str | None:
         restore_flash_attention_impl()
     if kernel is None:
         return None
-    if kernel.name not in list_flash_attention_impls() or not _is_installed(kernel.module):
+    if kernel.name not in list_flash_attention_impls():
         return ABSENT
+    if (problem := _import_problem(kernel.module)) is not None:
+        return problem
     if torch.cuda.get_device_capability(device)[0] not in kernel.majors:
         return f"it supports devices of capability {' and '.join(f'{major}.x' for major in kernel.majors)}"
     try:
@@ -102,12 +111,15 @@ def use_kernel(kernel: Kernel | None, device: torch.device) -> str | None:
     return None
 
 
-def _is_installed(module: str) -> bool:
+def _import_problem(module: str) -> str | None:
+    """Return the reason that a module of a package is not there; None if it is."""
     try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:
-        # A package above the module is missing or cannot be imported.
-        return False
+        return None if importlib.util.find_spec(module) is not None else ABSENT
+    except ModuleNotFoundError:
+        return ABSENT
+    except Exception as error:
+        # Looking for a module runs the code of the packages above it, which raises errors of any type.
+        return f"{type(error).__name__}: {error}"
 
 
 def kernel_problem(device: torch.device, dtype: torch.dtype, heads: attention.Heads, *, windowed: bool) -> str | None:
@@ -142,15 +154,17 @@ def kernel_problem(device: torch.device, dtype: torch.dtype, heads: attention.He
     module.num_key_value_groups = heads.queries // heads.keys  # type: ignore[assignment]
     try:
         results = _with_gradients(attention.varlen_attention, module, values, arguments)
+        expected = _with_gradients(attention.packed_attention, module, [x.float() for x in values], arguments)
+        distances = [
+            float((ours.float() - truth).norm() / truth.norm()) for ours, truth in zip(results, expected, strict=True)
+        ]
     except Exception as error:
-        # A package that compiles its kernel at the first call raises errors of any type.
+        # A package that compiles its kernel at the first call raises errors of any type, and the device reports some of
+        # them only when a result is read.
         return f"{type(error).__name__}: {error}"
-    expected = _with_gradients(attention.packed_attention, module, [x.float() for x in values], arguments)
-    for ours, truth in zip(results, expected, strict=True):
-        distance = float((ours.float() - truth).norm() / truth.norm())
-        # Written with ``not``, so that NaN fails too.
-        if not distance <= TRIED_DISTANCE:
-            return f"what the kernel gives is {distance:.2g} away from float32, relative to its size"
+    # Written with ``not``, so that NaN fails too.
+    if wrong := [distance for distance in distances if not distance <= TRIED_DISTANCE]:
+        return f"what the kernel gives is {wrong[0]:.2g} away from float32, relative to its size"
     return None
 
 

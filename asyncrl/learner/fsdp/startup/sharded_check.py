@@ -67,13 +67,21 @@ LONG = 2048
 
 
 def confirm_scoring(
-    policy: Policy, choice: AgreeingWays, config: Config, ranks: Ranks, dtype: torch.dtype, *, path: str
+    policy: Policy,
+    choice: AgreeingWays,
+    config: Config,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    *,
+    path: str,
+    is_trained: bool = True,
 ) -> Scoring:
     """All ranks together: set ``policy`` to the fastest way of ``choice`` that agrees for it, and return that way.
 
-    ``dtype`` is the compute type, and ``path`` names the model in errors. Raises ConfigError on all ranks alike.
+    ``dtype`` is the compute type, and ``path`` names the model in errors. The model that is trained chooses the attention
+    kernel for all. Raises ConfigError on all ranks alike.
     """
-    check = _Check(policy, choice, config, ranks, dtype)
+    check = _Check(policy, choice, config, ranks, dtype, is_trained=is_trained)
     with ranks.waiting("the check at start"):
         scoring = check.run(path)
     scoring.apply(policy)
@@ -116,7 +124,17 @@ def long_length(window: int | None, *, longest: int, parameters: int, device: st
 class _Check:
     """One run of the check. Its methods are called by all ranks together."""
 
-    def __init__(self, policy: Policy, choice: AgreeingWays, config: Config, ranks: Ranks, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        choice: AgreeingWays,
+        config: Config,
+        ranks: Ranks,
+        dtype: torch.dtype,
+        *,
+        is_trained: bool,
+    ) -> None:
+        self._is_trained = is_trained
         self._policy, self._choice, self._config, self._ranks = policy, choice, config, ranks
         self._dtype = dtype
         self._exact = dtype == torch.float32
@@ -212,8 +230,14 @@ class _Check:
             problem = f"the heads of its layers are not known: {type(error).__name__}: {error}"
         problems = self._ranks.agree(problem, "the check of attention in one kernel")
         if heads is not None and not problems:
-            windowed = self._window is not None
-            problem, texts = choose_kernel(device, self._dtype, heads, windowed=windowed, agree=self._ranks.agree)
+            problem, texts = choose_kernel(
+                device,
+                self._dtype,
+                heads,
+                windowed=self._window is not None,
+                agree=self._ranks.agree,
+                is_policy=self._is_trained,
+            )
             problems = [problem] if problem is not None else []
             warnings += texts
         if problems:

@@ -46,6 +46,7 @@ from asyncrl.gpu.learner_memory import (
     training_shape,
 )
 from asyncrl.gpu.shares import read_shares, sharers
+from asyncrl.gpu.sharing import GpuShares
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.lora import add_adapters, first_adapters, unreached
 from asyncrl.learner.fsdp.model.policy import Policy, local, parts
@@ -73,6 +74,8 @@ KEPT = (
     "torch_attn::_varlen_attn",
 )
 """Operators whose results selective checkpointing keeps: those that cost most to compute again."""
+KINDS: tuple[Checkpointing, ...] = ("off", "selective", "full")
+"""Kinds of activation checkpointing, from most memory to least."""
 
 
 def choose_device(config: LearnerConfig, rank: int) -> torch.device:
@@ -104,21 +107,28 @@ def prepare_device(device: torch.device, config: LearnerConfig) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.ranks))
 
 
-def limit_memory(device: torch.device, config: Config) -> None:
-    """If an engine uses this rank's GPU too, let torch's allocator take only the rank's share of the memory."""
+def limit_memory(device: torch.device, config: Config) -> GpuShares | None:
+    """If an engine uses this rank's GPU too, let torch's allocator take only the rank's share of the memory.
+
+    Returns the shares; None if the rank has its GPU alone.
+    """
     if device.type != "cuda" or not (shared := sharers()):
-        return
+        return None
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[device.index]
     if gpu in shared:
         shares = read_shares(config, [gpu])
         torch.cuda.set_per_process_memory_fraction(shares.rank, device)
         _LOG.info("GPU %s is shared with %s: %s", gpu, shared[gpu], shares)
+        return shares
+    return None
 
 
-def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Policy, Scoring]:
+def build_policy(
+    config: Config, ranks: Ranks, dtype: torch.dtype, shares: GpuShares | None = None
+) -> tuple[Policy, Scoring]:
     """All ranks together: load, check and shard the policy. Returns it and its way of scoring.
 
-    Raises ConfigError on all ranks.
+    ``shares`` divides this rank's GPU, if an engine uses it too. Raises ConfigError on all ranks.
     """
     lora = config.lora if config.lora.is_on else None
     mesh = make_mesh(ranks, ranks.device.type)
@@ -130,7 +140,7 @@ def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Poli
         if not parameter.requires_grad:
             # No small steps are added to a frozen weight.
             parameter.data = parameter.data.to(dtype)
-    checkpointing = plan_memory(policy, choice.scoring, config, ranks, dtype)
+    checkpointing = plan_memory(policy, choice.scoring, config, ranks, dtype, shares)
     offload = _offload(ranks) if config.learner.offload else OffloadPolicy()
     _shard_and_fill(policy, loaded.values, config.learner, ranks, mesh, dtype, offload, checkpointing)
     return policy, _confirm_scoring(policy, choice, config, ranks, dtype, config.model)
@@ -154,7 +164,7 @@ def build_frozen(
         offload = _offload(ranks) if ranks.device.type == "cuda" else OffloadPolicy()
         # It has no backward pass, so it keeps no activations.
         _shard_and_fill(policy, loaded.values, config.learner, ranks, mesh, dtype, offload, "off")
-        scoring = _confirm_scoring(policy, choice, config, ranks, dtype, model)
+        scoring = _confirm_scoring(policy, choice, config, ranks, dtype, model, is_trained=False)
     if packed and not scoring.packed:
         raise ConfigError([f'{key}: {path} cannot score several sequences a row; set learner.packing to "off"'])
     return policy, scoring
@@ -171,11 +181,18 @@ def _naming_key(key: str) -> Iterator[None]:
 
 
 def _confirm_scoring(
-    policy: Policy, choice: AgreeingWays, config: Config, ranks: Ranks, dtype: torch.dtype, model: ModelConfig
+    policy: Policy,
+    choice: AgreeingWays,
+    config: Config,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    model: ModelConfig,
+    *,
+    is_trained: bool = True,
 ) -> Scoring:
     """All ranks together: run the second part of the start-up check (sharded_check.py); rank 0 logs the warnings."""
     assert model.path is not None
-    scoring = confirm_scoring(policy, choice, config, ranks, dtype, path=model.path)
+    scoring = confirm_scoring(policy, choice, config, ranks, dtype, path=model.path, is_trained=is_trained)
     cost = sharing_cost(
         scoring,
         samples=config.rollout.samples_per_prompt,
@@ -346,12 +363,20 @@ def shape_of(policy: Policy) -> ModelShape:
     )
 
 
-def plan_memory(policy: Policy, scoring: Scoring, config: Config, ranks: Ranks, dtype: torch.dtype) -> Checkpointing:
-    """All ranks together: the kind of activation checkpointing.
+def plan_memory(
+    policy: Policy,
+    scoring: Scoring,
+    config: Config,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    shares: GpuShares | None = None,
+) -> Checkpointing:
+    """All ranks together: the kind of activation checkpointing; under "auto" that of the rank with least room.
 
     On a GPU rank 0 also logs the memory that a rank will need, and the keys to change if a device has too little. The
     memory of a model without attention, or with layers of different sizes, is not estimated, which is logged. Then auto
     is full, as for experts, whole logits and attention that is not ours, whose activations the estimate does not know.
+    ``shares`` divides this rank's GPU, if an engine uses it too.
     """
     learner = config.learner
     asked: Checkpointing | None = None
@@ -360,23 +385,26 @@ def plan_memory(policy: Policy, scoring: Scoring, config: Config, ranks: Ranks, 
     if ranks.device.type != "cuda":
         return asked or "off"
     own_bytes = torch.cuda.get_device_properties(ranks.device).total_memory
-    own_bytes = int(own_bytes * torch.cuda.get_per_process_memory_fraction(ranks.device))
+    own_bytes = int(own_bytes * shares.rank) if shares is not None else own_bytes
     available = int(ranks.all_gather([float(own_bytes)], "the memory of each rank's device").min())
+    own, shape, load = asked or "full", None, None
     try:
         shape = shape_of(policy)
         load = training_shape(config, shape, dtype.itemsize)
         if asked is None and is_estimated(policy, scoring):
-            load = replace(load, checkpointing=choose_checkpointing(shape, load, available))
-        needed, advice = estimate(shape, load), advise(shape, load, available)
+            # The engine on the GPU was promised what this kind leaves.
+            own = shares.checkpointing if shares is not None else choose_checkpointing(shape, load, available)
     except Exception as error:
         # The configuration's class may be code of the model, which raises errors of any type.
         _LOG.info("memory of the learner: not estimated: %s: %s", type(error).__name__, error)
-        return asked or "full"
-    if ranks.rank == 0:
-        _LOG.info("memory of the learner: %s, with activation checkpointing %s", needed, load.checkpointing)
-        if advice:
+    chosen = ranks.all_gather([float(KINDS.index(own))], "the activation checkpointing of each rank")
+    kind = KINDS[int(chosen.max())]
+    if ranks.rank == 0 and shape is not None and load is not None:
+        load = replace(load, checkpointing=kind)
+        _LOG.info("memory of the learner: %s, with activation checkpointing %s", estimate(shape, load), kind)
+        if advice := advise(shape, load, available):
             _LOG.warning("the learner may not fit into the %s of its device: set %s", in_gigabytes(available), advice)
-    return load.checkpointing
+    return kind
 
 
 def is_estimated(policy: Policy, scoring: Scoring) -> bool:

@@ -78,14 +78,14 @@ class Packages:
         self.scales[name] = scale
         _registry.register_flash_attention_impl(name, register_fn=register)
 
-    def choose(self, *others: str | None) -> tuple[str | None, list[str]]:
+    def choose(self, *others: str | None, is_policy: bool = True) -> tuple[str | None, list[str]]:
         """Choose as one rank; ``others`` are the problems of the other ranks with each kernel in turn."""
         answers = iter(others)
 
         def agree(problem: str | None, what: str) -> list[str]:
             return [each for each in (problem, next(answers, None)) if each is not None]
 
-        return choose_kernel(CPU, torch.bfloat16, HEADS, windowed=False, agree=agree)
+        return choose_kernel(CPU, torch.bfloat16, HEADS, windowed=False, agree=agree, is_policy=is_policy)
 
 
 @pytest.fixture
@@ -134,10 +134,32 @@ def test_all_ranks_use_the_same_kernel(packages) -> None:
     assert packages.choose("a", "b", "c")[0] == "c"
 
 
+def test_a_model_that_only_scores_changes_no_kernel(packages) -> None:
+    packages.add("FA4", scale=1.1)
+    packages.add("FA3")
+    assert packages.choose()[0] is None and current_flash_attention_impl() == "FA3"
+    # The fastest works for the other model, and still is not used.
+    packages.scales["FA4"] = 1.0
+    assert packages.choose(is_policy=False) == (None, []) and current_flash_attention_impl() == "FA3"
+    packages.scales["FA3"] = 1.1
+    problem, texts = packages.choose(is_policy=False)
+    assert "away from float32" in str(problem) and texts == [] and current_flash_attention_impl() == "FA3"
+
+
 def test_an_installed_package_that_this_torch_does_not_know_is_absent(monkeypatch) -> None:
     monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", {})
     assert [use_kernel(each, CPU) for each in KERNELS] == [ABSENT, ABSENT]
-    assert not attention_kernels._is_installed("no_such_package.module")
+    assert attention_kernels._import_problem("no_such_package.module") == ABSENT
+
+
+def test_a_package_that_breaks_when_it_is_looked_for_is_named(packages, tmp_path, monkeypatch) -> None:
+    (tmp_path / "broken_kernels").mkdir()
+    (tmp_path / "broken_kernels" / "__init__.py").write_text("raise OSError('undefined symbol')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    broken = KERNELS[0]._replace(module="broken_kernels.interface")
+    monkeypatch.setattr(attention_kernels, "KERNELS", (broken,))
+    packages.add("FA4")
+    assert packages.choose() == (None, ["FlashAttention 4 is not used for attention: OSError: undefined symbol"])
 
 
 @pytest.mark.gpu

@@ -123,7 +123,7 @@ def gpu_ranks(*memories):
         shards=1,
         replicas=len(memories),
         device=torch.device("cuda"),
-        all_gather=lambda values, what: np.array(memories)[:, None],
+        all_gather=lambda values, what: np.array(memories if "memory" in what else values)[:, None],
     )
 
 
@@ -226,7 +226,6 @@ def test_more_memory_never_makes_more_to_compute_again(shards, tokens, available
 @pytest.fixture
 def gpus_of_80_gb(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
 
 
 def test_the_smallest_gpu_decides_for_all_ranks(gpus_of_80_gb, caplog):
@@ -292,5 +291,20 @@ def test_a_rank_may_not_take_more_than_its_share_of_a_shared_gpu(monkeypatch):
     for device in (torch.device("cpu"), first):
         limit_memory(device, make_config())
     assert limits == []
-    limit_memory(second, make_config())
+    assert limit_memory(second, make_config()) is shares
     assert limits == [(0.3, second)]
+
+
+def test_the_engine_gets_what_the_planned_checkpointing_leaves(gpus_of_80_gb, monkeypatch):
+    policy = Policy(make_family("Mistral", tied=False))
+    planned = GpuShares(rank=0.5, engine=0.4, checkpointing="selective", cached_tokens=1, cache_bytes=1)
+    assert plan_memory(policy, OURS, make_config(), gpu_ranks(80e9), BF16) == "off"
+    assert plan_memory(policy, OURS, make_config(), gpu_ranks(80e9), BF16, planned) == "selective"
+    # A rank that has its GPU alone follows the one that keeps least.
+    ranks = gpu_ranks(80e9, 80e9)
+    ranks.all_gather = lambda values, what: (
+        np.array([values, [2.0]]) if "checkpointing" in what else np.array([[80e9]] * 2)
+    )
+    assert plan_memory(policy, OURS, make_config(), ranks, BF16) == "full"
+    asked = make_config(activation_checkpointing="off")
+    assert plan_memory(policy, OURS, asked, gpu_ranks(80e9), BF16, planned) == "off"
