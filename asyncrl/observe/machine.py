@@ -137,7 +137,7 @@ class GpuWatch:
 
 
 def read_gpu(word: str) -> Gpu | None:
-    """Read the memory of a GPU, an entry of CUDA_VISIBLE_DEVICES; None if the driver does not answer. Takes a second."""
+    """Read a GPU, an entry of CUDA_VISIBLE_DEVICES; None if the driver does not answer. May take a second."""
     nvml = _open_nvml()
     handle = _handle(nvml, word) if nvml is not None else None
     return _read_gpu(nvml, 0, handle) if nvml is not None and handle is not None else None

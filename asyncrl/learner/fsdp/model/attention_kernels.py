@@ -66,9 +66,9 @@ def choose_kernel(
 ) -> tuple[str | None, list[str]]:
     """All ranks together: let torch call the fastest kernel that works on every rank for the policy's heads.
 
-    For another model (not ``is_policy``), which is loaded later, only the kernel of the policy is tried: the choice holds
-    for the whole process. ``agree`` returns the problems of all ranks (``Ranks.agree``). Returns the problem if no kernel
-    works, else None; and a text for each installed package that does not work.
+    The choice holds for the whole process. So for another model (not ``is_policy``), which is loaded later, only the
+    kernel of the policy is tried. ``agree`` returns the problems of all ranks (``Ranks.agree``). Returns the problem if
+    no kernel works, else None; and a text for each installed package that does not work.
     """
     if not is_policy:
         problems = agree(

@@ -78,8 +78,8 @@ def confirm_scoring(
 ) -> Scoring:
     """All ranks together: set ``policy`` to the fastest way of ``choice`` that agrees for it, and return that way.
 
-    ``dtype`` is the compute type, and ``path`` names the model in errors. The model that is trained chooses the attention
-    kernel for all. Raises ConfigError on all ranks alike.
+    ``dtype`` is the compute type, and ``path`` names the model in errors. The model that is trained chooses the
+    attention kernel for all. Raises ConfigError on all ranks alike.
     """
     check = _Check(policy, choice, config, ranks, dtype, is_trained=is_trained)
     with ranks.waiting("the check at start"):

@@ -302,9 +302,7 @@ def test_the_engine_gets_what_the_planned_checkpointing_leaves(gpus_of_80_gb, mo
     assert plan_memory(policy, OURS, make_config(), gpu_ranks(80e9), BF16, planned) == "selective"
     # A rank that has its GPU alone follows the one that keeps least.
     ranks = gpu_ranks(80e9, 80e9)
-    ranks.all_gather = lambda values, what: (
-        np.array([values, [2.0]]) if "checkpointing" in what else np.array([[80e9]] * 2)
-    )
+    ranks.all_gather = lambda values, what: np.array([values, [2.0]] if "checkpointing" in what else [[80e9], [80e9]])
     assert plan_memory(policy, OURS, make_config(), ranks, BF16) == "full"
     asked = make_config(activation_checkpointing="off")
     assert plan_memory(policy, OURS, asked, gpu_ranks(80e9), BF16, planned) == "off"
