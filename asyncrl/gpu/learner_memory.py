@@ -144,7 +144,7 @@ class TrainingShape:
     """Whether Muon moves the layers; their few vectors are counted as matrices. Stacked experts, which AdamW moves, are
     too."""
     least_tokens: int = 0
-    """Tokens of the longest sequence: a row is at least so long, whatever learner.tokens_per_microbatch says."""
+    """Tokens of the longest sequence: a row is at least so long, under any learner.tokens_per_microbatch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """Divides the memory of a GPU between a rank of the learner and an engine, and says whether both fit. Pure.
 
-Rank, engine and the checks before the start compute the shares from the same inputs: the configuration, the model's
-config.json and the memory of the GPU. So they agree without a message.
+Rank, engine and the checks before the start compute the shares from the same inputs. These are the configuration, the
+model's config.json and the memory of the GPU. So they agree without a message.
 
 The rank gets the memory that it is estimated to need, and the engine gets the rest, mostly for its KV cache. The rank's
 allocator is held to its share; vLLM has no such limit, so an engine that needs more than its estimate takes it. With
 ``learner.activation_checkpointing = "auto"`` the rank keeps fewer activations if the engine would have too little.
 
-Invariant: the two shares, and what the processes need besides, are at most the memory of the GPU. Fails with
+Invariant: the two shares and the memory outside of them are at most the memory of the GPU. Fails with
 ConfigError, which names the keys to change, if rank and engine do not fit.
 """
 
@@ -112,8 +112,8 @@ def plan_sharing(
     """Divide a GPU of ``total`` bytes between a rank and an engine.
 
     ``settings`` is the policy's config.json, and ``scoring`` has those of the models that only score. The shards of
-    these are in host memory, and a few layers at a time on the GPU. Raises ConfigError if a model's memory cannot be
-    estimated, if rollout.vllm.extra changes the engine's, or, with the keys to change, if rank and engine do not fit.
+    these are in host memory, and a few layers at a time on the GPU. Raises ConfigError, with the keys to change, if rank
+    and engine do not fit. Also raises it if a model's memory cannot be estimated, or rollout.vllm.extra changes it.
     """
     vllm, learner = config.rollout.vllm, config.learner
     if names := [name for name in UNCOUNTED if name in vllm.extra]:

@@ -2,9 +2,8 @@
 
 Prints a line for each check: pass, fail, or skip with its reason. The exit code is 1 if a check failed.
 
-    python -m tools.gpu_check --json > gpu.json                   # the same as one JSON object
-    python -m tools.gpu_check --only run                          # checks whose name contains a word
-    python -m tools.gpu_check --into docs/learner.md gpu.json     # put the results into a page
+``--json`` prints one JSON object. ``--only WORD`` runs the checks whose names contain a word. ``--into PAGE FILE`` puts
+the results in a file into a page.
 """
 
 from __future__ import annotations

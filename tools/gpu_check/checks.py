@@ -46,12 +46,12 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the checks run on."""
+    """A host on which the checks run."""
 
     gpus: tuple[str, ...]
     """Names of the devices that torch sees; empty without CUDA."""
     problem: str
-    """Reason that nothing can run on a GPU here; empty if there is none."""
+    """Reason that nothing can run on a GPU here; empty if something can."""
     folder: Path
     """Where runs and models are written."""
 
@@ -141,7 +141,7 @@ def _ended(run: LiveRun) -> str:
 
 
 def check_versions(host: Host) -> Result:
-    """What is installed."""
+    """The versions of what is installed."""
     detail = ", ".join(f"{name} {value}" for name, value in device(host).items())
     return Result("versions", "pass", detail)
 
