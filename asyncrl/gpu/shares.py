@@ -1,8 +1,8 @@
 """The GPUs that this process shares with another actor, and the shares of their memory.
 
 The launcher names the other actor in an environment variable. The shares follow from files and from the driver, so a
-rank and an engine get the same ones without a message. Neither waits for the other at its start: the rank's allocator
-may not take more than its share, and the engine is told how large its KV cache is.
+rank and an engine get the same ones without a message. Neither waits for the other at its start. The rank's allocator
+may not take more than its share, and vLLM gets the size of its KV cache.
 
 Fails with ConfigError if the driver does not report a GPU's memory, or as ``plan_sharing`` does.
 """

@@ -112,8 +112,8 @@ def plan_sharing(
     """Divide a GPU of ``total`` bytes between a rank and an engine.
 
     ``settings`` is the policy's config.json, and ``scoring`` has those of the models that only score. The shards of
-    these are in host memory, and a few layers at a time on the GPU. Raises ConfigError, with the keys to change, if rank
-    and engine do not fit. Also raises it if a model's memory cannot be estimated, or rollout.vllm.extra changes it.
+    these are in host memory, and a few layers at a time on the GPU. Raises ConfigError, with the keys to change, if
+    rank and engine do not fit; also if a model's memory cannot be estimated, or rollout.vllm.extra changes it.
     """
     vllm, learner = config.rollout.vllm, config.learner
     if names := [name for name in UNCOUNTED if name in vllm.extra]:

@@ -1,7 +1,7 @@
 """Measures the learner's step on one GPU: ``python -m tools.gpu_check.learner_rate FOLDER LENGTH COMPILE``.
 
 The model in FOLDER is trained with all weights on four sequences of LENGTH tokens, one a micro-batch. Prints a JSON
-object. ``seconds`` and ``tokens_per_s`` are of the best of STEPS steps after the first. ``mfu`` counts causal attention.
+object. ``seconds`` and ``tokens_per_s`` are of the best of STEPS steps after the first; ``mfu`` counts attention.
 ``used_bytes`` and ``estimated_bytes`` are of memory. ``kernels`` has the KERNELS with most time in one further step.
 
 Fails with RuntimeError without a CUDA device, and as the learner does.
