@@ -261,7 +261,7 @@ class ParameterServer(Actor):
     async def _verify_suspects(self) -> None:
         """Task: verify the newest version when a replica has found it corrupt, and condemn it if it is.
 
-        The learner then publishes the weights again.
+        The learner then publishes its present weights as a newer version.
         """
         while True:
             await self._suspect.wait()
