@@ -5,8 +5,8 @@ encoded in two ways: an answer's ids with its extension, and a single render of 
 if they are equal; ``fork`` if not, so another sequence begins; ``refused`` if the template accepts no such
 conversation. A ChatReport has all verdicts. Nothing here ends a run.
 
-Some templates leave the reasoning of earlier answers out. With ``history = "sampled"`` the context keeps this reasoning,
-and everything else must be equal to the single render. With ``history = "template"`` the conversation forks.
+Some templates leave the reasoning of earlier answers out. With ``history = "sampled"`` the context keeps this
+reasoning, and everything else must equal the single render. With ``history = "template"`` the conversation forks.
 """
 
 from __future__ import annotations
