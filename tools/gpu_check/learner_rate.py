@@ -147,9 +147,10 @@ def kernels_of(step: Any) -> list[dict[str, Any]]:
     """The kernels with most time in a step, with their share of the time of all."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         step()
-    events = [(event.self_device_time_total, event.key) for event in profiled.key_averages()]
+    averages = profiled.key_averages()
+    events = [(event.self_device_time_total, event.key) for event in averages if event.self_device_time_total]
     total = sum(time for time, _ in events) or 1.0
     return [{"name": name[:60], "share": time / total} for time, name in sorted(events, reverse=True)[:KERNELS]]
 

@@ -33,7 +33,7 @@ class Result:
     """Measured numbers, by names that hold their units."""
 
     def __str__(self) -> str:
-        return f"{self.result:4}  {self.name:24}  {self.detail}"
+        return f"{self.result:4}  {self.name:32}  {self.detail}"
 
 
 def exit_code(results: Iterable[Result]) -> int:

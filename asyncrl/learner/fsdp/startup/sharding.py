@@ -391,12 +391,15 @@ def plan_memory(
     try:
         shape = shape_of(policy)
         load = training_shape(config, shape, dtype.itemsize)
+        # A configuration of other types fails here.
+        estimate(shape, load)
         if asked is None and is_estimated(policy, scoring):
             # The engine on the GPU was promised what this kind leaves.
             own = shares.checkpointing if shares is not None else choose_checkpointing(shape, load, available)
     except Exception as error:
         # The configuration's class may be code of the model, which raises errors of any type.
         _LOG.info("memory of the learner: not estimated: %s: %s", type(error).__name__, error)
+        shape = None
     chosen = ranks.all_gather([float(KINDS.index(own))], "the activation checkpointing of each rank")
     kind = KINDS[int(chosen.max())]
     if ranks.rank == 0 and shape is not None and load is not None:
