@@ -127,7 +127,7 @@ def measure(folder: str, length: int, *, compiled: bool, device: str = "cuda") -
     seconds = min(seconds_of(step) for step in range(1, 1 + STEPS))
     used = torch.cuda.max_memory_allocated()
     tokens = GROUPS * SAMPLES * length
-    kernels = kernels_of(lambda: seconds_of(1 + STEPS))
+    kernels = kernels_of(lambda: seconds_of(1 + STEPS)) if trainer.on_gpu else []
     estimated = estimate(shape, training_shape(config, shape, torch.bfloat16.itemsize)).device
     trainer.stop()
     return {
@@ -147,7 +147,7 @@ def kernels_of(step: Any) -> list[dict[str, Any]]:
     """The kernels with most time in a step, with their share of the time of all."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step()
     averages = profiled.key_averages()
     events = [(event.self_device_time_total, event.key) for event in averages if event.self_device_time_total]
