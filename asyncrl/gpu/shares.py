@@ -40,17 +40,17 @@ def read_shares(config: Config, gpus: Sequence[str]) -> GpuShares:
             problem = f"the driver does not report the memory of GPU {gpu}, which learner and engine are to share"
             raise ConfigError([f'placement.share: {problem}; repair the driver, or set it to "never"'])
         sizes.append(reading.memory_total_bytes)
-    learner, scoring = config.learner, list[str | None]()
+    learner, policy, scoring = config.learner, config.model.path or "", list[str]()
     if learner.kl.coefficient and (learner.kl.path is not None or not config.lora.is_on):
-        scoring.append(learner.kl.path or config.model.path)
+        scoring.append(learner.kl.path or policy)
     if learner.teacher is not None and learner.teacher_url is None:
         scoring.append(learner.teacher)
-    return plan_sharing(config, _settings(config.model.path), min(sizes), [_settings(path) for path in scoring])
+    return plan_sharing(config, _settings(policy), min(sizes), {path: _settings(path) for path in scoring})
 
 
-def _settings(path: str | None) -> Mapping[str, Any]:
+def _settings(path: str) -> Mapping[str, Any]:
     """Read a model's config.json; empty if it cannot be read, which the check of the model's folder reports."""
     settings: Any = {}
     with contextlib.suppress(OSError, ValueError):
-        settings = json.loads((Path(path or "") / "config.json").read_text())
+        settings = json.loads((Path(path) / "config.json").read_text())
     return settings if isinstance(settings, dict) else {}

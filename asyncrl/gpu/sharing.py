@@ -107,26 +107,20 @@ class Demand:
 
 
 def plan_sharing(
-    config: Config, settings: Mapping[str, Any], total: int, scoring: Sequence[Mapping[str, Any]] = ()
+    config: Config, settings: Mapping[str, Any], total: int, scoring: Mapping[str, Mapping[str, Any]] | None = None
 ) -> GpuShares:
     """Divide a GPU of ``total`` bytes between a rank and an engine.
 
-    ``settings`` is the policy's config.json, and ``scoring`` has those of the models that only score. The shards of
-    these are in host memory, and a few layers at a time on the GPU. Raises ConfigError, with the keys to change, if
+    ``settings`` is the policy's config.json. ``scoring`` has those of the models that only score, by path. Their
+    shards are in host memory, and a few layers at a time on the GPU. Raises ConfigError, with the keys to change, if
     rank and engine do not fit; also if a model's memory cannot be estimated, or rollout.vllm.extra changes it.
     """
     vllm, learner = config.rollout.vllm, config.learner
     if names := [name for name in UNCOUNTED if name in vllm.extra]:
         problem = "changes the memory of an engine, which is divided with a rank of the learner"
         raise ConfigError([f"rollout.vllm.extra.{name}: {problem}; leave it out" for name in names])
-    try:
-        shape = shape_of_settings(settings, config.lora.rank)
-        scoring_bytes = max((_layers_bytes(shape_of_settings(each)) for each in scoring), default=0)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        problem = f"the memory of {config.model.path} cannot be estimated ({type(error).__name__}: {error})"
-        raise ConfigError(
-            [f'placement.share: {problem}; set it to "never", and take one GPU for each rank and each engine']
-        ) from error
+    shape = _shape_of(config.model.path or "the model", settings, config.lora.rank)
+    scoring_bytes = max((_layers_bytes(_shape_of(path, each)) for path, each in (scoring or {}).items()), default=0)
     compute_bytes = BYTES_OF_DTYPE[learner.dtype]
     several = learner.ranks > 1 or config.rollout.replicas > 1 or (config.rollout.gpus_per_replica or 1) > 1
     asked = None if learner.activation_checkpointing == "auto" else learner.activation_checkpointing
@@ -193,6 +187,17 @@ def _divide(total: int, demand: Demand, usable: float) -> GpuShares | None:
     if tokens < LEAST_SEQUENCES * engine.longest:
         return None
     return GpuShares(rank_percent / PERCENT, share, demand.load.checkpointing, tokens, cache_bytes)
+
+
+def _shape_of(path: str, settings: Mapping[str, Any], rank: int = 0) -> ModelShape:
+    """As ``shape_of_settings``. Raises ConfigError, which names the model's path."""
+    try:
+        return shape_of_settings(settings, rank)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        problem = f"the memory of {path} cannot be estimated ({type(error).__name__}: {error})"
+        raise ConfigError(
+            [f'placement.share: {problem}; set it to "never", and take one GPU for each rank and each engine']
+        ) from error
 
 
 def _layers_bytes(shape: ModelShape) -> int:

@@ -26,6 +26,15 @@ def test_shares_follow_from_the_model_and_the_smallest_gpu(monkeypatch, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(dict(zip(names, (896, 24, 14, 4864, 151_936), strict=True))))
     config = validate_config({"model": {"path": str(tmp_path)}, "data": {"source": "synthetic"}, "lora": {"rank": 8}})
     assert read_shares(config, ["0", "1"]) == read_shares(config, ["1"]) != read_shares(config, ["0"])
+    taught = validate_config(
+        {
+            "model": {"path": str(tmp_path)},
+            "data": {"source": "synthetic"},
+            "learner": {"teacher": str(tmp_path / "teacher")},
+        }
+    )
+    with pytest.raises(ConfigError, match="the memory of .*/teacher cannot be estimated"):
+        read_shares(taught, ["0"])
     with pytest.raises(ConfigError, match=r"placement\.share: the driver does not report the memory of GPU 7"):
         read_shares(config, ["7"])
 

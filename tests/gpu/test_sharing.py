@@ -141,6 +141,8 @@ def test_a_model_whose_memory_is_unknown_shares_no_gpu(changed, word):
         plan_sharing(configured(), MODELS["0.5B"] | changed, 80 * GIB)
     with pytest.raises(ConfigError, match="KeyError: 'hidden_size'"):
         plan_sharing(configured(), {}, 80 * GIB)
+    with pytest.raises(ConfigError, match=rf"the memory of /teacher .*{word}"):
+        plan_sharing(configured(), MODELS["0.5B"], 80 * GIB, {"/teacher": MODELS["0.5B"] | changed})
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_what_else_takes_memory_is_counted():
     assert alone.engine - other.engine == pytest.approx(0.02, abs=0.011)
     # A teacher's embedding, head and two layers in float32: 6.2 GB beside the weights of a policy with adapters.
     small = configured(32, learner={"activation_checkpointing": "full"})
-    bare, taught = (plan_sharing(small, MODELS["0.5B"], 24 * GIB, scoring) for scoring in ((), (MODELS["7B"],)))
+    bare, taught = (plan_sharing(small, MODELS["0.5B"], 24 * GIB, scoring) for scoring in ({}, {"/t": MODELS["7B"]}))
     assert taught.rank * 24 * GIB > 7.0e9 > bare.rank * 24 * GIB
     # Soft caps are not estimated.
     capped = MODELS["0.5B"] | {"attn_logit_softcapping": 50.0}
