@@ -13,7 +13,8 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.messages.groups import Group, Lease, Sequence, Trajectory, VersionSpan
+from asyncrl.messages.groups import Group
+from tools.random_groups import random_groups
 
 VOCABULARY = 2048
 PROMPT, MEDIAN, LONGEST = 32, 128, 2000
@@ -76,41 +77,7 @@ def lengths(sigma: float) -> np.ndarray:
 
 def make_groups(sigma: float) -> list[Group]:
     """Scored groups, with behaviour log-probs near those of random weights."""
-    random = np.random.default_rng(1)
-    found = []
-    for index, counts in enumerate(lengths(sigma)):
-        trajectories = [
-            Trajectory(
-                sample=sample,
-                sequences=[
-                    Sequence(
-                        tokens=random.integers(0, VOCABULARY, count, dtype=np.int32),
-                        logprobs=(-np.log(VOCABULARY) + 0.1 * random.standard_normal(count)).astype(np.float32),
-                        spans=[VersionSpan(0, 0, int(count))],
-                    )
-                ],
-                finish_reason="stop",
-                text="",
-                reward=float(random.random()),
-            )
-            for sample, count in enumerate(counts)
-        ]
-        lease = Lease(
-            uid=f"0-{index}",
-            number=index + 1,
-            purpose="train",
-            epoch=0,
-            index=index,
-            param_version=0,
-            prompt_ids=random.integers(0, VOCABULARY, PROMPT, dtype=np.int32),
-            prompt="",
-            row={},
-            samples=SAMPLES,
-            temperature=1.0,
-            max_tokens=LONGEST,
-        )
-        found.append(Group(lease=lease, trajectories=trajectories))
-    return found
+    return random_groups(np.random.default_rng(1), lengths(sigma), prompt=PROMPT, vocabulary=VOCABULARY)
 
 
 def advantages(group: Group) -> np.ndarray:

@@ -25,7 +25,7 @@ from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.fsdp.startup.sharding import shape_of
 from asyncrl.learner.fsdp.trainer import Trainer
 from asyncrl.learner.fsdp.utilisation import peak_flops
-from asyncrl.messages.groups import Group, Lease, Sequence, Trajectory, VersionSpan
+from tools.random_groups import random_groups
 
 PROMPT, SAMPLES, GROUPS = 64, 2, 2
 STEPS = 3
@@ -50,44 +50,6 @@ def configuration(folder: str, length: int, *, compiled: bool, device: str = "cu
     )
 
 
-def make_groups(seed: int, length: int, vocabulary: int) -> list[Group]:
-    """Random groups whose sequences have ``length`` tokens, prompts included."""
-    random = np.random.default_rng(seed)
-    count = length - PROMPT
-
-    def trajectory(sample: int) -> Trajectory:
-        logprobs = -np.log(vocabulary) + 0.1 * random.standard_normal(count)
-        sequence = Sequence(
-            tokens=random.integers(0, vocabulary, count, dtype=np.int32),
-            logprobs=logprobs.astype(np.float32),
-            spans=[VersionSpan(0, 0, count)],
-        )
-        return Trajectory(
-            sample=sample, sequences=[sequence], finish_reason="stop", text="", reward=float(random.random())
-        )
-
-    def lease(index: int) -> Lease:
-        return Lease(
-            uid=f"0-{index}",
-            number=index + 1,
-            purpose="train",
-            epoch=0,
-            index=index,
-            param_version=0,
-            prompt_ids=random.integers(0, vocabulary, PROMPT, dtype=np.int32),
-            prompt="",
-            row={},
-            samples=SAMPLES,
-            temperature=1.0,
-            max_tokens=count,
-        )
-
-    return [
-        Group(lease=lease(index), trajectories=[trajectory(sample) for sample in range(SAMPLES)])
-        for index in range(GROUPS)
-    ]
-
-
 def causal_mfu(shape: Any, tokens: int, length: int, seconds: float, device_name: str) -> float:
     """MFU with attention: 6 operations per parameter and token, and 12 per layer, query width and key seen (half)."""
     operations = 6 * shape.parameters + 12 * shape.layers * shape.queries * length / 2
@@ -102,10 +64,11 @@ def measure(folder: str, length: int, *, compiled: bool, device: str = "cuda") -
     trainer = Trainer(config, rank=0)
     trainer.setup(*trainer.open_store("127.0.0.1"))
     shape = shape_of(trainer.policy)
+    lengths = np.full((GROUPS, SAMPLES), length - PROMPT)
 
     def plan_of(step: int) -> StepPlan:
         return build_step(
-            make_groups(step, length, shape.vocabulary),
+            random_groups(np.random.default_rng(step), lengths, prompt=PROMPT, vocabulary=shape.vocabulary),
             advantage=find_advantage(config.learner),
             version=0,
             config=config,
