@@ -1,7 +1,7 @@
 """Waits for the groups of each step and plans it.
 
-The learner waits for groups, never for a replica or a disk. The wait ends when a step's groups are in the buffer, or
-when no more will come. Meanwhile an overdue version is tried again, at times that no other event postpones.
+The learner waits for groups, never for a replica or a disk. The wait ends when all groups of a step are in the buffer,
+or when the run is preempted. Meanwhile an overdue version is tried again, at times that no other event postpones.
 
 A step is planned when it begins, or early, while the step before is trained. Its groups are chosen when it begins. So
 an early plan is a guess: it takes the groups that would be chosen now, and is made again if older groups come. Early
@@ -71,7 +71,8 @@ class NextStep:
             return learner.groups_per_step
         # On policy, wait for all groups of the version: otherwise a step's groups would depend on the order of arrival.
         # While a version is overdue, ``unpublished`` may exceed its steps; the next step still needs its own groups.
-        return learner.groups_per_step * max(1, learner.steps_per_version - self.unpublished)
+        steps = max(1, learner.steps_per_version - self.unpublished)
+        return learner.groups_per_step * min(steps, max(1, learner.steps - self.step + 1))
 
     def inputs(self, buffer: GroupBuffer, config: Config) -> PlanInputs | None:
         """The inputs of the step's plan with the oldest groups now in the buffer; None if there are too few."""
@@ -201,7 +202,7 @@ class StepPlanner:
         self._early_thread = ThreadPoolExecutor(1, thread_name_prefix="plan")
 
     async def wait(self) -> bool:
-        """Wait until the next step's groups, or the run's last ones, are in the buffer and scored.
+        """Wait until the next step's groups are in the buffer and scored.
 
         Returns False if the run is preempted, after a limited wait for groups under way.
         """
@@ -221,9 +222,7 @@ class StepPlanner:
             if self._progress.preempted:
                 await self._wait_for_last_groups()
                 return False
-            supply = self._dataloader.supply
-            are_last = supply.exhausted and supply.outstanding == len(intake.buffer) > 0
-            if (len(intake.buffer) >= wanted or are_last) and self._are_scored(wanted):
+            if len(intake.buffer) >= wanted and self._are_scored(wanted):
                 return True
             if not self._schedule.is_overdue:
                 await self._news.wait()

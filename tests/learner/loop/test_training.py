@@ -228,6 +228,38 @@ def test_a_run_that_is_resumed_with_fewer_steps_than_it_has_taken_is_at_its_end(
     run_virtual(main())
 
 
+def test_i1_a_step_waits_for_all_its_groups_though_the_dataloader_leases_no_more() -> None:
+    """A preemption may reach the dataloader before the learner: then it leases no more, and the step stays whole."""
+
+    async def main() -> None:
+        scene = Scene(steps=2, groups=range(3), learner={"groups_per_step": 2})
+        scene.dataloader.supply = Supply(number=0, exhausted=True, outstanding=1)
+        await scene.training.begin([])
+        running = asyncio.create_task(scene.training.run())
+        await asyncio.sleep(1.0)
+        assert (scene.progress.step, len(scene.intake.buffer)) == (1, 1)
+        scene.progress.preempted = True
+        scene.progress.news.announce()
+        await running
+        assert (scene.progress.step, scene.intake.buffer.uids) == (1, ["0-2"])
+        scene.close()
+
+    run_virtual(main())
+
+
+def test_the_last_version_waits_for_the_groups_of_its_steps_alone() -> None:
+    """Without staleness a step waits for all groups of its version. A run resumed inside a version has fewer left."""
+
+    async def main() -> None:
+        scene = Scene(step=1, steps=2, learner={"steps_per_version": 2}, staleness={"max": 0})
+        await scene.training.begin([])
+        await scene.training.run()
+        assert (scene.progress.step, scene.progress.unpublished) == (2, 0)
+        scene.close()
+
+    run_virtual(main())
+
+
 def test_i8_steps_after_an_overdue_version_wait_for_all_groups_of_the_next() -> None:
     """Under the limit 0, where a step of the groups that came first would be a matter of their arrival."""
 
