@@ -73,6 +73,8 @@ ActorState = Literal[
     "loading",
     "probing",
     "restarting",
+    "asleep",
+    "waking",
     "following",
     "training",
     "publishing",
@@ -118,8 +120,9 @@ class WatchdogConfig(Section):
 class PlacementConfig(Section):
     """GPUs of learner and engines."""
 
-    share: Literal["auto", "never", "always"] = "auto"
-    """Whether an engine may use GPUs of the learner's ranks: if there are too few GPUs otherwise, never, or always."""
+    share: Literal["auto", "never", "always", "time_slice"] = "auto"
+    """Whether an engine may use GPUs of the learner's ranks: if there are too few GPUs otherwise, never, or always.
+    time_slice is always, with the memory of the GPU in turn: the engine sleeps while the rank computes."""
 
 
 class NetworkConfig(Section):

@@ -19,12 +19,21 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE, GpuShares, plan_sharing, sharers_of
+from asyncrl.gpu.slices import RankSlices
 from asyncrl.observe.machine import read_gpu
 
 
 def sharers() -> dict[str, str]:
     """Return the other actor on each GPU that this process shares; empty if it has its GPUs alone."""
     return sharers_of(os.environ.get(SHARED_GPU_VARIABLE, ""))
+
+
+def rank_slices(config: Config, rank: int) -> RankSlices | None:
+    """Make the rank's side of a GPU that it has in time slices; None if it keeps its memory. May block."""
+    if config.placement.share != "time_slice" or not (shared := sharers()):
+        return None
+    gpu, engine = next(iter(shared.items()))
+    return RankSlices(gpu, f"learner/{rank}", engine, config.learner.collective_timeout_s)
 
 
 def read_shares(config: Config, gpus: Sequence[str]) -> GpuShares:

@@ -55,6 +55,8 @@ LEAST_SEQUENCES = 8
 """Number of longest sequences that must fit into an engine's KV cache."""
 WANTED_SEQUENCES = 64
 """Number of longest sequences that should fit before the rank keeps activations."""
+ASLEEP_BYTES = 2 << 30
+"""Memory that a sleeping engine keeps: CUDA graphs, workspaces and what libraries hold."""
 PERCENT = 100
 LARGE_GPU = 70 << 30
 STEP_TOKENS = {True: 16_384, False: 8_192}
@@ -82,12 +84,14 @@ class GpuShares:
     """Tokens that fit into the engine's KV cache."""
     cache_bytes: int
     """Size of the KV cache. vLLM is given this number, so it need not measure memory that the rank also takes."""
+    in_turn: bool = False
+    """Whether both have the memory in turn, so that the shares may add up to more than 1."""
 
     def __str__(self) -> str:
         return (
             f"the learner's rank may take {self.rank:.0%} of the memory (activation checkpointing "
             f"{self.checkpointing}) and the engine {self.engine:.0%}, with room for about {self.cached_tokens:,} "
-            "tokens in its KV cache"
+            f"tokens in its KV cache{', in turn' if self.in_turn else ''}"
         )
 
 
@@ -100,6 +104,8 @@ class Demand:
     engine: EngineShape
     asked: Checkpointing | None = None
     """Activation checkpointing that the user chose; None for "auto"."""
+    in_turn: bool = False
+    """Whether both have the memory in turn, in time slices."""
     group_bytes: int = 0
     """Memory of groups that rank and engine form with others over NCCL, outside of their shares."""
     scoring_bytes: int = 0
@@ -139,6 +145,7 @@ def plan_sharing(
             utilization=vllm.gpu_memory_utilization,
         ),
         asked,
+        in_turn=config.placement.share == "time_slice",
         group_bytes=2 * (GROUP_BYTES + config.weights.bucket_bytes) * several,
         scoring_bytes=scoring_bytes,
     )
@@ -176,7 +183,15 @@ def _divide(total: int, demand: Demand, usable: float) -> GpuShares | None:
     at_start = demand.scoring_bytes + (0 if training.offloaded else training.weights)
     rank_percent = _percent(max(training.device, at_start) / usable, total)
     # 1 % stays free.
-    left = PERCENT - rank_percent - _percent(2 * PROCESS_BYTES + demand.group_bytes, total) - 1
+    left = PERCENT - _percent(2 * PROCESS_BYTES + demand.group_bytes, total) - 1
+    rank_share = rank_percent
+    if demand.in_turn:
+        # While the rank computes, the engine keeps a little. The other way round, the rank keeps nothing.
+        rank_share = left - _percent(ASLEEP_BYTES, total)
+        if rank_percent > rank_share:
+            return None
+    else:
+        left -= rank_percent
     engine = demand.engine
     if engine.utilization is not None and PERCENT * engine.utilization > left:
         return None
@@ -186,7 +201,9 @@ def _divide(total: int, demand: Demand, usable: float) -> GpuShares | None:
     tokens = cache_bytes // need.token
     if tokens < LEAST_SEQUENCES * engine.longest:
         return None
-    return GpuShares(rank_percent / PERCENT, share, demand.load.checkpointing, tokens, cache_bytes)
+    return GpuShares(
+        rank_share / PERCENT, share, demand.load.checkpointing, tokens, cache_bytes, in_turn=demand.in_turn
+    )
 
 
 def _shape_of(path: str, settings: Mapping[str, Any], rank: int = 0) -> ModelShape:
@@ -242,6 +259,8 @@ def _changes(demand: Demand) -> dict[str, Callable[[Demand], Demand]]:
         return lambda before: replace(before, load=replace(before.load, **values))
 
     changes: dict[str, Callable[[Demand], Demand]] = {}
+    if not demand.in_turn:
+        changes['placement.share = "time_slice"'] = lambda before: replace(before, in_turn=True)
     if demand.asked not in (None, "full"):
         changes['learner.activation_checkpointing = "full"'] = lambda before: replace(before, asked="full")
     if demand.engine.utilization is not None:

@@ -142,7 +142,7 @@ def gpus_of_a_node(config: Config, nodes: int) -> int | None:
         return None
     ranks = learner.ranks if learner.backend != "sim" and learner.device != "cpu" else 0
     total = ranks + rollout.replicas * each
-    if config.placement.share == "always":
+    if config.placement.share in ("always", "time_slice"):
         total = max(ranks, rollout.replicas * each)
     # Try from an even share of the GPUs, rounded up, to all of them on one node.
     for count in range(-(-total // nodes), total):

@@ -30,10 +30,12 @@ STATES: dict[Kind, dict[str, str]] = {
         "loading": "weights are replaced",
         "probing": "new weights are compared with the learner's log-probs before requests are admitted",
         "restarting": "it has died, and another one starts",
+        "asleep": "the learner has the GPU",
+        "waking": "it gets its memory back",
     },
     "rank": {
         "starting": "imports, rendezvous, the model, the newest checkpoint",
-        "waiting": "for groups, for the dataloader, or for the last evaluations",
+        "waiting": "for groups, for the dataloader, for the last evaluations, or for the engines' GPU",
         "following": "a rank above 0 waits for the next command of rank 0",
         "training": "a step: batch, forward, backward, optimizer",
         "publishing": "weights are gathered and written for the engines",

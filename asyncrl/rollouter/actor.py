@@ -19,6 +19,8 @@ import asyncio
 import contextlib
 from collections.abc import Collection
 
+from asyncrl.gpu.shares import sharers
+from asyncrl.gpu.slices import EngineSlices
 from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
 from asyncrl.messages.episodes import Chat, ChatReply, EpisodeBegan, TurnReward, TurnRewarded
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
@@ -59,7 +61,10 @@ class Rollouter(Actor):
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
         config, services = self.config, self.services
-        self._host = EngineHost(config, lambda: make_engine(config, self.name), self.clock, self.states, self.awaits)
+        slices = EngineSlices(list(sharers())) if config.placement.share == "time_slice" and sharers() else None
+        self._host = EngineHost(
+            config, lambda: make_engine(config, self.name), self.clock, self.states, self.awaits, slices
+        )
         self._policy = ServedPolicy(config, services, self._host, self.trace)
         self._leases = HeldLeases(config, services, self.peer, self._host, self._policy.places)
         self._pools = RewardPools(config, services, self.peer, self.roster, self._number)
@@ -103,8 +108,9 @@ class Rollouter(Actor):
         player = SingleTurn(self._policy, stops, self._policy.tokenizer) if single else await self._episodes(stops)
         self._pools.connect()
         self._groups = GroupRunner(self.config, self.services, player, self._pools, self._leases)
-        self.states.enter("starting", "engine")
-        await self._host.start()
+        if self._host.slices is None:
+            self.states.enter("starting", "engine")
+            await self._host.start()
 
     async def _episodes(self, stops: Stops) -> EpisodePlayer:
         """Check the chat template, connect to the episode hosts and make the player of episodes. Raises ConfigError."""

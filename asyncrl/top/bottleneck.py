@@ -40,6 +40,8 @@ KIND_OF: dict[str, Kind] = {
     "exporting": "upkeep",
     "restarting": "start",
     "starting": "start",
+    "waking": "start",
+    "asleep": "wait",
     "waiting": "wait",
     "idle": "wait",
     "following": "wait",

@@ -96,8 +96,9 @@ def place(config: Config, hosts: Sequence[PlacementHost]) -> list[Placed]:
             episodes = f"episodes/{first_replica + local}"
             placed[episodes] = Placed(name=episodes, host=host.name, env=_environment(1, ()))
         first_rank, first_replica = first_rank + ranks[index], first_replica + replicas[index]
+    rehearsed = config.placement.share == "time_slice" and not on_gpu and not gpus_each
     for host in hosts:
-        _with_sharers(placed, host.name)
+        _with_sharers(placed, host.name, rehearsed=rehearsed)
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
     for name, host in zip(config.extra_episode_hosts, extra, strict=True):
         placed[name] = Placed(name=name, host=host.name, env=_environment(1, ()))
@@ -209,7 +210,7 @@ def _layout(config: Config, hosts: Sequence[PlacementHost]) -> _Layout:
     if not (_learner_on_gpu(config, hosts) and _gpus_per_replica(config)):
         # Only one side uses GPUs.
         share = "never"
-    if share != "always":
+    if share in ("auto", "never"):
         try:
             return _Layout(*_counts(config, hosts))
         except ConfigError:
@@ -226,7 +227,7 @@ def _shared_counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list
     """Return the numbers of ranks and of engines of each host, where an engine may also use GPUs of ranks.
 
     Ranks fill the first hosts. An engine goes to a host with enough GPUs that have no engine. First come hosts where
-    these have no rank either, or under "always" hosts where they have; then those with most of them. Returns None if
+    these have no rank either, or (not with "auto") hosts where they have; then those with most of them. Returns None if
     ranks or engines alone exceed the GPUs.
     """
     gpus_each, gpus = _gpus_per_replica(config), [len(host.gpus) for host in hosts]
@@ -242,7 +243,7 @@ def _shared_counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list
 
     def preference(i: int) -> tuple[bool, int, int]:
         taken = replicas[i] * gpus_each
-        if config.placement.share == "always":
+        if config.placement.share != "auto":
             return taken < ranks[i], gpus[i] - taken, -i
         return gpus[i] - taken - ranks[i] >= gpus_each, gpus[i] - taken, -i
 
@@ -261,10 +262,19 @@ def shared_gpus(placed: Iterable[Placed], host: str) -> dict[str, list[str]]:
     return {gpu: names for gpu, names in users.items() if len(names) > 1}
 
 
-def _with_sharers(placed: dict[str, Placed], host: str) -> None:
-    """Set SHARED_GPU_VARIABLE of the actors on a host that share a GPU."""
+def _with_sharers(placed: dict[str, Placed], host: str, *, rehearsed: bool) -> None:
+    """Set SHARED_GPU_VARIABLE of the actors on a host that share a GPU.
+
+    With ``rehearsed`` the host has no GPUs, and time slices are rehearsed on CPUs: pairs of a rank and an engine share
+    GPUs that are called "cpu0", "cpu1" and so on.
+    """
+    shared = shared_gpus(placed.values(), host)
+    if rehearsed:
+        here = [name for name, actor in placed.items() if actor.host == host]
+        pairs_here = zip(*([n for n in here if role_of(n) == role] for role in ("learner", "rollouter")), strict=False)
+        shared = {f"cpu{number}": list(names) for number, names in enumerate(pairs_here)}
     others: dict[str, list[str]] = {}
-    for gpu, names in shared_gpus(placed.values(), host).items():
+    for gpu, names in shared.items():
         for name, other in itertools.permutations(names, 2):
             others.setdefault(name, []).append(f"{gpu}:{other}")
     for name, pairs in others.items():

@@ -18,6 +18,7 @@ Order of calls, rank 0::
     metrics = backend.train(plan)               # one optimizer step; its metrics and plan.metrics make one line
     saving = backend.save(folder)               # runs in the background; saving.result() raises its error
     backend.export(folder)
+    backend.rest()                              # whenever it has to wait for groups
     backend.stop()                              # ends the followers too
 
 Order of calls, every other rank::
@@ -131,6 +132,12 @@ class Backend(Protocol):
         Returns once every rank has copied its own and the previous version is written; later training does not change
         the copy. The result holds ``probe``, and its owner releases it; ``on_sealed`` gets each sealed segment. The
         future ends with OSError if they cannot be written; only this error leaves the ranks in step.
+        """
+
+    def rest(self) -> None:
+        """Rank 0: in time slices (gpu/slices.py), let engines have the GPUs of all ranks until the next other call.
+
+        Weights and optimizer states move to host memory. Without time slices it does nothing.
         """
 
     def export(self, folder: Path) -> None:

@@ -18,6 +18,8 @@ from asyncrl.checkpoint.contents import CONTENTS, TrainerContents, read_trainer_
 from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
 from asyncrl.core.files import sync, write_file
+from asyncrl.gpu.shares import rank_slices
+from asyncrl.gpu.slices import RankSlices
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.algorithm.scoring import ScoringPlan
@@ -44,16 +46,27 @@ class SimTrainer:
         self._rank = rank
         self._steps = 0
         self._background = Background("assembly", f"learner/{rank}")
+        self._slices: RankSlices | None = None
 
     def open_store(self, host: str) -> tuple[str, int]:
         return host, 0
 
     def setup(self, host: str, port: int) -> None:
-        """Do nothing: there are no other ranks and no model."""
+        """Take the GPU, if there are time slices; there are no other ranks and no model."""
+        self._slices = rank_slices(self._config, self._rank)
+        if self._rank:
+            self.rest()
+        else:
+            self._take()
+
+    def _take(self) -> None:
+        if self._slices is not None:
+            self._slices.take()
 
     def train(self, plan: StepPlan) -> dict[str, float]:
         if not plan.sequences:
             return {}
+        self._take()
         time.sleep(self._config.learner.sim.step_s)
         self._steps += 1
         return {"learner/lr": learning_rate(self._steps, self._config.learner)}
@@ -68,6 +81,7 @@ class SimTrainer:
     def publish(
         self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
     ) -> Future[HeldVersion]:
+        self._take()
         self._background.wait(self._config.learner.collective_timeout_s)
         return self._background.start(lambda: self._assemble(version, probe, on_sealed))
 
@@ -96,6 +110,11 @@ class SimTrainer:
             raise
         gather_s = time.monotonic() - began
         return HeldVersion(Manifest(version=version, buckets=buckets, probe=probe, gather_s=gather_s), descriptors)
+
+    def rest(self) -> None:
+        """Let the engine have the GPU, if there are time slices."""
+        if self._slices is not None:
+            self._slices.give()
 
     def export(self, folder: Path) -> None:
         """Do nothing: there are no weights to write."""
@@ -133,4 +152,6 @@ class SimTrainer:
         """Do nothing: ``follow`` does not wait."""
 
     def stop(self) -> None:
-        """Do nothing: nothing is held."""
+        """Give the GPU back, if there are time slices."""
+        if self._slices is not None:
+            self._slices.close()

@@ -17,11 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
 from asyncrl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint, NonFiniteStep
+from asyncrl.gpu.shares import rank_slices
+from asyncrl.gpu.slices import RankSlices
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.objective import Objective
 from asyncrl.learner.algorithm.packing import MicroBatch
@@ -32,10 +35,12 @@ from asyncrl.learner.fsdp.model.lora import WithoutAdapters, target_names
 from asyncrl.learner.fsdp.model.optimizers import make_optimizer
 from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.ranks.ranks import (
+    Command,
     Gather,
     LoadCheckpoint,
     Ranks,
     Reference,
+    Rest,
     Save,
     ScoreProbe,
     See,
@@ -46,6 +51,7 @@ from asyncrl.learner.fsdp.ranks.ranks import (
     shape_of_update,
     unpack,
 )
+from asyncrl.learner.fsdp.residence import Residence
 from asyncrl.learner.fsdp.schedule import learning_rate, warm_learning_rate
 from asyncrl.learner.fsdp.startup.loading import model_folder
 from asyncrl.learner.fsdp.startup.sharding import (
@@ -92,6 +98,10 @@ class Trainer:
         self._config, self._learner, self._rank = config, config.learner, rank
         self._store: TCPStore | None = None
         self._met: Ranks | None = None
+        self._slices: RankSlices | None = None
+        """This rank's side of its GPU, if an engine has the GPU in turn."""
+        self._gpu_wait_s = 0.0
+        """Seconds that this rank took to get the GPU back, since the last step."""
 
     @property
     def _ranks(self) -> Ranks:
@@ -105,6 +115,9 @@ class Trainer:
     def setup(self, host: str, port: int) -> None:
         """Meet the other ranks, load and shard the models, and create optimizer, saver and assembly."""
         device = choose_device(self._learner, self._rank)
+        self._slices = rank_slices(self._config, self._rank)
+        if self._slices is not None:
+            self._slices.take()
         prepare_device(device, self._learner)
         shares = limit_memory(device, self._config)
         self._met = Ranks(
@@ -124,6 +137,7 @@ class Trainer:
         self._note_warnings(scoring, "model.path")
         self._parameters = list(self.policy.parameters())
         self._optimizer = make_optimizer(self.policy, self._config)
+        self._residence = Residence(self._state_tensors, device)
         objective = make_objective(self._learner)
         self.skips_zero_advantages = objective.skips_zero_advantages
         self._scorers = self._build_scorers(objective)
@@ -138,6 +152,43 @@ class Trainer:
             bucket_bytes=self._config.weights.bucket_bytes,
             adapters_alone=self._config.publishes_adapter,
         )
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        """Yield the weights, their gradients, the buffers and the optimizer's states."""
+        yield from self.policy.buffers()
+        for parameter in self._parameters:
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        for states in self._optimizer.state.values():
+            yield from (value for value in states.values() if isinstance(value, Tensor))
+
+    def _send(self, command: Command) -> None:
+        """Rank 0: let the other ranks take part in a command, and get the GPU back from an engine that has it."""
+        self._ranks.commands.send(command)
+        self._take_gpu()
+
+    def _take_gpu(self) -> None:
+        """In time slices: wait until the engine on this rank's GPU sleeps, and move everything back to the GPU."""
+        if self._slices is not None and not self._slices.has:
+            began = time.monotonic()
+            with self._phase("take the GPU"):
+                self._slices.take()
+                self._residence.come_back()
+            self._gpu_wait_s += time.monotonic() - began
+
+    def rest(self) -> None:
+        if self._slices is not None and self._slices.has:
+            self._ranks.commands.send(Rest())
+            self._give_gpu()
+
+    def _give_gpu(self) -> None:
+        """In time slices: move everything to host memory, and let the engine have the GPU."""
+        if self._slices is not None and self._slices.has:
+            # Layers that are gathered still would keep their memory.
+            self.policy.reshard()
+            self._residence.leave()
+            self._slices.give()
 
     def _note_warnings(self, scoring: Scoring, key: str) -> None:
         self.given_up += [f"start-up check of {key}: {warning}" for warning in scoring.warnings]
@@ -185,7 +236,7 @@ class Trainer:
             fresh=plan.fresh,
             warm=plan.warm,
         )
-        self._ranks.commands.send(command)
+        self._send(command)
         kind, step = self._next_step(plan.warm)
         self._ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
         # The parcels have been sent. Rank 0 takes its own micro-batches from the plan.
@@ -196,6 +247,8 @@ class Trainer:
         done = plan.updates if result.refused is None else plan.updates[: result.refused.update + 1]
         tokens = sum(update.tokens for update in done)
         metrics = result.metrics | self._utilisation(tokens, time.monotonic() - began)
+        if self._slices is not None:
+            metrics["time/take_gpu_s"], self._gpu_wait_s = self._gpu_wait_s, 0.0
         if result.refused is None:
             return metrics
         refused, update = result.refused, plan.updates[result.refused.update]
@@ -215,7 +268,7 @@ class Trainer:
         parcels = self._pack(plan.ranks)
         tokens = [sum(len(batch.predict) for batch in batches) for batches in plan.ranks]
         command = Reference([len(parcel) for parcel in parcels], max(tokens), plan.temperature)
-        self._ranks.commands.send(command)
+        self._send(command)
         self._ranks.scatter(parcels, 0, "a batch to be scored")
         values = self._score_batches(command, plan.ranks[0])
         return plan.in_order([row[:count] for row, count in zip(values, tokens, strict=True)])
@@ -251,20 +304,20 @@ class Trainer:
     def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:
         if not sequences:
             return None
-        self._ranks.commands.send(ScoreProbe(list(sequences)))
+        self._send(ScoreProbe(list(sequences)))
         return self._score_probe(sequences)
 
     def publish(
         self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
     ) -> Future[HeldVersion]:
-        self._ranks.commands.send(Gather("version"))
+        self._send(Gather("version"))
         with self._phase("copy"):
             return self._assembly.begin(
                 "version", lambda gathered: publish(gathered, version, probe=probe, on_sealed=on_sealed)
             )
 
     def export(self, folder: Path) -> None:
-        self._ranks.commands.send(Gather("export"))
+        self._send(Gather("export"))
         source, model, lora = model_folder(self._config.model), self.policy.model, self._config.lora
         settings = None
         if lora.is_on:
@@ -287,7 +340,7 @@ class Trainer:
         except OSError as error:
             raise refused(folder, error) from error
         try:
-            self._ranks.commands.send(See(str(probe)))
+            self._send(See(str(probe)))
             problems = self._check_visible(probe)
         finally:
             with contextlib.suppress(OSError):
@@ -298,16 +351,21 @@ class Trainer:
     def save(self, folder: Path) -> Future[None]:
         assert not self._saver.busy, "the one before must have ended"
         command = Save(str(folder), renew=self._saver.broken)
-        self._ranks.commands.send(command)
+        self._send(command)
         return self._save(command)
 
     def load(self, folder: Path) -> None:
-        self._ranks.commands.send(LoadCheckpoint(str(folder)))
+        self._send(LoadCheckpoint(str(folder)))
         self._load(folder)
 
     def follow(self) -> None:
         """Ranks above 0: take part in each command of rank 0, until StopRank or an interrupt."""
         while (command := self._ranks.commands.next()) is not None:
+            if isinstance(command, Rest):
+                self._give_gpu()
+                continue
+            if not isinstance(command, StopRank):
+                self._take_gpu()
             if isinstance(command, Train):
                 self._follow_step(command)
             elif isinstance(command, Reference):
@@ -356,6 +414,8 @@ class Trainer:
                 self._saver.close()
             self._met.close()
             self._met = None
+        if self._slices is not None:
+            self._slices.close()
         self._store = None
 
     def _enter_phase(self, name: str) -> None:

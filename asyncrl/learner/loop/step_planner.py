@@ -198,6 +198,7 @@ class StepPlanner:
         self._next: NextStep | None = None
         """The step to plan early, or None."""
         self._changed = progress.news.listen()
+        self._rests = config.placement.share == "time_slice"
         self._early: _Early | None = None
         self._early_thread = ThreadPoolExecutor(1, thread_name_prefix="plan")
 
@@ -208,6 +209,11 @@ class StepPlanner:
         """
         with self._awaits.on("rollouter", "groups"):
             return await self._wait()
+
+    async def rest(self) -> None:
+        """In time slices, let engines have the learner's GPUs until the backend's next call."""
+        if self._rests:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._backend.rest)
 
     async def _wait(self) -> bool:
         intake = self._intake
@@ -224,6 +230,7 @@ class StepPlanner:
                 return False
             if len(intake.buffer) >= wanted and self._are_scored(wanted):
                 return True
+            await self.rest()
             if not self._schedule.is_overdue:
                 await self._news.wait()
                 continue
@@ -253,6 +260,7 @@ class StepPlanner:
     async def _wait_for_last_groups(self) -> None:
         """Wait, for a share of preempt.grace_s, until rollouters have delivered or returned all groups under way."""
         self._states.enter("waiting", "last groups")
+        await self.rest()
         limit_s, dataloader = LAST_GROUPS_SHARE * self._config.preempt.grace_s, self._dataloader
         try:
             async with asyncio.timeout(limit_s):

@@ -214,6 +214,7 @@ class Training:
                 if self._versions.spoiled:
                     await self._schedule.insist(give_up_at)
                 else:
+                    await self._planner.rest()
                     await self._news.wait()
 
     async def _train_step(self, began: float) -> TrainedStep | None:

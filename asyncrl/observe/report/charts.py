@@ -39,7 +39,7 @@ OTHERS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, BROWN, RED, GREY)
 STATE_COLOURS = {
     **{"generating": GREEN, "training": GREEN, "scoring": GREEN, "playing": GREEN},
     **{"waiting": GREY, "idle": GREY, "following": "#c3c9cf", "done": "#dfe3e7"},
-    **{"starting": BROWN, "restarting": RED},
+    **{"starting": BROWN, "restarting": RED, "asleep": "#dfe3e7", "waking": BROWN},
     **{"pausing": "#f0b26b", "paused": ORANGE, "loading": PURPLE, "probing": TEAL},
     **{"publishing": PURPLE, "checkpointing": BLUE, "exporting": TEAL},
 }

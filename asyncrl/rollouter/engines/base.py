@@ -144,6 +144,12 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Continue stepping."""
 
+    async def sleep(self) -> None:
+        """Free the GPU memory of the paused engine: its weights, keys and values. Call ``wake`` or ``close`` next."""
+
+    async def wake(self) -> None:
+        """Take the memory again. The engine is paused, and has no weights before the next load."""
+
     async def score(self, ids: Sequence[int]) -> list[float]:
         """Return the log-prob (nats, temperature 1) of each token of ``ids`` except the first, given those before it.
 

@@ -149,6 +149,13 @@ class SimEngine:
         self._paused = False
         self._step()
 
+    async def sleep(self) -> None:
+        self._require_alive()
+        assert self._paused, "only a paused engine may sleep"
+
+    async def wake(self) -> None:
+        self._require_alive()
+
     async def accept(self, staged: HeldVersion) -> None:
         self._require_alive()
         if self._layout is not None:

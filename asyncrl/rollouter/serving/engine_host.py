@@ -3,6 +3,9 @@
 Requests wait here for their turn (turns.py), and while the engine does not serve. To *commit* an update is to resume
 the engine under its weights and admit submissions again.
 
+In time slices (gpu/slices.py) the engine sleeps while the learner has the GPU. What sleeps has no weights and no keys
+and values, so it serves nothing before its next update, like a new engine.
+
 Invariants: nothing is submitted between a pause and the commit of its update. The cache salt of a submission is that of
 the served version. After a failed update the engine stays paused until the whole update is repeated or the engine is
 replaced. An engine is replaced only after it has ended.
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 
 from asyncrl.config import Config
 from asyncrl.core.errors import EngineDied, WeightsCorrupt
+from asyncrl.gpu.slices import EngineSlices
 from asyncrl.messages.groups import Lease
 from asyncrl.messages.weights import BroadcastPart, Probe
 from asyncrl.observe.states import StateLedger
@@ -27,6 +31,8 @@ from asyncrl.rollouter.serving.turns import EngineTurns
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.rpc.services import Clock
 from asyncrl.weights.held_version import HeldVersion
+
+LEARNER = "learner/0"
 
 
 @dataclass(slots=True)
@@ -79,12 +85,20 @@ class EngineHost:
     """Owns one engine at a time. ``make`` makes an engine; the rules are in the module's docstring."""
 
     def __init__(
-        self, config: Config, make: Callable[[], Engine], clock: Clock, states: StateLedger, awaits: Awaits
+        self,
+        config: Config,
+        make: Callable[[], Engine],
+        clock: Clock,
+        states: StateLedger,
+        awaits: Awaits,
+        slices: EngineSlices | None = None,
     ) -> None:
+        """``slices`` is the engine's side of a GPU that it has in time slices; None if it keeps its memory."""
         self._config = config
         self._make = make
         self._clock = clock
         self._states = states
+        self._awaits, self.slices = awaits, slices
         self._token_wait = awaits.on("engine", "tokens")
         """The wait that is reported to the controller while submissions run; each delta renews it."""
         self._engine: Engine | None = None
@@ -121,7 +135,8 @@ class EngineHost:
         """Closed intervals (wall clock) in which requests were running, since they were last taken."""
 
     async def start(self) -> None:
-        """Make and start the engine. It serves nothing before its first update."""
+        """Make and start the engine, once it may have the GPU. It serves nothing before its first update."""
+        await self._take_gpu()
         self._engine = self._make()
         await self._engine.start()
         self._states.enter("waiting", "weights")
@@ -132,6 +147,8 @@ class EngineHost:
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.close()
+        if self.slices is not None:
+            self.slices.give()
 
     async def replace(self) -> None:
         """End a dead or broken engine and start another, which serves nothing before its first update."""
@@ -142,6 +159,33 @@ class EngineHost:
         self._frozen = False
         self.died.clear()
         await self.start()
+
+    async def sleep(self) -> None:
+        """Let the learner have the GPU until it gives it back; the engine then serves nothing before its next update.
+
+        Running requests end, and continue after that update.
+        """
+        assert self.slices is not None
+        self._stop_admitting()
+        self._states.enter("pausing", LEARNER)
+        if self._config.rollout.on_update == "drain":
+            await self._idle.wait()
+        await self.engine.pause("abort")
+        self._frozen = True
+        await self.engine.sleep()
+        self.version, self._loaded = -1, None
+        self.slices.give()
+        await self._take_gpu()
+        self._states.enter("waking")
+        await self.engine.wake()
+        self._states.enter("waiting", "weights")
+
+    async def _take_gpu(self) -> None:
+        if self.slices is None:
+            return
+        self._states.enter("asleep", LEARNER)
+        with self._awaits.on(LEARNER, "the GPU", idle=True):
+            await self.slices.take()
 
     # --- requests ---
 

@@ -37,6 +37,7 @@ from asyncrl.core.errors import (
     WireError,
 )
 from asyncrl.gpu.shares import sharers
+from asyncrl.gpu.slices import EngineSlices
 from asyncrl.messages import Request
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
@@ -101,8 +102,10 @@ class UpdateFollower:
         self.drifts = DriftRecord()
 
     async def run(self) -> None:
-        """Follow the versions until cancelled."""
+        """Follow the versions until cancelled; in time slices, start the engine first."""
         try:
+            if self._host.slices is not None:
+                await self._start_engine()
             while True:
                 async with asyncio.TaskGroup() as tasks:
                     following = tasks.create_task(self._follow())
@@ -120,15 +123,29 @@ class UpdateFollower:
     async def _follow(self) -> None:
         """Wait for offers and take them one after another, until the engine dies."""
         # Checked, because a cancellation may be lost if several tasks end at once.
+        slices = self._host.slices
         while not self._host.died.is_set():
+            if slices is not None and slices.asked.is_set():
+                await self._sleep()
             with self._awaits.on(PARAMETER_SERVER, "NextUpdate", idle=True):
                 while self._current_offer is None and not self._host.died.is_set():
-                    self._current_offer = await self._next_offer()
+                    if slices is None:
+                        self._current_offer = await self._next_offer()
+                    elif not await self._offer_or_request(slices):
+                        break
             if self._current_offer is not None:
                 await self._take(self._current_offer)
             if not self._host.died.is_set():
                 # If the engine has died, ``run`` still has to report the offer.
                 self._current_offer = None
+
+    async def _start_engine(self) -> None:
+        """Start the engine when the learner lets it; replace it if that fails."""
+        try:
+            await self._host.start()
+        except EngineDied as error:
+            self._host.lost(str(error))
+            await self._replace_engine()
 
     async def _replace_engine(self) -> None:
         """Replace the engine until one is up. Raises ActorFailed.
@@ -155,6 +172,30 @@ class UpdateFollower:
             else:
                 self._failed_loads = 0
                 return
+
+    async def _offer_or_request(self, slices: EngineSlices) -> bool:
+        """Wait for the next offer; returns False if the learner asks for the GPU before one comes."""
+        asking = asyncio.create_task(slices.asked.wait())
+        offering = asyncio.create_task(self._next_offer())
+        try:
+            await asyncio.wait({asking, offering}, return_when=asyncio.FIRST_COMPLETED)
+            if offering.done():
+                self._current_offer = offering.result()
+            return offering.done()
+        finally:
+            for task in (asking, offering):
+                task.cancel()
+            await asyncio.gather(asking, offering, return_exceptions=True)
+
+    async def _sleep(self) -> None:
+        """Let the learner have the GPU. An engine that fails at it is declared dead."""
+        self._track.enter("asleep")
+        try:
+            await self._host.sleep()
+        except EngineDied as error:
+            self._host.lost(str(error))
+        finally:
+            self._track.leave()
 
     async def _next_offer(self) -> Offer | None:
         """Ask the parameter server for a version newer than the served one; None without one."""

@@ -131,11 +131,15 @@ class LoadCheckpoint(msgspec.Struct, frozen=True, tag=True):
     folder: str
 
 
+class Rest(msgspec.Struct, frozen=True, tag=True):
+    """Command: let the engine have this rank's GPU until the next command."""
+
+
 class StopRank(msgspec.Struct, frozen=True, tag=True):
     """End: no more commands follow."""
 
 
-Command = Train | Reference | Gather | ScoreProbe | See | Save | LoadCheckpoint | StopRank
+Command = Train | Reference | Gather | ScoreProbe | See | Save | LoadCheckpoint | Rest | StopRank
 DECODER = msgspec.msgpack.Decoder(Command)
 
 

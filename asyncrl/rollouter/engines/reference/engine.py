@@ -349,6 +349,15 @@ class ReferenceEngine:
         self._paused = False
         self._wake()
 
+    async def sleep(self) -> None:
+        """Check that nothing runs. The model keeps its memory, because this engine computes on CPUs."""
+        self._require_alive()
+        assert self._paused, "only a paused engine may sleep"
+        assert not self._flights, "a sleeping engine has no requests"
+
+    async def wake(self) -> None:
+        self._require_alive()
+
     async def accept(self, staged: HeldVersion) -> None:
         self._require_alive()
         if self._layout is not None:

@@ -333,6 +333,23 @@ class VllmEngine:
         self._last_active = self._loop.time()
         self._paused = False
 
+    async def sleep(self) -> None:
+        if on_cpu(self._config):
+            # There is no GPU to share.
+            return
+        # Level 2 discards the weights, which the next update brings. It does not bring those below an adapter.
+        level = 1 if self._loads_adapters else 2
+        async with self._control("its sleep", self._timeout_s):
+            await self._llm.sleep(level=level, mode="abort")
+
+    async def wake(self) -> None:
+        if on_cpu(self._config):
+            return
+        async with self._control("its waking", self._timeout_s):
+            await self._llm.wake_up()
+            # vLLM schedules again once it is awake.
+            await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+
     async def accept(self, staged: HeldVersion) -> None:
         self._watch.require_alive()
         await asyncio.to_thread(self._check_layout, staged)

@@ -190,6 +190,8 @@ def engine_arguments(config: Config, name: str, shares: GpuShares | None = None)
     else:
         arguments["tensor_parallel_size"] = config.rollout.gpus_per_replica
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization or ALONE
+        if config.placement.share == "time_slice":
+            arguments["enable_sleep_mode"] = True
         if shares is not None:
             arguments |= {"gpu_memory_utilization": shares.engine, "kv_cache_memory_bytes": shares.cache_bytes}
     if config.publishes_adapter:

@@ -1,0 +1,192 @@
+"""Time slices of a GPU: a rank of the learner and an engine have its memory in turn.
+
+The rank comes first. It asks for the GPU when it has something to compute, and gives it back while it waits for groups.
+The engine has the GPU otherwise: it sleeps when the rank asks, and wakes when the rank has given the GPU back.
+
+Three Unix sockets of each GPU hold the state. Their names are the kernel's own (unix(7), "abstract"), so it frees them
+when a process dies, and nothing is left on disk:
+
+    rank     listens while a rank lives
+    asked    listens from the rank's request until it gives the GPU back
+    memory   bound by the rank or the engine that has the GPU's memory
+
+Invariants: at most one of the two has the memory. An engine that waits gets it as soon as a rank lives that does not
+ask. A death frees what the process had. Fails with DeadlineExceeded, which names the engine, if an engine does not give
+the memory back in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from asyncrl.core.errors import DeadlineExceeded
+
+LOOK_S = 0.02
+"""Time between two looks at a socket (s)."""
+
+
+def engine_may_have(*, has: bool, rank_lives: bool, asked: bool) -> bool:
+    """Whether the engine should have the memory from now on; ``has`` says whether it has it now. Pure.
+
+    An engine that has the memory keeps it while no rank lives, because the rank is being started again.
+    """
+    return not asked and (has or rank_lives)
+
+
+class RankSlices:
+    """The rank's side. Its methods block, and are called from one thread."""
+
+    def __init__(self, gpu: str, rank: str, engine: str, timeout_s: float) -> None:
+        """``rank`` and ``engine`` are names of actors; the engine gets ``timeout_s`` to give the memory back."""
+        self._gpu, self._who, self._engine, self._timeout_s = gpu, rank, engine, timeout_s
+        self._asked: socket.socket | None = None
+        self._memory: socket.socket | None = None
+        # The request comes first, so that the engine does not start in between.
+        self._ask()
+        self._alive = self._until(lambda: _listen(gpu, "rank"), "the end of the rank before")
+
+    @property
+    def has(self) -> bool:
+        """Whether the rank has the memory."""
+        return self._memory is not None
+
+    def take(self) -> float:
+        """Ask for the memory and wait until the engine has given it back; returns the seconds that this took.
+
+        Raises DeadlineExceeded.
+        """
+        if self._memory is not None:
+            return 0.0
+        began = time.monotonic()
+        self._ask()
+        self._memory = self._until(lambda: _bind(self._gpu, "memory"), "the memory")
+        return time.monotonic() - began
+
+    def give(self) -> None:
+        """Give the memory back; the caller has freed it."""
+        for lock in (self._memory, self._asked):
+            if lock is not None:
+                lock.close()
+        self._memory = self._asked = None
+
+    def close(self) -> None:
+        """Give everything back: no rank lives."""
+        self.give()
+        self._alive.close()
+
+    def _ask(self) -> None:
+        if self._asked is None:
+            self._asked = self._until(lambda: _listen(self._gpu, "asked"), "the end of the rank before")
+
+    def _until(self, attempt: Callable[[], socket.socket | None], what: str) -> socket.socket:
+        until = time.monotonic() + self._timeout_s
+        while (lock := attempt()) is None:
+            if time.monotonic() > until:
+                raise DeadlineExceeded(self._who, self._engine, f"{what} of GPU {self._gpu}", self._timeout_s)
+            time.sleep(LOOK_S)
+        return lock
+
+
+class EngineSlices:
+    """The engine's side, in an event loop."""
+
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self._gpus = sorted(gpus)
+        self._memory: list[socket.socket] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._taken = asyncio.Event()
+        self.asked = asyncio.Event()
+        """Set while the engine has the memory and a rank asks for it."""
+
+    async def take(self) -> None:
+        """Wait until the engine may have the memory of all its GPUs, and take it.
+
+        The wait has no deadline: if no rank can be started, the run ends.
+        """
+        self._look()
+        try:
+            await self._taken.wait()
+        except asyncio.CancelledError:
+            self.give()
+            raise
+
+    def give(self) -> None:
+        """Give the memory back; the caller has freed it."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for lock in self._memory:
+            lock.close()
+        self._memory = []
+        self._taken.clear()
+        self.asked.clear()
+
+    def _look(self) -> None:
+        """Take the memory when the engine may have it; set ``asked`` when it may not have it any more. Repeats."""
+        if not self._taken.is_set():
+            if self._try_take():
+                self._taken.set()
+        elif not all(self._may_have(gpu, has=True) for gpu in self._gpus):
+            self.asked.set()
+            return
+        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def _try_take(self) -> bool:
+        if not all(self._may_have(gpu, has=False) for gpu in self._gpus):
+            return False
+        for gpu in self._gpus:
+            lock = _bind(gpu, "memory")
+            if lock is None:
+                for taken in self._memory:
+                    taken.close()
+                self._memory = []
+                return False
+            self._memory.append(lock)
+        return True
+
+    @staticmethod
+    def _may_have(gpu: str, *, has: bool) -> bool:
+        return engine_may_have(has=has, rank_lives=_listens(gpu, "rank"), asked=_listens(gpu, "asked"))
+
+
+def _name(gpu: str, what: str) -> str:
+    # The actors of a run on one host have one parent, the node agent. Another run has another one.
+    return f"\0asyncrl-{os.getppid()}-gpu-{gpu}-{what}"
+
+
+def _bind(gpu: str, what: str) -> socket.socket | None:
+    """Bind the socket; returns None if a process has it. It is held until it is closed."""
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        lock.bind(_name(gpu, what))
+    except OSError as error:
+        lock.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    return lock
+
+
+def _listen(gpu: str, what: str) -> socket.socket | None:
+    lock = _bind(gpu, what)
+    if lock is not None:
+        lock.listen(1)
+    return lock
+
+
+def _listens(gpu: str, what: str) -> bool:
+    """Whether a process listens on the socket. The connection is closed unread; a full backlog also means that."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(_name(gpu, what))
+        except BlockingIOError:
+            return True
+        except ConnectionRefusedError:
+            return False
+    return True
