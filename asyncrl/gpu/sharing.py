@@ -259,8 +259,6 @@ def _changes(demand: Demand) -> dict[str, Callable[[Demand], Demand]]:
         return lambda before: replace(before, load=replace(before.load, **values))
 
     changes: dict[str, Callable[[Demand], Demand]] = {}
-    if not demand.in_turn:
-        changes['placement.share = "time_slice"'] = lambda before: replace(before, in_turn=True)
     if demand.asked not in (None, "full"):
         changes['learner.activation_checkpointing = "full"'] = lambda before: replace(before, asked="full")
     if demand.engine.utilization is not None:
@@ -268,6 +266,8 @@ def _changes(demand: Demand) -> dict[str, Callable[[Demand], Demand]]:
         changes["no rollout.vllm.gpu_memory_utilization"] = lambda before: replace(before, engine=free)
     for tokens in fewer_tokens(demand.load):
         changes[f"{TOKENS} = {tokens}"] = train(tokens=tokens)
+    if not demand.in_turn:
+        changes['placement.share = "time_slice"'] = lambda before: replace(before, in_turn=True)
     if not demand.load.offloaded:
         changes["learner.offload = true"] = train(offloaded=True)
     if demand.shape.trained == demand.shape.parameters:

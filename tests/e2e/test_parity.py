@@ -20,6 +20,8 @@ CASES = {
         "weights": {"transport": "gloo"},
         "rollout": {"on_update": "keep"},
     },
+    # The engine sleeps while the learner computes.
+    "slices": {"learner": {"steps": 6, "steps_per_version": 2}, "placement": {"share": "time_slice"}},
 }
 
 

@@ -12,6 +12,7 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.gpu.engine_memory import EngineShape, estimate_engine
 from asyncrl.gpu.learner_memory import ModelShape, TrainingShape, estimate, shape_of_settings
 from asyncrl.gpu.sharing import (
+    ASLEEP_BYTES,
     LEAST_SEQUENCES,
     PROCESS_BYTES,
     UNCOUNTED,
@@ -190,6 +191,15 @@ def test_what_would_change_the_engine_unseen_is_refused(name):
         plan_sharing(config, MODELS["0.5B"], 80 * GIB)
 
 
+def test_in_turn_both_may_have_almost_everything():
+    config = configured(placement={"share": "time_slice"})
+    shares = plan_sharing(config, MODELS["3B"], CARDS[80] << 20)
+    assert min(shares.rank, shares.engine) > 0.9 and str(shares).endswith(", in turn")
+    # 1.5 billion parameters that are all trained, with an engine, do not fit on 48 GB at once.
+    with pytest.raises(ConfigError, match=r'set placement\.share = "time_slice"$'):
+        plan_sharing(configured(learner={"activation_checkpointing": "off"}), MODELS["1.5B"], CARDS[80] << 20 >> 1)
+
+
 def test_names_of_sharers_by_gpu():
     assert sharers_of("") == {}
     assert sharers_of("0:rollouter/0,GPU-5a:learner/1") == {"0": "rollouter/0", "GPU-5a": "learner/1"}
@@ -218,7 +228,9 @@ ENGINES = st.builds(
 )
 ASKED = st.sampled_from([None, "off", "selective", "full"])
 EXTRA = st.sampled_from([0, 1 << 30])
-DEMANDS = st.builds(Demand, SHAPES, LOADS, ENGINES, ASKED, group_bytes=EXTRA, scoring_bytes=EXTRA)
+DEMANDS = st.builds(
+    Demand, SHAPES, LOADS, ENGINES, ASKED, in_turn=st.booleans(), group_bytes=EXTRA, scoring_bytes=EXTRA
+)
 
 
 @settings(max_examples=examples(200))
@@ -232,7 +244,12 @@ def test_both_sides_have_what_they_are_estimated_to_need_and_no_more_than_there_
         assert advise_sharing(total, demand).startswith(("set ", "take a larger GPU"))
         return
     outside = 2 * PROCESS_BYTES + demand.group_bytes
-    assert shares.rank * total + shares.engine * total + outside <= total
+    assert shares.in_turn is demand.in_turn
+    if demand.in_turn:
+        # A sleeping engine keeps a part.
+        assert shares.rank * total + ASLEEP_BYTES + outside <= total and shares.engine * total + outside <= total
+    else:
+        assert shares.rank * total + shares.engine * total + outside <= total
     assert (
         estimate(demand.shape, replace(demand.load, checkpointing=shares.checkpointing)).device <= shares.rank * total
     )
@@ -263,6 +280,9 @@ def follow(demand: Demand, words: list[str]) -> Demand:
         key, _, value = word.partition(" = ")
         if key == "learner.activation_checkpointing":
             demand = replace(demand, asked="full")
+        elif key == "placement.share":
+            assert value == '"time_slice"'
+            demand = replace(demand, in_turn=True)
         elif key == "no rollout.vllm.gpu_memory_utilization":
             demand = replace(demand, engine=replace(demand.engine, utilization=None))
         elif key == "learner.tokens_per_microbatch":

@@ -333,7 +333,12 @@ def test_what_no_split_over_hosts_can_hold_is_refused_with_the_sum(gpus, ranks, 
         ((1, 1), 2, 1, 1, "auto", "a:0 b:0", "a:0", {"rollouter/0": "0:learner/0", "learner/0": "0:rollouter/0"}),
         ((1, 1), 1, 1, 1, "always", "a:0", "a:0", {"rollouter/0": "0:learner/0", "learner/0": "0:rollouter/0"}),
         ((2, 1), 1, 2, 1, "always", "a:0", "a:0 a:1", {"rollouter/0": "0:learner/0", "learner/0": "0:rollouter/0"}),
+        ((2,), 1, 1, 1, "time_slice", "a:0", "a:0", {"rollouter/0": "0:learner/0", "learner/0": "0:rollouter/0"}),
         ((1,), 1, 1, 0, "always", "a:0", "a", {}),
+        # On CPUs time slices are rehearsed by pairs.
+        ((0,), 1, 2, 0, "time_slice", "a", "a a", {"rollouter/0": "cpu0:learner/0", "learner/0": "cpu0:rollouter/0"}),
+        ((0, 0), 2, 2, 0, "time_slice", "a b", "a b", {"rollouter/1": "cpu0:learner/1"}),
+        ((0,), 1, 1, 0, "always", "a", "a", {}),
     ],
 )
 def test_engines_share_gpus_of_ranks_where_there_are_too_few(

@@ -115,6 +115,8 @@ def go(chosen: argparse.Namespace, seed: int, folder: Path, world: World, out: T
     tree, promised = _configuration(chosen, seed, faults, folder)
     if len(hosts) > 1:
         tree = on_several_hosts(tree, seed)
+    if chosen.time_slices:
+        tree["placement"] = {"share": "time_slice"}
     print(f"seed {seed}: {len(faults)} faults, {promised.steps} steps", file=out)
     for why in sorted(set(skipped.values())):
         print(f"skipped: {', '.join(kind for kind in skipped if skipped[kind] == why)}: {why}", file=out)
@@ -268,6 +270,7 @@ def _parser() -> argparse.ArgumentParser:
         help="ends of the whole run, by SIGKILL and SIGTERM in turn (0)",
     )
     parser.add_argument("--kind", choices=KINDS, action="append", help="of the faults; all by default")
+    parser.add_argument("--time-slices", action="store_true", help="engine and learner have a GPU in turn (rehearsed)")
     parser.add_argument("--in-updates", action="store_true", help="strike only in phases of weight updates")
     parser.add_argument("--seed", type=int, default=None, help="of the faults and of the run; random by default")
     parser.add_argument("--keep", type=Path, default=None, metavar="FOLDER", help="keep what the run has written there")

@@ -26,8 +26,11 @@ from safetensors.torch import load_file
 from segment_reading import weights_of
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from asyncrl.config.operation import PlacementConfig
 from asyncrl.core.errors import NonFiniteStep
+from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE
 from asyncrl.learner.algorithm.batch import rewards_of
+from asyncrl.learner.fsdp.model.policy import local
 
 STEPS = 3
 HYPER = {"lr": 3e-3, "weight_decay": 0.1, "max_grad_norm": 0.2, "aggregation": "sequence"}
@@ -104,6 +107,44 @@ def test_training_does_not_depend_on_how_the_batch_is_cut(ranks, extra, micro_ba
         off = np.abs(weights[name].numpy() - expected)
         assert np.quantile(off, 0.99) < 1e-4, name
         assert off.max() < 2 * STEPS * 3e-3, name
+
+
+def _train_in_slices(backend, config, target: Path) -> dict[str, torch.Tensor]:
+    """Every call comes after a rest, in which an engine could have the GPU."""
+
+    def rest() -> None:
+        backend.rest()
+        backend.rest()
+        if backend._slices is not None:
+            assert not backend._slices.has
+            sizes = [local(parameter).untyped_storage().nbytes() for parameter in backend.policy.parameters()]
+            assert sizes == [0] * len(sizes)
+
+    for step in range(STEPS):
+        rest()
+        metrics = backend.train(plan_of(backend, config, step))
+        assert ("time/take_gpu_s" in metrics) is (backend._slices is not None)
+        rest()
+        publishing = backend.publish(step + 1)
+        # The weights are gathered from copies.
+        rest()
+        version = publishing.result()
+    rest()
+    backend.save(target).result()
+    rest()
+    backend.export(target / "export")
+    return weights_of(version) | {"exported": load_file(target / "export" / "model.safetensors")["lm_head.weight"]}
+
+
+@pytest.mark.parametrize("extra", [{}, {"offload": True}, {"optimizer": "muon"}, {"dtype": "bfloat16"}])
+def test_time_slices_change_no_bit(extra, folder, run, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv(SHARED_GPU_VARIABLE, f"test{tmp_path.name}:rollouter/0")
+    config = make_config(folder, **HYPER, **extra)
+    expected, _ = run(config, _train_in_slices, tmp_path / "whole")
+    slices = config.model_copy(update={"placement": PlacementConfig(share="time_slice")})
+    found, _ = run(slices, _train_in_slices, tmp_path / "slices")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def _overflow(backend, config) -> tuple[str, list[str], list[str]]:

@@ -48,14 +48,14 @@ class Engine(SimEngine):
 class Hosted:
     """A host of such engines."""
 
-    def __init__(self, config, make=None):
+    def __init__(self, config, make=None, slices=None):
         self.config, make = config, make or (lambda: Engine(config))
         self.entered = []
         """The states that it has entered: when, and which."""
         clock = LoopClock()
         states = StateLedger(clock.now, "engine")
         states.entered = lambda state, awaiting: self.entered.append((clock.now(), state))
-        self.host = EngineHost(config, make, clock, states, Awaits(clock.now))
+        self.host = EngineHost(config, make, clock, states, Awaits(clock.now), slices)
 
     async def load(self, version):
         """An update as the follower makes it. Raises EngineDied."""

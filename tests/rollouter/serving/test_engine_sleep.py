@@ -1,0 +1,111 @@
+"""An engine that sleeps while the learner has its GPU: no token is lost, and nothing is sampled without weights."""
+
+import asyncio
+
+import pytest
+from hosting import Engine, Hosted, simulated
+from virtual import run_virtual
+
+from asyncrl.core.errors import EngineDied
+
+RESPONSE = 8
+
+
+class Turns:
+    """The engine's side of a GPU that the learner has while ``free`` is not set."""
+
+    def __init__(self):
+        self.asked, self.free, self.has = asyncio.Event(), asyncio.Event(), False
+        self.free.set()
+
+    async def take(self):
+        await self.free.wait()
+        self.has = True
+
+    def give(self):
+        self.has = False
+        self.asked.clear()
+
+
+class Sleeper(Engine):
+    """Notes its memory: it may compute, and hold weights, only while it has the GPU."""
+
+    def __init__(self, config, turns):
+        super().__init__(config)
+        self.turns, self.calls, self.dies_in = turns, [], ""
+
+    async def _note(self, call):
+        self.calls.append(call)
+        assert self.turns.has, f"{call} without the GPU"
+        if self.dies_in == call:
+            await self.close()
+            raise EngineDied(self.name, f"in {call}")
+
+    async def sleep(self):
+        await super().sleep()
+        await self._note("sleep")
+
+    async def wake(self):
+        await super().wake()
+        await self._note("wake")
+
+    async def load(self, weights, *, recompute_kv):
+        await self._note("load")
+        await super().load(weights, recompute_kv=recompute_kv)
+
+
+async def sleeping(mode, *, dies_in=""):
+    """A response during which the learner has the GPU for 5 s. Returns the response, the host and the engine."""
+    turns = Turns()
+    engines = []
+
+    def make():
+        engines.append(Sleeper(config, turns))
+        return engines[-1]
+
+    config = simulated(on_update=mode)
+    hosted = Hosted(config, make, turns)
+    await hosted.host.start()
+    engines[0].dies_in = dies_in
+    await hosted.load(1)
+    answering = asyncio.create_task(hosted.response("0-1", RESPONSE))
+    await asyncio.sleep(3.5)
+    turns.free.clear()
+    asyncio.get_running_loop().call_later(5.0, turns.free.set)
+    try:
+        await hosted.host.sleep()
+    except EngineDied as error:
+        hosted.host.lost(str(error))
+        await hosted.host.replace()
+    assert hosted.host.version == -1 and not hosted.host.serves and turns.has
+    await hosted.load(2)
+    return await answering, hosted, engines
+
+
+@pytest.mark.parametrize("mode", ["abort_resume", "keep", "drain"])
+def test_a_response_continues_after_the_sleep(mode):
+    async def main():
+        response, hosted, engines = await sleeping(mode)
+        sequence = response.sequences[0]
+        assert len(sequence.tokens) == RESPONSE
+        assert engines[0].calls == ["load", "sleep", "wake", "load"]
+        # Under drain it ended before the sleep, else it continued under the next version.
+        assert {span.version for span in sequence.spans} == ({1} if mode == "drain" else {1, 2})
+        states = [state for _, state in hosted.entered]
+        at = states.index("asleep", states.index("generating"))
+        assert states[at - 1] == "pausing" and states[at + 1 : at + 3] == ["waking", "waiting"]
+        asleep, awake = hosted.entered[at][0], hosted.entered[at + 1][0]
+        assert awake - asleep == pytest.approx(5.0 if mode != "drain" else 0.0, abs=0.2)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("dies_in", ["sleep", "wake"])
+def test_an_engine_that_dies_in_a_sleep_loses_nothing(dies_in):
+    async def main():
+        response, hosted, engines = await sleeping("abort_resume", dies_in=dies_in)
+        assert len(response.sequences[0].tokens) == RESPONSE
+        assert len(engines) == 2 and engines[1].calls == ["load"]
+        assert hosted.host.restarts == 1
+
+    run_virtual(main())
