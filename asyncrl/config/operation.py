@@ -83,7 +83,12 @@ ActorState = Literal[
     "done",
 ]
 """States of actors, by the names of observe/states.py."""
-BUDGETS_S: dict[ActorState, float] = {"starting": 600.0, "checkpointing": 1800.0, "exporting": 1800.0}
+BUDGETS_S: dict[ActorState, float] = {
+    "starting": 600.0,
+    "waking": 600.0,
+    "checkpointing": 1800.0,
+    "exporting": 1800.0,
+}
 """Times of states that may last longer than anything else of an actor."""
 
 

@@ -22,6 +22,9 @@ from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE, GpuShares, plan_sharing, sh
 from asyncrl.gpu.slices import RankSlices
 from asyncrl.observe.machine import read_gpu
 
+TAKE_SHARE = 0.8
+"""Share of learner.collective_timeout_s in which an engine must give a GPU back."""
+
 
 def sharers() -> dict[str, str]:
     """Return the other actor on each GPU that this process shares; empty if it has its GPUs alone."""
@@ -33,7 +36,8 @@ def rank_slices(config: Config, rank: int) -> RankSlices | None:
     if config.placement.share != "time_slice" or not (shared := sharers()):
         return None
     gpu, engine = next(iter(shared.items()))
-    return RankSlices(gpu, f"learner/{rank}", engine, config.learner.collective_timeout_s)
+    # Shorter than the wait of the other ranks for this one, so that the error names the engine.
+    return RankSlices(gpu, f"learner/{rank}", engine, TAKE_SHARE * config.learner.collective_timeout_s)
 
 
 def read_shares(config: Config, gpus: Sequence[str]) -> GpuShares:

@@ -21,6 +21,7 @@ import asyncio
 import errno
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -46,6 +47,7 @@ class RankSlices:
         self._gpu, self._who, self._engine, self._timeout_s = gpu, rank, engine, timeout_s
         self._asked: socket.socket | None = None
         self._memory: socket.socket | None = None
+        self._interrupted = threading.Event()
         # The request comes first, so that the engine does not start in between.
         self._ask()
         self._alive = self._until(lambda: _listen(gpu, "rank"), "the end of the rank before")
@@ -74,6 +76,10 @@ class RankSlices:
                 lock.close()
         self._memory = self._asked = None
 
+    def interrupt(self) -> None:
+        """From any thread: end the present wait, and every later one, with an error."""
+        self._interrupted.set()
+
     def close(self) -> None:
         """Give everything back: no rank lives."""
         self.give()
@@ -88,7 +94,8 @@ class RankSlices:
         while (lock := attempt()) is None:
             if time.monotonic() > until:
                 raise DeadlineExceeded(self._who, self._engine, f"{what} of GPU {self._gpu}", self._timeout_s)
-            time.sleep(LOOK_S)
+            if self._interrupted.wait(LOOK_S):
+                raise RuntimeError(f"{self._who} ends, and waits no more for {what} of GPU {self._gpu}")
         return lock
 
 
@@ -156,7 +163,7 @@ class EngineSlices:
 
 def _name(gpu: str, what: str) -> str:
     # The actors of a run on one host have one parent, the node agent. Another run has another one.
-    return f"\0asyncrl-{os.getppid()}-gpu-{gpu}-{what}"
+    return f"\0asyncrl-{os.getuid()}-{os.getppid()}-gpu-{gpu}-{what}"
 
 
 def _bind(gpu: str, what: str) -> socket.socket | None:

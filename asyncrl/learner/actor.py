@@ -27,7 +27,7 @@ from asyncrl.observe.trace import PHASES, Track
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.rpc.calls.server import REFUSED
 
-PHASE_STATES = {"copy": "publishing", "probe": "publishing"}
+PHASE_STATES = {"copy": "publishing", "probe": "publishing", "take the GPU": "waiting"}
 """State of a rank above 0 in a phase of the backend's work; in all other phases it is ``training``."""
 
 T = TypeVar("T")

@@ -309,6 +309,7 @@ class Rollouter(Actor):
             "rollout/oldest_s": self.clock.now() - oldest if oldest is not None else 0.0,
             "rollout/served_version": host.version,
             "rollout/engine_restarts": host.restarts,
+            "rollout/engine_sleeps": host.sleeps,
             "rollout/suspects": host.turns.suspects,
             "rollout/deaths_alone": host.turns.own_deaths,
             "rollout/failed_alone": host.turns.failed,

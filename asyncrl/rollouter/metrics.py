@@ -9,6 +9,7 @@ rollouter.counter("rollout/bytes_relayed", "bytes", "of weights relayed to other
 rollouter.counter("rollout/calls", "calls", "calls of the policy by episodes that were answered")
 rollouter.counter("rollout/trajectories", "trajectories", "finished trajectories")
 rollouter.counter("rollout/engine_restarts", "restarts", "engine restarts within this process")
+rollouter.counter("rollout/engine_sleeps", "sleeps", "times that the engine slept while the learner had its GPU")
 rollouter.counter("rollout/drift_warnings", "updates", "weight updates after which the drift was drift.warn or more")
 rollouter.counter("rollout/adoptions", "learners", "learners that this rollouter has followed, one after another")
 rollouter.counter("rollout/delivered_again", "groups", "groups delivered again to a restarted learner")

@@ -46,6 +46,10 @@ def test_i8_a_run_equals_the_plain_loop_bit_for_bit(parity_folder, case):
     assert found == expected
     assert figures(live, *EXACT) == figures(plain, *EXACT)
     assert weights(live) == weights(plain)
+    if case == "slices":
+        # The learner had to get the GPU back in steps after the first.
+        waits = figures(live, "time/take_gpu_s")
+        assert max(wait for (wait,) in waits.values()) > 0.0
 
     # The hard cases occurred: groups out of order, left out and replaced, both kinds of ends, and learning.
     prompts = [group["prompt"] for of_step in expected.values() for group in of_step]

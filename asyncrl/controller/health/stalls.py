@@ -36,7 +36,7 @@ LONGEST_GAP = 0.25
 """Longest normal time between two calls of ``look``, as a share of stall_s: after more, messages may be unread."""
 SILENT_SHARE = 0.5
 """Share of stall_s after which an actor counts as silent in a report."""
-IDLE_STATES = frozenset({"ready", "waiting", "following", "idle", "done"})
+IDLE_STATES = frozenset({"ready", "waiting", "following", "idle", "asleep", "done"})
 """States in which an actor does no work of its own."""
 FINISHED_STATES = frozenset({"done", "ready"})
 """States in which the learner has nothing to train."""

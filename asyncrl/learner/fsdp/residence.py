@@ -3,18 +3,22 @@
 The storage of each tensor is emptied and later filled again. So the tensors stay the same objects: FSDP2, the optimizer
 and the views that copy shards for a version keep what they hold. On CPUs the same is done, as a rehearsal.
 
-Invariants: values do not change. Between ``leave`` and ``come_back`` nothing reads the tensors. Fails with RuntimeError
-if the device has no room for what comes back.
+Invariants: values do not change. Between ``leave`` and ``come_back`` nothing reads the tensors. Fails with torch's
+OutOfMemoryError if the device has no room in time for what comes back.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from asyncrl.learner.fsdp.model.policy import local
+
+LOOK_S = 0.1
+"""Time between two attempts to allocate (s)."""
 
 
 class Residence:
@@ -42,13 +46,24 @@ class Residence:
         if self._on_gpu:
             torch.cuda.empty_cache()
 
-    def come_back(self) -> None:
-        """Allocate the memory on the device again, and copy everything back."""
-        for storage, host in self._away:
-            storage.resize_(host.nbytes)
+    def come_back(self, within_s: float = 0.0) -> None:
+        """Allocate the memory on the device again, and copy everything back.
+
+        The memory of an engine that was killed is free a little later; the wait for it lasts at most ``within_s``.
+        """
+        until = time.monotonic() + within_s
+        while self._away:
+            storage, host = self._away[-1]
+            try:
+                storage.resize_(host.nbytes)
+            except torch.OutOfMemoryError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(LOOK_S)
+                continue
             _bytes(storage).copy_(host)
             self._spare.setdefault(host.nbytes, []).append(host)
-        self._away = []
+            self._away.pop()
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
         """Yield each storage once, although tied weights and views share theirs."""

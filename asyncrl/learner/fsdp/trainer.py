@@ -100,6 +100,8 @@ class Trainer:
         self._met: Ranks | None = None
         self._slices: RankSlices | None = None
         """This rank's side of its GPU, if an engine has the GPU in turn."""
+        self._resting = False
+        """Rank 0: whether all ranks have given their GPUs to engines. A rank may rest though rank 0 shares no GPU."""
         self._gpu_wait_s = 0.0
         """Seconds that this rank took to get the GPU back, since the last step."""
 
@@ -165,6 +167,7 @@ class Trainer:
 
     def _send(self, command: Command) -> None:
         """Rank 0: let the other ranks take part in a command, and get the GPU back from an engine that has it."""
+        self._resting = False
         self._ranks.commands.send(command)
         self._take_gpu()
 
@@ -174,11 +177,12 @@ class Trainer:
             began = time.monotonic()
             with self._phase("take the GPU"):
                 self._slices.take()
-                self._residence.come_back()
+                self._residence.come_back(self._learner.collective_timeout_s)
             self._gpu_wait_s += time.monotonic() - began
 
     def rest(self) -> None:
-        if self._slices is not None and self._slices.has:
+        if self._config.placement.share == "time_slice" and not self._resting:
+            self._resting = True
             self._ranks.commands.send(Rest())
             self._give_gpu()
 
@@ -402,6 +406,8 @@ class Trainer:
         return unpack(self._ranks.scatter(None, parcel_bytes[self._rank], what))
 
     def interrupt(self) -> None:
+        if self._slices is not None:
+            self._slices.interrupt()
         if self._met is not None:
             self._met.commands.interrupt()
 

@@ -219,7 +219,8 @@ class StepPlanner:
         intake = self._intake
         self._track.enter("wait for groups", step=self._progress.step + 1)
         wanted = self._begin_wait()
-        self.waited = len(intake.buffer) < wanted
+        # In time slices every step waits, and a higher staleness would not change that.
+        self.waited = not self._rests and len(intake.buffer) < wanted
         give_up_at, retry_at = self._schedule.give_up_at, self._schedule.next_try
         while True:
             self._news.clear()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from asyncrl.config import Config
@@ -124,7 +124,7 @@ class EngineHost:
         """The version being served; -1 before the first commit of an engine."""
         self.sampled_tokens = 0
         self.reprefill = Reprefill()
-        self.restarts = 0
+        self.restarts = self.sleeps = 0
         self.loads = 0
         """Number of loads that succeeded, over all engines; if it is unchanged, so are the weights."""
         self._loaded: int | None = None
@@ -137,6 +137,7 @@ class EngineHost:
     async def start(self) -> None:
         """Make and start the engine, once it may have the GPU. It serves nothing before its first update."""
         await self._take_gpu()
+        self._states.enter("restarting" if self.restarts else "starting", "engine")
         self._engine = self._make()
         await self._engine.start()
         self._states.enter("waiting", "weights")
@@ -169,11 +170,15 @@ class EngineHost:
         self._stop_admitting()
         self._states.enter("pausing", LEARNER)
         if self._config.rollout.on_update == "drain":
-            await self._idle.wait()
+            # The learner waits meanwhile, so requests that take longer are aborted, and continue later.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.weights.deadline_s):
+                    await self._idle.wait()
         await self.engine.pause("abort")
         self._frozen = True
         await self.engine.sleep()
         self.version, self._loaded = -1, None
+        self.sleeps += 1
         self.slices.give()
         await self._take_gpu()
         self._states.enter("waking")

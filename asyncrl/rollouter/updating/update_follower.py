@@ -125,8 +125,9 @@ class UpdateFollower:
         # Checked, because a cancellation may be lost if several tasks end at once.
         slices = self._host.slices
         while not self._host.died.is_set():
-            if slices is not None and slices.asked.is_set():
+            if self._must_sleep:
                 await self._sleep()
+                continue
             with self._awaits.on(PARAMETER_SERVER, "NextUpdate", idle=True):
                 while self._current_offer is None and not self._host.died.is_set():
                     if slices is None:
@@ -187,8 +188,17 @@ class UpdateFollower:
                 task.cancel()
             await asyncio.gather(asking, offering, return_exceptions=True)
 
+    @property
+    def _must_sleep(self) -> bool:
+        """Whether the learner asks for this engine's GPU."""
+        return self._host.slices is not None and self._host.slices.asked.is_set()
+
     async def _sleep(self) -> None:
         """Let the learner have the GPU. An engine that fails at it is declared dead."""
+        if self._failed_loads:
+            # It may hold half of a version, which vLLM cannot put to sleep.
+            self._host.lost("the learner asks for the GPU after a failed load")
+            return
         self._track.enter("asleep")
         try:
             await self._host.sleep()
@@ -269,6 +279,10 @@ class UpdateFollower:
             self.relay.give_up(offer.version)
         try:
             await self._accept(fetched)
+            if self._must_sleep:
+                # Loaded now, it would be lost in the sleep.
+                await self._report_failure(offer, "the learner asks for the GPU")
+                return
             stage_s = self._clock.now() - began
             self._track.enter(f"wait for pause v{offer.version}", version=offer.version)
             request = RequestLoad(version=offer.version, paths=paths)

@@ -155,7 +155,7 @@ class VllmEngine:
     def _launch(self, model: dict[str, Any]) -> Any:
         if self._config.rollout.concurrency == "auto":
             self._load_logger = self._vllm.LoadLogger()
-        shares = read_shares(self._config, list(sharers())) if sharers() else None
+        shares = read_shares(self._config, list(sharers())) if sharers() and not on_cpu(self._config) else None
         return self._vllm.launch(self._config, self.name, model, self._folder, self._load_logger, shares)
 
     async def close(self) -> None:
@@ -209,6 +209,17 @@ class VllmEngine:
                 yield
         except (self._vllm.EngineDeadError, self._vllm.EngineGenerateError) as error:
             self._watch.declare_dead(f"{what} failed: {error.__cause__ or error}")
+            raise self._watch.died() from error
+
+    @asynccontextmanager
+    async def _fatal(self, what: str) -> AsyncIterator[None]:
+        """Declare the engine dead if vLLM refuses a call inside: it reports errors of a core by a plain Exception."""
+        try:
+            yield
+        except (self._vllm.EngineDeadError, self._vllm.EngineGenerateError):
+            raise
+        except Exception as error:
+            self._watch.declare_dead(f"{what} failed: {error}")
             raise self._watch.died() from error
 
     def _unwatch_cores(self) -> None:
@@ -339,13 +350,13 @@ class VllmEngine:
             return
         # Level 2 discards the weights, which the next update brings. It does not bring those below an adapter.
         level = 1 if self._loads_adapters else 2
-        async with self._control("its sleep", self._timeout_s):
+        async with self._control("its sleep", self._timeout_s), self._fatal("its sleep"):
             await self._llm.sleep(level=level, mode="abort")
 
     async def wake(self) -> None:
         if on_cpu(self._config):
             return
-        async with self._control("its waking", self._timeout_s):
+        async with self._control("its waking", self._timeout_s), self._fatal("its waking"):
             await self._llm.wake_up()
             # vLLM schedules again once it is awake.
             await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
