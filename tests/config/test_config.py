@@ -212,6 +212,7 @@ def test_budgets_of_single_states_extend_the_defaults():
     chosen = validate_config(SIMULATED | {"watchdog": {"budgets_s": {"training": 9.0, "starting": 7.0}}})
     assert chosen.watchdog.budgets_s == {
         "starting": 7.0,
+        "waking": 600.0,
         "checkpointing": 1800.0,
         "exporting": 1800.0,
         "training": 9.0,

@@ -95,7 +95,8 @@ def test_a_response_continues_after_the_sleep(mode):
         at = states.index("asleep", states.index("generating"))
         assert states[at - 1] == "pausing" and states[at + 1 : at + 3] == ["waking", "waiting"]
         asleep, awake = hosted.entered[at][0], hosted.entered[at + 1][0]
-        assert awake - asleep == pytest.approx(5.0 if mode != "drain" else 0.0, abs=0.2)
+        # The learner gives the GPU back 5 s after it asks; the drain takes most of this time.
+        assert awake - asleep == pytest.approx(5.0 if mode != "drain" else 0.5, abs=0.2)
 
     run_virtual(main())
 
