@@ -158,12 +158,14 @@ class EngineSlices:
 
     @staticmethod
     def _may_have(gpu: str, *, has: bool) -> bool:
-        return engine_may_have(has=has, rank_lives=_listens(gpu, "rank"), asked=_listens(gpu, "asked"))
+        return engine_may_have(has=has, rank_lives=listens(gpu, "rank"), asked=listens(gpu, "asked"))
 
 
 def _name(gpu: str, what: str) -> str:
-    # The actors of a run on one host have one parent, the node agent. Another run has another one.
-    return f"\0asyncrl-{os.getuid()}-{os.getppid()}-gpu-{gpu}-{what}"
+    # The actors of a run on one host have one parent, the node agent. Another run has another one. Containers that share
+    # a network, and so these names, have namespaces of processes of their own.
+    processes = os.stat("/proc/self/ns/pid").st_ino
+    return f"\0asyncrl-{os.getuid()}-{processes}-{os.getppid()}-gpu-{gpu}-{what}"
 
 
 def _bind(gpu: str, what: str) -> socket.socket | None:
@@ -186,7 +188,7 @@ def _listen(gpu: str, what: str) -> socket.socket | None:
     return lock
 
 
-def _listens(gpu: str, what: str) -> bool:
+def listens(gpu: str, what: str) -> bool:
     """Whether a process listens on the socket. The connection is closed unread; a full backlog also means that."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)

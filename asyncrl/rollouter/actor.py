@@ -80,6 +80,8 @@ class Rollouter(Actor):
             track=self.trace.track("weights", WEIGHTS),
             place=host_id(),
         )
+        self._following: asyncio.Task[None] | None = None
+        """The task that follows weight updates and restarts the engine."""
         self._leaves = False
         """Whether this rollouter leaves while the run continues."""
         self._updates: list[UpdateTimes] = []
@@ -145,6 +147,7 @@ class Rollouter(Actor):
         if self.config.rollout.concurrency == "auto":
             work.append(self._policy.adapt(self._leases.ask_again))
         tasks = [self.tasks.create_task(item) for item in work]
+        self._following = tasks[0]
         await self.drained()
         # Before their tasks are cancelled: a task that ends counts its trajectories as generated.
         ungenerated = {uid for uid in self._leases.held if self._leases.ungenerated[uid]}
@@ -161,13 +164,16 @@ class Rollouter(Actor):
     def preempted(self) -> None:
         """Stop generation: cancel each group that still generates, and return its lease.
 
-        Groups that are generated are still scored and delivered, for the learner's checkpoint.
+        Groups that are generated are still scored and delivered, for the learner's checkpoint. In time slices the
+        engine ends, since the learner needs the GPU for its checkpoint.
         """
         self._leases.close()
         given_up = [task for task in self._groups.running if self._leases.ungenerated[task.get_name()]]
         for task in given_up:
             task.cancel()
         self.tasks.create_task(self._return_ungenerated(given_up), name="return what is not generated")
+        if self._host.slices is not None:
+            self.tasks.create_task(self._end_engine(), name="free the GPU")
 
     def asked_to_leave(self, within_s: float) -> None:
         """Request no more leases, report that to the dataloader, and end after the last delivery or ``within_s``."""
@@ -184,6 +190,12 @@ class Rollouter(Actor):
             await asyncio.wait(running, timeout=within_s)
         self.log.info("nothing more is begun", unfinished=len(running))
         self.begin_drain()
+
+    async def _end_engine(self) -> None:
+        assert self._following is not None
+        self._following.cancel()
+        await asyncio.wait([self._following])
+        await self._host.close()
 
     async def close(self) -> None:
         if self._sessions is not None:

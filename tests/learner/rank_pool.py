@@ -106,7 +106,7 @@ class Pools:
 
         Returns what ``main`` returned and, for each other rank, what ``follow`` raised as text, or None.
         """
-        first, *others = self.play(config.learner.ranks, _play_backend, config, main, arguments)
+        first, *others = self.play(config.learner.ranks, play_backend, config, main, arguments)
         return _value_of(first), others
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class Pools:
 
 def run_alone(config: Config, main: Callable[..., Any], *arguments: Any) -> Any:
     """Run ``main(backend, config, *arguments)`` on a single rank in this process."""
-    return _value_of(_play_backend(0, queue.Queue(), config, main, arguments))
+    return _value_of(play_backend(0, queue.Queue(), config, main, arguments))
 
 
 def _value_of(result: tuple[bool, Any] | None) -> Any:
@@ -141,7 +141,7 @@ def _play_all(rank: int, tasks: Any, addresses: Any, ended: Any) -> None:
             ended.put(_Ended(rank, None, traceback.format_exc()))
 
 
-def _play_backend(
+def play_backend(
     rank: int, addresses: Any, config: Config, main: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> Any:
     import torch

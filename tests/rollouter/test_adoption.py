@@ -12,7 +12,7 @@ from cuts import way_to
 from harness import Net, repeat_after, replace
 from rollouter_cases import Dataloader, Learner, living
 
-from asyncrl.core.errors import RemoteError
+from asyncrl.core.errors import EngineDied, RemoteError
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.dataloader import OpenLeases
 from asyncrl.rpc.heartbeat import gather_heartbeat
@@ -141,6 +141,27 @@ async def test_a_preempted_rollouter_delivers_generated_groups_and_returns_the_o
         await life.drain()
         assert len(dataloader.asked) == asked
         assert dataloader.returned == ["0-2"]
+        assert learner.uids == ["0-1"]
+
+
+async def test_a_preempted_rollouter_in_time_slices_frees_the_gpu(tmp_path):
+    """Also while it has a group to deliver: the learner needs the GPU for its checkpoint."""
+    learner, dataloader = Learner(open=False), Dataloader()
+    async with between(learner, dataloader, tmp_path) as life:
+        dataloader.lease("0-1")
+        await learner.came.wait()
+        host, given = life.rollouter._host, []
+        host.slices = mock.Mock(give=lambda: given.append(True))
+        engine = host.engine
+        life.rollouter.preempted()
+        await life.until(lambda: given)
+        with pytest.raises(EngineDied):
+            await engine.resume()
+        assert life.held.keys() == {"0-1"}
+        learner.open.set()
+        await life.until(lambda: not life.held)
+        life.rollouter.metrics()
+        await life.drain()
         assert learner.uids == ["0-1"]
 
 

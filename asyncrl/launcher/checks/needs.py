@@ -99,15 +99,16 @@ def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
 def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *, on_gpu: bool) -> Need:
     """Estimate the memory of a host with these actors (bytes).
 
-    ``least`` covers published weights, and training and engines on CPU; ``wanted`` adds all processes. ``on_gpu``: the
-    learner trains on GPUs.
+    ``least`` covers published weights, engines on CPU, and the states of training where these are in host memory: on CPUs,
+    with learner.offload and in time slices. ``wanted`` adds all processes. ``on_gpu``: the learner trains on GPUs.
     """
     ranks, replicas = count(actors, "learner"), count(actors, "rollouter")
     published = size.published(config) if size is not None else config.learner.sim.publish_bytes
     least = 0
     if ranks or replicas:
         least += VERSIONS_AT_ONCE * published
-    if size is not None and ranks and not on_gpu:
+    kept_on_gpu = on_gpu and not config.learner.offload and config.placement.share != "time_slice"
+    if size is not None and ranks and not kept_on_gpu:
         # Each parameter has a weight; a trained one has moments and a gradient too. The ranks of a replica share them.
         states = LEAST_CHECKPOINT_BYTES[config.learner.optimizer] - WEIGHT_BYTES
         training = WEIGHT_BYTES * size.parameters + (states + GRADIENT_BYTES) * size.trained

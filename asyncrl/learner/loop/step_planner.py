@@ -231,8 +231,9 @@ class StepPlanner:
                 return False
             if len(intake.buffer) >= wanted and self._are_scored(wanted):
                 return True
-            await self.rest()
             if not self._schedule.is_overdue:
+                # While a version is overdue, engines have nothing to load after their sleep.
+                await self.rest()
                 await self._news.wait()
                 continue
             try:

@@ -282,7 +282,7 @@ class Training:
             "staleness/limit": self._dataloader.limit,
             "buffer/groups": len(intake.buffer),
             "time/wait_for_groups_s": train_began - began,
-            "time/train_s": train_ended - train_began,
+            "time/train_s": max(0.0, train_ended - train_began - trained.get("time/take_gpu_s", 0.0)),
             "time/plan_s": plan_s,
             "time/publish_s": 0.0,
             **intake.counts(),

@@ -136,8 +136,9 @@ class EngineHost:
 
     async def start(self) -> None:
         """Make and start the engine, once it may have the GPU. It serves nothing before its first update."""
-        await self._take_gpu()
-        self._states.enter("restarting" if self.restarts else "starting", "engine")
+        if self.slices is not None:
+            await self._take_gpu(self.slices)
+            self._states.enter("restarting" if self.restarts else "starting", "engine")
         self._engine = self._make()
         await self._engine.start()
         self._states.enter("waiting", "weights")
@@ -180,17 +181,15 @@ class EngineHost:
         self.version, self._loaded = -1, None
         self.sleeps += 1
         self.slices.give()
-        await self._take_gpu()
+        await self._take_gpu(self.slices)
         self._states.enter("waking")
         await self.engine.wake()
         self._states.enter("waiting", "weights")
 
-    async def _take_gpu(self) -> None:
-        if self.slices is None:
-            return
+    async def _take_gpu(self, slices: EngineSlices) -> None:
         self._states.enter("asleep", LEARNER)
         with self._awaits.on(LEARNER, "the GPU", idle=True):
-            await self.slices.take()
+            await slices.take()
 
     # --- requests ---
 

@@ -3,7 +3,9 @@ from __future__ import annotations
 import dataclasses
 import errno
 import itertools
+import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +24,7 @@ from learner.learner_cases import (
     save_small_model,
 )
 from learner.publishing.publications import open_descriptors
+from learner.rank_pool import play_backend
 from safetensors.torch import load_file
 from segment_reading import weights_of
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -29,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from asyncrl.config.operation import PlacementConfig
 from asyncrl.core.errors import NonFiniteStep
 from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE
+from asyncrl.gpu.slices import listens
 from asyncrl.learner.algorithm.batch import rewards_of
 from asyncrl.learner.fsdp.model.policy import local
 
@@ -144,6 +148,38 @@ def test_time_slices_change_no_bit(extra, folder, run, tmp_path, monkeypatch) ->
     slices = config.model_copy(update={"placement": PlacementConfig(share="time_slice")})
     found, _ = run(slices, _train_in_slices, tmp_path / "slices")
     assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def _of_two_ranks_the_second_shares(rank: int, addresses, gpu: str, *arguments):
+    if rank == 1:
+        os.environ[SHARED_GPU_VARIABLE] = f"{gpu}:rollouter/0"
+    try:
+        return play_backend(rank, addresses, *arguments)
+    finally:
+        os.environ.pop(SHARED_GPU_VARIABLE, None)
+
+
+def _train_while_the_second_rests(backend, config, gpu: str) -> dict[str, torch.Tensor]:
+    for step in range(STEPS):
+        backend.rest()
+        until = time.monotonic() + 60.0
+        while listens(gpu, "asked"):
+            assert time.monotonic() < until, "rank 1 keeps its GPU"
+            time.sleep(0.01)
+        assert listens(gpu, "rank")
+        assert "time/take_gpu_s" not in backend.train(plan_of(backend, config, step))
+        assert listens(gpu, "asked")
+    return weights_of(backend.publish(STEPS).result())
+
+
+def test_a_rank_rests_though_rank_0_shares_no_gpu(folder, run_well, pools, tmp_path) -> None:
+    config = make_config(folder, ranks=2, **HYPER)
+    _, expected, _ = run_well(config, _train)
+    slices, gpu = config.model_copy(update={"placement": PlacementConfig(share="time_slice")}), f"test{tmp_path.name}"
+    arguments = (gpu, slices, _train_while_the_second_rests, (gpu,))
+    (is_well, found), failure = pools.play(2, _of_two_ranks_the_second_shares, *arguments)
+    assert is_well and failure is None, (found, failure)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 

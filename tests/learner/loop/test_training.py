@@ -106,11 +106,12 @@ class Scene:
             published=lambda version: None,
         )
         schedule.use(self.versions)  # type: ignore[arg-type]
+        self.backend = create(config, 0)
         self.training = Training(
             config,
             shared,
             progress=self.progress,
-            backend=create(config, 0),
+            backend=self.backend,
             thread=self.thread,
             intake=self.intake,
             dataloader=self.dataloader,  # type: ignore[arg-type]
@@ -255,6 +256,26 @@ def test_the_last_version_waits_for_the_groups_of_its_steps_alone() -> None:
         await scene.training.begin([])
         await scene.training.run()
         assert (scene.progress.step, scene.progress.unpublished) == (2, 0)
+        scene.close()
+
+    run_virtual(main())
+
+
+def test_engines_get_no_gpu_while_a_version_is_overdue() -> None:
+    """In time slices an engine loses its weights in a sleep, so without a version it could not use the GPU."""
+
+    async def main() -> None:
+        scene, clock = Scene(steps=2, groups=range(1), placement={"share": "time_slice"}), LoopClock()
+        rests: list[int] = []
+        scene.backend.rest = lambda: rests.append(scene.progress.version)  # type: ignore[method-assign]
+        await scene.training.begin([])
+        scene.versions.before = clock.now() + 2.5 * RETRY_S
+        running = asyncio.create_task(scene.training.run())
+        await asyncio.sleep(4 * RETRY_S)
+        assert rests and set(rests) == {1}
+        scene.deliver(1)
+        scene.progress.news.announce()
+        await running
         scene.close()
 
     run_virtual(main())
