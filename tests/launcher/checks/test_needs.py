@@ -139,6 +139,9 @@ def test_a_lack_of_room_is_reported_once_with_its_parts_and_a_full_disk_as_full(
         ({}, ["reward/0"], True, 0),
         # Training or an engine on the CPU needs more.
         ({"learner": {"ranks": 2}}, ["learner/0"], False, 12),
+        # So does a rank on a GPU whose weights and optimizer states are in host memory, always or in turn.
+        ({"learner": {"offload": True}}, ["learner/0"], True, 20),
+        ({"placement": {"share": "time_slice"}}, ["learner/0", "rollouter/0"], True, 20),
         ({"rollout": {"gpus_per_replica": 0}}, ["rollouter/0", "rollouter/1"], False, 8.5),
     ],
 )
