@@ -62,6 +62,7 @@ HEAVY = {
         "rollouter/engines/vllm/",
         "rollouter/engines/reference",
         "weights/broadcast",
+        "weights/device_",
         "weights/tensors",
     ),
     "transformers": ("learner/", "rollouter/engines/vllm/", "rollouter/engines/reference", "text/tokenizer.py"),

@@ -86,12 +86,15 @@ class GpuShares:
     """Size of the KV cache. vLLM is given this number, so it need not measure memory that the rank also takes."""
     in_turn: bool = False
     """Whether both have the memory in turn, so that the shares may add up to more than 1."""
+    has_copy: bool = False
+    """Whether there is also room for a copy of the weights, from which the engine takes each version."""
 
     def __str__(self) -> str:
         return (
             f"the learner's rank may take {self.rank:.0%} of the memory (activation checkpointing "
             f"{self.checkpointing}) and the engine {self.engine:.0%}, with room for about {self.cached_tokens:,} "
             f"tokens in its KV cache{', in turn' if self.in_turn else ''}"
+            f"{'; weights stay on the GPU' if self.has_copy else ''}"
         )
 
 
@@ -106,6 +109,8 @@ class Demand:
     """Activation checkpointing that the user chose; None for "auto"."""
     in_turn: bool = False
     """Whether both have the memory in turn, in time slices."""
+    copied_bytes: int = 0
+    """Memory of a copy of the weights for the engine, outside of both shares; 0 if there can be none."""
     group_bytes: int = 0
     """Memory of groups that rank and engine form with others over NCCL, outside of their shares."""
     scoring_bytes: int = 0
@@ -133,6 +138,9 @@ def plan_sharing(
     if (settings.get("text_config") or settings).get("attn_logit_softcapping") is not None:
         # The estimate does not know such attention, so the rank keeps no activations of it.
         asked = asked or "full"
+    in_turn = config.placement.share == "time_slice"
+    # Adapters are small, and one rank of several has only a part of the weights.
+    copies = learner.ranks == 1 and not config.publishes_adapter and not in_turn
     demand = Demand(
         shape,
         training_shape(config, shape, compute_bytes),
@@ -145,7 +153,8 @@ def plan_sharing(
             utilization=vllm.gpu_memory_utilization,
         ),
         asked,
-        in_turn=config.placement.share == "time_slice",
+        in_turn=in_turn,
+        copied_bytes=compute_bytes * shape.parameters if copies else 0,
         group_bytes=2 * (GROUP_BYTES + config.weights.bucket_bytes) * several,
         scoring_bytes=scoring_bytes,
     )
@@ -164,26 +173,32 @@ def share_gpu(total: int, demand: Demand) -> GpuShares | None:
     """Divide a GPU of ``total`` bytes; returns None if rank and engine do not fit.
 
     "auto" takes the first activation checkpointing (off, selective, full) that leaves the engine room for
-    WANTED_SEQUENCES, and full if none does.
+    WANTED_SEQUENCES, and full if none does. There is a copy of the weights if so much room is left beside it.
     """
     kinds: tuple[Checkpointing, ...] = ("off", "selective", "full") if demand.asked is None else (demand.asked,)
     shares = None
     for kind in kinds:
         # As in ``choose_checkpointing``: a wrong estimate must not end the run of a user who did not choose the kind.
         usable = CAUTIOUS if demand.asked is None and kind != "full" else USABLE
-        shares = _divide(total, replace(demand, load=replace(demand.load, checkpointing=kind)), usable)
-        if shares is not None and shares.cached_tokens >= WANTED_SEQUENCES * demand.engine.longest:
-            break
+        asked, wanted = replace(demand, load=replace(demand.load, checkpointing=kind)), WANTED_SEQUENCES
+        shares = _divide(total, asked, usable)
+        if shares is not None and shares.cached_tokens >= wanted * demand.engine.longest:
+            beside = _divide(total, asked, usable, demand.copied_bytes) if demand.copied_bytes else None
+            is_better = beside is not None and beside.cached_tokens >= wanted * demand.engine.longest
+            return beside if is_better else shares
     return shares
 
 
-def _divide(total: int, demand: Demand, usable: float) -> GpuShares | None:
-    """Divide a GPU so that the rank's estimate fills a part ``usable`` of its share. Returns None if it cannot be."""
+def _divide(total: int, demand: Demand, usable: float, copied_bytes: int = 0) -> GpuShares | None:
+    """Divide a GPU so that the rank's estimate fills a part ``usable`` of its share. Returns None if it cannot be.
+
+    ``copied_bytes`` is the size of the copy of the weights.
+    """
     training = estimate(demand.shape, demand.load)
     at_start = demand.scoring_bytes + (0 if training.offloaded else training.weights)
     rank_percent = _percent(max(training.device, at_start) / usable, total)
     # 1 % stays free.
-    left = PERCENT - _percent(2 * PROCESS_BYTES + demand.group_bytes, total) - 1
+    left = PERCENT - _percent(2 * PROCESS_BYTES + demand.group_bytes + copied_bytes, total) - 1
     rank_share = rank_percent
     if demand.in_turn:
         # While the rank computes, the engine keeps a little. The other way round, the rank keeps nothing.
@@ -202,7 +217,13 @@ def _divide(total: int, demand: Demand, usable: float) -> GpuShares | None:
     if tokens < LEAST_SEQUENCES * engine.longest:
         return None
     return GpuShares(
-        rank_share / PERCENT, share, demand.load.checkpointing, tokens, cache_bytes, in_turn=demand.in_turn
+        rank_share / PERCENT,
+        share,
+        demand.load.checkpointing,
+        tokens,
+        cache_bytes,
+        in_turn=demand.in_turn,
+        has_copy=copied_bytes > 0,
     )
 
 

@@ -162,8 +162,8 @@ class EngineSlices:
 
 
 def _name(gpu: str, what: str) -> str:
-    # The actors of a run on one host have one parent, the node agent. Another run has another one. Containers that share
-    # a network, and so these names, have namespaces of processes of their own.
+    # The actors of a run on one host have one parent, the node agent. Another run has another one. Containers may share
+    # a network, and so these names, but each has its own namespace of processes.
     processes = os.stat("/proc/self/ns/pid").st_ino
     return f"\0asyncrl-{os.getuid()}-{processes}-{os.getppid()}-gpu-{gpu}-{what}"
 

@@ -41,7 +41,7 @@ class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
 
     version: int
     transport: str = ""
-    """nccl, gloo, shm or stream."""
+    """nccl, gloo, shm, stream, or ipc: shm with the bytes from a copy on the same GPU."""
     stage_s: float = 0.0
     """Time until all bytes were received and verified; with shm and stream the engine generates meanwhile."""
     pause_s: float = 0.0

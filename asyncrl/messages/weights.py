@@ -66,11 +66,28 @@ class Probe(Struct, gc=False, frozen=True, kw_only=True):
     """float32 [C, K]: their log-probs at the run's temperature (nats)."""
 
 
+class DeviceCopy(Struct, gc=False, frozen=True, kw_only=True):
+    """A copy of a version in the memory of a GPU, for the engines there. The next version overwrites it."""
+
+    gpu: str
+    """UUID of the GPU."""
+    handle: Annotated[bytes, Meta(max_length=64)]
+    """Bytes by which another process opens the memory (weights/device_memory.py)."""
+    size: Count
+    """Bytes of the memory."""
+    offsets: list[list[Count]]
+    """For each bucket, the byte offset of each of its tensors; empty if the bucket is not there."""
+    sums: list[int]
+    """For each bucket, the sum of its 64-bit words (weights/tensors.py)."""
+
+
 class Manifest(Struct, gc=False, frozen=True, kw_only=True):
     """A complete set of weights: every parameter of the model exactly once."""
 
     version: Count
     buckets: list[Bucket]
+    device: DeviceCopy | None = None
+    """A copy of the same weights on the learner's GPU, if an engine shares that GPU."""
     probe: Probe | None = None
     gather_s: float = 0.0
     """Seconds until everything was gathered and sealed."""

@@ -41,7 +41,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from asyncrl.core.errors import BroadcastFailed, ConfigError, WeightsCorrupt
 from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, CollectiveBackend
 from asyncrl.weights.segments import verify_bytes
-from asyncrl.weights.tensors import mapped
+from asyncrl.weights.tensors import mapped, sum_of_words
 
 c10d: Any = torch.distributed
 """torch.distributed as Any: its type stubs lack most of what is used here."""
@@ -311,7 +311,7 @@ class Sender:
                 for index, (bucket, descriptor) in enumerate(buckets):
                     epoch.check()
                     memory = mapped(descriptor, bucket.size).to(self._device)
-                    checksum = _sum_of_words(memory) if group.backend == "nccl" else bucket.checksum
+                    checksum = sum_of_words(memory) if group.backend == "nccl" else bucket.checksum
                     header = np.array([version, index, bucket.size, checksum], np.uint64).view(np.int64)
                     what = f"bucket {index} of version {version} to be broadcast"
                     epoch.broadcast(torch.from_numpy(header).to(self._device), what)
@@ -411,7 +411,7 @@ class Receiver:
         if epoch.group.backend == "nccl":
             memory = torch.empty(size, dtype=torch.uint8, device=epoch.device)
             epoch.broadcast(memory, what)
-            if (found := _sum_of_words(memory)) != checksum:
+            if (found := sum_of_words(memory)) != checksum:
                 problem = f"its sum is {found:#018x} instead of {checksum:#018x}"
                 raise WeightsCorrupt(problem, version=version, bucket=index)
             return memory
@@ -429,13 +429,6 @@ class Receiver:
         self._ended.set()
         if self._epoch is not None:
             self._epoch.end(ENDED)
-
-
-def _sum_of_words(memory: Tensor) -> int:
-    """Return the sum of the 64-bit words of uint8 ``memory``, and of the bytes after the last, modulo 2^64."""
-    whole = memory.numel() // 8 * 8
-    words = memory[:whole].view(torch.int64).sum()
-    return int(words + memory[whole:].sum(dtype=torch.int64)) % (1 << 64)
 
 
 # --- the store ---

@@ -1,5 +1,6 @@
 """The division of a GPU's memory between a rank and an engine: tables of models and cards, and properties."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from asyncrl.gpu.sharing import (
     LEAST_SEQUENCES,
     PROCESS_BYTES,
     UNCOUNTED,
+    WANTED_SEQUENCES,
     Demand,
     advise_sharing,
     plan_sharing,
@@ -112,6 +114,27 @@ def test_a_small_model_keeps_its_activations_on_a_large_card_only():
     assert kinds == ["full", "off"]
     asked = configured(learner={"activation_checkpointing": "selective"})
     assert plan_sharing(asked, MODELS["0.5B"], 80 * GIB).checkpointing == "selective"
+
+
+def test_a_copy_of_the_weights_is_planned_where_it_costs_neither_activations_nor_sequences():
+    def planned(size, **tables):
+        return plan_sharing(configured(**tables), MODELS["1.5B"], size * GIB)
+
+    shares, lone = planned(80), planned(80, learner={"ranks": 2})
+    assert shares.has_copy and "weights stay on the GPU" in str(shares)
+    assert not lone.has_copy and "weights" not in str(lone)
+    # The copy is memory of its own, outside of both shares.
+    copied = 2 * shape_of_settings(MODELS["1.5B"]).parameters
+    assert shares.rank + shares.engine + (2 * PROCESS_BYTES + copied) / (80 * GIB) < 1
+    for tables in ({"placement": {"share": "time_slice"}}, {"rank": 8}):
+        assert not planned(80, **tables).has_copy
+    config, copies = configured(), []
+    for size in range(30, 60, 2):
+        with contextlib.suppress(ConfigError):
+            found = plan_sharing(config, MODELS["1.5B"], size * GIB)
+            copies.append(found.has_copy)
+            assert not found.has_copy or found.cached_tokens >= WANTED_SEQUENCES * config.longest_sequence
+    assert set(copies) == {True, False}
 
 
 def test_a_user_may_set_the_share_of_the_engine():

@@ -109,7 +109,7 @@ async def test_an_engine_on_two_gpus_waits_for_both_ranks(gpu):
         first.give()
         with pytest.raises(TimeoutError):
             await taken(engine, 0.2)
-        # What it could not have whole it has given back.
+        # It has given back the part that it had taken.
         await asyncio.to_thread(first.take)
         first.give()
         second.give()

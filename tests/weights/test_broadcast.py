@@ -33,6 +33,7 @@ from asyncrl.core.errors import BroadcastFailed, ConfigError, WeightsCorrupt
 from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, CollectiveBackend
 from asyncrl.weights import broadcast as module
 from asyncrl.weights.broadcast import Sender, listen, open_store
+from asyncrl.weights.tensors import sum_of_words
 from tools.waiting import wait_until
 
 
@@ -370,7 +371,7 @@ class FilledEpoch:
 def test_i4_a_bucket_with_another_sum_than_its_header_is_refused(backend: CollectiveBackend) -> None:
     content = bytes(range(256)) + b"tail"
     memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    right = module._sum_of_words(memory) if backend == "nccl" else xxhash.xxh3_64_intdigest(content)
+    right = sum_of_words(memory) if backend == "nccl" else xxhash.xxh3_64_intdigest(content)
     part = BroadcastPart(version=3, group=group_at(4711, 1, 2), first_rank=1, buckets=[], timeout_s=1.0)
 
     def received(checksum: int) -> torch.Tensor:
@@ -493,8 +494,8 @@ def test_i4_the_sum_of_words_shows_a_flipped_bit(content: bytes, at: int, bit: i
     flipped = bytearray(content)
     flipped[at % len(content)] ^= 1 << bit
     memory, other = (torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in (content, flipped))
-    assert module._sum_of_words(memory) != module._sum_of_words(other)
-    assert 0 <= module._sum_of_words(memory) < 1 << 64
+    assert sum_of_words(memory) != sum_of_words(other)
+    assert 0 <= sum_of_words(memory) < 1 << 64
 
 
 @given(st.binary(min_size=1, max_size=100))
@@ -506,4 +507,4 @@ def test_the_sum_of_words_is_that_of_words_without_a_sign_and_of_the_bytes_of_th
     whole = len(content) // 8 * 8
     words = [int.from_bytes(content[at : at + 8], "little") for at in range(0, whole, 8)]
     memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    assert module._sum_of_words(memory) == (sum(words) + sum(content[whole:])) % (1 << 64)
+    assert sum_of_words(memory) == (sum(words) + sum(content[whole:])) % (1 << 64)

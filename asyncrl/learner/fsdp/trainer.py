@@ -72,7 +72,7 @@ from asyncrl.learner.fsdp.updates import (
 )
 from asyncrl.learner.fsdp.utilisation import mfu
 from asyncrl.learner.fsdp.weights import dcp
-from asyncrl.learner.fsdp.weights.assembly import Assembly, publish, take_part
+from asyncrl.learner.fsdp.weights.assembly import Assembly, make_copy, publish, take_part
 from asyncrl.learner.fsdp.weights.export import export
 from asyncrl.learner.fsdp.weights.probe import score_probe
 from asyncrl.learner.fsdp.weights.saver import Saver
@@ -153,6 +153,7 @@ class Trainer:
             dtype=self._dtype,
             bucket_bytes=self._config.weights.bucket_bytes,
             adapters_alone=self._config.publishes_adapter,
+            make_copy=(lambda size: make_copy(size, device)) if shares is not None and shares.has_copy else None,
         )
 
     def _state_tensors(self) -> Iterator[Tensor]:
@@ -316,8 +317,9 @@ class Trainer:
     ) -> Future[HeldVersion]:
         self._send(Gather("version"))
         with self._phase("copy"):
+            copy = self._assembly.copy
             return self._assembly.begin(
-                "version", lambda gathered: publish(gathered, version, probe=probe, on_sealed=on_sealed)
+                "version", lambda gathered: publish(gathered, version, probe=probe, on_sealed=on_sealed, copy=copy)
             )
 
     def export(self, folder: Path) -> None:

@@ -189,7 +189,7 @@ train_and_update.line(
 
 update = Declaring(lines="update")
 update.line("replica", "", "the rollouter")
-update.line("weights/transport", "", "nccl, gloo, shm or stream")
+update.line("weights/transport", "", "nccl, gloo, shm, stream, or ipc: from a copy on the same GPU")
 update.line("weights/checksum", "", 'checksum of the engine\'s own copy, with weights.verify = "full"')
 
 evals = Declaring(lines="eval")

@@ -96,6 +96,8 @@ class Engine(Protocol):
     name: str
     workers: int
     """Number of the engine's processes that take part in a broadcast."""
+    loaded_by_ipc: bool
+    """Whether the last load took all weights from a copy on the GPU (weights/device_copy.py)."""
 
     @property
     def kv_use(self) -> float | None:

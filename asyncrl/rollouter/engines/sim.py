@@ -35,6 +35,7 @@ class SimEngine:
     def __init__(self, config: Config, name: str) -> None:
         self.name = name
         self.workers = 1
+        self.loaded_by_ipc = False
         self._sim = config.rollout.sim
         self._seed = config.run.seed
         self._batch = Batch(

@@ -362,6 +362,8 @@ class UpdateFollower:
         host = self._host
         self._track.enter(f"load v{times.version}", version=times.version, bytes=times.bytes)
         load_s = await host.load(weights)
+        if host.engine.loaded_by_ipc:
+            times = msgspec.structs.replace(times, transport="ipc")
         full = self._config.weights.verify == "full"
         checksum = await host.engine.checksum() if full else ""
         self._track.enter(f"resume v{times.version}", version=times.version)

@@ -32,8 +32,11 @@ from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.weights.background import Background
 from asyncrl.learner.fsdp.weights.copies import ShardCopies, Unit, Weight, adapter_units, flat, joined, model_units
 from asyncrl.messages.weights import Bucket, Manifest, Probe
+from asyncrl.weights.device_copy import CopyWriter
+from asyncrl.weights.device_memory import DeviceMemory, gpu_id
 from asyncrl.weights.held_version import HeldVersion, OnSealed, close_all
 from asyncrl.weights.segments import Segment, fill_buckets, layout
+from asyncrl.weights.tensors import mapped, sum_of_words
 
 STOP_WAIT_S = 30.0
 """Seconds that an assembly has to end when the rank stops."""
@@ -47,10 +50,30 @@ class Assembly:
     """Runs a rank's assemblies, at most one at a time. All ranks create it together."""
 
     def __init__(
-        self, policy: Policy, ranks: Ranks, *, dtype: torch.dtype, bucket_bytes: int, adapters_alone: bool
+        self,
+        policy: Policy,
+        ranks: Ranks,
+        *,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        adapters_alone: bool,
+        make_copy: Callable[[int], CopyWriter] | None = None,
     ) -> None:
-        """``adapters_alone``: whether a version is the adapters alone. ``dtype`` is the type of published weights."""
+        """``adapters_alone``: whether a version is the adapters alone. ``dtype`` is the type of published weights.
+
+        ``make_copy`` gets a size in bytes, and makes a further copy for engines on this rank's GPU; only if this rank
+        has the whole model.
+        """
         model = ShardCopies(model_units(policy), ranks, dtype)
+        self.copy: CopyWriter | None = None
+        """The copy of the newest version for engines on this rank's GPU, or None."""
+        if make_copy is not None:
+            try:
+                self.copy = make_copy(model.shared_bytes)
+            except OSError as error:
+                _LOG.warning("weights come to engines on this GPU through host memory: %s", error)
+            else:
+                self.copy.place(list(_in_buckets(model.share(self.copy.memory), bucket_bytes)))
         adapters = ShardCopies(adapter_units(policy), ranks, dtype)
         self._copies: dict[Purpose, list[ShardCopies]] = {
             "version": [adapters if adapters_alone else model],
@@ -86,6 +109,7 @@ class Assembly:
             self._background.wait(STOP_WAIT_S)
         except DeadlineExceeded:
             _LOG.warning("learner/%d stops while weights are being assembled", self._ranks.rank)
+        # The memory of ``copy`` stays until the process ends, because an engine may be reading it.
 
     def _raise_last_error(self) -> None:
         """Raise the previous assembly's error if the ranks are out of step after it."""
@@ -93,6 +117,11 @@ class Assembly:
         # After an OSError, as of a full disk, the ranks are still in step: rank 0 takes all buckets all the same.
         if error is not None and (not isinstance(error, OSError) or isinstance(error, AsyncRLError)):
             raise error
+
+
+def make_copy(size: int, device: torch.device) -> CopyWriter:
+    """Allocate memory for a copy of the weights that other processes on this GPU can open. Raises OSError."""
+    return CopyWriter(DeviceMemory.allocate(size), gpu_id(device))
 
 
 def take_part(gathered: Iterator[dict[str, Tensor]]) -> None:
@@ -107,15 +136,17 @@ def publish(
     *,
     probe: Probe | None = None,
     on_sealed: OnSealed | None = None,
+    copy: CopyWriter | None = None,
 ) -> HeldVersion:
     """Rank 0: write each gathered bucket into a sealed segment, and return the version. Raises OSError.
 
-    ``on_sealed`` is called with each bucket and its descriptor. If a bucket cannot be written, the rest is still
-    gathered, so that the other ranks finish; then the error is raised.
+    ``on_sealed`` is called with each bucket and its descriptor; ``copy`` has the same weights on the GPU. If a bucket
+    cannot be written, the rest is still gathered, so that the other ranks finish; then the error is raised.
     """
     began = time.monotonic()
     buckets: list[Bucket] = []
     descriptors: list[int] = []
+    sums: list[int] = []
     problem: OSError | None = None
     for tensors in gathered:
         if problem is None:
@@ -126,13 +157,30 @@ def publish(
             else:
                 buckets.append(bucket)
                 descriptors.append(descriptor)
+                if copy is not None:
+                    sums.append(sum_of_words(mapped(descriptor, bucket.size)))
                 if on_sealed is not None:
                     on_sealed(bucket, descriptor)
     if problem is not None:
         close_all(descriptors)
         raise problem
     gather_s = time.monotonic() - began
-    return HeldVersion(Manifest(version=version, buckets=buckets, probe=probe, gather_s=gather_s), descriptors)
+    device = copy.describe(sums) if copy is not None else None
+    manifest = Manifest(version=version, buckets=buckets, device=device, probe=probe, gather_s=gather_s)
+    return HeldVersion(manifest, descriptors)
+
+
+def _in_buckets(units: list[Unit], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each bucket of a model that is whole in this process, in the order of ``gather_buckets``."""
+    for bucket in _plan(units, bucket_bytes):
+        tensors: dict[str, Tensor] = {}
+        for unit in (units[i] for i in bucket):
+            tensors |= unit.named(weight.part.view(weight.shape) for weight in unit.weights)
+        yield list(tensors.values())
+
+
+def _plan(units: list[Unit], bucket_bytes: int) -> list[range]:
+    return fill_buckets([sum(weight.size for weight in unit.weights) for unit in units], bucket_bytes)
 
 
 def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
@@ -163,9 +211,8 @@ def gather_buckets(
     """
     pending: tuple[list[Unit], _Gather] | None = None
     with ranks.waiting("gathering the weights"):
-        plan = fill_buckets([sum(weight.size for weight in unit.weights) for unit in units], bucket_bytes)
         # Each turn starts one gather and yields the previous one.
-        for bucket in [*plan, None]:
+        for bucket in [*_plan(units, bucket_bytes), None]:
             ready = pending
             if bucket is not None:
                 members = [units[i] for i in bucket]

@@ -14,8 +14,9 @@ Fails with torch's errors when host memory does not suffice.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.weights.shard_plan import layer_of, own_rows
 from asyncrl.weights.lora import tensor_names
+from asyncrl.weights.segments import ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -86,20 +88,52 @@ class ShardCopies:
         self._live, self._ranks, self._dtype = live, ranks, dtype
         self.units: list[Unit] = []
         """The copies, in the order of the live units; empty before the first ``take``."""
+        self._twins: list[Weight] = []
+        """Further copies, which each ``take`` fills too; empty without ``share``."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of memory for ``share``."""
+        return sum(_aligned(weight.part.numel() * self._itemsize(weight)) for weight in self._weights)
+
+    def share(self, memory: Tensor) -> list[Unit]:
+        """Let each ``take`` also copy to ``memory`` (uint8, of ``shared_bytes``). Returns the units of these copies."""
+        offset, units = 0, []
+        for unit in self._live:
+            twins = []
+            for weight in unit.weights:
+                size = weight.part.numel() * self._itemsize(weight)
+                part = memory[offset : offset + size].view(_published(weight.part, self._dtype))
+                twins.append(replace(weight, part=part, adapter=None))
+                offset += _aligned(size)
+            units.append(replace(unit, weights=twins))
+            self._twins += twins
+        return units
+
+    @property
+    def _weights(self) -> list[Weight]:
+        return [weight for unit in self._live for weight in unit.weights]
+
+    def _itemsize(self, weight: Weight) -> int:
+        return _published(weight.part, self._dtype).itemsize
 
     def take(self) -> None:
         """All ranks together: copy the weights as they are now. The previous copy must have been read to its end."""
-        live = [weight for unit in self._live for weight in unit.weights]
+        live = self._weights
         # This is a collective of all ranks, also of those that copy nothing.
         whole = _gather_a([weight.adapter.a for weight in live if weight.adapter is not None], self._ranks)
         if self._ranks.replica:
             return
         self.units = self.units or [replace(unit, weights=[*map(self._empty, unit.weights)]) for unit in self._live]
         on_gpu = False
-        for weight, copy in zip(live, (weight for unit in self.units for weight in unit.weights), strict=True):
+        copies = (weight for unit in self.units for weight in unit.weights)
+        twins: Iterable[Weight | None] = self._twins or itertools.repeat(None, len(live))
+        for weight, copy, twin in zip(live, copies, twins, strict=True):
             part = weight.part if weight.adapter is None else _merged(weight, weight.adapter, next(whole))
             on_gpu |= part.is_cuda
             copy.part.copy_(part, non_blocking=part.is_cuda)
+            if twin is not None:
+                twin.part.copy_(part)
         # The copies are read by another thread, which waits for no stream.
         if on_gpu:
             torch.cuda.current_stream().synchronize()
@@ -187,6 +221,10 @@ def _gather_a(parts: list[Weight], ranks: Ranks) -> Iterator[Tensor]:
     with ranks.waiting("gathering the adapters"):
         dist.all_gather(received, sent)
     return iter(joined(parts, received[: ranks.shards]))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _published(weight: Tensor, dtype: torch.dtype) -> torch.dtype:

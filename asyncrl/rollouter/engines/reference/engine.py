@@ -64,6 +64,7 @@ class ReferenceEngine:
         assert config.model.path is not None
         self.name = name
         self.workers = 1
+        self.loaded_by_ipc = False
         self._config = config
         self._folder = config.model.path
         self._timeout_s = config.rollout.engine_timeout_s

@@ -67,6 +67,7 @@ class VllmEngine:
         assert config.model.path is not None
         self.name = name
         self.workers = max(1, config.rollout.gpus_per_replica or 0)
+        self.loaded_by_ipc = False
         self._config = config
         self._model_path = config.model.path
         self._timeout_s = config.rollout.engine_timeout_s
@@ -413,6 +414,7 @@ class VllmEngine:
 
     async def _send_weights(self, weights: HeldVersion | BroadcastPart) -> str:
         """Have all workers load the weights; returns a worker's reason for its failure, "" if all succeeded."""
+        self.loaded_by_ipc = False
         if self._loads_adapters:
             assert isinstance(weights, HeldVersion), "adapters are not broadcast"
             update = adapter_update(weights, self._config)
@@ -422,7 +424,10 @@ class VllmEngine:
             await self._llm.start_weight_update()
         info = {"version": weights.version, **update_info(weights)}
         await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(update_info=info))
-        return _first_failure(await self._llm.collective_rpc("update_failure"))
+        failure = _first_failure(await self._llm.collective_rpc("update_failure"))
+        if isinstance(weights, HeldVersion) and weights.manifest.device is not None:
+            self.loaded_by_ipc = all(await self._llm.collective_rpc("update_by_ipc"))
+        return failure
 
     async def checksum(self) -> str:
         """Return a checksum of the weights of all workers, and of the adapter as published.

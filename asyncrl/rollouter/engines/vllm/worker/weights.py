@@ -1,6 +1,7 @@
 """Loads whole weights in vLLM's worker processes, as vLLM's weight transfer backend ``asyncrl``.
 
-A version is in shared memory, which the rollouter has verified and keeps open, or it comes by broadcast. Over gloo the
+A version is in shared memory, which the rollouter has verified and keeps open, or it comes by broadcast. If the learner
+has a copy of it on this worker's GPU, the worker takes it from there (weights/device_copy.py). Over gloo the
 worker receives and verifies all buckets before the load begins. Over NCCL it loads each bucket as soon as it is
 verified, because GPU memory does not hold two sets of weights. The model's own checkpoint loader takes the tensors,
 layer by layer.
@@ -36,6 +37,8 @@ from vllm.platforms import current_platform
 
 from asyncrl.messages.weights import BroadcastPart, Manifest
 from asyncrl.weights.broadcast import Receiver
+from asyncrl.weights.device_copy import CopyReader
+from asyncrl.weights.device_memory import DeviceMemory, gpu_id
 from asyncrl.weights.tensors import tensors_in, tensors_of
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -59,7 +62,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     broadcast: str | None = None
 
 
-class FailureReport:
+class UpdateReport:
     """Methods that vLLM adds to its worker (worker_extension_cls); the engine calls them remotely."""
 
     weight_transfer_engine: WeightTransfer
@@ -67,6 +70,10 @@ class FailureReport:
     def update_failure(self) -> str:
         """Return the reason why the last update failed; "" if it succeeded."""
         return self.weight_transfer_engine.failure
+
+    def update_by_ipc(self) -> bool:
+        """Return whether the last update took all weights from the learner's copy on the GPU."""
+        return self.weight_transfer_engine.by_ipc
 
 
 class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -83,7 +90,12 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Whether a reload has begun and not finished; a failed one stays pending."""
         self.failure = ""
         """Why the last update failed; "" if it succeeded."""
+        self.by_ipc = False
+        """Whether the last update took all weights from the learner's copy on the GPU."""
         self._receiver = Receiver()
+        self._copies: CopyReader | None = None
+        if self.device.type == "cuda":
+            self._copies = CopyReader(gpu_id(self.device), self.device, DeviceMemory.open)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to do."""
@@ -96,8 +108,10 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert not self._pending, "a failed update must be repeated before it is finished"
 
     def shutdown(self) -> None:
-        """Leave all broadcasts."""
+        """Leave all broadcasts, and close the learner's memory."""
         self._receiver.close()
+        if self._copies is not None:
+            self._copies.close()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load one complete version, or store the reason of the failure."""
@@ -109,10 +123,14 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _receive(self, update_info: UpdateInfo) -> None:
         """Load a version from shared memory or from a broadcast. Raises the errors of both."""
+        self.by_ipc = False
         if update_info.manifest is not None:
             manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
+            copies = self._copies
+            read_before = copies.buckets_read if copies is not None else 0
             with self._reload() as load:
-                load(tensors_of(manifest))
+                load(tensors_of(manifest, copies.read) if copies is not None else tensors_of(manifest))
+            self.by_ipc = copies is not None and copies.buckets_read == read_before + len(manifest.buckets)
             return
         assert update_info.broadcast is not None, "an update has a manifest or a broadcast"
         part = msgspec.json.decode(update_info.broadcast, type=BroadcastPart)

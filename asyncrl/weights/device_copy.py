@@ -1,0 +1,123 @@
+"""A copy of the newest version in the memory of a GPU that a rank of the learner and an engine share (CUDA IPC).
+
+The learner fills the copy when it takes the weights of a version, and describes it in the manifest. A worker of an
+engine on that GPU copies a bucket from there to memory of its own, and loads it from there. So the weights do not pass
+through host memory while the engine is paused. The version is in sealed segments all the same: they serve all other
+replicas, and this one later.
+
+Invariant: a worker loads no other bytes than those of the segment. The learner does not wait for workers, so the next
+version may overwrite the copy while a worker reads it, and the learner may die. Therefore a worker compares what it has
+read with the sum of the bucket's 64-bit words. If they differ, or the memory cannot be opened, it takes the bucket from
+its segment.
+
+The writer fails with OSError if the GPU has no room. The reader does not fail.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from asyncrl.messages.weights import DeviceCopy, Manifest
+from asyncrl.weights.segments import size_of
+from asyncrl.weights.tensors import sum_of_words
+
+_LOG = logging.getLogger(__name__)
+
+
+class SharedMemory(Protocol):
+    """As DeviceMemory of weights/device_memory.py."""
+
+    handle: bytes
+    tensor: Tensor
+
+    def close(self) -> None: ...
+
+
+class CopyWriter:
+    """The learner's side: the memory of the copy, and where it holds the tensors of each bucket."""
+
+    def __init__(self, memory: SharedMemory, gpu: str) -> None:
+        """``gpu`` is the UUID of the GPU."""
+        self._memory, self._gpu = memory, gpu
+        self.memory = memory.tensor
+        """uint8 [size]."""
+        self._offsets: list[list[int]] = []
+
+    def place(self, buckets: Sequence[Sequence[Tensor]]) -> None:
+        """Note the tensors of each bucket, in order. A bucket whose tensors are not all in the memory is left out."""
+        self._offsets = [self._offsets_of(tensors) for tensors in buckets]
+
+    def _offsets_of(self, tensors: Sequence[Tensor]) -> list[int]:
+        start = self.memory.data_ptr()
+        offsets = [tensor.data_ptr() - start for tensor in tensors]
+        is_inside = all(
+            0 <= offset <= len(self.memory) - tensor.nbytes and tensor.is_contiguous()
+            for offset, tensor in zip(offsets, tensors, strict=True)
+        )
+        return offsets if is_inside else []
+
+    def describe(self, sums: list[int]) -> DeviceCopy:
+        """Describe the copy of a version whose buckets have these sums of words."""
+        return DeviceCopy(
+            gpu=self._gpu, handle=self._memory.handle, size=len(self.memory), offsets=self._offsets, sums=sums
+        )
+
+    def close(self) -> None:
+        """Free the memory. Raises OSError."""
+        del self.memory
+        self._memory.close()
+
+
+class CopyReader:
+    """A worker's side: opens the copy of one learner at a time. ``gpu`` is the UUID of the worker's GPU."""
+
+    def __init__(self, gpu: str, device: torch.device, open_memory: Callable[[bytes, int], SharedMemory]) -> None:
+        self._gpu, self._device, self._open_memory = gpu, device, open_memory
+        self._opened: SharedMemory | None = None
+        self._refused = b""
+        """Handle of memory that could not be opened or read; it is not tried again."""
+        self.buckets_read = 0
+        """Number of buckets that came from copies."""
+
+    def read(self, manifest: Manifest, index: int) -> Tensor | None:
+        """Return the bytes of a bucket, uint8 [size] on the device; None if they must come from the segment."""
+        copy = manifest.device
+        if copy is None or copy.gpu != self._gpu or copy.handle == self._refused or not copy.offsets[index]:
+            return None
+        try:
+            memory = self._copy(manifest, copy, index)
+        except (OSError, RuntimeError) as error:
+            self._refused = copy.handle
+            _LOG.warning("weights come through host memory: the learner's copy on the GPU cannot be read: %s", error)
+            return None
+        if sum_of_words(memory) != copy.sums[index]:
+            _LOG.info("bucket %d of version %d comes through host memory: its copy changed", index, manifest.version)
+            return None
+        self.buckets_read += 1
+        return memory
+
+    def _copy(self, manifest: Manifest, copy: DeviceCopy, index: int) -> Tensor:
+        if self._opened is None or self._opened.handle != copy.handle:
+            self.close()
+            self._opened = self._open_memory(copy.handle, copy.size)
+        bucket = manifest.buckets[index]
+        # Zeros, as between the tensors of a segment.
+        memory = torch.zeros(bucket.size, dtype=torch.uint8, device=self._device)
+        for spec, offset in zip(bucket.tensors, copy.offsets[index], strict=True):
+            size = size_of(spec)
+            memory[spec.offset : spec.offset + size] = self._opened.tensor[offset : offset + size]
+        return memory
+
+    def close(self) -> None:
+        """Close the memory of the present learner."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            try:
+                opened.close()
+            except (OSError, RuntimeError) as error:
+                _LOG.warning("the learner's copy on the GPU cannot be closed: %s", error)

@@ -1,0 +1,213 @@
+"""A copy of the weights on the learner's GPU. Here host memory that two processes can open stands in for the GPU's."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+import torch
+from learner.learner_cases import make_config, plan_of, save_small_model
+from learner.rank_pool import run_alone
+from segment_reading import map_segment
+
+from asyncrl.config.algorithm import LoraConfig
+from asyncrl.gpu.sharing import GpuShares
+from asyncrl.learner.fsdp import trainer
+from asyncrl.learner.fsdp.weights.assembly import Assembly, publish
+from asyncrl.messages.weights import Manifest
+from asyncrl.weights.device_copy import CopyReader, CopyWriter
+from asyncrl.weights.held_version import HeldVersion
+from asyncrl.weights.tensors import tensors_of
+
+GPU = "GPU-5c1f"
+CPU = torch.device("cpu")
+
+
+class HostMemory:
+    """Memory behind a path, which is the handle."""
+
+    def __init__(self, handle: bytes, size: int) -> None:
+        self.handle = handle
+        descriptor = os.open(handle, os.O_RDWR)
+        self.tensor = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        os.close(descriptor)
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def allocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    # A handle has at most 64 bytes.
+    monkeypatch.chdir(tmp_path)
+
+    def make(size: int) -> CopyWriter:
+        path = Path(f"memory{len(list(tmp_path.glob('memory*')))}")
+        path.write_bytes(b"\xff" * size)
+        return CopyWriter(HostMemory(bytes(path), size), GPU)
+
+    return make
+
+
+def reader(gpu: str = GPU) -> CopyReader:
+    return CopyReader(gpu, CPU, HostMemory)
+
+
+def received(version: HeldVersion) -> Manifest:
+    """The manifest as a worker receives it."""
+    return msgspec.json.decode(msgspec.json.encode(version.manifest), type=Manifest)
+
+
+def differing(manifest: Manifest, copies: CopyReader) -> Iterator[int]:
+    """Yield the buckets that the reader does not take from the copy; others have exactly the bytes of the segment."""
+    for index, bucket in enumerate(manifest.buckets):
+        memory = copies.read(manifest, index)
+        if memory is None:
+            yield index
+        else:
+            assert memory.numpy().tobytes() == bytes(map_segment(bucket, version=manifest.version, index=index))
+
+
+def _published(backend: Any, config: Any, allocate: Any) -> None:
+    assembly = Assembly(
+        backend.policy,
+        backend._ranks,
+        dtype=getattr(torch, config.learner.dtype) if config.learner.dtype != "auto" else torch.float32,
+        bucket_bytes=config.weights.bucket_bytes,
+        adapters_alone=False,
+        make_copy=allocate,
+    )
+    copies = reader()
+
+    def version(number: int) -> HeldVersion:
+        return assembly.begin("version", lambda gathered: publish(gathered, number, copy=assembly.copy)).result()
+
+    with version(1) as first:
+        old = received(first)
+        assert len(old.buckets) > 1
+        assert list(differing(old, copies)) == []
+        assert copies.buckets_read == len(old.buckets)
+        backend.train(plan_of(backend, config, 0))
+        # The copy is still that of version 1.
+        assert list(differing(old, copies)) == []
+        with version(2) as second:
+            new = received(second)
+            assert list(differing(new, copies)) == []
+            # Version 1 is overwritten where the step has changed a weight.
+            pairs = enumerate(zip(old.buckets, new.buckets, strict=True))
+            changed = [index for index, (before, after) in pairs if before.checksum != after.checksum]
+            assert changed and list(differing(old, copies)) == changed
+            weights = dict(tensors_of(old, copies.read))
+            assert weights.keys() == dict(tensors_of(new)).keys()
+            assert all(torch.equal(tensor, weights[name]) for name, tensor in tensors_of(old))
+    assembly.close()
+
+
+@pytest.mark.parametrize(
+    ("tied", "extra"),
+    [(False, {}), (True, {"dtype": "bfloat16"}), (False, {"lora": {"rank": 4, "publish": "merged"}})],
+    ids=["whole", "tied", "merged adapters"],
+)
+def test_i4_a_bucket_from_the_copy_has_the_bytes_of_its_segment(tied, extra, tmp_path, allocate) -> None:
+    lora = LoraConfig(**extra.pop("lora", {}))
+    config = make_config(save_small_model(tmp_path / "model", tied=tied), bucket_bytes=100_000, **extra)
+    run_alone(config.model_copy(update={"lora": lora}), _published, allocate)
+
+
+@pytest.fixture
+def version(allocate) -> Iterator[tuple[Manifest, CopyWriter]]:
+    writer = allocate(1 << 16)
+    tensors = [{"a": torch.arange(100.0), "b": torch.ones(3, 5)}, {"c": torch.full((7,), 3, dtype=torch.uint8)}]
+    places, at = [], 0
+    for bucket in tensors:
+        inside = []
+        for tensor in bucket.values():
+            inside.append(writer.memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            inside[-1].copy_(tensor)
+            at += 1024
+        places.append(inside)
+    writer.place(places)
+    with publish(iter(tensors), 5, copy=writer) as held:
+        yield received(held), writer
+
+
+def test_i4_a_changed_byte_is_found(version) -> None:
+    manifest, writer = version
+    assert list(differing(manifest, reader())) == []
+    writer.memory[1024 + 8] ^= 1
+    assert list(differing(manifest, reader())) == [0]
+
+
+def test_a_worker_on_another_gpu_uses_the_segments(version) -> None:
+    manifest, _ = version
+    assert list(differing(manifest, reader("GPU-other"))) == [0, 1]
+    assert list(differing(msgspec.structs.replace(manifest, device=None), reader())) == [0, 1]
+
+
+def test_memory_that_cannot_be_opened_is_tried_once(version, caplog) -> None:
+    manifest, _ = version
+    Path(os.fsdecode(manifest.device.handle)).unlink()
+    assert list(differing(manifest, copies := reader())) == [0, 1]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "No such file" in caplog.text
+    assert copies.buckets_read == 0
+
+
+def test_the_memory_of_a_learner_is_closed_once_another_has_taken_its_place(version, allocate) -> None:
+    manifest, _ = version
+    copies = reader()
+    assert list(differing(manifest, copies)) == []
+    first, other = copies._opened, allocate(1 << 16)
+    assert manifest.device is not None and first is not None
+    other.memory.copy_(first.tensor)
+    moved = msgspec.structs.replace(manifest.device, handle=other.describe([]).handle)
+    assert list(differing(msgspec.structs.replace(manifest, device=moved), copies)) == []
+    assert first.closed and copies._opened is not first
+    copies.close()
+
+
+def test_a_bucket_with_a_tensor_elsewhere_is_left_out(allocate) -> None:
+    writer = allocate(4096)
+    inside = writer.memory[:64]
+    writer.place([[inside], [inside, torch.zeros(8)], [writer.memory.view(64, 64).T], []])
+    assert writer.describe([0, 0, 0, 0]).offsets == [[0], [], [], []]
+
+
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_a_rank_makes_a_copy_if_its_shares_have_room(has_copy, tmp_path, allocate) -> None:
+    shares = GpuShares(0.5, 0.4, "off", 1 << 16, 1 << 30, has_copy=has_copy)
+
+    def main(backend: Any, config: Any) -> list[bool]:
+        found = []
+        for number in (1, 2):
+            with backend.publish(number).result() as held:
+                found.append(held.manifest.device is not None)
+                assert (list(differing(received(held), reader())) == []) is has_copy
+        return found
+
+    with (
+        mock.patch.object(trainer, "limit_memory", return_value=shares),
+        mock.patch.object(trainer, "make_copy", side_effect=lambda size, device: allocate(size)),
+    ):
+        assert run_alone(make_config(save_small_model(tmp_path / "model")), main) == [has_copy] * 2
+
+
+def test_no_room_for_a_copy_costs_only_the_copy(tmp_path, caplog) -> None:
+    def refuse(size: int) -> CopyWriter:
+        raise OSError("cudaMalloc: out of memory")
+
+    def main(backend: Any, config: Any) -> None:
+        arguments = {"dtype": torch.float32, "bucket_bytes": 1 << 20, "adapters_alone": False}
+        assembly = Assembly(backend.policy, backend._ranks, make_copy=refuse, **arguments)
+        with assembly.begin("version", lambda gathered: publish(gathered, 1, copy=assembly.copy)).result() as held:
+            assert held.manifest.device is None
+        assembly.close()
+
+    run_alone(make_config(save_small_model(tmp_path / "model")), main)
+    assert "through host memory: cudaMalloc: out of memory" in caplog.text
