@@ -42,7 +42,7 @@ class Damaged:
         )
 
 
-class StepBack:
+class NewestWholeSearch:
     """Searches one folder, newest checkpoint first. The caller tries each, and passes over damaged ones."""
 
     def __init__(self, folder: CheckpointFolder) -> None:
@@ -79,12 +79,12 @@ class StepBack:
         return [self._folder.set_aside_damaged(damaged.path) for damaged in self.damaged]
 
 
-def newest_whole(folder: CheckpointFolder, limit_bytes: int | None) -> tuple[Found | None, StepBack]:
+def newest_whole(folder: CheckpointFolder, limit_bytes: int | None) -> tuple[Found | None, NewestWholeSearch]:
     """Find the newest checkpoint that ``CheckpointFolder.verify_all`` finds whole; None in an empty folder.
 
     Also returns the search, which knows the damaged ones; nothing is renamed. Raises CheckpointError.
     """
-    search = StepBack(folder)
+    search = NewestWholeSearch(folder)
     while (path := search.next()) is not None:
         try:
             found = folder.at(path)

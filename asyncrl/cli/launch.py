@@ -371,8 +371,9 @@ def _command_live_run(given: argparse.Namespace) -> int:
     from asyncrl.launcher.live import commands
     from asyncrl.launcher.live.live_run import find_live_run
 
-    place = next((place for place in (given.stop, given.join) if place is not None), None)
-    live = find_live_run(named(given.configs[0] if place is None else place))
+    # The other commands name the run in place of a configuration.
+    run = next((run for run in (given.stop, given.join) if run is not None), given.configs[0])
+    live = find_live_run(named(run))
     if given.stop is not None:
         return asyncio.run(commands.stop_run(live))
     if given.bring_back is not None:

@@ -27,12 +27,14 @@ def _context_key(config: Config) -> str:
     return f"rollout.{config.rollout.traits.context_key}"
 
 
-def _weight_problems(config: Config) -> Iterator[Problem]:
+def _update_problems(config: Config) -> Iterator[Problem]:
+    """Conflicts between keys of weight updates: transfer, KV cache, drift and deadlines."""
     weights, rollout = config.weights, config.rollout
+    # A chunk travels in a message beside its header.
     if weights.chunk_bytes > config.network.max_message_bytes // 2:
         yield "weights.chunk_bytes", "must be at most half of network.max_message_bytes"
     if rollout.keep_kv == "stale" and rollout.on_update != "keep":
-        yield "rollout.keep_kv", 'stale is for rollout.on_update = "keep" alone'
+        yield "rollout.keep_kv", 'stale requires rollout.on_update = "keep"'
     warn, stop = config.drift.warn, config.drift.stop
     if warn != "auto" and stop != "auto" and stop < warn:
         yield "drift.stop", f"is {stop:g}, below drift.warn = {warn:g}"
@@ -181,7 +183,7 @@ def cross_check(config: Config) -> Iterator[Problem]:
         for key in FORBIDDEN_VLLM_KEYS
         if key in rollout.vllm.extra
     )
-    yield from _weight_problems(config)
+    yield from _update_problems(config)
     yield from _lora_problems(config)
     yield from _chat_problems(config)
     yield from _sft_problems(config)

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from asyncrl.config import Config
 from asyncrl.config.checks import cross_check
 from asyncrl.config.keys import describe, holds_text
-from asyncrl.config.section import AS_GIVEN, expand_path
+from asyncrl.config.section import EXPAND_PATHS, expand_path
 from asyncrl.core.errors import ConfigError
 
 
@@ -63,7 +63,7 @@ def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None
     if isinstance(checkpoints, dict) and isinstance(checkpoints.get("dir"), str):
         # Made absolute, because a later command on the run may start in another folder.
         checkpoints["dir"] = os.path.abspath(expand_path(checkpoints["dir"]) or "")
-    return validate_config(tree, problems, sources, context=AS_GIVEN)
+    return validate_config(tree, problems, sources, context=EXPAND_PATHS)
 
 
 def validate_config(
@@ -75,8 +75,8 @@ def validate_config(
 ) -> Config:
     """Validate a tree of plain values. Raises ConfigError with ``problems`` and every problem found here.
 
-    Paths are expanded only in the context AS_GIVEN (section.py). ``sources`` has the file or flag that set a value, by
-    the parts of its key.
+    Paths are expanded only in the context EXPAND_PATHS (section.py). ``sources`` has the file or flag that set a value,
+    by the parts of its key.
     """
     all_problems = list(problems)
     invalid: set[tuple[str, ...]] = set()

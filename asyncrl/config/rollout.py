@@ -98,8 +98,8 @@ class RolloutConfig(Section):
     keep_kv: Literal["recompute", "stale"] = "recompute"
     """KV cache under on_update = keep: recompute it, or keep the old one (recorded in the spans)."""
     request_seeds: bool = True
-    """Give each response its own noise, from run.seed and its name. false draws all from one generator, which is faster
-    in vLLM."""
+    """Give each response its own noise, from run.seed and its name. false lets the engine draw it, which is faster in
+    vLLM on CPU."""
     max_attempts: Positive = 3
     """Attempts at a trajectory before it counts as failed."""
     retry_backoff_s: Seconds = 0.5

@@ -24,10 +24,10 @@ def expand_path(path: str | None) -> str | None:
 
 
 def _expand_given(path: str | None, info: ValidationInfo) -> str | None:
-    return expand_path(path) if info.context == AS_GIVEN else path
+    return expand_path(path) if info.context == EXPAND_PATHS else path
 
 
-AS_GIVEN = "as given"
+EXPAND_PATHS = "expand paths"
 """Context of the validation of the user's TOML and flags.
 
 Paths are expanded only in this context. A resolved configuration is read on other hosts and later, where variables may

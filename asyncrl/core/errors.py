@@ -251,7 +251,7 @@ class NonFiniteStep(AsyncRLError, ArithmeticError):
         self.places = list(places)
         blamed = uids or self.places
         named = ", ".join(blamed[:8]) + (f" and {len(blamed) - 8} more" if len(blamed) > 8 else "")
-        taken = f"only its updates before were taken, of {len(trained)} groups" if trained else "no step was taken"
+        taken = f"the updates before it were taken, with {len(trained)} groups" if trained else "no step was taken"
         whose = f" ({'groups' if uids else 'conversations'} {named})" if blamed else ""
         super().__init__(f"the {what} of {kind} {step} is not finite; {taken}{whose}")
 

@@ -4,7 +4,7 @@
 pager, Ctrl-S, a stopped reader. Its text waits in a bounded queue, which drops the oldest text first. Dropped lines are
 counted, and a line in the output reports their number where they are missing.
 
-Invariant: ``print_to`` blocks for PROMPT_S at most, ``finish`` for the time that it is given. A stream that accepts
+Invariant: ``print_to`` blocks for PRINT_WAIT_S at most, ``finish`` for the time that it is given. A stream that accepts
 nothing raises no error. If a stream is closed for good, its text is discarded; text that does not fit on a full disk is
 dropped and counted. A stream without a descriptor, as in a test, is written directly and may raise.
 """
@@ -29,7 +29,7 @@ REPLACED = "asyncrl.replaced"
 """Name of an error handler for encodings: writes a character that the encoding lacks as similar ASCII, or as an escape.
 """
 _ASCII = {"→": "->", "←": "<-", "–": "-", "…": "...", "≤": "<=", "±": "+-", "×": "x", "·": "|", "µ": "u"}
-PROMPT_S = 0.05
+PRINT_WAIT_S = 0.05
 """Longest wait of ``print_to``; nearly every stream has taken the text by then."""
 LAST_S = 5.0
 """Longest wait at the end of a command for a stream that accepts nothing."""
@@ -89,7 +89,7 @@ class Printer:
         self._thread: threading.Thread | None = None
 
     def print_to(self, stream: TextIO, text: str) -> None:
-        """Queue ``text`` for ``stream``. If nothing waited before, wait PROMPT_S at most until it is written.
+        """Queue ``text`` for ``stream``. If nothing waited before, wait PRINT_WAIT_S at most until it is written.
 
         Raises OSError for a stream without a descriptor, which is written directly.
         """
@@ -110,7 +110,7 @@ class Printer:
             self._changed.notify_all()
             if was_idle:
                 # If other text waits already, the stream accepts nothing, so another wait would be in vain.
-                self._changed.wait_for(lambda: self._idle, PROMPT_S)
+                self._changed.wait_for(lambda: self._idle, PRINT_WAIT_S)
 
     def finish(self, within_s: float = LAST_S) -> bool:
         """Wait until all text is written, a signal comes, or ``within_s`` are over. Returns whether it is written."""

@@ -65,7 +65,7 @@ class Dataloader(Actor):
         """The last book before the gate was shut; None while it is open."""
         self._learner = 0
         """Newest incarnation of the learner that has sent ``Restored``."""
-        self._last_word: Restored | None = None
+        self._last_restored: Restored | None = None
         """The last ``Restored`` from which a book was rebuilt."""
         self._restoring = asyncio.Lock()
         self._preempted = False
@@ -176,7 +176,7 @@ class Dataloader(Actor):
                 self.peer(LEARNER).adopt(caller.incarnation)
                 book = await self._restore(request)
                 # Only after the restore: if it fails, the learner repeats the request and it is restored again.
-                self._last_word = request
+                self._last_restored = request
                 self._open(book)
             assert self._book is not None
             order = self._restorer.order
@@ -197,7 +197,7 @@ class Dataloader(Actor):
         """Whether the book already continues from ``request``, or from a later state of the same learner."""
         if self._book is None or caller.incarnation != self._learner:
             return False
-        return request == self._last_word or request.outcomes_number < self._book.number
+        return request == self._last_restored or request.outcomes_number < self._book.number
 
     def _shut(self) -> None:
         if self._book is not None:

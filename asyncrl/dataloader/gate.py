@@ -21,7 +21,8 @@ once for each step that begins (G = groups of a version, g = groups of a step):
 - start at one version: generation overlaps training from the first step on;
 - the learner waited for groups, and since the last step the limit refused a group: up by G/2. A wait that the limit did
   not cause, because generation itself is the bottleneck, changes nothing: a higher limit would not help;
-- PATIENCE steps in a row began with another whole step in the buffer: down by g/16 with each further one;
+- PATIENCE steps in a row or more began with another whole step in the buffer: down by g/16 with each of them, from
+  the PATIENCE-th on;
 - anything else: unchanged.
 
 Up is fast because each wait is lost time. Down is slow, and starts only after several full steps, because the buffer
@@ -67,8 +68,8 @@ class WorkingLimit:
     """Adapts within [0, ``staleness_max``] versions; stays at ``staleness_max`` without ``adapt``."""
 
     def __init__(self, *, groups_per_step: int, groups_per_version: int, staleness_max: int, adapt: bool) -> None:
-        self._step = groups_per_step
-        self._version = groups_per_version
+        self._groups_per_step = groups_per_step
+        self._groups_per_version = groups_per_version
         self._max = staleness_max * groups_per_version
         self._adapt = adapt
         self._level = float(min(self._max, groups_per_version) if adapt else self._max)
@@ -83,7 +84,7 @@ class WorkingLimit:
     @property
     def versions(self) -> float:
         """The limit in versions: eta_t."""
-        return self.groups / self._version
+        return self.groups / self._groups_per_version
 
     def refused(self) -> None:
         """A rollouter was refused a group because of the limit."""
@@ -97,12 +98,12 @@ class WorkingLimit:
         refused, self._refused = self._refused, False
         if not self._adapt:
             return
-        self._full_steps = self._full_steps + 1 if buffered_groups >= self._step and not waited else 0
+        self._full_steps = self._full_steps + 1 if buffered_groups >= self._groups_per_step and not waited else 0
         if waited and refused:
             # Raised from the level rounded up, so that an earlier fractional decrease does not reduce the raise.
-            self._level = min(self._max, self.groups + math.ceil(GROW_VERSIONS * self._version))
+            self._level = min(self._max, self.groups + math.ceil(GROW_VERSIONS * self._groups_per_version))
         elif self._full_steps >= PATIENCE:
-            self._level = max(0.0, self._level - SHRINK_STEPS * self._step)
+            self._level = max(0.0, self._level - SHRINK_STEPS * self._groups_per_step)
 
 
 class Gate:

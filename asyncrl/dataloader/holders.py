@@ -277,8 +277,8 @@ class SuspectPrompts:
             self.changes += 1
         self.discard(uid)
 
-    def is_suspect(self, uid: str) -> bool:
-        """Whether a prompt may not share a rollouter."""
+    def must_run_alone(self, uid: str) -> bool:
+        """Whether a prompt may not share a rollouter, after ALONE_FROM deaths."""
         return runs_alone(self.attempt(uid))
 
     def verdict(self, uid: str) -> str | None:

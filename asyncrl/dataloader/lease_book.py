@@ -90,9 +90,9 @@ class LeaseBook:
 
     @property
     def supply(self) -> Supply:
-        """Describes to the learner what it can still expect: outstanding groups, rejected prompts, evaluation rounds.
+        """What the learner can still expect: outstanding groups, rejected prompts, deaths, evaluation rounds.
 
-        A change of ``outstanding`` alone gives it a new number only when nothing is left to lease.
+        A change of ``outstanding`` alone gives the supply a new number only when nothing is left to lease.
         """
         of_evals = [Rejected(uid, reason) for uid, reason in self._evals.rejected.items()]
         return Supply(
@@ -361,7 +361,7 @@ class LeaseBook:
                 # No waiting suspect may run here now.
                 suspects.set_aside = None
             prompt = self._next_in_turn(ask, generating)
-            if prompt is None or not suspects.is_suspect(prompt.uid):
+            if prompt is None or not suspects.must_run_alone(prompt.uid):
                 return prompt
             # After a restore the queue may hold a suspect: it joins those that wait to run alone, or is rejected.
             self._put_back(prompt)
@@ -453,7 +453,7 @@ class LeaseBook:
                 self._evals.reject(prompt, reason)
             else:
                 self._queue.reject(prompt, reason)
-        elif self._suspects.is_suspect(prompt.uid):
+        elif self._suspects.must_run_alone(prompt.uid):
             self._suspects.add(prompt)
         elif isinstance(prompt, EvalPrompt):
             self._evals.give_back(prompt)

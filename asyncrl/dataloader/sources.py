@@ -62,6 +62,7 @@ def hf(folder: str, split: str, prompt_key: str) -> Iterator[RawRow]:
                 _check_columns(path, stream.schema.names, prompt_key)
                 yield from _rows_of(path, stream)
         except DataError:
+            # It is a ValueError too, and says more than the text below.
             raise
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise DataError(f"is not a readable Arrow file: {_first_line(error)}", path=path) from None

@@ -70,7 +70,7 @@ class Rank0:
 
     async def setup(self) -> None:
         """Meet the other ranks, restore the newest checkpoint, and make all objects. Fails as Backend.setup and
-        StepBack do.
+        NewestWholeSearch do.
         """
         actor, config, services = self._actor, self._config, self._services
         # Before anything slow, because no version can be published without the numbers.

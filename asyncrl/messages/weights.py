@@ -167,7 +167,7 @@ class Published(Message, frozen=True, kw_only=True):
     """Whether the bytes have changed since they were sealed: publish the weights again, with another number."""
 
 
-class KeepPublished(Request, frozen=True, kw_only=True):
+class WatchPublished(Request, frozen=True, kw_only=True):
     """Learner to parameter server, parked as long as ``version``, or a newer one, is held and its bytes are intact."""
 
     reply = Published

@@ -27,7 +27,6 @@ from asyncrl.messages.weights import (
     Chunk,
     FailBroadcast,
     FetchChunk,
-    KeepPublished,
     LoadGranted,
     Manifest,
     NextUpdate,
@@ -38,6 +37,7 @@ from asyncrl.messages.weights import (
     RequestLoad,
     Update,
     WatchBroadcast,
+    WatchPublished,
 )
 from asyncrl.parameter_server.conductor import Conductor
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
@@ -66,7 +66,7 @@ class ParameterServer(Actor):
         self._checksums: dict[int, str] = {}
         """Checksum that the first engine reported for a version, by version, in order of the first reports."""
         self._condemned = ParkingLot()
-        """The learner's parked ``keep_published``; woken when a version is condemned."""
+        """The learner's parked ``watch_published``; woken when a version is condemned."""
         self._suspect = asyncio.Event()
         """Set when a replica has found the newest version corrupt."""
         self._deadline_moved = asyncio.Event()
@@ -105,7 +105,7 @@ class ParameterServer(Actor):
         return Done()
 
     @handler
-    async def keep_published(self, request: KeepPublished, caller: Caller) -> Published:
+    async def watch_published(self, request: WatchPublished, caller: Caller) -> Published:
         """Park the call as long as the version, or a newer one, is held and not condemned."""
 
         def lost() -> Published | None:

@@ -1,4 +1,4 @@
-"""A worker process of the reward pool: ``python -m asyncrl.reward.reward_worker FD [HIDDEN]``.
+"""A worker process of the reward pool: ``python -m asyncrl.reward.reward_worker FD [RUN_DIR]``.
 
 Runs the reward function on one task at a time, in its main thread (some functions use signals). The pool sends
 RewardSetup and the worker Ready (workers/user_code.py). Then the worker answers each Score with one Result, in order;
@@ -248,7 +248,7 @@ def _score(scorer: Scorer, task: Score, place: str) -> tuple[list[tuple[float, d
     except MemoryError:
         raise
     except BadOutcome as error:
-        # It may quote a value in the words of the user's own class.
+        # It may quote the repr of a user's class, with characters that UTF-8 cannot hold.
         return [], encodable(f"{error}{place}"), "no reward"
     except BaseException as error:
         # Nothing that the function raises, SystemExit included, may end the worker: only its task fails.

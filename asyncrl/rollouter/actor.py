@@ -323,7 +323,7 @@ class Rollouter(Actor):
             "rollout/engine_restarts": host.restarts,
             "rollout/engine_sleeps": host.sleeps,
             "rollout/suspects": host.turns.suspects,
-            "rollout/deaths_alone": host.turns.own_deaths,
+            "rollout/deaths_alone": host.turns.deaths_alone,
             "rollout/failed_alone": host.turns.failed,
             "rollout/turns_alone": host.turns.lone_turns,
             **({"rollout/kv_use": kv_use} if kv_use is not None else {}),

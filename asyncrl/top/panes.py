@@ -285,7 +285,7 @@ ROOMY = 40
 
 
 def reward(view: SnapshotView, choice: Choice, width: int) -> Pane:
-    """Tasks of the reward pools: the rate, tasks at hand, and tasks that failed."""
+    """Tasks of the reward pools. The rate and the shares are recent; times and failures count since the pools began."""
     pools = view.of("reward")
     shares, edges = view.shares(pools), edges_of("reward/run_s")
     kinds, workers = by_kind(shares), sum(len(pool.resources) for pool in view.living("reward"))

@@ -316,6 +316,7 @@ class Sender:
                     what = f"bucket {index} of version {version} to be broadcast"
                     epoch.broadcast(torch.from_numpy(header).to(self._device), what)
                     epoch.broadcast(memory, what)
+                # ``Broadcaster.close`` then waits for the members, and stops no send.
                 self.all_sent = True
                 epoch.wait_for_members(version)
         finally:

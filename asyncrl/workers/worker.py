@@ -2,8 +2,8 @@
 
 A frame on the socket to the actor is a length (4 bytes, little-endian) and a body, usually MessagePack. Neither side
 unpickles anything. Invariant: only its actor, the user's code or the kernel ends a worker, and a worker ends with its
-actor. Signals for the whole job do not reach it. Programs that the user's code starts are descendants of the worker, so
-they end with it. Invalid bytes raise ValueError (msgspec's errors are ValueErrors).
+actor. It ignores signals that are sent to the whole job. Programs that the user's code starts are descendants of the
+worker, so they end with it. Invalid bytes raise ValueError (msgspec's errors are ValueErrors).
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def end(code: int) -> NoReturn:
 def begin(title: str) -> socket.socket:
     """Prepare this process for users' code and return the socket to the actor; ``title`` is for ps.
 
-    The process ends with its parent, ignores signals for the whole job, and is the first that the kernel kills when
-    memory runs out. Processes of the users' code stay its descendants, so the actor can end them all together. Users'
-    modules are also found in the working directory.
+    The process ends with its parent and ignores signals that are sent to the whole job. When memory runs out, the
+    kernel kills it first. Processes of the users' code stay its descendants, so the actor can end them all together.
+    Users' modules are also found in the working directory.
     """
     isolation.obey(sys.argv[1:])
     connection = socket.socket(fileno=int(sys.argv[1]))
@@ -88,14 +88,14 @@ def begin(title: str) -> socket.socket:
             file.write("1000")
     for number in IGNORED:
         signal.signal(number, lambda *_: None)
-    _leave_children_alone(connection.close)
+    _reset_forked_children(connection.close)
     _set_title(title)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     return connection
 
 
-def _leave_children_alone(close: Callable[[], None]) -> None:
+def _reset_forked_children(close: Callable[[], None]) -> None:
     """Make forked children close the socket and receive signals again."""
 
     def in_child() -> None:

@@ -19,13 +19,13 @@ from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
     FetchChunk,
-    KeepPublished,
     Manifest,
     NextUpdate,
     Publish,
     ReportUpdate,
     RequestLoad,
     WatchBroadcast,
+    WatchPublished,
 )
 from asyncrl.parameter_server.actor import COMPARED_VERSIONS, ParameterServer
 from asyncrl.rpc.actor import ActorContext
@@ -204,7 +204,7 @@ async def test_a_version_is_published_once_and_one_whose_segments_cannot_be_open
     broken = replace(manifest, buckets=[replace(manifest.buckets[0], path="/proc/1/fd/99999")])
     with pytest.raises(RemoteError, match="cannot be opened"):
         await stage.publish(broken)
-    assert not (await stage.call(LEARNER, KeepPublished(version=4))).held
+    assert not (await stage.call(LEARNER, WatchPublished(version=4))).held
     for _ in range(2):
         await stage.publish(manifest)
     told = await stage.refused(LEARNER, Publish(manifest=publication(3)))
@@ -259,7 +259,7 @@ async def test_parked_calls_are_answered_by_events_or_with_ask_again(stage, publ
     await stage.next(R[1])
     assert (await stage.pause(R[0])).granted
     began = loop.time()
-    answers = [await call for call in (stage.pause(R[1]), stage.call(LEARNER, KeepPublished(version=0)))]
+    answers = [await call for call in (stage.pause(R[1]), stage.call(LEARNER, WatchPublished(version=0)))]
     assert (answers[0].granted, answers[1].held) == (False, True)
     # Virtual time: before half of the caller's deadline.
     assert loop.time() - began <= stage.config.network.call_timeout_s / 2
@@ -348,7 +348,7 @@ async def test_a_successor_serves_the_version_that_is_published_again(stage, pub
     manifest = publication(7)
     await stage.publish(manifest)
     await stage.take(R[0])
-    kept = stage.call(LEARNER, KeepPublished(version=7))
+    kept = stage.call(LEARNER, WatchPublished(version=7))
     waiting = [stage.next(R[0], 7), stage.next(R[1], 6, host="elsewhere")]
     # This replica has the version staged when the server dies.
     assert (await waiting[1]).offer.version == 7
@@ -357,7 +357,7 @@ async def test_a_successor_serves_the_version_that_is_published_again(stage, pub
     await stage.start(11)
     assert not (await kept).held
     await stage.publish(manifest)
-    await stage.parked(waiting[0], stage.call(LEARNER, KeepPublished(version=7)))
+    await stage.parked(waiting[0], stage.call(LEARNER, WatchPublished(version=7)))
     assert (await stage.pause(R[1], 7)).granted
     await stage.report(R[1], 7)
     assert (await stage.next("rollouter/2")).offer.version == 7

@@ -421,17 +421,19 @@ class RunStateMachine:
 
     def set_aside(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
         """Set a replica aside, so that its agent ends it. Fails the run if too few are left."""
-        before = dict(self._reserve.resting)
+        resting_before = dict(self._reserve.resting)
         if not self._reserve.set_aside(name, incarnation, reason, now, self.expected):
             return False
-        return self._continue_without(name, reason, log, before, now)
+        return self._continue_without(name, reason, log, resting_before, now)
 
-    def _continue_without(self, name: str, reason: str, log: str, before: Mapping[str, Rest], now: float) -> bool:
+    def _continue_without(
+        self, name: str, reason: str, log: str, resting_before: Mapping[str, Rest], now: float
+    ) -> bool:
         """Continue after replicas were set aside, or fail the run if too few are left.
 
-        ``name`` and ``reason`` are one of them and why. ``before`` are the rests before these replicas were set aside.
+        ``name`` and ``reason`` are one of them and why. ``resting_before`` has the replicas that rested already.
         """
-        shortage = self._reserve.shortage(self.expected, self.min_replicas, before)
+        shortage = self._reserve.shortage(self.expected, self.min_replicas, resting_before)
         # A preempted run only needs the learner, for its checkpoint.
         if shortage is not None and self.phase != "preempting":
             return self.fail(name, reason + shortage, log, 1, now)
@@ -446,11 +448,12 @@ class RunStateMachine:
         reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
         lacking_role = self._reserve.lacking(self.expected, self.min_replicas, without=late)
         if lacking_role is None and all(map(is_replicated, late)):
-            before = dict(self._reserve.resting)
-            # sum(), because any() would stop at the first replica.
+            resting_before = dict(self._reserve.resting)
+            # Incarnation 0: no end of a process is the cause. sum(), because any() would stop at the first replica.
             if not sum(self._reserve.set_aside(name, 0, reason, now, self.expected) for name in late):
                 return False
-            return self._continue_without(late[0], reason, "", before, now)
+            # This counts again: an episode host takes its rollouter along, which ``lacking`` did not count.
+            return self._continue_without(late[0], reason, "", resting_before, now)
         if others := late[1:]:
             reason += f"; nor are {', '.join(others)}"
         return self.fail(late[0], reason, "", 1, now)

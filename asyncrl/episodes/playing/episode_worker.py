@@ -1,4 +1,4 @@
-"""A worker process of the episode host: ``python -m asyncrl.episodes.playing.episode_worker FD [HIDDEN]``.
+"""A worker process of the episode host: ``python -m asyncrl.episodes.playing.episode_worker FD [RUN_DIR]``.
 
 Runs many episodes at a time as tasks of one event loop; plain code runs in threads. Invariant: errors, output and tasks
 of an episode stay its own. Its tasks end before the episode does; those that ignore their cancellation are reported to

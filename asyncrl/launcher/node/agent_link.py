@@ -86,7 +86,10 @@ class AgentLink(Actor):
             return None
 
     async def say_farewell(self, timeout: float) -> None:
-        """Report that everything on this host has ended. Repeats this for ``timeout`` seconds until it is recorded."""
+        """Report that everything on this host has ended.
+
+        Repeats this until it is recorded, for ``timeout`` seconds at most. Gives up at an error that cannot pass.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         while True:

@@ -282,10 +282,10 @@ class HostAgent:
         self._launcher.emit(event)
         for line in state.lines:
             self._launcher.emit(_event_of(line))
-        # First, because ``AgentState`` may have a stuck actor killed.
-        self._stuck.hear(state.stuck, self._children)
+        # Take the stacks of stuck actors first: ``AgentState`` may kill them below.
+        self._stuck.take_stacks_of(state.stuck, self._children)
         # Also first: an actor that ``AgentState`` starts must get a number above these.
-        self._incarnations.hear(state.dead, state.generations)
+        self._incarnations.stay_above(state.dead, state.generations)
         now, own = time.monotonic(), agent_name(self._spec.index)
         for leaving in state.leaving:
             if leaving.name == own:

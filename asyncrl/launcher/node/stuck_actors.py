@@ -49,7 +49,7 @@ class StuckActors:
         """Tasks that take stacks now, by (name, incarnation)."""
         self._log = get_logger(agent)
 
-    def hear(self, stuck: Sequence[Stuck], children: Mapping[str, Child]) -> None:
+    def take_stacks_of(self, stuck: Sequence[Stuck], children: Mapping[str, Child]) -> None:
         """Take the controller's list of stuck actors, and show each report once. ``children``: the actors here."""
         before, self._reported = self._reported, {}
         for actor in stuck:

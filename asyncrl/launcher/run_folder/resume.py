@@ -7,8 +7,9 @@ allows it. The checks before the start compare the prompts; if these checks take
 adapters, and a whole model in place of adapters, are refused with ConfigError: no flag allows that.
 
 If the newest checkpoint is damaged, the run resumes from the newest one that is whole. A damaged checkpoint that the
-user has named is refused with CheckpointError. This module compares the sizes of all files, and the checksums of up to
-CHECKED_BYTES. The learner's ranks verify the rest when they load it, and take an older checkpoint in the same way.
+user has named is refused with CheckpointError. This module verifies all bytes of a checkpoint that the user has named.
+For others it compares the sizes of all files, and the checksums of up to CHECKED_BYTES. The learner's ranks verify the
+rest when they load it, and take an older checkpoint in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from asyncrl.checkpoint.contents import Adapters, CheckpointState, Geometry, read_state
 from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder, Found, checkpoint_dir
-from asyncrl.checkpoint.step_back import StepBack, newest_whole
+from asyncrl.checkpoint.step_back import NewestWholeSearch, newest_whole
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunChanged, UsageError
@@ -45,7 +46,7 @@ class Resumption:
     """True if all steps are trained and the final model is exported, so nothing is left to do."""
     others: list[Path] = field(default_factory=list)
     """Other runs of the name that ``auto`` did not choose."""
-    search: StepBack | None = None
+    search: NewestWholeSearch | None = None
     """The search that found the checkpoint, with the damaged ones that it passed over; None if the user named one."""
     prompts: KnownPrompts | None = None
     """Fingerprint and number of the prompts that the run must have; None if they may differ."""
@@ -102,9 +103,9 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
     was found. Raises UsageError if a run is live there, CheckpointError, ConfigError or RunChanged.
     """
     chosen: Path | None = None
-    others: list[Path] = []
+    other_runs: list[Path] = []
     if place == AUTO:
-        path, others = _newest_of_name(config)
+        path, other_runs = _newest_of_name(config)
     else:
         path, chosen = _locate(config, Path(place).absolute())
     if is_live(path):
@@ -113,7 +114,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
     tree["run"] |= {"dir": str(path.parent), "name": path.name}
     config = validate_config(tree)
     checkpoints = CheckpointFolder(checkpoint_dir(config, path))
-    search: StepBack | None = None
+    search: NewestWholeSearch | None = None
     found: Found | None
     if chosen is None:
         found, search = newest_whole(checkpoints, CHECKED_BYTES)
@@ -131,7 +132,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
         folder=next_attempt(path),
         checkpoint=found,
         is_finished=is_finished,
-        others=others,
+        others=other_runs,
         search=search,
         prompts=prompts,
         state=state,

@@ -309,7 +309,7 @@ def _trained_sequences(
     trained, turn = [], 0
     values = advantages.astype(np.float32)
     for number, sequence in enumerate(trajectory.sequences):
-        lengths = past_rewards(sequence)[1]
+        _, lengths = past_rewards(sequence)
         of_turns = values[turn : turn + len(lengths)]
         turn += len(lengths)
         spans = list(sampled_spans(sequence))

@@ -181,7 +181,8 @@ def _fit(units: list[list[int]], costs: np.ndarray, sizes: Sizes, budget: int, w
 def _place(sizes: np.ndarray, costs: np.ndarray, budget: int, count: int) -> list[list[int]] | None:
     """Put units into ``count`` rows: the costliest first, each into the cheapest row with room.
 
-    ``sizes`` are their numbers of tokens. Returns the units of each row; None if one finds no room.
+    A unit is a family or a part of one. ``sizes`` are their numbers of tokens. Returns the units of each row; None if
+    one finds no room.
     """
     rows: list[list[int]] = [[] for _ in range(count)]
     room = np.full(count, budget, dtype=np.int64)

@@ -119,29 +119,30 @@ def kl_penalties(
     estimate = ESTIMATORS[config.estimator_used]
     total: list[np.ndarray] = []
     past: list[list[np.ndarray]] = []
-    divergence, tokens = 0.0, 0
+    penalty_sum, tokens = 0.0, 0
     for group, of_group in zip(groups, reference, strict=True):
-        sums, befores = [], []
+        of_trajectories, befores = [], []
         for trajectory, of_trajectory in zip(group.trajectories, of_group, strict=True):
-            turns, before = [np.zeros(0)], [np.zeros(0)]
+            of_turns, before_turns = [np.zeros(0)], [np.zeros(0)]
             for sequence, scores in zip(trajectory.sequences, of_trajectory, strict=True):
-                ratio = sequence.logprobs.astype(np.float64) - scores
-                if not np.isfinite(ratio).all():
+                log_ratio = sequence.logprobs.astype(np.float64) - scores
+                if not np.isfinite(log_ratio).all():
                     raise NonFiniteStep("log-probs by the reference", step=step, uids=[group.lease.uid])
-                values = estimate(np.clip(ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-                ends = np.cumsum(past_rewards(sequence)[1])
+                values = estimate(np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+                _, turn_lengths = past_rewards(sequence)
+                ends = np.cumsum(turn_lengths)
                 # The penalties summed up to the beginning of each turn; the last entry is the sum of all.
-                sofar = np.concatenate([np.zeros(1), np.cumsum(values)])[np.concatenate([np.zeros(1, np.int64), ends])]
-                turns.append(np.diff(sofar))
-                before.append(sofar[:-1])
+                sums = np.concatenate([np.zeros(1), np.cumsum(values)])[np.concatenate([np.zeros(1, np.int64), ends])]
+                of_turns.append(np.diff(sums))
+                before_turns.append(sums[:-1])
                 tokens += len(values)
-            sums.append(config.coefficient * float(np.concatenate(turns).sum()))
-            befores.append(config.coefficient * np.concatenate(before))
-        divergence += sum(sums)
-        total.append(np.array(sums))
+            of_trajectories.append(config.coefficient * float(np.concatenate(of_turns).sum()))
+            befores.append(config.coefficient * np.concatenate(before_turns))
+        penalty_sum += sum(of_trajectories)
+        total.append(np.array(of_trajectories))
         past.append(befores)
     count = sum(map(len, total))
-    metrics = {"reward/kl_penalty": divergence / max(1, count)}
+    metrics = {"reward/kl_penalty": penalty_sum / max(1, count)}
     if tokens:
-        metrics["policy/reference_kl"] = divergence / config.coefficient / tokens
+        metrics["policy/reference_kl"] = penalty_sum / config.coefficient / tokens
     return Penalties(total, past, metrics)

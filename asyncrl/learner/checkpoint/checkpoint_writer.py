@@ -32,7 +32,7 @@ from asyncrl.checkpoint.contents import (
     write_contents,
 )
 from asyncrl.checkpoint.folder import CheckpointFolder
-from asyncrl.checkpoint.step_back import StepBack
+from asyncrl.checkpoint.step_back import NewestWholeSearch
 from asyncrl.config.operation import CheckpointConfig
 from asyncrl.core.disk import free_bytes, no_room
 from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
@@ -97,7 +97,7 @@ class CheckpointWriter:
         # Before any reading: after the claim, an earlier incarnation of the learner can commit nothing.
         await asyncio.to_thread(self._folder.claim, self._incarnation)
         await loop.run_in_executor(self._thread, self._backend.sees, self._folder.folder)
-        search = await asyncio.to_thread(StepBack, self._folder)
+        search = await asyncio.to_thread(NewestWholeSearch, self._folder)
         while (path := search.next()) is not None:
             try:
                 contents = await asyncio.to_thread(self._read, path)

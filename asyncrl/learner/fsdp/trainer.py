@@ -204,7 +204,7 @@ class Trainer:
         def frozen(key: str, path: str | None) -> Policy:
             assert path is not None
             policy, scoring = build_frozen(key, path, self._config, self._ranks, self._dtype, packed=self.packed)
-            # The reference scores the rows that are trained.
+            # It scores the policy's rows, whose shared prefixes are computed once only if it can do that too.
             self.shares_prefixes = self.shares_prefixes and scoring.shared
             self._note_warnings(scoring, key)
             return policy
@@ -214,8 +214,9 @@ class Trainer:
         if objective.needs_reference or kl.in_reward:
             if self._config.sft.warm_steps and kl.path is None:
                 # Only a user's own loss gets here: the configuration is checked for the other losses.
-                problem = f"the loss {self._learner.loss} asks for a reference, which is model.path by default, and"
-                raise ConfigError([f"learner.kl.path: {problem} sft.warm_steps lead away from it; name a folder"])
+                why = "which is model.path by default. But sft.warm_steps change the policy before the first step"
+                problem = f"the loss {self._learner.loss} asks for a reference, {why}"
+                raise ConfigError([f"learner.kl.path: {problem}; name the folder of a reference"])
             if self._config.lora.is_on and kl.path is None:
                 reference = WithoutAdapters(self.policy)
             else:

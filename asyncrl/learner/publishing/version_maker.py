@@ -31,7 +31,7 @@ from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.publishing.broadcaster import Broadcaster, BucketQueue, collective_backend
 from asyncrl.learner.publishing.version_numbers import VersionNumbers
 from asyncrl.messages import Request
-from asyncrl.messages.weights import KeepPublished, Publish, Published
+from asyncrl.messages.weights import Publish, Published, WatchPublished
 from asyncrl.observe.logging import Logger
 from asyncrl.observe.trace import Track
 from asyncrl.rpc.calls.retry import is_refusal, wait_out
@@ -236,12 +236,12 @@ class Publisher:
             self._close_unused(version, before)
 
     async def _watch_published(self, version: HeldVersion) -> None:
-        """Keep a call waiting at the parameter server until it lost the version, or a newer one is offered.
+        """Keep a call waiting until the parameter server no longer holds the version, or a newer one is offered.
 
         If the bytes are corrupt, the version is spoiled. If another parameter server answers, ``run`` publishes the
-        version again. A waiting call has a time limit.
+        version again. A waiting call has a time limit; then ``run`` calls this again.
         """
-        call = self._call(KeepPublished(version=version.version))
+        call = self._call(WatchPublished(version=version.version))
         offered = asyncio.ensure_future(self._offered.wait())
         try:
             await asyncio.wait({call, offered}, return_when=asyncio.FIRST_COMPLETED)

@@ -274,6 +274,7 @@ def episodes(train: Sequence[Line]) -> list[Panel]:
         *_curve(train, "rollout/turns_p95", "95th percentile", ORANGE),
     ]
     with_stages = [line for line in train if any(name.startswith(SHARE) for name in line)]
+    # A line lacks the stages that no episode of its step had.
     by_stage = {
         name: series([{**line, name: number_in(line, name) or 0.0} for line in with_stages], name, join=mean)
         for name in map(SHARE.__add__, STAGES)

@@ -74,8 +74,8 @@ def prometheus_name(name: str) -> str:
 def families_of(lines: Iterable[Mapping[str, Any]], snapshot: Snapshot | None) -> dict[str, Family]:
     """Makes the families by name, from the newest lines and the newest snapshot.
 
-    ``lines`` has the newest line of each kind, evaluation and replica. Those of replicas that are not in the snapshot,
-    because they have left the run, are skipped.
+    ``lines`` has the newest line of each kind, evaluation and replica (rollouter). Update lines of replicas that have
+    left the run, and so are not in the snapshot, are skipped.
     """
     families = _Families()
     present = {actor.name for actor in snapshot.actors} if snapshot is not None else None

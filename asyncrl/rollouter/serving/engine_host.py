@@ -310,6 +310,7 @@ class EngineHost:
         The engine stays paused: call ``commit`` next, or ``load`` again after a failure.
         """
         rollout = self._config.rollout
+        # Only kept requests may go on with keys and values of the old weights.
         recompute = rollout.on_update != "keep" or rollout.keep_kv == "recompute"
         began = self._clock.now()
         # A failed load leaves no complete version with which the engine could resume.

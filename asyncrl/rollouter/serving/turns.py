@@ -20,10 +20,13 @@ class EngineTurns:
     """The turns in one rollouter's engines, and the deaths of these engines by lease."""
 
     def __init__(self, max_attempts: int) -> None:
+        """A prompt fails after ``max_attempts`` deaths of an engine that it had alone."""
         self._max_attempts = max_attempts
         self._deaths: dict[str, int] = {}
+        """Deaths by uid, as Lease.attempt counts them."""
         self._reasons: dict[str, str] = {}
-        self.own_deaths = 0
+        """Reason of the last death by uid."""
+        self.deaths_alone = 0
         """Deaths while a lease ran alone, over all leases."""
         self.failed = 0
         """Number of leases that have failed after such deaths."""
@@ -110,7 +113,7 @@ class EngineTurns:
         for lease in inside:
             self._deaths[lease.uid] = after_death(self.deaths(lease), alone=alone)
             self._reasons[lease.uid] = reason
-            self.own_deaths += alone
+            self.deaths_alone += alone
             self.failed += alone and self.failure(lease) is not None
         self.excused = alone and self._blamed in ("", self.lone)
         if self.excused:

@@ -213,7 +213,10 @@ class UpdateFollower:
             serving=self._host.version,
             host=self._place,
             workers=self._host.engine.workers,
-            joins_nccl=self._config.rollout.on_gpu and "learner/0" not in sharers().values(),
+            # In time slices the engine sleeps while the learner publishes.
+            joins_nccl=self._config.rollout.on_gpu
+            and self._host.slices is None
+            and "learner/0" not in sharers().values(),
         )
         reply: Update | None = await self._ask(request)
         return None if reply is None else reply.offer

@@ -63,7 +63,7 @@ class Incarnations:
         self._newest[name] = number
         return number
 
-    def hear(self, dead: Iterable[Dead], generations: Mapping[str, int]) -> None:
+    def stay_above(self, dead: Iterable[Dead], generations: Mapping[str, int]) -> None:
         """Raise the numbers above the dead incarnations and the generations that the controller reports."""
         for actor in dead:
             if actor.incarnation > self._newest.get(actor.name, 0):

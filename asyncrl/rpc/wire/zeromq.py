@@ -78,7 +78,8 @@ class ZmqTransport:
             if self._doorkeeper is None:
                 self._doorkeeper = Doorkeeper(self._context, self._peers)
                 self._doorkeeper.start()
-            # Also the limit for peers that have not proved their identity; admitted peers send pieces.
+            # ZeroMQ applies this limit before it authenticates a peer, so the limit is small. Clients cut larger
+            # messages into pieces.
             socket.maxmsgsize = min(self._max_message_bytes, PIECE_BYTES) + CURVE_BYTES
             socket.zap_domain = ZAP_DOMAIN.encode()
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -86,9 +87,11 @@ class ZmqTransport:
             socket.curve_publickey = self._credentials.public_key
             socket.curve_secretkey = self._credentials.secret_key
         # The limit is for body and buffers, so the header comes on top.
-        pieces = self._max_message_bytes + MAX_HEADER_BYTES if self._credentials.curve else None
+        max_joined_bytes = self._max_message_bytes + MAX_HEADER_BYTES if self._credentials.curve else None
         try:
-            server = ZmqServer(socket, self._open.discard, receive, turned_away, address, pieces=pieces)
+            server = ZmqServer(
+                socket, self._open.discard, receive, turned_away, address, max_joined_bytes=max_joined_bytes
+            )
         except zmq.ZMQError as error:
             socket.close(0)
             raise OSError(error.errno, f"{address}: {error.strerror}") from None
@@ -284,10 +287,10 @@ class ZmqServer(_ZmqSocket):
         turned_away: Callable[[], None],
         address: str,
         *,
-        pieces: int | None,
+        max_joined_bytes: int | None,
     ) -> None:
         self._on_message = receive
-        self._pieces = pieces
+        self._max_joined_bytes = max_joined_bytes
         self._turned_away = turned_away
         loop = asyncio.get_running_loop()
         self._door = Door(loop.time())
@@ -336,7 +339,7 @@ class ZmqServer(_ZmqSocket):
         routing_id = self._take_frame(NOW)
         owner: str | None = None
         # At least one frame follows a routing id.
-        if self._pieces is None:
+        if self._max_joined_bytes is None:
             frames = self._rest([self._take_frame(NOW)], 2)
         else:
             # Not copied to bytes: only a zmq.Frame has the connection's User-Id, which the doorkeeper has set.
@@ -346,7 +349,7 @@ class ZmqServer(_ZmqSocket):
             if frames[0][:1] == MARK:
                 # If it cannot be joined, the receiver counts it as malformed, because a table is no header.
                 with contextlib.suppress(ValueError, struct.error):
-                    frames = join(frames, self._pieces)
+                    frames = join(frames, self._max_joined_bytes)
         self._on_message(routing_id, frames, owner)
 
     def send(self, routing_id: bytes, frames: Frames) -> bool:

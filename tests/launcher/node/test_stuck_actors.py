@@ -29,7 +29,9 @@ async def test_actors_whose_lives_have_one_number_have_their_stacks_taken_each(m
     monkeypatch.setattr(stuck_module, "take_stacks", lambda child, patience_s: answers[child.name])
     shown = []
     actors = StuckActors("agent/0", "agent-0.log", 5.0, shown.append, asyncio.ensure_future)
-    actors.hear([Stuck(child.name, 7, "no token for 300 s", 1) for child in children], {c.name: c for c in children})
+    actors.take_stacks_of(
+        [Stuck(child.name, 7, "no token for 300 s", 1) for child in children], {c.name: c for c in children}
+    )
     for child in children:
         actors.kill(child, "condemned")
     answers[second.name].set_result("process 1: S (sleeping)\nin reward\nin a task")

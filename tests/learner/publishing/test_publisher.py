@@ -15,7 +15,7 @@ from virtual import run_virtual
 from asyncrl.core.errors import ProtocolError, RemoteError
 from asyncrl.learner.publishing.version_maker import Publisher
 from asyncrl.messages import Done
-from asyncrl.messages.weights import KeepPublished, Publish, Published
+from asyncrl.messages.weights import Publish, Published, WatchPublished
 from asyncrl.observe.logging import get_logger
 from asyncrl.rpc.actor import Caller, handler
 from asyncrl.rpc.parking import ParkingLot
@@ -48,7 +48,7 @@ class Stub:
         return Done()
 
     @handler
-    async def keep_published(self, request: KeepPublished, caller: Caller) -> Published:
+    async def watch_published(self, request: WatchPublished, caller: Caller) -> Published:
         await self.awake.wait()
         self.kept.append(request.version)
         if request.version not in self.told:

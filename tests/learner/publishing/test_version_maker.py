@@ -27,11 +27,11 @@ from asyncrl.messages.weights import (
     BroadcastGroup,
     BroadcastState,
     FailBroadcast,
-    KeepPublished,
     Probe,
     Publish,
     Published,
     WatchBroadcast,
+    WatchPublished,
 )
 from asyncrl.observe.logging import get_logger
 from asyncrl.observe.trace import Trace
@@ -123,7 +123,7 @@ class Script:
         return Done()
 
     @handler
-    async def keep_published(self, request: KeepPublished, caller: Caller) -> Published:
+    async def watch_published(self, request: WatchPublished, caller: Caller) -> Published:
         await asyncio.sleep(caller.park_s)
         return Published(held=True)
 

@@ -171,7 +171,7 @@ async def test_the_prompt_that_kills_engines_is_found_and_no_other_pays_for_it(m
         alone = [inside for uid, _, inside in world.submitted if uid == "0-3"][4:]
         assert alone and all(inside == {"0-3"} for inside in alone)
         assert world.excused == [False] * 2 + [True] * 3, "the engine is not blamed for one prompt"
-        assert (world.host.turns.own_deaths, world.host.turns.failed) == (3, 1)
+        assert (world.host.turns.deaths_alone, world.host.turns.failed) == (3, 1)
 
 
 @modes
@@ -197,7 +197,7 @@ async def test_a_death_in_a_load_is_not_blamed_on_frozen_requests():
         world.unloadable = set()
         assert versions(await running, "0-1", 8)
         assert "load" in world.reasons[0]
-        assert (world.host.turns.own_deaths, any(world.excused)) == (0, False)
+        assert (world.host.turns.deaths_alone, any(world.excused)) == (0, False)
 
 
 async def test_an_engine_that_dies_of_one_prompt_after_another_is_not_excused():

@@ -44,7 +44,7 @@ async def test_deaths_with_others_make_suspects_and_only_deaths_alone_count():
     assert (turns.failure(a), turns.deaths(a)) == (None, 3)
     await dies_alone(turns, a, "signal 11")
     assert "died 2 times" in turns.failure(a) and "signal 11" in turns.failure(a)
-    assert (turns.own_deaths, turns.failed, turns.suspects) == (2, 1, 2)
+    assert (turns.deaths_alone, turns.failed, turns.suspects) == (2, 1, 2)
     turns.forget("0-1")
     assert (turns.deaths(a), turns.failure(a), turns.suspects) == (0, None, 1)
 

@@ -36,12 +36,12 @@ def test_an_agent_numbers_incarnations_by_itself(starts, numbers):
 def test_the_number_of_the_controller_wins():
     own = Incarnations(0, gang_of)
     assert own.next("learner/0") == 1
-    own.hear([Dead("learner/0", 1), Dead(ROLLOUTER, 5)], {"learner": 9})
+    own.stay_above([Dead("learner/0", 1), Dead(ROLLOUTER, 5)], {"learner": 9})
     assert own.next("learner/0") == 9
     # The host that has assigned 5 may have assigned more since.
     assert own.next(ROLLOUTER) > 5 + LEAP
     # An older message changes nothing, nor does a repeat of the same one.
-    own.hear([Dead("learner/0", 1), Dead(ROLLOUTER, 5)], {"learner": 3})
+    own.stay_above([Dead("learner/0", 1), Dead(ROLLOUTER, 5)], {"learner": 3})
     assert (own.next("learner/0"), own.next(ROLLOUTER)) == (10, 5 + LEAP + 2)
 
 
@@ -155,7 +155,7 @@ class World:
     def hear(self, agent):
         if agent.is_cut_off:
             return
-        agent.incarnations.hear(self.registry.dead, self.registry.generations)
+        agent.incarnations.stay_above(self.registry.dead, self.registry.generations)
         for actor in self.registry.condemned:
             if agent.living.get(actor.name) == actor.incarnation:
                 self.end(agent, actor.name)

@@ -163,9 +163,10 @@ def _slopes(
     temperature: float,
     softcap: float | None,
 ) -> Tensor:
-    """Compute the loss's gradient by a chunk's logits (before the soft cap), in their type.
+    """Compute the loss's gradient with respect to a chunk's logits (before the soft cap), in their type.
 
-    ``of_logprobs`` and ``of_entropies`` are the gradients by log-probs and entropies; None if entropies have none.
+    ``of_logprobs`` and ``of_entropies`` are the gradients with respect to log-probs and entropies. The latter is None
+    if entropies have no gradient.
 
     With p the softmax of z, and H its entropy: d log p_t / d z_j = [j = t] - p_j, and d H / d z_j = -p_j (log p_j + H).
     """

@@ -2,8 +2,9 @@
 
 A model is built on torch's device "meta" (without memory), sharded, and then filled with the rows that each rank has
 read (loading.py). This happens twice. The first model holds the loaded weights in float32, and the start-up check tries
-the ways of scoring with it (startup_check.py). Its shards then move to the second model, which trains. So no rank holds
-a whole model or a second copy of its shards.
+the ways of scoring with it (startup_check.py). A way of scoring is a way to compute log-probs: a choice of rows,
+attention and logits. The shards of the first model then move to the second model, which trains. So no rank holds a
+whole model or a second copy of its shards.
 
 Trained weights stay float32; frozen weights below adapters are held in the compute type. A layer is gathered in the
 compute type just before it is used, and gradients are reduced in float32. Each decoder layer with its adapters is a
@@ -225,9 +226,9 @@ def _load(
     policy = loaded.empty()
     if lora is not None:
         add_adapters(policy, lora, seed=seed)
-        for name, first in first_adapters(policy, seed=seed):
-            rows = own_rows(len(first), ranks.rank % ranks.shards, ranks.shards)
-            loaded.values[name] = first[rows.start : rows.stop].clone()
+        for name, initial in first_adapters(policy, seed=seed):
+            rows = own_rows(len(initial), ranks.rank % ranks.shards, ranks.shards)
+            loaded.values[name] = initial[rows.start : rows.stop].clone()
     offload = CPUOffloadPolicy(pin_memory=False) if ranks.device.type == "cuda" else OffloadPolicy()
     shard(policy, mesh, torch.float32, offload)
     fill(policy, loaded.values, ranks, offload)
@@ -244,6 +245,7 @@ def _load(
     data = msgspec.msgpack.encode(choice) if ranks.rank == 0 else None
     choice = msgspec.msgpack.decode(ranks.broadcast_bytes(data, "the ways of scoring"), type=AgreeingWays)
     policy.reshard()
+    # ``fill`` has emptied the values: put this rank's shards back, for the second model.
     loaded.values.update(parts(policy))
     del policy
     # FSDP's objects are in reference cycles: without this, the shards of both models would be in memory.

@@ -361,6 +361,8 @@ class VllmEngine:
             await self._llm.wake_up()
             # vLLM schedules again once it is awake.
             await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+            if not self._loads_adapters:
+                await self._llm.collective_rpc("clear_positions")
 
     async def accept(self, staged: HeldVersion) -> None:
         self._watch.require_alive()
@@ -465,9 +467,10 @@ def _to_list(ids: Sequence[int]) -> list[int]:
 
 
 def sampling(vllm: Any, request: GenerationRequest, eos_token_ids: list[int], stream_interval: int) -> Any:
-    """Make vLLM's parameters of a request. Only the temperature changes the model's distribution.
+    """Make vLLM's parameters of a request.
 
-    So the log-probs are those of the policy that is trained.
+    vLLM reports log-probs after the temperature (logprobs_mode in options.py), and no top-p or top-k changes them. So
+    they are those of the policy that is trained.
     """
     return vllm.SamplingParams(
         temperature=request.temperature,
@@ -488,7 +491,8 @@ def sampling(vllm: Any, request: GenerationRequest, eos_token_ids: list[int], st
 def submission_seed(request: GenerationRequest) -> int | None:
     """Return the seed (63 bits) of a submission, derived from its response's seed.
 
-    vLLM restarts its noise with each request. With the same seed, a later submission would repeat the noise.
+    vLLM's first model runner restarts its noise with each request. With the same seed, a later submission would repeat
+    the noise.
     """
     if request.seed is None or not request.held:
         return request.seed

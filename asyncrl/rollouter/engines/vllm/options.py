@@ -171,7 +171,7 @@ def engine_arguments(config: Config, name: str, shares: GpuShares | None = None)
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
         "scheduler_cls": "asyncrl.rollouter.engines.vllm.scheduler.make_scheduler",
-        "worker_extension_cls": "asyncrl.rollouter.engines.vllm.worker.weights.UpdateReport",
+        "worker_extension_cls": "asyncrl.rollouter.engines.vllm.worker.weights.WorkerMethods",
         # Log-probs after temperature, as the learner computes them.
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,

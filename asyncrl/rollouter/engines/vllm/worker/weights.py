@@ -62,10 +62,20 @@ class UpdateInfo(WeightTransferUpdateInfo):
     broadcast: str | None = None
 
 
-class UpdateReport:
+class WorkerMethods:
     """Methods that vLLM adds to its worker (worker_extension_cls); the engine calls them remotely."""
 
+    model_runner: Any
     weight_transfer_engine: WeightTransfer
+
+    def clear_positions(self) -> None:
+        """After a sleep of level 2, reset the positions of padding, which would be undefined.
+
+        Only the second model runner has them in memory that this sleep discards, and only for models with M-RoPE.
+        """
+        rope = getattr(getattr(self.model_runner, "model_state", None), "rope_state", None)
+        if rope is not None:
+            rope.positions.zero_()
 
     def update_failure(self) -> str:
         """Return the reason why the last update failed; "" if it succeeded."""
