@@ -24,6 +24,8 @@ from asyncrl.observe.machine import read_gpu
 
 TAKE_SHARE = 0.8
 """Share of learner.collective_timeout_s in which an engine must give a GPU back."""
+RETURN_SHARE = 0.1
+"""Share of it in which the memory of an engine that was killed must be free."""
 
 
 def sharers() -> dict[str, str]:

@@ -110,7 +110,7 @@ class Demand:
     in_turn: bool = False
     """Whether both have the memory in turn, in time slices."""
     copied_bytes: int = 0
-    """Memory of a copy of the weights for the engine, outside of both shares; 0 if there can be none."""
+    """Memory of a copy of the weights for the engine, and to load from it, outside of both shares; 0 for no copy."""
     group_bytes: int = 0
     """Memory of groups that rank and engine form with others over NCCL, outside of their shares."""
     scoring_bytes: int = 0
@@ -141,6 +141,8 @@ def plan_sharing(
     in_turn = config.placement.share == "time_slice"
     # Adapters are small, and one rank of several has only a part of the weights.
     copies = learner.ranks == 1 and not config.publishes_adapter and not in_turn
+    # A bucket that is loaded, and the next one. A bucket has at least one layer, or the embedding.
+    largest = compute_bytes * max(shape.other_parameters, shape.layer_parameters)
     demand = Demand(
         shape,
         training_shape(config, shape, compute_bytes),
@@ -154,7 +156,7 @@ def plan_sharing(
         ),
         asked,
         in_turn=in_turn,
-        copied_bytes=compute_bytes * shape.parameters if copies else 0,
+        copied_bytes=compute_bytes * shape.parameters + 2 * max(config.weights.bucket_bytes, largest) if copies else 0,
         group_bytes=2 * (GROUP_BYTES + config.weights.bucket_bytes) * several,
         scoring_bytes=scoring_bytes,
     )

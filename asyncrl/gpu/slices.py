@@ -18,6 +18,7 @@ the memory back in time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -135,25 +136,26 @@ class EngineSlices:
 
     def _look(self) -> None:
         """Take the memory when the engine may have it; set ``asked`` when it may not have it any more. Repeats."""
-        if not self._taken.is_set():
-            if self._try_take():
-                self._taken.set()
-        elif not all(self._may_have(gpu, has=True) for gpu in self._gpus):
-            self.asked.set()
-            return
+        # An OSError, as for lack of descriptors, may pass. Meanwhile the learner's wait has a deadline.
+        with contextlib.suppress(OSError):
+            if not self._taken.is_set():
+                if self._try_take():
+                    self._taken.set()
+            elif not all(self._may_have(gpu, has=True) for gpu in self._gpus):
+                self.asked.set()
+                return
         self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
     def _try_take(self) -> bool:
         if not all(self._may_have(gpu, has=False) for gpu in self._gpus):
             return False
-        for gpu in self._gpus:
-            lock = _bind(gpu, "memory")
-            if lock is None:
-                for taken in self._memory:
-                    taken.close()
-                self._memory = []
-                return False
-            self._memory.append(lock)
+        with contextlib.ExitStack() as locks:
+            for gpu in self._gpus:
+                lock = _bind(gpu, "memory")
+                if lock is None:
+                    return False
+                self._memory.append(locks.enter_context(lock))
+            locks.pop_all()
         return True
 
     @staticmethod

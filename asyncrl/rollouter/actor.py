@@ -81,7 +81,9 @@ class Rollouter(Actor):
             place=host_id(),
         )
         self._following: asyncio.Task[None] | None = None
-        """The task that follows weight updates and restarts the engine."""
+        """The task that follows weight updates and restarts the engine; None before it begins."""
+        self._generates = True
+        """False once the engine has ended or will not start, because the run is preempted in time slices."""
         self._leaves = False
         """Whether this rollouter leaves while the run continues."""
         self._updates: list[UpdateTimes] = []
@@ -143,11 +145,13 @@ class Rollouter(Actor):
     async def run(self) -> None:
         """Generate and follow weight updates until the drain; then cancel the groups and return the held leases."""
         groups = self._groups
-        work = [self._follower.run(), groups.take_leases(self.tasks), groups.log_running(), self._report_stats()]
+        work = [groups.take_leases(self.tasks), groups.log_running(), self._report_stats()]
         if self.config.rollout.concurrency == "auto":
             work.append(self._policy.adapt(self._leases.ask_again))
         tasks = [self.tasks.create_task(item) for item in work]
-        self._following = tasks[0]
+        if self._generates:
+            self._following = self.tasks.create_task(self._follower.run())
+            tasks.append(self._following)
         await self.drained()
         # Before their tasks are cancelled: a task that ends counts its trajectories as generated.
         ungenerated = {uid for uid in self._leases.held if self._leases.ungenerated[uid]}
@@ -173,6 +177,7 @@ class Rollouter(Actor):
             task.cancel()
         self.tasks.create_task(self._return_ungenerated(given_up), name="return what is not generated")
         if self._host.slices is not None:
+            self._generates = False
             self.tasks.create_task(self._end_engine(), name="free the GPU")
 
     def asked_to_leave(self, within_s: float) -> None:
@@ -192,9 +197,9 @@ class Rollouter(Actor):
         self.begin_drain()
 
     async def _end_engine(self) -> None:
-        assert self._following is not None
-        self._following.cancel()
-        await asyncio.wait([self._following])
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait([self._following])
         await self._host.close()
 
     async def close(self) -> None:

@@ -16,13 +16,13 @@ The writer fails with OSError if the GPU has no room. The reader does not fail.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from asyncrl.messages.weights import DeviceCopy, Manifest
+from asyncrl.messages.weights import Bucket, DeviceCopy, Manifest
 from asyncrl.weights.segments import size_of
 from asyncrl.weights.tensors import sum_of_words
 
@@ -46,26 +46,25 @@ class CopyWriter:
         self._memory, self._gpu = memory, gpu
         self.memory = memory.tensor
         """uint8 [size]."""
-        self._offsets: list[list[int]] = []
+        self._places: dict[str, tuple[int, int]] = {}
+        """Offset and size (bytes) of each tensor in the memory, by its name in versions."""
 
-    def place(self, buckets: Sequence[Sequence[Tensor]]) -> None:
-        """Note the tensors of each bucket, in order. A bucket whose tensors are not all in the memory is left out."""
-        self._offsets = [self._offsets_of(tensors) for tensors in buckets]
-
-    def _offsets_of(self, tensors: Sequence[Tensor]) -> list[int]:
+    def place(self, tensors: Mapping[str, Tensor]) -> None:
+        """Note where the memory holds these tensors. Those that are elsewhere are left out."""
         start = self.memory.data_ptr()
-        offsets = [tensor.data_ptr() - start for tensor in tensors]
-        is_inside = all(
-            0 <= offset <= len(self.memory) - tensor.nbytes and tensor.is_contiguous()
-            for offset, tensor in zip(offsets, tensors, strict=True)
-        )
-        return offsets if is_inside else []
+        for name, tensor in tensors.items():
+            offset = tensor.data_ptr() - start
+            if 0 <= offset <= len(self.memory) - tensor.nbytes and tensor.is_contiguous():
+                self._places[name] = offset, tensor.nbytes
 
-    def describe(self, sums: list[int]) -> DeviceCopy:
-        """Describe the copy of a version whose buckets have these sums of words."""
-        return DeviceCopy(
-            gpu=self._gpu, handle=self._memory.handle, size=len(self.memory), offsets=self._offsets, sums=sums
-        )
+    def describe(self, buckets: Sequence[Bucket], sums: list[int]) -> DeviceCopy:
+        """Describe the copy of a version. ``sums`` has the sum of the words of each bucket."""
+        offsets = []
+        for bucket in buckets:
+            found = [self._places.get(spec.name, (0, -1)) for spec in bucket.tensors]
+            is_whole = all(size == size_of(spec) for (_, size), spec in zip(found, bucket.tensors, strict=True))
+            offsets.append([offset for offset, _ in found] if is_whole else [])
+        return DeviceCopy(gpu=self._gpu, handle=self._memory.handle, size=len(self.memory), offsets=offsets, sums=sums)
 
     def close(self) -> None:
         """Free the memory. Raises OSError."""
@@ -74,7 +73,7 @@ class CopyWriter:
 
 
 class CopyReader:
-    """A worker's side: opens the copy of one learner at a time. ``gpu`` is the UUID of the worker's GPU."""
+    """A worker's side. ``gpu`` is the UUID of the worker's GPU. Call ``close`` after each load."""
 
     def __init__(self, gpu: str, device: torch.device, open_memory: Callable[[bytes, int], SharedMemory]) -> None:
         self._gpu, self._device, self._open_memory = gpu, device, open_memory
@@ -102,8 +101,7 @@ class CopyReader:
         return memory
 
     def _copy(self, manifest: Manifest, copy: DeviceCopy, index: int) -> Tensor:
-        if self._opened is None or self._opened.handle != copy.handle:
-            self.close()
+        if self._opened is None:
             self._opened = self._open_memory(copy.handle, copy.size)
         bucket = manifest.buckets[index]
         # Zeros, as between the tensors of a segment.
@@ -114,7 +112,7 @@ class CopyReader:
         return memory
 
     def close(self) -> None:
-        """Close the memory of the present learner."""
+        """Close the learner's memory. While it is open here, the GPU does not free it, even if the learner dies."""
         opened, self._opened = self._opened, None
         if opened is not None:
             try:

@@ -28,6 +28,8 @@ def tensors_of(
             finally:
                 os.close(descriptor)
         yield from tensors_in(memory, bucket.tensors)
+        # Otherwise it would be there beside the next one.
+        del memory
 
 
 def tensors_in(memory: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ import sys
 
 from run_files import groups, metrics
 
+from asyncrl.observe.snapshots.recording import decode, read_bodies
 from tools.bench.tiny_model import make_model
 from tools.live_run import ROOT, LiveRun, to_toml
 
@@ -107,6 +108,12 @@ def trained(run_dir):
 
 def figures(run_dir, *names):
     return {line["step"]: [line[name] for name in names] for line in metrics(run_dir, "train")}
+
+
+def counter(run_dir, actor, name):
+    """The largest value of a counter of an actor in the snapshots of the run."""
+    snapshots = [snapshot for _, body in read_bodies(run_dir) if (snapshot := decode(body)) is not None]
+    return max(each.figures.get(name, 0.0) for snapshot in snapshots for each in snapshot.actors if each.name == actor)
 
 
 def weights(run_dir):

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from cuts import way_to
 from harness import Net, repeat_after, replace
-from rollouter_cases import Dataloader, Learner, living
+from rollouter_cases import Dataloader, Learner, ScriptedRollouter, living
 
 from asyncrl.core.errors import EngineDied, RemoteError
 from asyncrl.messages.actors import ActorRecord
@@ -163,6 +163,25 @@ async def test_a_preempted_rollouter_in_time_slices_frees_the_gpu(tmp_path):
         life.rollouter.metrics()
         await life.drain()
         assert learner.uids == ["0-1"]
+
+
+async def test_a_rollouter_that_is_preempted_before_its_run_starts_no_engine(tmp_path, monkeypatch):
+    """As one that starts again while the run ends."""
+    setup = ScriptedRollouter.setup
+
+    async def preempted_at_once(self):
+        await setup(self)
+        self._host.slices = mock.Mock()
+        self.preempted()
+
+    monkeypatch.setattr(ScriptedRollouter, "setup", preempted_at_once)
+    async with between(Learner(), Dataloader(), tmp_path) as life:
+        host = life.rollouter._host
+        await life.until(lambda: host.slices.give.called)
+        assert life.rollouter._following is None
+        with pytest.raises(AssertionError):
+            _ = host.engine
+        await life.drain()
 
 
 async def test_i1_a_leaving_rollouter_reports_at_once_which_groups_it_may_still_deliver(tmp_path):

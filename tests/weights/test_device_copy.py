@@ -20,9 +20,10 @@ from asyncrl.config.algorithm import LoraConfig
 from asyncrl.gpu.sharing import GpuShares
 from asyncrl.learner.fsdp import trainer
 from asyncrl.learner.fsdp.weights.assembly import Assembly, publish
-from asyncrl.messages.weights import Manifest
+from asyncrl.messages.weights import Bucket, Manifest
 from asyncrl.weights.device_copy import CopyReader, CopyWriter
 from asyncrl.weights.held_version import HeldVersion
+from asyncrl.weights.segments import layout
 from asyncrl.weights.tensors import tensors_of
 
 GPU = "GPU-5c1f"
@@ -125,15 +126,13 @@ def test_i4_a_bucket_from_the_copy_has_the_bytes_of_its_segment(tied, extra, tmp
 def version(allocate) -> Iterator[tuple[Manifest, CopyWriter]]:
     writer = allocate(1 << 16)
     tensors = [{"a": torch.arange(100.0), "b": torch.ones(3, 5)}, {"c": torch.full((7,), 3, dtype=torch.uint8)}]
-    places, at = [], 0
+    at = 0
     for bucket in tensors:
-        inside = []
-        for tensor in bucket.values():
-            inside.append(writer.memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            inside[-1].copy_(tensor)
+        for name, tensor in bucket.items():
+            inside = writer.memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            inside.copy_(tensor)
+            writer.place({name: inside})
             at += 1024
-        places.append(inside)
-    writer.place(places)
     with publish(iter(tensors), 5, copy=writer) as held:
         yield received(held), writer
 
@@ -159,24 +158,36 @@ def test_memory_that_cannot_be_opened_is_tried_once(version, caplog) -> None:
     assert copies.buckets_read == 0
 
 
-def test_the_memory_of_a_learner_is_closed_once_another_has_taken_its_place(version, allocate) -> None:
+def test_the_memory_is_opened_once_for_a_load_and_closed_after_it(version) -> None:
     manifest, _ = version
     copies = reader()
     assert list(differing(manifest, copies)) == []
-    first, other = copies._opened, allocate(1 << 16)
-    assert manifest.device is not None and first is not None
-    other.memory.copy_(first.tensor)
-    moved = msgspec.structs.replace(manifest.device, handle=other.describe([]).handle)
-    assert list(differing(msgspec.structs.replace(manifest, device=moved), copies)) == []
-    assert first.closed and copies._opened is not first
+    opened = copies._opened
+    assert isinstance(opened, HostMemory)
+    assert list(differing(manifest, copies)) == [] and copies._opened is opened
     copies.close()
+    assert opened.closed and copies._opened is None
+    copies.close()
+    assert list(differing(manifest, copies)) == [] and copies._opened is not opened
 
 
-def test_a_bucket_with_a_tensor_elsewhere_is_left_out(allocate) -> None:
+def test_i4_tensors_are_found_by_name_and_one_elsewhere_leaves_its_bucket_out(allocate) -> None:
+    def bucket(**sizes: int) -> Bucket:
+        specs, size = layout([(name, "uint8", (length,)) for name, length in sizes.items()])
+        return Bucket(path="", size=size, checksum=0, tensors=specs)
+
     writer = allocate(4096)
-    inside = writer.memory[:64]
-    writer.place([[inside], [inside, torch.zeros(8)], [writer.memory.view(64, 64).T], []])
-    assert writer.describe([0, 0, 0, 0]).offsets == [[0], [], [], []]
+    inside, flipped = writer.memory, writer.memory.view(64, 64).T
+    writer.place({"a": inside[:64], "b": inside[64:128], "other": torch.zeros(8), "flipped": flipped})
+    buckets = [
+        bucket(a=64),
+        bucket(b=64, a=64),
+        bucket(a=64, other=32),
+        bucket(flipped=4096),
+        bucket(a=63),
+        bucket(c=1),
+    ]
+    assert writer.describe(buckets, [0] * 6).offsets == [[0], [64, 0], [], [], [], []]
 
 
 @pytest.mark.parametrize("has_copy", [False, True])

@@ -113,6 +113,9 @@ def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *
         states = LEAST_CHECKPOINT_BYTES[config.learner.optimizer] - WEIGHT_BYTES
         training = WEIGHT_BYTES * size.parameters + (states + GRADIENT_BYTES) * size.trained
         least += training * ranks * config.learner.replicas // config.learner.ranks
+    if size is not None and on_gpu and config.placement.share == "time_slice" and config.publishes_adapter:
+        # A sleeping engine keeps the model below the adapters.
+        least += replicas * size.bytes
     traits = config.rollout.traits
     if size is not None and not traits.makes_up and not (traits.gpus and config.rollout.gpus_per_replica != 0):
         least += replicas * (size.bytes + (config.rollout.value_of(traits.cpu_cache_key) or 0))

@@ -79,6 +79,8 @@ class Backend(Protocol):
     """Whether the weights are on a GPU; ``setup`` sets it."""
     warm_steps: int
     """Supervised steps taken before the first step of the run; ``load`` restores the number."""
+    gpu_wait_s: float
+    """In time slices, the seconds in which this rank got its GPU back, since its start; else 0."""
     on_phase: Callable[[str], None]
     """Callback for each phase of this rank's work: called with its name when it begins, and with "" when it ends.
 

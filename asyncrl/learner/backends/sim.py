@@ -47,6 +47,7 @@ class SimTrainer:
         self._steps = 0
         self._background = Background("assembly", f"learner/{rank}")
         self._slices: RankSlices | None = None
+        self.gpu_wait_s = 0.0
 
     def open_store(self, host: str) -> tuple[str, int]:
         return host, 0
@@ -61,7 +62,7 @@ class SimTrainer:
 
     def _take(self) -> None:
         if self._slices is not None:
-            self._slices.take()
+            self.gpu_wait_s += self._slices.take()
 
     def train(self, plan: StepPlan) -> dict[str, float]:
         if not plan.sequences:

@@ -19,6 +19,8 @@ from asyncrl.learner.fsdp.model.policy import local
 
 LOOK_S = 0.1
 """Time between two attempts to allocate (s)."""
+CHUNK_BYTES = 256 << 20
+"""Size of a piece of host memory. torch rounds pinned memory up to a power of two, which wastes other sizes."""
 
 
 class Residence:
@@ -27,21 +29,22 @@ class Residence:
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
         """``tensors`` returns the present ones. Those that are not on ``device`` stay where they are."""
         self._tensors, self._device, self._on_gpu = tensors, device, device.type == "cuda"
-        self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
-        """Each emptied storage, with its bytes in host memory."""
-        self._spare: dict[int, list[Tensor]] = {}
-        """Host memory of earlier moves, by its size: pinned memory is slow to allocate."""
+        self._away: list[tuple[torch.UntypedStorage, int, int]] = []
+        """Each emptied storage, with its size (bytes) and its place in the host memory."""
+        self._chunks: list[Tensor] = []
+        """Host memory, CHUNK_BYTES each. It is kept, because pinned memory is slow to allocate."""
 
     def leave(self) -> None:
         """Copy everything to host memory, and free the memory of the device."""
         assert not self._away, "they are away"
+        at = 0
         for storage in self._storages():
-            spare = self._spare.get(storage.nbytes())
-            host = spare.pop() if spare else torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._on_gpu)
-            host.copy_(_bytes(storage))
-            self._away.append((storage, host))
-        self._spare.clear()
-        for storage, _ in self._away:
+            size = storage.nbytes()
+            for host, device in self._pieces(_bytes(storage), at):
+                host.copy_(device)
+            self._away.append((storage, size, at))
+            at += size
+        for storage, _, _ in self._away:
             storage.resize_(0)
         if self._on_gpu:
             torch.cuda.empty_cache()
@@ -53,17 +56,28 @@ class Residence:
         """
         until = time.monotonic() + within_s
         while self._away:
-            storage, host = self._away[-1]
+            storage, size, at = self._away[-1]
             try:
-                storage.resize_(host.nbytes)
+                storage.resize_(size)
             except torch.OutOfMemoryError:
                 if time.monotonic() > until:
                     raise
                 time.sleep(LOOK_S)
                 continue
-            _bytes(storage).copy_(host)
-            self._spare.setdefault(host.nbytes, []).append(host)
+            for host, device in self._pieces(_bytes(storage), at):
+                device.copy_(host)
             self._away.pop()
+
+    def _pieces(self, device: Tensor, at: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the pieces of the host memory from byte ``at`` on, each with its piece of ``device`` (uint8)."""
+        done = 0
+        while done < len(device):
+            chunk, start = divmod(at + done, CHUNK_BYTES)
+            if chunk == len(self._chunks):
+                self._chunks.append(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._on_gpu))
+            size = min(len(device) - done, CHUNK_BYTES - start)
+            yield self._chunks[chunk][start : start + size], device[done : done + size]
+            done += size
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
         """Yield each storage once, although tied weights and views share theirs."""
@@ -80,3 +94,16 @@ class Residence:
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     """View a storage as uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def wait_for_room(device: torch.device, share: float, within_s: float) -> None:
+    """Wait until ``share`` of a GPU's memory is free, for ``within_s`` at most; returns at once on a CPU.
+
+    The memory of an engine that was killed is free a little later.
+    """
+    until = time.monotonic() + within_s
+    while device.type == "cuda" and time.monotonic() < until:
+        free, total = torch.cuda.mem_get_info(device)
+        if free >= share * total:
+            return
+        time.sleep(LOOK_S)

@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
 from asyncrl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint, NonFiniteStep
-from asyncrl.gpu.shares import rank_slices
+from asyncrl.gpu.shares import RETURN_SHARE, rank_slices
 from asyncrl.gpu.slices import RankSlices
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.objective import Objective
@@ -51,7 +51,7 @@ from asyncrl.learner.fsdp.ranks.ranks import (
     shape_of_update,
     unpack,
 )
-from asyncrl.learner.fsdp.residence import Residence
+from asyncrl.learner.fsdp.residence import Residence, wait_for_room
 from asyncrl.learner.fsdp.schedule import learning_rate, warm_learning_rate
 from asyncrl.learner.fsdp.startup.loading import model_folder
 from asyncrl.learner.fsdp.startup.sharding import (
@@ -102,8 +102,7 @@ class Trainer:
         """This rank's side of its GPU, if an engine has the GPU in turn."""
         self._resting = False
         """Rank 0: whether all ranks have given their GPUs to engines. A rank may rest though rank 0 shares no GPU."""
-        self._gpu_wait_s = 0.0
-        """Seconds that this rank took to get the GPU back, since the last step."""
+        self.gpu_wait_s = 0.0
 
     @property
     def _ranks(self) -> Ranks:
@@ -122,6 +121,8 @@ class Trainer:
             self._slices.take()
         prepare_device(device, self._learner)
         shares = limit_memory(device, self._config)
+        if self._slices is not None and shares is not None:
+            wait_for_room(device, shares.rank, RETURN_SHARE * self._learner.collective_timeout_s)
         self._met = Ranks(
             self._rank,
             self._learner.ranks,
@@ -178,8 +179,8 @@ class Trainer:
             began = time.monotonic()
             with self._phase("take the GPU"):
                 self._slices.take()
-                self._residence.come_back(self._learner.collective_timeout_s)
-            self._gpu_wait_s += time.monotonic() - began
+                self._residence.come_back(RETURN_SHARE * self._learner.collective_timeout_s)
+            self.gpu_wait_s += time.monotonic() - began
 
     def rest(self) -> None:
         if self._config.placement.share == "time_slice" and not self._resting:
@@ -253,8 +254,6 @@ class Trainer:
         done = plan.updates if result.refused is None else plan.updates[: result.refused.update + 1]
         tokens = sum(update.tokens for update in done)
         metrics = result.metrics | self._utilisation(tokens, time.monotonic() - began)
-        if self._slices is not None:
-            metrics["time/take_gpu_s"], self._gpu_wait_s = self._gpu_wait_s, 0.0
         if result.refused is None:
             return metrics
         refused, update = result.refused, plan.updates[result.refused.update]

@@ -211,8 +211,12 @@ class StepPlanner:
             return await self._wait()
 
     async def rest(self) -> None:
-        """In time slices, let engines have the learner's GPUs until the backend's next call."""
+        """In time slices, let engines have the learner's GPUs until the backend's next call.
+
+        The parameter server gets the newest version first: engines load what it holds when they wake.
+        """
         if self._rests:
+            await self._schedule.handed_over()
             await asyncio.get_running_loop().run_in_executor(self._thread, self._backend.rest)
 
     async def _wait(self) -> bool:
@@ -231,9 +235,8 @@ class StepPlanner:
                 return False
             if len(intake.buffer) >= wanted and self._are_scored(wanted):
                 return True
+            await self.rest()
             if not self._schedule.is_overdue:
-                # While a version is overdue, engines have nothing to load after their sleep.
-                await self.rest()
                 await self._news.wait()
                 continue
             try:

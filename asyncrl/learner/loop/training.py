@@ -233,6 +233,7 @@ class Training:
         intake.outcomes.step_began(len(intake.buffer), waited=self._planner.waited and version > self._first_version)
         self._dataloader.changed()
         train_began, train_wall = self._clock.now(), self._clock.wall()
+        gpu_wait_s = self._backend.gpu_wait_s
         self._states.enter("training")
         self._track.enter("pack", step=step.step, groups=len(groups))
         try:
@@ -263,6 +264,7 @@ class Training:
             metrics = step_metrics(groups, filtered, version, self._config)
         await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
         train_ended = self._clock.now()
+        take_gpu_s = self._backend.gpu_wait_s - gpu_wait_s
         self._track.leave()
         self._schedule.probed = from_groups(groups, probe_length(self._config)) or self._schedule.probed
         lengths = intake.end_step()
@@ -282,11 +284,13 @@ class Training:
             "staleness/limit": self._dataloader.limit,
             "buffer/groups": len(intake.buffer),
             "time/wait_for_groups_s": train_began - began,
-            "time/train_s": max(0.0, train_ended - train_began - trained.get("time/take_gpu_s", 0.0)),
+            "time/train_s": train_ended - train_began - take_gpu_s,
             "time/plan_s": plan_s,
             "time/publish_s": 0.0,
             **intake.counts(),
         }
+        if self._config.placement.share == "time_slice":
+            line["time/take_gpu_s"] = take_gpu_s
         return TrainedStep(line=line, train_began=train_wall, train_ended=self._clock.wall(), groups=groups)
 
     def _update_counters(self, metrics: dict[str, float], plan: StepPlan, trained: dict[str, Any]) -> None:

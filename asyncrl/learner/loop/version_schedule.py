@@ -8,6 +8,7 @@ and no version could be published for ``checkpoint.room_wait_s``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from asyncrl.rpc.services import ActorServices
 
 RETRY_S = 5.0
 """Pause before an overdue version is tried again."""
+RETRY_IN_TURN_S = 60.0
+"""The same in time slices of a GPU, since each try takes the GPU from the engines."""
 NOTICE = "publish"
 """Key of the notice about versions that cannot be published."""
 
@@ -71,7 +74,13 @@ class VersionSchedule:
     @property
     def next_try(self) -> float:
         """Time (s) of the next attempt at an overdue version, if it fails now."""
-        return self._clock.now() + RETRY_S
+        return self._clock.now() + (RETRY_IN_TURN_S if self._config.placement.share == "time_slice" else RETRY_S)
+
+    async def handed_over(self) -> None:
+        """Wait until the parameter server holds the newest version, or cannot; for weights.deadline_s at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.weights.deadline_s):
+                await self._versions.handed_over()
 
     @property
     def give_up_at(self) -> float:

@@ -102,6 +102,13 @@ class VersionMaker:
             await asyncio.wait([self._assembling])
         return not self._failed
 
+    async def handed_over(self) -> None:
+        """Wait until the parameter server has acknowledged the newest version, or it is spoiled."""
+        await self.settled()
+        while not self.spoiled and self._publisher.acknowledged < self.whole:
+            self._publisher.news.clear()
+            await self._publisher.news.wait()
+
     async def start(self) -> None:
         """Begin to broadcast and publish versions."""
         await self._broadcaster.start()
@@ -194,6 +201,8 @@ class Publisher:
         self._sending: HeldVersion | None = None
         self._acknowledged: HeldVersion | None = None
         self._offered = asyncio.Event()
+        self.news = asyncio.Event()
+        """Set when a version is acknowledged or spoiled."""
 
     @property
     def acknowledged(self) -> int:
@@ -231,6 +240,7 @@ class Publisher:
         try:
             if await self._reply_of(self._call(Publish(manifest=version.manifest))) is not None:
                 self._acknowledged = version
+                self.news.set()
         finally:
             self._sending = None
             self._close_unused(version, before)
@@ -252,6 +262,7 @@ class Publisher:
                 # The parameter server shares these segments, so sending them again would not help.
                 self._log.error("published weights are no longer what was sealed", version=self.acknowledged)
                 self.spoiled = True
+                self.news.set()
                 self._on_spoiled()
                 # Until there is a newer version, every further call would get the same reply.
                 await offered

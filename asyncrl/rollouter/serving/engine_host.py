@@ -102,6 +102,10 @@ class EngineHost:
         self._token_wait = awaits.on("engine", "tokens")
         """The wait that is reported to the controller while submissions run; each delta renews it."""
         self._engine: Engine | None = None
+        self._closing: asyncio.Future[None] | None = None
+        """The end of an engine, which goes on if the call that waits for it is cancelled."""
+        self.is_half_loaded = False
+        """Whether the engine may hold half of a version, after a load that failed or was cancelled."""
         self._open = asyncio.Event()
         """Set while submissions are admitted."""
         self._idle = asyncio.Event()
@@ -146,17 +150,19 @@ class EngineHost:
     async def close(self) -> None:
         """End the engine."""
         self._stop_admitting()
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            await engine.close()
+        if self._engine is not None:
+            self._closing = self._closing or asyncio.ensure_future(self._engine.close())
+            await asyncio.shield(self._closing)
+            self._engine = self._closing = None
         if self.slices is not None:
+            # Not before the engine has ended: until then it has the memory.
             self.slices.give()
 
     async def replace(self) -> None:
         """End a dead or broken engine and start another, which serves nothing before its first update."""
         await self.close()
         self.version = -1
-        self._loaded = None
+        self._loaded, self.is_half_loaded = None, False
         self.restarts += 1
         self._frozen = False
         self.died.clear()
@@ -314,7 +320,7 @@ class EngineHost:
         recompute = rollout.on_update != "keep" or rollout.keep_kv == "recompute"
         began = self._clock.now()
         # A failed load leaves no complete version with which the engine could resume.
-        self._loaded = None
+        self._loaded, self.is_half_loaded = None, True
         self._states.enter("loading", f"weights v{weights.version}")
         try:
             await self.engine.load(weights, recompute_kv=recompute)
@@ -322,7 +328,7 @@ class EngineHost:
             # If the engine has died meanwhile, the state is no longer "loading".
             if self._states.state == "loading":
                 self._states.enter("paused", f"weights v{weights.version}")
-        self._loaded = weights.version
+        self._loaded, self.is_half_loaded = weights.version, False
         self.loads += 1
         return self._clock.now() - began
 

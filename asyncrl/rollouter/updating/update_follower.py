@@ -62,6 +62,9 @@ from asyncrl.rpc.lifecycle.supervision import RestartBudget
 from asyncrl.rpc.services import ActorServices
 from asyncrl.weights.held_version import HeldVersion
 
+ASKED = "the learner asks for the GPU"
+ASKED_S = 0.5
+"""In time slices, longest time for which a drain does not see that the learner asks for the GPU."""
 PROBE_S = 30.0
 """Longest time for a probe of an engine that serves requests meanwhile."""
 
@@ -125,7 +128,7 @@ class UpdateFollower:
         # Checked, because a cancellation may be lost if several tasks end at once.
         slices = self._host.slices
         while not self._host.died.is_set():
-            if self._must_sleep:
+            if self._must_sleep():
                 await self._sleep()
                 continue
             with self._awaits.on(PARAMETER_SERVER, "NextUpdate", idle=True):
@@ -188,15 +191,18 @@ class UpdateFollower:
                 task.cancel()
             await asyncio.gather(asking, offering, return_exceptions=True)
 
-    @property
+    def _patience(self, seconds: float) -> float:
+        """Time for which a drain waits before the follower looks whether it must end."""
+        return seconds if self._host.slices is None else min(seconds, ASKED_S)
+
     def _must_sleep(self) -> bool:
         """Whether the learner asks for this engine's GPU."""
         return self._host.slices is not None and self._host.slices.asked.is_set()
 
     async def _sleep(self) -> None:
         """Let the learner have the GPU. An engine that fails at it is declared dead."""
-        if self._failed_loads:
-            # It may hold half of a version, which vLLM cannot put to sleep.
+        if self._host.is_half_loaded:
+            # vLLM cannot put it to sleep.
             self._host.lost("the learner asks for the GPU after a failed load")
             return
         self._track.enter("asleep")
@@ -282,16 +288,19 @@ class UpdateFollower:
             self.relay.give_up(offer.version)
         try:
             await self._accept(fetched)
-            if self._must_sleep:
+            if self._must_sleep():
                 # Loaded now, it would be lost in the sleep.
-                await self._report_failure(offer, "the learner asks for the GPU")
+                await self._report_failure(offer, ASKED)
                 return
             stage_s = self._clock.now() - began
             self._track.enter(f"wait for pause v{offer.version}", version=offer.version)
             request = RequestLoad(version=offer.version, paths=paths)
             granted = await self._may_load(request)
             # The parameter server withdraws the permission after weights.deadline_s; a new request restarts that time.
-            while granted and not await self._host.quiesced(weights.deadline_s / 3):
+            while granted and not await self._host.quiesced(self._patience(weights.deadline_s / 3)):
+                if self._must_sleep():
+                    await self._report_failure(offer, ASKED)
+                    return
                 granted = await self._may_load(request)
             if not granted:
                 await self._report_failure(offer, "the parameter server refuses the pause")
@@ -328,7 +337,10 @@ class UpdateFollower:
         weights = self._config.weights
         limits = self._limits(part.buckets)
         self._track.enter(f"pause v{offer.version}", version=offer.version, transport=offer.transport)
-        while not await self._host.quiesced(weights.deadline_s):
+        while not await self._host.quiesced(self._patience(weights.deadline_s)):
+            if self._must_sleep():
+                await self._report_failure(offer, ASKED)
+                return
             self._log.info("still draining", version=offer.version)
         pause_s = await self._host.pause(offer.version)
         self._track.enter(f"wait for broadcast v{offer.version}", version=offer.version)

@@ -142,6 +142,8 @@ def test_a_lack_of_room_is_reported_once_with_its_parts_and_a_full_disk_as_full(
         # So does a rank on a GPU whose weights and optimizer states are in host memory, always or in turn.
         ({"learner": {"offload": True}}, ["learner/0"], True, 20),
         ({"placement": {"share": "time_slice"}}, ["learner/0", "rollouter/0"], True, 20),
+        # A sleeping engine keeps the model below the adapters, and the rank has its frozen weights in host memory.
+        ({"placement": {"share": "time_slice"}, "lora": {"rank": 8}}, ["rollouter/0"], True, 6),
         ({"rollout": {"gpus_per_replica": 0}}, ["rollouter/0", "rollouter/1"], False, 8.5),
     ],
 )

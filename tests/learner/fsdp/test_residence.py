@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from asyncrl.learner.fsdp.residence import Residence
+from asyncrl.learner.fsdp import residence as module
+from asyncrl.learner.fsdp.residence import Residence, wait_for_room
 
 CPU = torch.device("cpu")
 
@@ -48,21 +49,25 @@ def train(steps, moves):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_training_does_not_notice_a_move():
+@pytest.mark.parametrize("chunk_bytes", [100, 64 * 16, 1 << 20])
+def test_training_does_not_notice_a_move(chunk_bytes, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
     for ours, theirs in zip(train(4, moves=True), train(4, moves=False), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_a_storage_moves_once_and_its_host_memory_is_used_again():
+def test_a_storage_moves_once_and_its_host_memory_is_used_again(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", 512)
     model = Tied()
     residence = Residence(lambda: [*model.parameters(), model.first.weight.view(-1)], CPU)
     residence.leave()
-    # One shared weight and two biases.
-    hosts = {host.data_ptr() for _, host in residence._away}
-    assert len(hosts) == 3
+    # One shared weight of 1,024 bytes, and two biases of 64.
+    assert sorted(size for _, size, _ in residence._away) == [64, 64, 1024]
+    chunks = [chunk.data_ptr() for chunk in residence._chunks]
+    assert len(chunks) == 3
     residence.come_back()
     residence.leave()
-    assert {host.data_ptr() for _, host in residence._away} == hosts
+    assert [chunk.data_ptr() for chunk in residence._chunks] == chunks
     with pytest.raises(AssertionError, match="away"):
         residence.leave()
     residence.come_back()
@@ -74,3 +79,14 @@ def test_what_is_on_another_device_stays():
     residence.leave()
     assert torch.equal(weight, torch.ones(4))
     residence.come_back()
+
+
+def test_a_gpu_is_waited_for_until_the_share_is_free(monkeypatch):
+    free = iter([1, 5, 8, 8])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10))
+    monkeypatch.setattr(module, "LOOK_S", 0.0)
+    wait_for_room(torch.device("cuda", 0), 0.8, 60.0)
+    assert next(free) == 8
+    # At the deadline the caller tries it all the same.
+    wait_for_room(torch.device("cuda", 0), 0.9, 0.0)
+    wait_for_room(CPU, 0.9, 60.0)

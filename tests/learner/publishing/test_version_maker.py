@@ -288,3 +288,18 @@ def test_a_simulated_learner_does_not_import_torch() -> None:
     modules = "asyncrl.learner.actor, asyncrl.learner.algorithm.batch"
     look = f"import sys, {modules}; assert not {{'torch', 'transformers'}} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", look], check=True)
+
+
+def test_a_version_is_handed_over_once_the_parameter_server_has_acknowledged_it_or_it_has_failed(play: Play) -> None:
+    async def scenario(made: VersionMaker, script: Script) -> None:
+        for version in range(2):
+            await made.make([])
+            assert made.whole == version - 1
+            await made.handed_over()
+            assert made.whole == version and "publish" in script.of(version)
+        script.errors = [OSError(errno.ENOMEM, "no memory left")]
+        await made.make([])
+        await made.handed_over()
+        assert made.spoiled and "publish" not in script.of(2)
+
+    play(scenario)

@@ -110,3 +110,36 @@ def test_an_engine_that_dies_in_a_sleep_loses_nothing(dies_in):
         assert hosted.host.restarts == 1
 
     run_virtual(main())
+
+
+def test_the_gpu_is_given_back_only_once_the_engine_has_ended():
+    """Also if the call that ends it is cancelled, and another one follows."""
+
+    class Slow(Sleeper):
+        ended = False
+
+        async def close(self):
+            await asyncio.sleep(3.0)
+            self.ended = True
+            await super().close()
+
+    async def main():
+        turns, made = Turns(), []
+        config = simulated()
+
+        def make():
+            made.append(Slow(config, turns))
+            return made[-1]
+
+        host = Hosted(config, make, turns).host
+        await host.start()
+        closing = asyncio.create_task(host.close())
+        await asyncio.sleep(1.0)
+        closing.cancel()
+        await asyncio.sleep(1.0)
+        assert turns.has and not made[0].ended
+        await host.close()
+        assert made[0].ended and not turns.has
+        await host.close()
+
+    run_virtual(main())

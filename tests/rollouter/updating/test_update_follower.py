@@ -37,7 +37,7 @@ from asyncrl.parameter_server.actor import HeldVersions
 from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.serving.drift import NORMAL
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.updating.update_follower import UpdateFollower
+from asyncrl.rollouter.updating.update_follower import ASKED, ASKED_S, UpdateFollower
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.weights.held_version import hold
 from asyncrl.weights.segments import Segment, layout
@@ -62,6 +62,12 @@ class StubEngine:
 
     async def pause(self, mode: str) -> None:
         self.events.append(f"pause {mode}")
+
+    async def sleep(self) -> None:
+        self.events.append("sleep")
+
+    async def wake(self) -> None:
+        self.events.append("wake")
 
     async def resume(self) -> None:
         self.events.append("resume")
@@ -110,6 +116,8 @@ class Server:
         self.committed: list[int] = []
         self.updated: list[UpdateTimes] = []
         self.done = asyncio.Event()
+        self.linger_s = 0.0
+        """Seconds after which it says that there are no more offers."""
 
     def chunks(self, request: FetchChunk) -> Chunk:
         raise AssertionError("nothing is to be fetched")
@@ -123,6 +131,7 @@ class Server:
             self.asked.append(request)
             if self.offers:
                 return Update(offer=self.offers.pop(0))
+            await asyncio.sleep(self.linger_s)
             self.done.set()
             await asyncio.Event().wait()
         if isinstance(request, RequestLoad):
@@ -179,8 +188,25 @@ def broadcast(version: int) -> Offer:
     return Offer(version=version, transport="gloo", broadcast=part)
 
 
-def follow(server: Server, *, loads=(), offs=(), **tables):
-    """Follow until the server has nothing more. Returns the engine's events, the server and the host."""
+class Slices:
+    """The engine's side of a GPU. ``after_s`` after the load of ``version``, the learner asks for it."""
+
+    def __init__(self, version: int, after_s: float) -> None:
+        self.version, self.after_s, self.asked, self.given = version, after_s, asyncio.Event(), list[float]()
+
+    async def take(self) -> None:
+        """It is free."""
+
+    def give(self) -> None:
+        self.given.append(asyncio.get_running_loop().time())
+        self.asked.clear()
+
+
+def follow(server: Server, *, loads=(), offs=(), slices: Slices | None = None, runs=False, **tables):
+    """Follow until the server has nothing more. Returns the engine's events, the server and the host.
+
+    With ``runs`` a request runs in the engine for ever, once the first version is served.
+    """
     config = sim_config(**tables)
     events: list = []
 
@@ -188,20 +214,29 @@ def follow(server: Server, *, loads=(), offs=(), **tables):
         clock = LoopClock()
         awaits, states = Awaits(clock.now), StateLedger(clock.now, "engine")
         loads_left, offs_left = list(loads), list(offs)
-        host = EngineHost(config, lambda: StubEngine(events, loads_left, offs_left), clock, states, awaits)
+        host = EngineHost(config, lambda: StubEngine(events, loads_left, offs_left), clock, states, awaits, slices)
         told = lambda key, text, **more: server.told.append((key, text, more))  # noqa: E731
+
+        def committed(version: int) -> None:
+            server.committed.append(version)
+            if slices is not None and version == slices.version:
+                asyncio.get_running_loop().call_later(slices.after_s, slices.asked.set)
+            if runs and host._idle.is_set():
+                host._idle.clear()
+
         follower = UpdateFollower(
             config,
             services("rollouter/0", clock, awaits=awaits, notify=told),
             host=host,
             call=lambda name, request, timeout: server.call(request),
-            committed=server.committed.append,
+            committed=committed,
             updated=server.updated.append,
             track=Trace(clock.now, clock.wall, window_s=0.0).track("weights", 0),
             place="here",
         )
         server.drifts = follower.drifts
-        await host.start()
+        if slices is None:
+            await host.start()
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = tasks.create_task(follower.run())
@@ -223,6 +258,7 @@ def follow(server: Server, *, loads=(), offs=(), **tables):
 TRY = ["accept 1", "pause abort", "load 1 staged"]
 """An update to version 1 up to the end of its load."""
 CORRUPT = WeightsCorrupt("half of it", version=1)
+CORRUPT_2 = WeightsCorrupt("half of it", version=2)
 DIES = EngineDied("rollouter/0", "killed")
 
 
@@ -243,6 +279,37 @@ def test_an_engine_on_the_gpu_of_rank_0_joins_no_group_of_nccl(monkeypatch, gpus
     run = {"engine": "vllm", "gpus_per_replica": gpus}
     _, server, _ = follow(Server([]), model={"path": "/m"}, learner={"backend": "fsdp2"}, rollout=run)
     assert [request.joins_nccl for request in server.asked] == [joins]
+
+
+def test_an_engine_in_time_slices_joins_no_group_of_nccl(monkeypatch):
+    """It sleeps while the learner publishes."""
+    monkeypatch.setenv(SHARED_GPU_VARIABLE, "0:learner/1")
+    run = {"engine": "vllm", "gpus_per_replica": 1}
+    tables = {"model": {"path": "/m"}, "learner": {"backend": "fsdp2"}, "rollout": run}
+    _, server, _ = follow(Server([]), slices=Slices(-1, 0.0), **tables)
+    assert [request.joins_nccl for request in server.asked] == [False]
+
+
+@pytest.mark.parametrize("offer", [by_shm, None], ids=["staged", "broadcast"])
+def test_the_learner_gets_the_gpu_though_a_drain_does_not_end(publish, offer):
+    slices = Slices(1, 7.0)
+    second = by_shm(publish(2)) if offer is not None else broadcast(2)
+    server = Server([by_shm(publish(1)), second])
+    events, server, host = follow(
+        server, slices=slices, runs=True, rollout={"on_update": "drain"}, weights={"deadline_s": 30.0}
+    )
+    assert [event for event in events if not event.startswith("accept")][-3:] == ["pause abort", "sleep", "wake"]
+    # The learner asks after 7 s. The sleep drains too, for weights.deadline_s at most.
+    assert 37.0 <= slices.given[0] < 37.0 + 2 * ASKED_S
+    assert server.reports[1].error == ASKED and (host.sleeps, host.restarts, host.version) == (1, 0, -1)
+
+
+@pytest.mark.parametrize("problem", [CORRUPT_2, BroadcastFailed(2, "it broke")], ids=["staged", "broadcast"])
+def test_an_engine_with_half_of_a_version_ends_in_place_of_a_sleep(publish, problem):
+    server = Server([by_shm(publish(1)), by_shm(publish(2)) if problem is CORRUPT_2 else broadcast(2)])
+    server.linger_s = 5.0
+    events, _, host = follow(server, loads=[None, problem], slices=Slices(1, 0.5))
+    assert "sleep" not in events and host.restarts == 1
 
 
 def test_without_the_pause_nothing_is_loaded_and_the_next_version_is_taken(publish):

@@ -73,7 +73,8 @@ class Assembly:
             except OSError as error:
                 _LOG.warning("weights come to engines on this GPU through host memory: %s", error)
             else:
-                self.copy.place(list(_in_buckets(model.share(self.copy.memory), bucket_bytes)))
+                for unit in model.share(self.copy.memory):
+                    self.copy.place(unit.named(weight.part.view(weight.shape) for weight in unit.weights))
         adapters = ShardCopies(adapter_units(policy), ranks, dtype)
         self._copies: dict[Purpose, list[ShardCopies]] = {
             "version": [adapters if adapters_alone else model],
@@ -165,22 +166,9 @@ def publish(
         close_all(descriptors)
         raise problem
     gather_s = time.monotonic() - began
-    device = copy.describe(sums) if copy is not None else None
+    device = copy.describe(buckets, sums) if copy is not None else None
     manifest = Manifest(version=version, buckets=buckets, device=device, probe=probe, gather_s=gather_s)
     return HeldVersion(manifest, descriptors)
-
-
-def _in_buckets(units: list[Unit], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each bucket of a model that is whole in this process, in the order of ``gather_buckets``."""
-    for bucket in _plan(units, bucket_bytes):
-        tensors: dict[str, Tensor] = {}
-        for unit in (units[i] for i in bucket):
-            tensors |= unit.named(weight.part.view(weight.shape) for weight in unit.weights)
-        yield list(tensors.values())
-
-
-def _plan(units: list[Unit], bucket_bytes: int) -> list[range]:
-    return fill_buckets([sum(weight.size for weight in unit.weights) for unit in units], bucket_bytes)
 
 
 def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
@@ -211,8 +199,9 @@ def gather_buckets(
     """
     pending: tuple[list[Unit], _Gather] | None = None
     with ranks.waiting("gathering the weights"):
+        plan = fill_buckets([sum(weight.size for weight in unit.weights) for unit in units], bucket_bytes)
         # Each turn starts one gather and yields the previous one.
-        for bucket in [*_plan(units, bucket_bytes), None]:
+        for bucket in [*plan, None]:
             ready = pending
             if bucket is not None:
                 members = [units[i] for i in bucket]

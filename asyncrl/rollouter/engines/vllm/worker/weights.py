@@ -136,11 +136,16 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.by_ipc = False
         if update_info.manifest is not None:
             manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
-            copies = self._copies
-            read_before = copies.buckets_read if copies is not None else 0
-            with self._reload() as load:
-                load(tensors_of(manifest, copies.read) if copies is not None else tensors_of(manifest))
-            self.by_ipc = copies is not None and copies.buckets_read == read_before + len(manifest.buckets)
+            # After a failed load, which may have been for lack of memory, without copies of buckets on the GPU.
+            copies = self._copies if not self._pending else None
+            if copies is None:
+                with self._reload() as load:
+                    load(tensors_of(manifest))
+                return
+            read_before = copies.buckets_read
+            with closing(copies), self._reload() as load:
+                load(tensors_of(manifest, copies.read))
+            self.by_ipc = copies.buckets_read == read_before + len(manifest.buckets)
             return
         assert update_info.broadcast is not None, "an update has a manifest or a broadcast"
         part = msgspec.json.decode(update_info.broadcast, type=BroadcastPart)
