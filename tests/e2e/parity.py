@@ -113,7 +113,7 @@ def figures(run_dir, *names):
 def counter(run_dir, actor, name):
     """The largest value of a counter of an actor in the snapshots of the run."""
     snapshots = [snapshot for _, body in read_bodies(run_dir) if (snapshot := decode(body)) is not None]
-    return max(each.figures.get(name, 0.0) for snapshot in snapshots for each in snapshot.actors if each.name == actor)
+    return max(each.metrics.get(name, 0.0) for snapshot in snapshots for each in snapshot.actors if each.name == actor)
 
 
 def weights(run_dir):
