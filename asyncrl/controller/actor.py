@@ -320,8 +320,8 @@ class Controller(RunActor):
         leaving = (actor.name for actor in self.machine.leaving)
         asked = role_of(request.name) in self.machine.draining or request.name in leaving
         newest = self.registry.ended(request.name, request.incarnation, now, asked=asked)
-        # An actor of a joined host that has never served does not end the run.
-        if newest and not (request.fatal and self.members.given_up(request)):
+        # If an actor on a joined host has never served, its end does not end the run.
+        if newest and not (request.fatal and self.members.drop_unserved(request)):
             end = (request.name, request.exit_code, request.fatal, request.reason, request.log)
             self.machine.ended(*end, now, incarnation=request.incarnation)
         self.registry_changed()

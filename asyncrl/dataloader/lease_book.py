@@ -92,7 +92,7 @@ class LeaseBook:
     def supply(self) -> Supply:
         """What the learner can still expect: outstanding groups, rejected prompts, deaths, evaluation rounds.
 
-        A change of ``outstanding`` alone gives the supply a new number only when nothing is left to lease.
+        A new number wakes the learner. While prompts are left to lease, a change of ``outstanding`` alone gives none.
         """
         of_evals = [Rejected(uid, reason) for uid, reason in self._evals.rejected.items()]
         return Supply(

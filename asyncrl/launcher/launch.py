@@ -412,15 +412,16 @@ def _for_hosts(config: Config, count: int) -> Config:
 def begin(
     folder: RunFolder, resumption: Resumption | None, config: Config, progress: TerminalProgress, command: str = ""
 ) -> int:
-    """Print the folder of a new run, or begin the next attempt of a resumed one. Raises CheckpointError, OSError.
+    """Begin an attempt of a run: print its folder or prepare the resumption, and record its digests and command.
 
-    Returns a number; every incarnation (rpc/lifecycle/incarnations.py) of this attempt is above it.
+    Returns a number; every incarnation (rpc/lifecycle/incarnations.py) of this attempt is above it. The checkpoint
+    folder accepts no learner below its newest writer. Raises CheckpointError, OSError.
     """
     if resumption is None:
         progress.say(f"run folder: {folder.path}")
     else:
         _resume(folder, resumption, config, progress)
-    # Digests of users' code and the tokenizer, before a process of this attempt loads them.
+    # Record digests of users' code and the tokenizer before any process of this attempt loads them.
     record(folder.path, digests(config))
     if command:
         write_command(folder, command)

@@ -109,7 +109,7 @@ class Rank0:
         await actor.publish_facts()
         actor.states.enter("starting", "model")
         await self._on_thread(lambda: backend.setup(host, port))
-        for index, text in enumerate(backend.given_up):
+        for index, text in enumerate(backend.rejected_speedups):
             actor.notify(f"start-up check {index}", text)
 
     def _read_numbers(self) -> VersionNumbers:
@@ -136,7 +136,7 @@ class Rank0:
         origin: Origin,
         conversations: Conversations | None,
     ) -> None:
-        """Make the objects of the loop, each from those before it, with the restored state.
+        """Make the objects of the loop, with the restored state. Each gets those that were made before it.
 
         ``start`` counts the learner's starts in this folder.
         """

@@ -219,7 +219,8 @@ class BroadcastControl:
         current = self._current
         if current is None or not current.is_under_way:
             return
-        # Only one broadcast is under way, so all replicas in its phases are members; one that leaves them ends it.
+        # Only one broadcast is under way, so all replicas in its phases are members. A member that leaves these phases
+        # without a commit ends the broadcast.
         if current.stage is Stage.BEGUN:
             if not self._replicas.count(Phase.RECEIVING):
                 current.stage, self._broken_in_a_row = Stage.OVER, 0

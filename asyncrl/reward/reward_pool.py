@@ -85,7 +85,7 @@ class RewardPlace(Place):
     """Number of given tasks at or below which more are sent."""
     began: float = 0.0
     """Monotonic time (s) at which the worker could begin the first of the given tasks."""
-    forsaken: float = math.inf
+    grace_began: float = math.inf
     """Monotonic time (s) from which a cancelled first task has CANCEL_GRACE_S to end: its cancellation, or its begin if
     that is later. Infinite if the first task was not cancelled."""
     late: bool = False
@@ -259,7 +259,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         self._begin_next(place)
         if place.given and place.given[0].done():
             # The next task was cancelled while it waited. Its CANCEL_GRACE_S begin now.
-            place.forsaken = place.began
+            place.grace_began = place.began
             self._set_timer(place)
         if result.last:
             self._replace(place, result.error)
@@ -336,7 +336,7 @@ class RewardPool(WorkerPool[RewardPlace]):
 
     def _begin_next(self, place: RewardPlace) -> None:
         """Start the clock of the worker's first task."""
-        place.began, place.forsaken, place.late = time.monotonic(), math.inf, False
+        place.began, place.grace_began, place.late = time.monotonic(), math.inf, False
 
     def _encoded(self, pending: Pending) -> bytes | None:
         """Encode a task for a worker. If it cannot be encoded, fails the task and returns None."""
@@ -399,7 +399,7 @@ class RewardPool(WorkerPool[RewardPlace]):
 
     def _deadline(self, place: RewardPlace) -> float:
         """Monotonic time (s) by which the worker's first task must have ended."""
-        return min(place.began + self._config.timeout_s, place.forsaken + CANCEL_GRACE_S)
+        return min(place.began + self._config.timeout_s, place.grace_began + CANCEL_GRACE_S)
 
     def _set_timer(self, place: RewardPlace) -> None:
         """Set the timer for the next check of this worker. If it fires too early, it is set again."""
@@ -456,7 +456,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             with contextlib.suppress(ValueError):
                 self._queue.remove(pending)
         elif place.given and place.given[0] is pending:
-            place.forsaken = time.monotonic()
+            place.grace_began = time.monotonic()
             self._set_timer(place)
 
     def _fail_queue(self) -> None:

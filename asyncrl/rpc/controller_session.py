@@ -201,9 +201,9 @@ class ControllerSession:
             actor.begin_drain()
 
     async def send_trace(self, number: int) -> None:
-        """Send the kept spans to the controller. A failure is logged only."""
+        """Send the kept spans to the controller, for the trace ``number``; 0 at the end. A failure is logged only."""
         actor = self._actor
-        # An agent has no timeline.
+        # Only a node agent is never restarted, and it has no timeline.
         if not actor.trace.on or actor.context.controller is None or not actor.is_restarted:
             return
         controller = actor.peer(CONTROLLER)

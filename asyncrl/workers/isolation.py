@@ -79,14 +79,14 @@ def isolate(hidden: Iterable[str]) -> None:
 
 def _enter_as_root() -> None:
     """Enter the new namespaces as root. A child stays outside and maps all ids, which is only allowed from there."""
-    ours, theirs = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if not child:
         failed = 1
         try:
-            os.close(theirs)
+            os.close(write_end)
             # Wait for the parent to enter its namespaces. Empty if it has died.
-            if os.read(ours, 1):
+            if os.read(read_end, 1):
                 for kind in ("uid_map", "gid_map"):
                     mapped = [line.split() for line in Path("/proc/self", kind).read_text().splitlines()]
                     _write(f"/proc/{os.getppid()}/{kind}", "".join(f"{at} {at} {many}\n" for at, _, many in mapped))
@@ -95,12 +95,12 @@ def _enter_as_root() -> None:
             failed = error.errno or 1
         finally:
             os._exit(failed)
-    os.close(ours)
+    os.close(read_end)
     try:
         _unshare(CLONE_NEWUSER | CLONE_NEWNS)
-        os.write(theirs, b"1")
+        os.write(write_end, b"1")
     finally:
-        os.close(theirs)
+        os.close(write_end)
         failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if failed:
         raise OSError(failed, f"mapping ids: {os.strerror(failed)}")

@@ -183,7 +183,8 @@ class FailureDetector:
     def _check_paths(self, names: Collection[str], now: float) -> None:
         """Condemn those of ``names`` that cannot reach other actors or be reached (unreachable.py).
 
-        If restarts did not help, set the actor aside, or fail the run.
+        A replica that the run can spare is set aside at its second condemnation. Another actor fails the run after
+        supervision.max_restarts of them.
         """
         max_restarts = self._supervision.max_restarts
         condemned = self._unreachable.look(ready_actors(self._registry, names, now, self._supervision.heartbeat_s), now)

@@ -145,7 +145,7 @@ class HostChanges:
             self._set_aside(self._given_up.pop(name))
         self._changed.set()
 
-    def given_up(self, end: ActorEnded) -> bool:
+    def drop_unserved(self, end: ActorEnded) -> bool:
         """Handle the end of an actor of a joined host that its agent does not start again and that has never served.
 
         The actor is set aside if its host serves. If no rollouter of a joining host can serve any more, the host has to

@@ -121,7 +121,7 @@ class Snapshots:
 
     @handler
     async def watch(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
-        """Answer a viewer once there is a new snapshot that it may get; without one when its time is over."""
+        """Answer a viewer once there is a new snapshot for it. If its time ends first, answer without a snapshot."""
         was_watched = self._is_watched
         self._last_request = self._now()
         if not was_watched:

@@ -48,7 +48,7 @@ class Responses:
             raise ChatRefused("input", "must hold at least one message")
         return ChatRequest(
             messages=messages,
-            # The policy can call no tool only where it is shown none.
+            # To forbid calls of tools, the policy is shown none.
             tools=[] if body.get("tool_choice") == "none" else tools,
             template_options=mapping(body, "chat_template_kwargs"),
             max_tokens=whole(body, "max_output_tokens"),

@@ -226,9 +226,10 @@ def _layout(config: Config, hosts: Sequence[PlacementHost]) -> _Layout:
 def _shared_counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], list[int]] | None:
     """Return the numbers of ranks and of engines of each host, where an engine may also use GPUs of ranks.
 
-    Ranks fill the first hosts. An engine goes to a host with enough GPUs that have no engine. First come hosts where
-    these have no rank either, or (not with "auto") hosts where they have; then those with most of them. Returns None if
-    ranks or engines alone exceed the GPUs.
+    Ranks fill the first hosts. An engine goes to a host with enough GPUs without an engine. With "auto", hosts with
+    enough GPUs that have no rank either come first; else hosts whose ranks have GPUs without an engine do. Then come
+    hosts with most GPUs without an engine. Returns None if engines use no GPUs, if the first host has none for a rank,
+    or if ranks or engines alone exceed the GPUs.
     """
     gpus_each, gpus = _gpus_per_replica(config), [len(host.gpus) for host in hosts]
     if not gpus_each:

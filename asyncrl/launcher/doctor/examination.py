@@ -341,14 +341,14 @@ class Examination:
     async def _try_links(self) -> None:
         """Try the connections between all hosts: each listens, and each other one tries to connect to it.
 
-        The ports are those of network.ports and, if a learner trains, any port too.
+        A host listens at one port of network.ports and, if a learner trains, at one that the system chooses.
         """
         if len(self._addresses) < 2:
             return
         wanted = self.config.network.ports if self.config is not None else ANY
-        is_trained = self.config is not None and self.config.learner.backend != "sim" and bool(self._placed)
+        learner_trains = self.config is not None and self.config.learner.backend != "sim" and bool(self._placed)
         # torch.distributed takes any free port for the connections of ranks and for a weight broadcast.
-        ports = list(dict.fromkeys([wanted, ANY])) if is_trained else [wanted]
+        ports = list(dict.fromkeys([wanted, ANY])) if learner_trains else [wanted]
         token, addresses = secrets.token_hex(16), dict(self._addresses)
         listening = await self._ask_all(
             lambda contact: contact.ask(Listen(address=addresses[contact.name], ports=ports, token=token), Listening),
@@ -377,7 +377,8 @@ class Examination:
             ]
             findings = judge_links(links, range_tried)
             if range_tried != wanted:
-                # A host that reaches the others is reported once, for network.ports.
+                # A host that reaches the others is reported once, for network.ports. A closed link of other ports
+                # replaces that success below.
                 findings = [finding for finding in findings if finding.result != "ok"]
             reported_hosts = {finding.host for finding in findings}
             self._findings = [

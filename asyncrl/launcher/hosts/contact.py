@@ -57,7 +57,8 @@ class Contact:
         self._reading: asyncio.Task[None] | None = None
 
     async def reach(self) -> None:
-        """Start the command, and set ``facts`` to what the host offers. Raises HostFailed, also if it does not fit."""
+        """Start the command, and set ``facts`` to what the host offers. Raises HostFailed, also if its version or
+        GPUs do not fit."""
         argv = self.start.argv(self.name)
         try:
             self.process = await asyncio.create_subprocess_exec(

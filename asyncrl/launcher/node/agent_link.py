@@ -23,10 +23,11 @@ SILENCE_SHARE = 0.5
 
 
 class AgentLink(Actor):
-    """The agent as an actor: passes each state of the run to ``on_state``, in order, until cancelled.
+    """The agent as an actor: passes the newest state of the run to ``on_state`` after each answer, until cancelled.
 
-    On the head the states carry every line of metrics once. ``on_silent`` is called when the controller does not answer
-    in time. ``on_successor`` is called when a restarted controller, which has a new incarnation, answers.
+    A state may come twice, and an older one may be skipped. On the head the states carry every line of metrics once.
+    ``on_silent`` is called when the controller does not answer in time. ``on_successor`` is called when a restarted
+    controller, which has a new incarnation, answers.
     """
 
     role = "agent"

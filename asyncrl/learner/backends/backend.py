@@ -73,7 +73,7 @@ class Backend(Protocol):
 
     ``setup`` sets it, to the same value on all ranks.
     """
-    given_up: list[str]
+    rejected_speedups: list[str]
     """Texts for the user: each faster way of computing that the checks of ``setup`` rejected, with reason and cost."""
     on_gpu: bool
     """Whether the weights are on a GPU; ``setup`` sets it."""

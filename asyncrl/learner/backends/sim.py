@@ -41,7 +41,7 @@ class SimTrainer:
 
     def __init__(self, config: Config, rank: int) -> None:
         self.on_phase: Callable[[str], None] = lambda name: None
-        self.given_up: list[str] = []
+        self.rejected_speedups: list[str] = []
         self._config = config
         self._rank = rank
         self._steps = 0

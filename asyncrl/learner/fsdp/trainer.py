@@ -91,23 +91,24 @@ class Trainer:
     def __init__(self, config: Config, rank: int) -> None:
         self.packed = self.shares_prefixes = self.skips_zero_advantages = self.on_gpu = False
         self.on_phase: Callable[[str], None] = lambda name: None
-        self.given_up: list[str] = []
+        self.rejected_speedups: list[str] = []
         self.steps = 0
         """Optimizer steps of the run taken."""
         self.warm_steps = 0
         self._config, self._learner, self._rank = config, config.learner, rank
         self._store: TCPStore | None = None
-        self._met: Ranks | None = None
+        self._ranks_met: Ranks | None = None
+        """The ranks, once ``setup`` has met them."""
         self._slices: RankSlices | None = None
         """This rank's side of its GPU, if an engine has the GPU in turn."""
         self._resting = False
-        """Rank 0: whether all ranks have given their GPUs to engines. A rank may rest though rank 0 shares no GPU."""
+        """Rank 0: whether all ranks have given their GPUs to engines. Rank 0 itself may share no GPU."""
         self.gpu_wait_s = 0.0
 
     @property
     def _ranks(self) -> Ranks:
-        assert self._met is not None, "setup comes first"
-        return self._met
+        assert self._ranks_met is not None, "setup comes first"
+        return self._ranks_met
 
     def open_store(self, host: str) -> tuple[str, int]:
         self._store = open_store(host, self._learner.collective_timeout_s, self._config.network.ports)
@@ -123,7 +124,7 @@ class Trainer:
         shares = limit_memory(device, self._config)
         if self._slices is not None and shares is not None:
             wait_for_room(device, shares.rank, RETURN_SHARE * self._learner.collective_timeout_s)
-        self._met = Ranks(
+        self._ranks_met = Ranks(
             self._rank,
             self._learner.ranks,
             host,
@@ -197,7 +198,7 @@ class Trainer:
             self._slices.give()
 
     def _note_warnings(self, scoring: Scoring, key: str) -> None:
-        self.given_up += [f"start-up check of {key}: {warning}" for warning in scoring.warnings]
+        self.rejected_speedups += [f"start-up check of {key}: {warning}" for warning in scoring.warnings]
 
     def _build_scorers(self, objective: Objective) -> Scorers:
         """Load the frozen models that the objective or the rewards need; adapters need no second model as reference."""
@@ -410,18 +411,18 @@ class Trainer:
     def interrupt(self) -> None:
         if self._slices is not None:
             self._slices.interrupt()
-        if self._met is not None:
-            self._met.commands.interrupt()
+        if self._ranks_met is not None:
+            self._ranks_met.commands.interrupt()
 
     def stop(self) -> None:
-        if self._met is not None:
+        if self._ranks_met is not None:
             if self._rank == 0:
                 self._ranks.commands.send(StopRank())
             if hasattr(self, "_assembly"):
                 self._assembly.close()
                 self._saver.close()
-            self._met.close()
-            self._met = None
+            self._ranks_met.close()
+            self._ranks_met = None
         if self._slices is not None:
             self._slices.close()
         self._store = None

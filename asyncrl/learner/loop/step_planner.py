@@ -120,9 +120,10 @@ def plan_step(
     teacher: Sequence[GroupScores] | None = None,
     supervised: SupervisedSteps | None = None,
 ) -> StepPlan:
-    """Plan step ``step``, counted from 1: reference scores first if needed, the updates, the supervised term.
+    """Plan step ``step``, counted from 1: its updates, and the supervised term.
 
-    If ``needs_scores``, call it on the backend's thread. The other arguments are those of build_step. Raises
+    If its KL is part of the reward, the reference scores the groups first. If ``needs_scores(config)``, call this
+    function on the backend's thread. The other arguments are those of build_step. Raises
     NonFiniteStep or ConfigError.
     """
     plan = build_step(

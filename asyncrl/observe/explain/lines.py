@@ -112,9 +112,10 @@ def lines_on(run_dir: Path, uid: str) -> list[LogLine]:
 
 
 def aligned(lines: list[LogLine]) -> list[LogLine]:
-    """Set ``shift`` of the lines: rollouters' lines come after their lease, the learner's after the last sample event.
+    """Set ``shift`` (s) of the lines, which corrects the clocks of their hosts, and return them.
 
-    A rollouter's newest line on a lease repeats the events of the others, so only that one is returned.
+    So rollouters' lines come after their lease, and the learner's after the last sample event. A rollouter's newest
+    line on a lease repeats the events of the others, so only that one is returned.
     """
     newest = {line.key: line for line in sorted(lines, key=lambda line: line.wall) if line.event == GENERATED}
     lines = [line for line in lines if line.event != GENERATED or newest[line.key] is line]
@@ -123,19 +124,19 @@ def aligned(lines: list[LogLine]) -> list[LogLine]:
     ends: dict[tuple[int, str], float] = {}
     for line in lines:
         if line.event == GENERATED:
-            line.shift = _late(leased.get((line.attempt, line.actor, line.lease)), line.since)
+            line.shift = _seconds_too_early(leased.get((line.attempt, line.actor, line.lease)), line.since)
             # The earliest, if the rollouter had the group more than once.
             ends[line.attempt, line.actor] = min(line.last_event, ends.get((line.attempt, line.actor), line.last_event))
     shifts: dict[tuple[int, str], float] = {}
     for line in lines:
         if line.event == TAKEN:
-            shift = _late(ends.get((line.attempt, line.by)), line.wall)
+            shift = _seconds_too_early(ends.get((line.attempt, line.by)), line.wall)
             shifts[line.attempt, line.actor] = max(shift, shifts.get((line.attempt, line.actor), 0.0))
     for line in lines:
         line.shift = max(line.shift, shifts.get((line.attempt, line.actor), line.shift))
     return lines
 
 
-def _late(cause: float | None, effect: float) -> float:
+def _seconds_too_early(cause: float | None, effect: float) -> float:
     """Seconds by which an effect must move to come after its cause; 0 if it does, or beyond CLOCK_SLACK_S."""
     return cause - effect if cause is not None and 0 < cause - effect < CLOCK_SLACK_S else 0.0
