@@ -371,9 +371,9 @@ def _command_live_run(given: argparse.Namespace) -> int:
     from asyncrl.launcher.live import commands
     from asyncrl.launcher.live.live_run import find_live_run
 
+    run = next((run for run in (given.stop, given.join) if run is not None), None)
     # The other commands name the run in place of a configuration.
-    run = next((run for run in (given.stop, given.join) if run is not None), given.configs[0])
-    live = find_live_run(named(run))
+    live = find_live_run(named(given.configs[0] if run is None else run))
     if given.stop is not None:
         return asyncio.run(commands.stop_run(live))
     if given.bring_back is not None:
