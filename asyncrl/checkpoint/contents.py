@@ -9,8 +9,8 @@ A record is one MessagePack value, an array of two: the xxh3_64 of the body, and
 the MessagePack map of a struct; arrays in it are [dtype, shape, bytes], little-endian. The bytes before the body have a
 fixed size, so a file is read record by record. Any streaming reader of MessagePack can read it too.
 
-Invariants: a file and a record are read whole and as they were written, or not at all. A reader holds one record at a
-time, and nothing is unpickled.
+Invariants: a record is read whole and as it was written, or not at all; so is a file by ``read_contents``.
+``read_groups`` holds one record at a time, and nothing is unpickled.
 
 Fails with CheckpointError naming the file; ``read_groups`` with DataError, which names the number of the record too.
 """

@@ -42,7 +42,7 @@ def reading(path: Path) -> Iterator[None]:
         kind = DamagedCheckpoint if error.errno in DAMAGE else CheckpointError
         raise kind(str(path), f"cannot be read: {error.strerror or error}") from error
     except msgspec.ValidationError as error:
-        # No damage: the file decodes, but does not match our types.
+        # No damage: the file decodes, but does not match the types of this asyncrl.
         reason = f"cannot be read, as if another version of asyncrl had written it: {error}"
         raise CheckpointError(str(path), reason) from error
     except (msgspec.DecodeError, UnicodeDecodeError, DataError) as error:

@@ -47,7 +47,7 @@ from asyncrl.core.files import Digest, digest_file, replace_file, sync, write_fi
 
 COMPLETE, WRITER, LATEST = "COMPLETE", "writer.json", "latest"
 LOOKS = 10
-"""Number of times that ``newest`` tries again while another process removes checkpoints."""
+"""Number of times that ``newest`` tries while another process removes checkpoints."""
 _NAME = re.compile(r"^v(\d{8,})(?:\.(\d+))?$")
 _ANY_VERSION = re.compile(r"(?:^|[.-])v(\d{8,})(?:[.-]|$)")
 """Finds the version in any folder's name, also of unfinished, renamed and half removed checkpoints."""
@@ -108,14 +108,15 @@ class CheckpointFolder:
     def newest(self) -> Found | None:
         """Find the newest complete checkpoint; None without any. Raises CheckpointError.
 
-        While a learner writes, the newest may be removed once a newer one exists. Then this looks again, up to LOOKS
-        times.
+        While a learner writes, the newest may be removed once a newer one exists. Then this looks again, LOOKS times in
+        all.
         """
         for _ in range(LOOKS):
             names = self._complete_names()
             if not names:
                 return None
-            path = self.folder / max(names)[-1]
+            *_, name = max(names)
+            path = self.folder / name
             try:
                 return self.at(path)
             except CheckpointError:
@@ -125,19 +126,23 @@ class CheckpointFolder:
 
     def of_version(self, version: int) -> Found | None:
         """Find the complete checkpoint of a version that was written last; None without any. Raises CheckpointError."""
-        names = [name for name in self._complete_names() if name[0] == version]
-        return self.at(self.folder / max(names)[-1]) if names else None
+        names = [(serial, name) for other, serial, name in self._complete_names() if other == version]
+        if not names:
+            return None
+        _, name = max(names)
+        return self.at(self.folder / name)
 
     def at(self, path: Path) -> Found:
         """Read COMPLETE of the checkpoint at ``path``. Raises CheckpointError if it is not complete."""
-        name = _NAME.match(path.name)
+        match = _NAME.match(path.name)
         complete_file = path / COMPLETE
-        if name is None:
+        if match is None:
             raise CheckpointError(str(path), "is not named like a checkpoint (v00000012)")
         complete = _read_complete(complete_file)
-        if complete.version != int(name[1]):
+        version, serial = int(match[1]), int(match[2] or 0)
+        if complete.version != version:
             raise DamagedCheckpoint(str(complete_file), f"it is of version {complete.version}; the folder was renamed")
-        return Found(complete.version, int(name[2] or 0), complete.step, path)
+        return Found(version, serial, complete.step, path)
 
     def older(self) -> list[str]:
         """Return the names of all complete checkpoints except the newest, oldest first. Raises CheckpointError."""
@@ -163,10 +168,10 @@ class CheckpointFolder:
         check_files(found.path, _read_complete(found.path / COMPLETE).files, None)
 
     def verify_all(self, found: Found, limit_bytes: int | None) -> None:
-        """Check all files of a checkpoint: those that ``commit`` recorded, and those in the trainer's own table.
+        """Check all files of a checkpoint: the files that ``commit`` recorded, and the files in the trainer's table.
 
-        The first ones are read whole. For the trainer's files, sizes are compared, and checksums until ``limit_bytes``
-        are read (None: no limit). Raises CheckpointError.
+        The recorded files are read whole. For the trainer's files, sizes are compared, and checksums until
+        ``limit_bytes`` are read (None: no limit). Raises CheckpointError.
         """
         self.verify(found)
         state = read_state(found.path)
@@ -185,8 +190,10 @@ class CheckpointFolder:
     def _checkpoint_names(self, accepts: Callable[[Path], bool]) -> list[tuple[int, int, str]]:
         """Return (version, serial, name) of each folder named like a checkpoint for which ``accepts`` is True."""
         with _checkpoint_errors(self.folder):
-            found = [match for match in map(_NAME.match, self._names()) if match]
-            return [(int(name[1]), int(name[2] or 0), name[0]) for name in found if accepts(self.folder / name[0])]
+            matches = [match for match in map(_NAME.match, self._names()) if match]
+            return [
+                (int(match[1]), int(match[2] or 0), match[0]) for match in matches if accepts(self.folder / match[0])
+            ]
 
     def _names(self) -> list[str]:
         """Return the names of everything in the folder; empty if there is no folder."""
@@ -235,7 +242,7 @@ class CheckpointFolder:
         self._refuse_if_older(self._writer)
         partial = self.folder / f".v{version:08d}.partial-{self._writer}"
         with _checkpoint_errors(partial):
-            # It exists if an earlier attempt of this learner failed and its files could not be removed.
+            # The folder exists if an earlier attempt of this learner failed and its files could not be removed.
             if partial.exists():
                 self._rename_and_remove(partial)
             partial.mkdir()
@@ -244,8 +251,9 @@ class CheckpointFolder:
     def commit(self, partial: Path, *, version: int, step: int, files: Sequence[str]) -> Path:
         """Make ``partial`` the newest checkpoint: write COMPLETE, and rename the folder. Returns its new path.
 
-        The checksums of ``files`` are recorded; the caller has flushed everything inside ``partial``. If it raises
-        CheckpointError, also because a complete checkpoint has a higher version or step, the caller discards it.
+        The checksums of ``files`` are recorded; the caller has flushed everything inside ``partial``. Raises
+        CheckpointError, also if the newest checkpoint has a higher version or step; then the caller discards
+        ``partial``. If LATEST cannot be written, this is only logged.
         """
         self._refuse_if_below(partial, version, step)
         with _checkpoint_errors(partial):
@@ -258,7 +266,7 @@ class CheckpointFolder:
         self._refuse_if_older(self._writer)
         target = self.folder / f"v{version:08d}"
         with _checkpoint_errors(target):
-            # The serial is above all others of this version: the first one may have been removed, so its name is free.
+            # The serial is above all others of this version. A lower free one is not taken: it would sort as older.
             if serials := [serial for other, serial, _ in self._complete_names() if other == version]:
                 target = self.folder / f"v{version:08d}.{max(serials) + 1}"
             if target.exists():

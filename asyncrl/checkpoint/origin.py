@@ -4,9 +4,9 @@ When a learner restores a checkpoint, it compares the origin in it with its own.
 differs, it gives them back: they are not restored. No outcome was reported for them, so the dataloader leases their
 prompts for another generation. So a group is trained only under the configuration that made it.
 
-Files are compared by digests. They are the module that MODULE:FUNCTION names, and the files in the model's folder that
-define tokens, the chat template and end-of-sequence tokens. Modules that users' code imports, files that it reads,
-programs and servers are not compared. Nothing is imported, and a file that is not found on this host is not compared.
+Files are compared by digests: the modules that MODULE:FUNCTION names, and the files in the model's folder that define
+tokens, the chat template and end-of-sequence tokens. Modules that users' code imports, files that it reads, programs
+and servers are not compared. Nothing is imported, and a file that is not found on this host is not compared.
 
 The launcher takes the digests once for each attempt of a run, before its processes load the files. Learners read them
 in the run folder (DIGESTS), so a file that is edited while the run lives changes no digest. The next resume sees the
@@ -67,11 +67,13 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     def compare(self, config: Config, now: Origin | None = None) -> Comparison:
         """Compare this origin with ``config``. Returns the changes that matter to a resume.
 
-        ``now`` is the origin of ``config``; without it, it is made here, which reads files.
+        ``now`` is the origin of ``config``; if it is None, it is made here, which reads files. A key without a digest
+        in either origin is not compared by files.
         """
         now = Origin.of(config) if now is None else now
         changed = changes(self.settings, config)
         changed_keys = {change.key for change in changed}
+        # The default "" equals no digest: two models without digests do not count as the same.
         if self.files.get(MODEL, "") == now.files.get(MODEL):
             changed = [_of_same_model(change) if change.key == MODEL else change for change in changed]
         for key, digest in now.files.items():
@@ -119,8 +121,10 @@ def record(run_dir: Path, found: dict[str, str]) -> None:
 
 
 def _of_same_model(change: Change) -> Change:
-    """Mark a change of MODEL to a folder with equal files as harmless: groups do not depend on the folder's name."""
-    # Nor on the weights there: the policy's weights come from the checkpoint.
+    """Mark a change of MODEL to a folder with equal files as harmless.
+
+    Groups depend neither on the folder's name nor on the weights in it: the policy's weights come from the checkpoint.
+    """
     same = "with the same tokenizer, chat template and configuration"
     return replace(change, applies=Applies.NOW, difference=f"{change.difference}, {same}")
 

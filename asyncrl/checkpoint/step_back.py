@@ -1,7 +1,7 @@
 """The search for the newest checkpoint that is not damaged.
 
-It takes one candidate after the other, newest first, until one is whole; only then are the damaged ones renamed, and
-each is reported. If all are damaged, nothing is renamed and CheckpointError says so: only the user may decide to start
+The caller tries one candidate after the other, newest first, until one is whole. Only then it renames the damaged ones
+and reports each. If all are damaged, nothing is renamed and CheckpointError says so: only the user may decide to start
 again from the initial weights.
 """
 

@@ -156,8 +156,8 @@ def _show_agent(
     from asyncrl.launcher.checks.findings import FAILED_EXIT_CODE
     from asyncrl.launcher.doctor.lone_episode import CannotPlay, for_script, play_scripted
 
-    rest = {} if configs else {"data.source": "synthetic", "rollout.engine": "sim", "learner.backend": "sim"}
-    config = load_config(configs, rest | overrides)
+    defaults = {} if configs else {"data.source": "synthetic", "rollout.engine": "sim", "learner.backend": "sim"}
+    config = load_config(configs, defaults | overrides)
     try:
         played = asyncio.run(play_scripted(for_script(config, command, longest_s), with_data=bool(configs)))
     except CannotPlay as error:

@@ -300,6 +300,7 @@ def _submit(given: argparse.Namespace, overrides: dict[str, str]) -> int:
     from asyncrl.launcher.slurm import batch_script, left_open, start_of, submit
 
     config = load_config(given.configs, _with_allowed(given, overrides))
+    # Only raises UsageError for a wrong --container, before the job would.
     start_of(given.container)
     argv = [sys.executable, "-m", "asyncrl.cli.launch", "--inside-slurm", *given.configs]
     argv += [f"--{key}={value}" for key, value in overrides.items()]
@@ -348,12 +349,14 @@ def _check_live_run_flags(
         parser.error("--within SECONDS belongs to --leave HOST")
     has_choice = bool(given.hosts or given.include or given.exclude or given.ssh_args)
     alone = len(named) == 1 and (given.within is None or which == "--leave")
+    # --leave and --bring-back name the run in place of a CONFIG.
+    wanted_configs = 0 if which == "--stop" else 1
     if which == "--join":
         if not alone or given.configs:
             parser.error("--join RUN --hosts FILE: only --include, --exclude, --ssh-args and --dry-run go with it")
         if given.hosts is None:
             parser.error("--join RUN: name the hosts by --hosts FILE")
-    elif not alone or given.dry_run or has_choice or len(given.configs) != (which != "--stop"):
+    elif not alone or given.dry_run or has_choice or len(given.configs) != wanted_configs:
         parser.error(
             {
                 "--stop": "--stop RUN: name one run folder, and nothing else",

@@ -101,7 +101,7 @@ def _main(argv: list[str]) -> int:
             try:
                 write_report(run_dir, Path(given.report), lives=_may_live(run_dir))
             except OSError as error:
-                return complain(PROGRAM, _why(error), 1)
+                return complain(PROGRAM, _describe(error), 1)
             say(given.report, sys.stdout)
             return 0
         if given.replay:
@@ -118,10 +118,10 @@ def _main(argv: list[str]) -> int:
             PROGRAM, f"{error.filename}: permission denied; only the user who started a run may watch it", 1
         )
     except OSError as error:
-        return complain(PROGRAM, _why(error), 1)
+        return complain(PROGRAM, _describe(error), 1)
 
 
-def _why(error: OSError) -> str:
+def _describe(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
 
 
@@ -185,6 +185,7 @@ def _watch(given: argparse.Namespace) -> int:
     run_dir = Path(run) if Path(run).is_dir() else None
 
     find_controller = partial(find_target, run, keys, is_live)
+    # A wrong RUN or address fails here, before anything is shown.
     with contextlib.suppress(NotStarted):
         target = find_controller()
         if run_dir is None:
@@ -252,23 +253,23 @@ async def _add_snapshots(
     from asyncrl.core.errors import ActorFailed
     from asyncrl.top.client import Away, Waiting
 
-    reason, taken = f"{run} does not answer", False
+    reason, has_snapshot = f"{run} does not answer", False
     try:
         async with asyncio.timeout(SNAPSHOT_S):
             async for seen in feed:
                 if isinstance(seen, Away | Waiting):
-                    if taken and isinstance(seen, Waiting):
+                    if has_snapshot and isinstance(seen, Waiting):
                         return
                     reason = seen.reason or reason
                     continue
                 history.add(seen)
-                taken = True
+                has_snapshot = True
                 steps = history.steps()
                 if (0.0 if steps is None else steps.seconds) >= seconds:
                     return
     except TimeoutError:
         pass
-    if not taken:
+    if not has_snapshot:
         why = "it is frozen or restarting, or these keys are of another run, which gets no answer under CURVE"
         raise ActorFailed("controller/0", f"{run} gives no snapshot for {SNAPSHOT_S:g} s: {why} ({reason})")
 

@@ -4,9 +4,9 @@ It binds its port before any other actor starts, and writes its address to the r
 ``RunStateMachine`` and ``Registry`` decide; this class passes messages and the time on to them, and wakes parked calls
 after a change. The controller ends when the state of the run is final. It refuses messages of older incarnations.
 
-A controller keeps five things on disk: its address, the hosts and the newest incarnations (succession.py), the members,
-and the recorded snapshots. Its successor binds the same address and learns everything else from the actors and agents
-as they register again. It numbers its states above those of its predecessor.
+A controller keeps three things on disk for its successor: the address file (succession.py), the members, and the
+recorded snapshots. The successor binds the same address and learns everything else from the actors and agents as they
+register again. It numbers its states above those of its predecessor.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Controller(RunActor):
             supervision.host_lost_s,
             supervision.heartbeat_s,
             CONTROLLER,
-            # Before that, the host's guard kills a frozen agent, and then the whole host is silent.
+            # Within this time the host's guard kills a frozen agent, and then the whole host is silent.
             frozen_s=supervision.agent_silence_s + supervision.host_lost_s,
         )
         self._lines = RecentLines()
@@ -194,8 +194,11 @@ class Controller(RunActor):
 
     @handler
     def heartbeat_of(self, request: Heartbeat, caller: Caller) -> None:
-        """Store a heartbeat, show its events, and during the start wake viewers if the actor's stage has changed."""
-        before = self._with_stage(caller.name)
+        """Store a heartbeat, add its events, and during the start wake the launcher's call if the stage has changed.
+
+        Ignores a heartbeat that is not the newest one of the living incarnation.
+        """
+        stage_before = self._with_stage(caller.name)
         if not self.registry.heartbeat(caller.name, caller.incarnation, request, self.clock.now()):
             # A heartbeat that comes before its actor has registered is no error.
             if caller.name in self.registry.entries:
@@ -205,13 +208,13 @@ class Controller(RunActor):
         entry.version = caller.param_version
         self.counters["heartbeats/left_out"] = self.registry.left_out
         self._observation.add_events(entry)
-        if self.machine.phase == "starting" and self._with_stage(caller.name) != before:
+        if self.machine.phase == "starting" and self._with_stage(caller.name) != stage_before:
             self.machine.stage_changed()
             self._followers.wake()
 
     @handler
     async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
-        """Park until an incarnation of the actor above ``above`` can be called; else answer None."""
+        """Park until an incarnation of the actor above ``above`` can be called. Answers None if none can in time."""
 
         def find() -> ActorRecord | None:
             return self.registry.resolve(request.name, request.above, unready=request.unready)
@@ -275,7 +278,7 @@ class Controller(RunActor):
 
     @handler
     def stop_run(self, request: StopRun, caller: Caller) -> Done:
-        """End the run in good order, or preempt it."""
+        """End the run in good order, or preempt it. During the first start a preemption ends it too."""
         now = self.clock.now()
         # Under a restarted controller the run was running before, even if the phase is "starting" again.
         is_preempted = request.preempt and (self.machine.phase != "starting" or self._succession.earlier is not None)
@@ -329,7 +332,10 @@ class Controller(RunActor):
 
     @handler
     def bring_back(self, request: BringBack, caller: Caller) -> Done:
-        """Have a replica started again that was set aside. Raises InvalidRequest if it is not set aside."""
+        """Have a replica started again that was set aside.
+
+        Raises InvalidRequest if it is not set aside, or if the run drains or is preempted.
+        """
         if not self.machine.bring_back(request.name, self.clock.now()):
             aside = ", ".join(actor.name for actor in self.machine.aside) or "no replica"
             raise InvalidRequest(f"{request.name} cannot be brought back: {aside} is set aside")
@@ -353,7 +359,7 @@ class Controller(RunActor):
         try:
             await self.members.host_left(caller.name, caller.park_s)
         finally:
-            # Also if the change is not on disk in time, because the actors of the host have ended.
+            # The actors of the host have ended, even if the change is not on disk in time.
             self.registry_changed()
         return Done()
 

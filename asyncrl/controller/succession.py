@@ -1,8 +1,8 @@
 """The address file of a controller: it holds the state of the run that a successor needs.
 
 No other process knows which hosts are lost. If the file of the earlier controller is damaged, the node agent still
-knows the address. The largest incarnation that is heard of each actor then counts. If the file cannot be written, the
-user gets a notice, and it is written again at the next change.
+knows the address. Then the largest incarnation of each actor that registers counts. If the file cannot be written,
+the user gets a notice, and the controller writes it again at the next change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class Succession:
         """Address file of an earlier controller of this attempt; None if this is the first one."""
 
     def _read(self) -> AddressFile | None:
-        """Read the file; None if this is the first controller. A damaged file counts as empty, with a warning."""
+        """Read the file; None if this is the first controller. A damaged file counts as empty, with a warning.
+
+        An address from the node agent replaces that in the file.
+        """
         try:
             earlier = read_address_file(self._path)
         except ValueError as error:

@@ -186,8 +186,9 @@ class KeptWrites:
         """Perform the kept writes until one fails. Then drop the oldest ones above the limit."""
         self.error = None
         while self._kept:
+            write, _size, _records = self._kept[0]
             try:
-                self._kept[0][0]()
+                write()
             except OSError as error:
                 self.error = error
                 break

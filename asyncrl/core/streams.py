@@ -135,10 +135,11 @@ class Printer:
                 self._bytes -= len(data)
                 lost = self._lost.pop(stream, 0)
             notice = f"({lost} lines are missing here: the output took no text)\n".encode() if lost else b""
-            if left := _write(stream, notice + data):
-                unreported = lost if len(left) > len(data) else 0
+            if unwritten := _write(stream, notice + data):
+                # If a part of the notice is not written, the lines that it reports are still to be reported.
+                unreported = lost if len(unwritten) > len(data) else 0
                 with self._changed:
-                    self._lost[stream] = self._lost.get(stream, 0) + unreported + left[-len(data) :].count(b"\n")
+                    self._lost[stream] = self._lost.get(stream, 0) + unreported + unwritten[-len(data) :].count(b"\n")
 
 
 PRINTER = Printer()

@@ -36,8 +36,8 @@ _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 def find_files(pattern: str, *, kind: Kind | None = None, split: str = "train") -> tuple[Kind, list[str]]:
     """Find the files of ``pattern`` (a file, a glob or a folder), and the kind of source that reads them.
 
-    Returns (kind, paths sorted by name); for "hf" the only path is the folder. If ``kind`` is given, the files are not
-    examined for it. ``split`` selects files in a folder. Raises DataError.
+    Returns (kind, paths sorted by name); for "hf" the only path is the folder. A given ``kind`` is not checked against
+    the files. ``split`` selects files in a folder. Raises DataError.
     """
     folder = Path(pattern)
     if kind == "hf" or (kind is None and _is_saved_to_disk(folder)):

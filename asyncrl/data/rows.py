@@ -208,10 +208,10 @@ class EpochOrder:
         return _rounds(self.fingerprint, self.seed, epoch, self.size)
 
     def _swap_or_not(self, index: int, rounds: Iterable[tuple[int, int]]) -> int:
-        """Permute an index by these rounds. Each swaps it with its partner, or does not, by a pseudorandom bit."""
+        """Permute an index. By a pseudorandom bit, each round swaps the index with its partner or keeps it."""
         for pivot, key in rounds:
             partner = (pivot - index) % self.size
-            # Index and partner share one coin, so that either both are swapped or neither.
+            # Index and partner share one coin, so that a round swaps both of them or keeps both.
             if _coin(key, max(index, partner)):
                 index = partner
         return index

@@ -1,12 +1,13 @@
 """The dataloader's shell: messages to events, prompts to leases, parked calls woken when something changed.
 
-All decisions are made in ``lease_book`` and the modules under it; ``prompts`` reads and tokenizes before the actor is
-ready. Orphans of a dead rollouter are leased again only after the learner has said which it holds.
+``lease_book`` and the modules under it make all decisions; ``prompts`` reads and tokenizes before the actor is ready.
+An *orphan* is a prompt whose rollouter has died or left. Orphans are leased again only after the learner has said which
+of them it holds.
 
 The gate (``gate``) is shut until the learner says where the run stands (``Restored``). The dataloader then asks each
-rollouter which leases it holds. A rollouter that does not answer in time counts as holding nothing: groups that it does
-hold are generated twice and trained once, since the learner takes every group once. A call that cannot be answered yet
-is parked: it waits here and is tried again after each change. An *orphan* is a prompt whose rollouter has died.
+rollouter which leases it holds. A rollouter that does not answer in time counts as holding nothing. If it does hold
+groups, these groups are generated twice and trained once, since the learner takes every group once. A call that cannot
+be answered yet is parked: it waits here and is tried again after each change.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Dataloader(Actor):
         self._book: LeaseBook | None = None
         """Leases of the run; None while the gate is shut."""
         self._previous: LeaseBook | None = None
-        """The last book before the gate was shut; None while it is open."""
+        """The last book before the gate was shut; None while the gate is open, and before the first book."""
         self._learner = 0
         """Newest incarnation of the learner that has sent ``Restored``."""
         self._last_restored: Restored | None = None
@@ -75,11 +76,11 @@ class Dataloader(Actor):
         self._supply_number = numbers_begin_above(context.incarnation)
         """Number of the newest ``Supply``; it starts above every number of an earlier incarnation."""
         self._orphaned = asyncio.Event()
-        self._leavers: dict[str, int] = {}
+        self._leaving: dict[str, int] = {}
         """Rollouters that leave, by name, with their incarnation; their parked requests get no lease."""
         self._known_orphans: set[str] = set()
         """Orphans that are in the group log already."""
-        self._leased: dict[str, float] = {}
+        self._leased_at: dict[str, float] = {}
         """Time of the lease of each outstanding training prompt, if this incarnation leased it; the oldest first."""
         self._counts: Counter[str] = Counter()
         """Sums of the counts of earlier books."""
@@ -122,12 +123,13 @@ class Dataloader(Actor):
         self._preempted = True
         if self._book is not None:
             self._book.stop()
-            self._changed()
+            self._retry_parked()
 
     async def _settle_orphans(self) -> None:
         """Ask the learner, whenever there are orphans, which of them it holds; the book leases the others again.
 
-        Runs until cancelled, and repeats the question while the learner does not answer.
+        Runs until cancelled. Repeats the question while the learner does not answer, and if the book was rebuilt before
+        the answer.
         """
         while True:
             await self._orphaned.wait()
@@ -149,12 +151,12 @@ class Dataloader(Actor):
                 self._orphaned.set()
                 continue
             book.settle(orphans, held.uids)
-            self._forget_ages(book, orphans)
+            self._drop_lease_times(book, orphans)
             for uids, by_learner in ((held.uids, True), (sorted(set(orphans).difference(held.uids)), False)):
                 if uids:
                     self._group_log.write(SETTLED, uids=uids, held=by_learner)
             self.log.info("orphans settled", orphans=len(orphans), held=len(held.uids))
-            self._changed()
+            self._retry_parked()
 
     # --- the state of the run ---
 
@@ -162,14 +164,14 @@ class Dataloader(Actor):
     async def restored(self, request: Restored, caller: Caller) -> Resumed:
         """Shut the gate, rebuild the leases from the learner's state, open the gate. A repeated call changes nothing.
 
-        Raises RunChanged, and InvalidRequest for a learner that has a successor.
+        Raises RunChanged, and InvalidRequest for an unreadable ledger or a learner that has a successor.
         """
         self._restorer.check_unchanged(request)
         async with self._restoring:
             # Checked under the lock: a newer learner may have been served while this call waited.
             if caller.incarnation < self._learner:
                 raise InvalidRequest(f"a newer {LEARNER} has said where the run stands")
-            if not self._is_known(request, caller):
+            if not self._is_applied(request, caller):
                 self._shut()
                 # Before the restore, which names this learner to the rollouters.
                 self._learner = caller.incarnation
@@ -193,13 +195,17 @@ class Dataloader(Actor):
         """A sample of training prompts, spread evenly over the data."""
         return PromptSample(prompts=self._prompts.sample(request.count))
 
-    def _is_known(self, request: Restored, caller: Caller) -> bool:
-        """Whether the book already continues from ``request``, or from a later state of the same learner."""
+    def _is_applied(self, request: Restored, caller: Caller) -> bool:
+        """Whether the book already continues from ``request``, or from a later state of the same learner.
+
+        A repeated call may be older than the book: then the book has applied later reports of the learner.
+        """
         if self._book is None or caller.incarnation != self._learner:
             return False
         return request == self._last_restored or request.outcomes_number < self._book.number
 
     def _shut(self) -> None:
+        """Shut the gate: keep the book as the previous one, and add its counts to those of earlier books."""
         if self._book is not None:
             # After a failed restore there is no book, and ``_previous`` stays as it is.
             self._previous, self._book = self._book, None
@@ -208,21 +214,22 @@ class Dataloader(Actor):
     async def _restore(self, request: Restored) -> LeaseBook:
         """Rebuild the book: ask the rollouters what they hold, then the learner which prompts without a holder it has.
 
-        Neither question can fail the restore; a missing answer counts as "nothing held".
+        A missing answer does not fail the restore: it counts as "nothing held".
         """
-        # A dead rollouter without a successor would not answer.
+        # A dead rollouter without a successor does not answer, so it is not asked.
         dead = {actor.name for actor in self.run_state.dead}
         names = [name for name in self.roster.actors if name.startswith("rollouter/") and name not in dead]
-        found = await asyncio.gather(*(self._ask_rollouter(name) for name in names))
-        answers = {name: answer for name, answer in zip(names, found, strict=True) if answer is not None}
+        replies = await asyncio.gather(*(self._ask_rollouter(name) for name in names))
+        answers = {name: answer for name, answer in zip(names, replies, strict=True) if answer is not None}
         previous = self._previous
         book = await asyncio.to_thread(self._restorer.rebuild, request, answers, previous, self._supply_number + 1)
-        # A group may be delivered after the learner sent its state and before its rollouter answered: neither names it.
-        # The gate never admits more groups than its capacity, so such groups are among the next ones in the order.
-        asked = await asyncio.to_thread(book.to_come, self.config.gate_capacity)
+        # A group may be delivered after the learner sent its state and before its rollouter answered: then neither
+        # names the group, and the learner is asked again. The gate never admits more groups than its capacity, so such
+        # groups are among the next ones in the order.
+        unclear = await asyncio.to_thread(book.to_come, self.config.gate_capacity)
         if previous is not None:
-            asked = list(dict.fromkeys([*book.missing(previous), *asked]))
-        held = await self._ask_learner(asked)
+            unclear = list(dict.fromkeys([*book.missing(previous), *unclear]))
+        held = await self._ask_learner(unclear)
         for uid in held:
             book.claim(uid)
         if previous is not None:
@@ -240,14 +247,15 @@ class Dataloader(Actor):
         return book
 
     async def _ask_rollouter(self, name: str) -> RollouterAnswer | None:
+        """Ask a rollouter which leases it holds; None if the call fails."""
         peer = self.peer(name)
-        call = peer.call(OpenLeases(learner=self._learner), timeout=self._patience_s)
+        call = peer.call(OpenLeases(learner=self._learner), timeout=self._question_timeout_s)
         try:
             held: LeasesHeld = await call
         except WireError as error:
-            # Every run begins with rollouters that have yet to start.
-            tell = self.log.warning if peer.known else self.log.info
-            tell("rollouter counts as holding nothing", rollouter=name, error=str(error))
+            # No warning at the start of a run: rollouters that have not started yet do not answer.
+            log = self.log.warning if peer.known else self.log.info
+            log("rollouter counts as holding nothing", rollouter=name, error=str(error))
             return None
         return RollouterAnswer(call.answered_by, held)
 
@@ -255,18 +263,19 @@ class Dataloader(Actor):
         if not uids:
             return []
         try:
-            held: Held = await self.peer(LEARNER).call(Holds(uids=uids), timeout=self._patience_s)
+            held: Held = await self.peer(LEARNER).call(Holds(uids=uids), timeout=self._question_timeout_s)
         except WireError as error:
             self.log.warning("what the learner holds may be generated again", error=str(error))
             return []
         return held.uids
 
     @property
-    def _patience_s(self) -> float:
-        """Deadline of each of the two questions of a restore (s), so that both end before the learner's call does."""
+    def _question_timeout_s(self) -> float:
+        """Timeout (s) of each of the two questions of a restore: both end before the learner's call does."""
         return self.config.network.call_timeout_s / 3
 
     def _open(self, book: LeaseBook) -> None:
+        """Open the gate with a rebuilt book, and try all parked calls again."""
         # A rollouter may have died since it answered.
         for name, incarnation in self.dead.items():
             if name.startswith("rollouter/"):
@@ -274,15 +283,16 @@ class Dataloader(Actor):
         if self._preempted:
             book.stop()
         self._book, self._previous = book, None
-        # The others have their outcome in the learner's checkpoint already, so no report of them will come.
-        self._leased = {uid: at for uid, at in self._leased.items() if book.is_out(uid)}
+        # Drops the others: their outcome is in the learner's checkpoint already, or they will be leased anew.
+        self._leased_at = {uid: at for uid, at in self._leased_at.items() if book.is_out(uid)}
         self.param_version = book.gate.newest_version
         self._note_orphans("")
         self.progress()
         self._opened.wake()
-        self._changed()
+        self._retry_parked()
 
-    def _for_learner(self, caller: Caller) -> LeaseBook:
+    def _require_book(self, caller: Caller) -> LeaseBook:
+        """Return the book. Raises RestoreNeeded if the gate is shut, or was opened for another learner."""
         if self._book is None or caller.incarnation != self._learner:
             raise RestoreNeeded
         return self._book
@@ -299,7 +309,7 @@ class Dataloader(Actor):
             self._parked.wake()
 
     def _note_orphans(self, rollouter: str) -> None:
-        """Log new orphans of ``rollouter``, and wake ``_settle_orphans`` if there are any orphans."""
+        """Log new orphans as those of ``rollouter`` ("" after a restore); wake ``_settle_orphans`` if any are left."""
         assert self._book is not None
         orphans = self._book.orphans
         if orphans:
@@ -323,26 +333,30 @@ class Dataloader(Actor):
             frozenset(request.holding),
             request.number,
         )
-        if not self._asks_no_more(ask):
-            self._meet(ask)
+        if not self._is_leaving(ask):
+            self._note_request(ask)
         return await self._parked.until(lambda: self._answer(ask), caller.park_s) or NewLeases()
 
-    def _meet(self, ask: Ask) -> None:
+    def _note_request(self, ask: Ask) -> None:
+        """Record a request in the book, if the gate is open. The request may show that an older incarnation is dead."""
         if self._book is not None:
             self._book.meet(ask)
             if self._book.orphans:
                 self._note_orphans(ask.rollouter)
 
     def _answer(self, ask: Ask) -> NewLeases | None:
-        """The reply to a request for leases; None while it has to stay parked."""
-        if self._asks_no_more(ask):
+        """Lease what the book admits, and return the reply; None while the request has to stay parked.
+
+        The reply is empty for a rollouter that leaves, and ``closed`` once nothing will be leased any more.
+        """
+        if self._is_leaving(ask):
             return NewLeases()
         book = self._book
         if book is None:
             return None
         if not book.knows(ask.rollouter):
-            # The call came before the gate was opened.
-            self._meet(ask)
+            # The call came before the gate was opened, or the book was rebuilt since.
+            self._note_request(ask)
         leases = book.take(ask)
         if leases or book.supply_number != self._supply_number:
             # ``take`` may have rejected a prompt without leasing anything.
@@ -352,7 +366,7 @@ class Dataloader(Actor):
             for lease in leases:
                 if not isinstance(lease.prompt, EvalPrompt):
                     # A lease that is given again keeps its age.
-                    self._leased.setdefault(lease.prompt.uid, self.clock.now())
+                    self._leased_at.setdefault(lease.prompt.uid, self.clock.now())
             self._group_log.write(
                 LEASED,
                 to=ask.rollouter,
@@ -361,14 +375,15 @@ class Dataloader(Actor):
                 leases=[[lease.number, lease.param_version, lease.attempt, lease.alone] for lease in leases],
             )
             if leases[-1].alone:
-                # No rollouter needs to be set aside for it any more.
+                # A rollouter that was set aside for this prompt may get leases again.
                 self._parked.wake()
             key, of = self.context.credentials.seal_key, (ask.rollouter, ask.incarnation)
             return NewLeases(leases=[sealed(key, self._prompts.lease(lease), *of) for lease in leases])
         return NewLeases(closed=True) if book.closed else None
 
-    def _asks_no_more(self, ask: Ask) -> bool:
-        return ask.incarnation <= self._leavers.get(ask.rollouter, 0)
+    def _is_leaving(self, ask: Ask) -> bool:
+        """Whether the incarnation that asks, or a later one of the rollouter, has said that it leaves."""
+        return ask.incarnation <= self._leaving.get(ask.rollouter, 0)
 
     @handler
     async def return_leases(self, request: ReturnLeases, caller: Caller) -> Done:
@@ -378,19 +393,19 @@ class Dataloader(Actor):
         """
         if request.leaving:
             # At once, even while the gate is shut: the rollouter's parked calls must get no lease.
-            self._leavers[caller.name] = caller.incarnation
+            self._leaving[caller.name] = caller.incarnation
             self._parked.wake()
         book = await self._opened.until(lambda: self._book, caller.park_s)
         if book is None:
             raise RestoreNeeded
         book.give_back(caller.name, caller.incarnation, request.uids)
-        self._forget_ages(book, request.uids)
+        self._drop_lease_times(book, request.uids)
         self._group_log.write(RETURNED, uids=request.uids, by=caller.name)
         if request.leaving:
             book.left(caller.name, caller.incarnation, request.holding)
             if book.orphans:
                 self._orphaned.set()
-        self._changed()
+        self._retry_parked()
         return Done()
 
     # --- the learner ---
@@ -398,42 +413,48 @@ class Dataloader(Actor):
     @handler
     def outcomes(self, request: Outcomes, caller: Caller) -> OutcomesSeen:
         """Record outcomes that the learner reports. Raises RestoreNeeded, and ProtocolError for an impossible one."""
-        book = self._for_learner(caller)
+        book = self._require_book(caller)
         number = book.report(request)
-        for age in self._forget_ages(book, [outcome.uid for outcome in request.outcomes]):
+        for age in self._drop_lease_times(book, [outcome.uid for outcome in request.outcomes]):
             self.histograms.observe("tickets/age_s", age)
         self.param_version = book.gate.newest_version
         self.progress()
-        self._changed()
+        self._retry_parked()
         return OutcomesSeen(number=number, limit=book.gate.limit.versions)
 
     @handler
     async def watch_supply(self, request: WatchSupply, caller: Caller) -> Supply:
-        """The supply; parked until it is newer than what the learner has seen. Raises RestoreNeeded."""
+        """The supply. The call is parked until the supply is newer than ``request.seen``, at most ``caller.park_s``.
+
+        Raises RestoreNeeded.
+        """
 
         def news() -> Supply | None:
-            book = self._for_learner(caller)
+            book = self._require_book(caller)
             return book.supply if book.supply_number > request.seen else None
 
-        return await self._watchers.until(news, caller.park_s) or self._for_learner(caller).supply
+        return await self._watchers.until(news, caller.park_s) or self._require_book(caller).supply
 
     # --- within ---
 
-    def _forget_ages(self, book: LeaseBook, uids: Iterable[str]) -> list[float]:
-        """Drop the lease times of those ``uids`` that are no longer out; returns the ages of their leases (s)."""
+    def _drop_lease_times(self, book: LeaseBook, uids: Iterable[str]) -> list[float]:
+        """Drop the lease times of the prompts among ``uids`` that are no longer out; returns their ages (s).
+
+        A prompt that an earlier incarnation leased has no lease time, and gives no age.
+        """
         ended = [uid for uid in uids if not book.is_out(uid)]
-        leased = [self._leased.pop(uid) for uid in ended if uid in self._leased]
+        leased = [self._leased_at.pop(uid) for uid in ended if uid in self._leased_at]
         return [self.clock.now() - at for at in leased]
 
     def metrics(self) -> dict[str, float]:
-        # Copied in one step: the heartbeat's thread asks while the event loop runs.
-        oldest = next(iter(list(self._leased.values())[:1]), None)
+        # The heartbeat's thread calls this while the event loop changes the dict, so ``list`` copies it in one step.
+        oldest = next(iter(list(self._leased_at.values())[:1]), None)
         return super().metrics() | {
             "tickets/oldest_s": self.clock.now() - oldest if oldest is not None else 0.0,
             "tickets/parked": len(self._parked),
         }
 
-    def _changed(self) -> None:
+    def _retry_parked(self) -> None:
         """Try every parked call for leases again, and update the counters."""
         self._parked.wake()
         self._count()

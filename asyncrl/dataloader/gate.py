@@ -11,25 +11,25 @@ groups that can be trained before it is below T(u) + (eta + 1) * G, so that in t
 version u + eta at the latest. Freeing the place at delivery, counting with the newest published version, or taking
 trained = v * G would each break that.
 
-Further: never more than the run still needs, nothing before the engines serve a version of the present learner, and
-no rollouter generates more than its share of the groups, so that the one whose weights arrive first does not leave
-the others idle.
+The gate never leases more than the run still needs, and nothing before the engines serve a version of the present
+learner. No rollouter generates more than an equal share of the groups, rounded up. Otherwise the rollouter whose
+weights arrive first would leave the others idle.
 
-The working limit eta_t is as low as keeps the learner fed. Invariant: 0 <= eta_t * G <= eta * G. The rule is applied
-once for each step that begins (G = groups of a version, g = groups of a step):
+The working limit eta_t is as low as keeps the learner fed. Invariant: 0 <= eta_t * G <= eta * G. The limit adapts at
+the start of each step (G = groups of a version, g = groups of a step):
 
 - start at one version: generation overlaps training from the first step on;
 - the learner waited for groups, and since the last step the limit refused a group: up by G/2. A wait that the limit did
   not cause, because generation itself is the bottleneck, changes nothing: a higher limit would not help;
-- PATIENCE steps in a row or more began with another whole step in the buffer: down by g/16 with each of them, from
-  the PATIENCE-th on;
+- a step began without a wait and with another whole step in the buffer, the PATIENCE-th in a row or a later one: down
+  by g/16;
 - anything else: unchanged.
 
 Up is fast because each wait is lost time. Down is slow, and starts only after several full steps, because the buffer
 also swings with the lengths of responses.
 
-The queue gives first a prompt that was returned, then the next one of the order. Invariant: every prompt of an epoch is
-in exactly one state:
+The queue gives first the returned prompts, the earliest of the order first, and then the next prompt to come.
+Invariant: every prompt of an epoch is in exactly one state:
 
 - out: leased, or with the learner;
 - returned: to be leased again;
@@ -61,7 +61,7 @@ GROW_VERSIONS = 0.5
 SHRINK_STEPS = 1 / 16
 TOO_LONG = "over data.max_prompt_tokens"
 LOOKED_UP_AT_ONCE = 4096
-"""Positions of the order."""
+"""Number of positions of the order whose outcomes are read from the ledger at once."""
 
 
 class WorkingLimit:
@@ -87,7 +87,7 @@ class WorkingLimit:
         return self.groups / self._groups_per_version
 
     def refused(self) -> None:
-        """A rollouter was refused a group because of the limit."""
+        """Note that a rollouter was refused a group because of the limit; the next step may raise the limit."""
         self._refused = True
 
     def step_began(self, buffered_groups: int, *, waited: bool) -> None:
@@ -146,23 +146,24 @@ class Gate:
     def room(self, served_version: int, outstanding: int) -> int:
         """Further groups that the staleness limit allows a rollouter whose engines serve this version or newer ones.
 
-        A version that the learner has not reported yet counts as the newest reported one before it.
+        A version that the learner has not reported yet counts as the newest reported one before it. Without a reported
+        version before it there is no room.
         """
-        at = bisect_right(self._versions, served_version) - 1
-        if at < 0:
+        index = bisect_right(self._versions, served_version) - 1
+        if index < 0:
             return 0
-        admitted = self._trained_at[at] + self.limit.groups + self._groups_per_version
+        admitted = self._trained_at[index] + self.limit.groups + self._groups_per_version
         return max(0, admitted - self.trained - outstanding)
 
     def has_place(self, served_version: int, outstanding: int) -> bool:
         """Whether the run needs another group and staleness admits it for a rollouter that serves this version."""
-        may = served_version >= self._first_version and self.needed(outstanding) > 0
-        return may and self.room(served_version, outstanding) > 0
+        may_lease = served_version >= self._first_version and self.needed(outstanding) > 0
+        return may_lease and self.room(served_version, outstanding) > 0
 
     def admits(self, served_version: int, *, outstanding: int, generating: int, rollouters: int) -> bool:
         """Whether a rollouter that generates ``generating`` groups, one of ``rollouters``, may be leased another group.
 
-        If the staleness limit is the reason for a refusal, the limit is notified.
+        Notes a refusal in the limit, unless the reason is an old version or that the run needs no more groups.
         """
         if served_version < self._first_version or not self.needed(outstanding):
             return False
@@ -180,10 +181,10 @@ class Gate:
             self._trained_at.append(trained)
 
     def forget_below(self, version: int) -> None:
-        """No rollouter serves anything older than ``version`` any more."""
-        at = bisect_right(self._versions, version) - 1
-        if at > 0:
-            del self._versions[:at], self._trained_at[:at]
+        """Forget the versions older than ``version``, because no rollouter serves them any more."""
+        index = bisect_right(self._versions, version) - 1
+        if index > 0:
+            del self._versions[:index], self._trained_at[:index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ class TrainingPrompt:
     """A prompt of an epoch."""
 
     position: int
-    """Position in the order; -1 in an epoch before the ledger's first, which has none."""
+    """Position in the order; -1 for an epoch before the ledger's first, since the order has no position for it."""
     epoch: int
     index: int
 
@@ -202,9 +203,9 @@ class TrainingPrompt:
 
 
 class PromptQueue:
-    """An endless queue: epochs stream into one another. At least one prompt must not be in ``oversize``.
+    """An endless queue: epochs stream into one another. ``oversize`` must leave out at least one prompt.
 
-    Looks through the ledger's last epoch when it is made, which takes about a second for a million prompts.
+    The constructor searches the ledger for the first prompt without an outcome: about a second for a million prompts.
     """
 
     def __init__(self, order: EpochOrder, ledger: Ledger, oversize: frozenset[int] = frozenset()) -> None:
@@ -219,20 +220,20 @@ class PromptQueue:
         self._oversize = oversize
         self._out: set[str] = set()
         self._returned: dict[str, TrainingPrompt] = {}
-        self._oldest: list[tuple[int, str]] = []
-        """Heap of (position, uid) of the returned prompts; entries of prompts concluded since then stay in it."""
+        self._returned_heap: list[tuple[int, str]] = []
+        """Heap (position, uid) of the returned prompts; the entry of a prompt that is concluded later stays in it."""
         self._cursor = next(self._unconcluded(ledger.first_epoch * order.size)).position
         """Position in the order before which no prompt is to come."""
         self._still_to_come = self._unconcluded(self._cursor)
         """Iterator over prompts from the cursor on; some of them may be out, returned, rejected or concluded by now."""
 
     def take(self) -> TrainingPrompt:
-        """Mark the next prompt as out and return it: the oldest returned prompt, else the next one of the order.
+        """Mark the next prompt as out and return it: the earliest returned prompt of the order, else the next to come.
 
-        Rejects the prompts on its way that are too long.
+        Rejects the prompts before it that are too long.
         """
-        while self._oldest:
-            _, uid = heappop(self._oldest)
+        while self._returned_heap:
+            _, uid = heappop(self._returned_heap)
             # Skip the entry of a prompt that was concluded after its return.
             if uid in self._returned:
                 self._out.add(uid)
@@ -253,7 +254,7 @@ class PromptQueue:
         return list(islice(to_come, count))
 
     def hold(self, epoch: int, index: int) -> TrainingPrompt | None:
-        """Mark a prompt that was found with a holder as out, and return it; None if it is not to come."""
+        """Mark a prompt that has a holder as out, and return it; None if there is no such prompt to come."""
         if not self.knows(epoch, index):
             return None
         position = -1 if epoch < self.ledger.first_epoch else self._order.position(epoch, index)
@@ -264,19 +265,19 @@ class PromptQueue:
         return prompt
 
     def give_back(self, prompt: TrainingPrompt) -> None:
-        """Return a prompt that is out, to be leased again. One of an epoch before the ledger's first is dropped."""
-        self._come_back(prompt)
+        """Return a prompt that is out, to be leased again. Drops a prompt of an epoch before the ledger's first."""
+        self._remove_from_out(prompt)
         if prompt.epoch >= self.ledger.first_epoch:
             self._returned[prompt.uid] = prompt
-            heappush(self._oldest, (prompt.position, prompt.uid))
+            heappush(self._returned_heap, (prompt.position, prompt.uid))
 
     def reject(self, prompt: TrainingPrompt, reason: str) -> None:
         """Reject a prompt that is out: it is not leased again."""
-        self._come_back(prompt)
+        self._remove_from_out(prompt)
         self._reject(Rejected(prompt.uid, reason))
 
     def finish(self, kind: Kind, epoch: int, index: int) -> None:
-        """Record the outcome of a prompt that had none, in any state."""
+        """Record the first outcome of a prompt. The prompt may be in any state."""
         self.ledger.record(kind, epoch, index)
         uid = f"{epoch}-{index}"
         self._out.discard(uid)
@@ -284,10 +285,10 @@ class PromptQueue:
         self.rejected.pop(uid, None)
 
     def knows(self, epoch: int, index: int) -> bool:
-        """Whether there is such a prompt; an epoch before the first has every index."""
+        """Whether there is such a prompt. An epoch before the ledger's first is of other data, with any index."""
         return min(epoch, index) >= 0 and (epoch < self.ledger.first_epoch or index < self._order.size)
 
-    def _come_back(self, prompt: TrainingPrompt) -> None:
+    def _remove_from_out(self, prompt: TrainingPrompt) -> None:
         assert prompt.uid in self._out, f"{prompt.uid} is not out"
         self._out.remove(prompt.uid)
 
@@ -305,7 +306,7 @@ class PromptQueue:
         )
 
     def _unconcluded(self, position: int) -> Iterator[TrainingPrompt]:
-        """Iterate for ever over the prompts from ``position`` on, without those that have an outcome in the ledger.
+        """Iterate for ever over the prompts from ``position`` on that have no outcome in the ledger.
 
         The ledger is read LOOKED_UP_AT_ONCE positions ahead, so a prompt may be concluded by the time it is yielded.
         """

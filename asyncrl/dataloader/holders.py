@@ -1,15 +1,15 @@
 """The prompts that are out, the rollouters that hold them by numbered leases, and suspect prompts. Pure.
 
-A prompt is *out* from its lease until it is returned or its outcome is reported. Invariants: a prompt is leased at most
-once at a time; numbers grow within an incarnation of a rollouter, and are never those of a lease that it may have
-received from a lost dataloader. A prompt without a holder is with the learner, or its holder has died.
+A prompt is *out* from its lease until it is returned or its outcome is reported. A prompt without a holder is with the
+learner, or its holder has died or left. Invariants: a prompt is leased at most once at a time. The numbers of new
+leases grow within an incarnation of a rollouter. No new lease has a number that a lost dataloader may have used.
 
-A suspect is a prompt whose rollouter died while it generated it (messages/groups.py). It is leased only to a rollouter
-that holds nothing, and runs there alone. A busy rollouter always holds something, so while a prompt waits to run alone
-one rollouter is set aside: it gets no lease until it has delivered everything, then it gets the prompt.
+A suspect is a prompt whose rollouter died while the rollouter generated the prompt (messages/groups.py). After
+ALONE_FROM deaths a suspect is leased only to a rollouter that holds nothing, and runs there alone. A busy rollouter
+always holds something. So while a prompt waits to run alone, one rollouter is set aside: it gets no lease until it has
+delivered everything, and then gets the prompt.
 
-This is the dataloader's view and is derived: each restore rebuilds it from the learner's ledger and
-buffer and from the answers of the rollouters.
+Each restore rebuilds all of this from the learner's ledger and buffer, and from the answers of the rollouters.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class PromptLease:
 
     prompt: Prompt
     rollouter: str | None = None
-    """Holder of the prompt; None when the learner has it, or the holder has died."""
+    """Holder of the prompt; None when the learner has the prompt, or the holder has died or left."""
     number: int = 0
+    """Number of the lease at its rollouter, from 1; negative if the rollouter reported the lease after a restore."""
     param_version: int = -1
     """The newest published version at the time of the lease."""
     attempt: int = 0
@@ -52,7 +53,7 @@ class PromptLease:
     alone: bool = False
     """Whether the rollouter runs no other prompt with it."""
     suspect: bool = False
-    """Whether its holder died while it generated the prompt; that death is not counted yet."""
+    """Whether the holder died while it generated the prompt, and that death is not counted yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Holder:
     """The highest lease number that may have been given to it."""
     served_version: int
     holding: frozenset[str] = frozenset()
-    """Uids that it still held at its last request; a received lease that is not in it was delivered."""
+    """Uids that the rollouter held at its last request; every other received lease was delivered."""
     leases: dict[int, PromptLease] = field(default_factory=dict)
     """Leases by number, ascending; until the outcome is reported or the prompt is returned."""
 
@@ -127,7 +128,7 @@ class Holders:
     # --- requests ---
 
     def current(self, ask: Ask) -> Holder | None:
-        """The rollouter that sent ``ask``; None if it leaves, has sent a later request or was restarted."""
+        """The rollouter that sent ``ask``; None if it is unknown, leaves, was restarted or has sent a later request."""
         holder = self._rollouters.get(ask.rollouter)
         # The answer to an outdated request would repeat leases that the rollouter has received since.
         if holder is None or (holder.incarnation, holder.seen) != (ask.incarnation, ask.seen):
@@ -137,7 +138,7 @@ class Holders:
         return holder
 
     def is_answered(self, ask: Ask) -> bool:
-        """Whether a copy of this request, or a later request, got a lease before.
+        """Whether a copy of this request, or a later request, got a lease before. False for a request numbered 0.
 
         The rollouter may have received that lease, so ``ask.holding`` may be incomplete. Otherwise ``holding`` names
         everything that the rollouter can hold, since it receives leases only as the answer to its latest request.
@@ -149,7 +150,7 @@ class Holders:
         self._calls[ask.rollouter] = replace(self._calls_of(ask), answered=ask.number)
 
     def recall_calls(self, before: Holders) -> None:
-        """Copy the request numbers from ``before``: its requests may still be parked, or arrive again.
+        """Copy the request numbers from ``before``, whose requests may still be parked, or arrive again.
 
         If a rollouter does not answer the restore, its lease numbers are unknown. A copy of an answered request would
         then get a number that the rollouter has seen, and the prompt would be lost.
@@ -161,7 +162,10 @@ class Holders:
         return found if found is not None and found.incarnation == ask.incarnation else CallNumbers(ask.incarnation)
 
     def update(self, ask: Ask) -> None:
-        """Record what a request says of its rollouter. ``remove`` must have removed an older incarnation before."""
+        """Record what a request says of its rollouter; a request older than the last recorded one changes nothing.
+
+        ``remove`` must have removed an older incarnation before.
+        """
         holder = self._rollouters.get(ask.rollouter)
         if holder is None or ask.incarnation == holder.incarnation:
             calls = self._calls_of(ask)
@@ -212,7 +216,7 @@ class Holders:
         return lease
 
     def remove(self, rollouter: str) -> list[PromptLease]:
-        """Remove a dead rollouter and return its leases, which have no holder now.
+        """Remove a dead rollouter, and return its leases without a holder; the prompts stay out.
 
         Marks as suspect each prompt that the rollouter may have been generating. A rollouter confirms a lease only with
         its next request, and a busy one requests nothing until it has finished something. So an unconfirmed lease
@@ -231,7 +235,7 @@ class Holders:
         self._leaving.add(rollouter)
 
     def keep(self, rollouter: str, uids: Collection[str]) -> list[PromptLease]:
-        """Record that a leaving rollouter holds at most ``uids``. Returns its other leases, without a holder."""
+        """Record that a leaving rollouter holds at most ``uids``. Returns its other leases without a holder."""
         leases = self._rollouters[rollouter].leases
         lost = [lease for lease in leases.values() if lease.prompt.uid not in uids]
         for lease in lost:
@@ -243,17 +247,18 @@ class Holders:
 class SuspectPrompts:
     """Counts the deaths of prompts, and queues the suspects that wait to run alone.
 
-    ``attempts`` maps a uid to its number of deaths; it is the ledger's own and is changed here.
+    ``attempts`` maps a uid to its number of deaths. It is the ledger's own dict, which this class changes.
     """
 
     def __init__(self, attempts: dict[str, int], max_attempts: int) -> None:
         self._attempts = attempts
         self._max_attempts = max_attempts
         self._waiting: dict[str, Prompt] = {}
+        """Prompts that wait to run alone, by uid; the longest wait first."""
         self.reserved = 0
         """Number of training prompts that wait to run alone; the gate counts them as outstanding."""
         self.set_aside: str | None = None
-        """The rollouter that gets no lease until it holds nothing."""
+        """The rollouter that gets no lease until it holds nothing; None while no rollouter is set aside."""
         self.changes = 0
         """Number of changes to the death counts so far."""
 
@@ -288,12 +293,12 @@ class SuspectPrompts:
     # --- waiting to run alone ---
 
     def add(self, prompt: Prompt) -> None:
-        """A prompt waits to run alone."""
+        """Queue a prompt that waits to run alone."""
         self._waiting[prompt.uid] = prompt
         self.reserved += isinstance(prompt, TrainingPrompt)
 
     def discard(self, uid: str) -> None:
-        """A prompt does not wait any more."""
+        """Remove a prompt from the queue, if it waits there."""
         prompt = self._waiting.pop(uid, None)
         self.reserved -= isinstance(prompt, TrainingPrompt)
 

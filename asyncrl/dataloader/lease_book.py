@@ -3,19 +3,19 @@
 Invariants:
 
 - every prompt is leased to at most one rollouter at a time, and to none once its outcome is reported;
-- leases are numbered from 1 for each rollouter incarnation. A lease is repeated in each reply until a later request of
-  that incarnation says that it has seen the number: a lost reply loses nothing;
-- a training prompt is outstanding from its lease until the learner reports its outcome or it is returned;
-- a prompt whose holder has died is an *orphan*. It stays outstanding until the learner has said whether it holds the
-  prompt (``settle``). If the learner does not, it is leased again;
+- new leases are numbered from 1 for each rollouter incarnation. Each reply repeats a lease until a later request of
+  that incarnation has seen the number: a lost reply loses nothing;
+- a training prompt is outstanding from its lease until the learner reports its outcome or the prompt is returned;
+- a prompt whose holder has died or left is an *orphan*. The prompt stays outstanding until the learner has said whether
+  it holds the prompt (``settle``). If the learner does not hold it, the prompt is leased again;
 - a request gets new leases once, and only while it is the latest request of its rollouter. So its ``holding`` names
   everything that the rollouter can hold, even if the request, or a copy of it, arrives late;
-- a suspect prompt (``holders``) is leased only to a rollouter that holds nothing, and runs there alone.
+- a prompt with ALONE_FROM deaths (``holders``) is leased only to a rollouter that holds nothing, and runs there alone.
 
-All of it follows from the order, the ledger, what the learner claims and what the rollouters hold: ``restoring``
-rebuilds it from these. So an outcome may be reported for a prompt without a known holder.
+``restoring`` rebuilds the book from the order, the ledger, the learner's claims and the leases that rollouters hold. So
+an outcome may be reported for a prompt without a known holder.
 
-Fails with ProtocolError on an outcome that cannot be, without having changed anything.
+Fails with ProtocolError on an impossible outcome; then nothing has changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from asyncrl.messages.ledger import position_of
 
 
 class LeaseBook:
-    """A run's leases. ``number`` is that of the learner's last report, ``supply_number`` that of the last Supply.
+    """A run's leases. ``number`` is the number of the learner's last report, ``supply_number`` the number of the last
+    Supply.
 
     Callers read ``gate`` and ``ledger``, and change neither.
     """
@@ -61,9 +62,9 @@ class LeaseBook:
         self.number = number
         """Number of the newest report of the learner that was applied; there is no gap before it."""
         self.supply_number = supply_number
-        """Number of the present ``supply``; it grows with each change that the learner must hear of."""
+        """Number of the present ``supply``; it grows with each change that the learner must receive."""
         self._supply_key: tuple[object, ...] = ()
-        """The parts of the supply that make it a new one when they change."""
+        """The parts of the supply whose change gives the supply a new number."""
         self.counts: Counter[str] = Counter()
         self._note_supply()
 
@@ -90,9 +91,10 @@ class LeaseBook:
 
     @property
     def supply(self) -> Supply:
-        """What the learner can still expect: outstanding groups, rejected prompts, deaths, evaluation rounds.
+        """The supply that the learner can expect: outstanding groups, rejected prompts, deaths, evaluation rounds.
 
-        A new number wakes the learner. While prompts are left to lease, a change of ``outstanding`` alone gives none.
+        A new number wakes the learner. While prompts are left to lease, a change of ``outstanding`` alone keeps the
+        number.
         """
         of_evals = [Rejected(uid, reason) for uid, reason in self._evals.rejected.items()]
         return Supply(
@@ -119,7 +121,7 @@ class LeaseBook:
         return self._holders.get(rollouter) is not None
 
     def take(self, ask: Ask) -> list[PromptLease]:
-        """Lease as much as may be leased now. The result starts with the leases that the rollouter has not confirmed.
+        """Lease as much as may be leased now, at most ``ask.free_groups``. Unconfirmed leases come first in the result.
 
         May be called again with the same ``ask`` until it returns a lease. Returns nothing to a rollouter that leaves,
         or whose later request has arrived.
@@ -130,7 +132,8 @@ class LeaseBook:
         running = holder.running(ask)
         lone = any(lease.alone for lease in running)
         if lone and ask.holding:
-            # The lone prompt was leased to a late copy of an earlier request; the rollouter got others since.
+            # The rollouter holds the lone prompt already. Or a late copy of an earlier request got the lone prompt, and
+            # the rollouter holds others: then the lease is repeated once it holds nothing.
             return []
         # Unconfirmed leases come first. They bypass the gate, which counts them already.
         found = [lease for lease in running if lease.number > ask.seen][: ask.free_groups]
@@ -143,9 +146,9 @@ class LeaseBook:
         return found
 
     def _lease_new(self, ask: Ask, running: list[PromptLease], found: list[PromptLease]) -> None:
-        """Append new leases to ``found``, up to ``ask.free_groups`` in all. ``running`` are not delivered yet.
+        """Append new leases to ``found``, up to ``ask.free_groups`` in all; stops after a prompt that runs alone.
 
-        Stops at a prompt that runs alone.
+        ``running`` are the leases that the rollouter has not delivered yet.
         """
         generating = sum(isinstance(lease.prompt, TrainingPrompt) for lease in running)
         # A rollouter that did not answer a restore may hold groups that have no lease in this book.
@@ -177,7 +180,7 @@ class LeaseBook:
         self._note_supply()
 
     def died(self, rollouter: str, incarnation: int) -> None:
-        """Remove a dead rollouter: the prompts that it held become orphans."""
+        """Remove a dead rollouter: the prompts that it held become orphans. Ignored if a later incarnation is known."""
         for held in self._remove(rollouter, incarnation):
             self._orphan(held)
 
@@ -191,7 +194,7 @@ class LeaseBook:
         if holder is None or holder.incarnation > incarnation:
             return
         found = self._holders.keep(rollouter, holding)
-        # It stays a holder while it holds something, so that its death makes orphans of those prompts.
+        # A leaving rollouter stays a holder while it holds prompts, so that its death makes them orphans.
         if not holding:
             found += self._remove(rollouter, incarnation)
         else:
@@ -205,14 +208,14 @@ class LeaseBook:
         self._note_supply()
 
     def settle(self, asked: Iterable[str], held: Collection[str]) -> None:
-        """Apply the learner's answer about the orphans ``asked``: it holds ``held``; others are leased again."""
+        """Apply the learner's answer about the orphans ``asked``: it holds ``held``; lease the others again."""
         kept = set(held)
         for uid in asked:
-            # Its outcome may have been reported meanwhile.
+            # A prompt whose outcome was reported meanwhile is no orphan any more.
             if uid in self._orphans:
                 del self._orphans[uid]
                 if uid in kept:
-                    # It was delivered before its rollouter died, so it did not cause the death.
+                    # The group was delivered before its rollouter died, so the prompt did not cause the death.
                     self._holders[uid].suspect = False
                 else:
                     self._take_back(uid)
@@ -227,8 +230,8 @@ class LeaseBook:
     # --- the state of the run ---
 
     def claim(self, uid: str) -> None:
-        """Record that the learner holds a prompt. Ignored if the prompt is out already, or does not exist."""
-        prompt = self._hold(uid)
+        """Record that the learner holds a prompt. Ignored unless the prompt is still to be leased (``_mark_out``)."""
+        prompt = self._mark_out(uid)
         if prompt is not None:
             self._holders.hold(PromptLease(prompt))
         self._note_supply()
@@ -243,11 +246,12 @@ class LeaseBook:
         self._holders.update(Ask(rollouter, incarnation, held.seen, 0, held.served_version, uids))
         if held.leaving:
             self._holders.leaves(rollouter)
-        # A received lease is not repeated, so any unused number will do: these are negative. A prompt that became
-        # suspect by the death of the rollouter's engine may be one of several, and then does not run alone.
+        # A received lease is not repeated, so it needs no valid number: it gets an unused negative one. A prompt may
+        # have reached ALONE_FROM deaths by deaths of the rollouter's engine while the rollouter holds other prompts:
+        # then it does not run alone.
         found = [
-            (-1 - at, uid, attempt, runs_alone(attempt) and len(uids) == 1)
-            for at, (uid, attempt) in enumerate(held.attempts.items())
+            (-1 - index, uid, attempt, runs_alone(attempt) and len(uids) == 1)
+            for index, (uid, attempt) in enumerate(held.attempts.items())
         ]
         known = None if previous is None else previous._holders.get(rollouter)
         if known is not None and known.incarnation == incarnation and not held.leaving:
@@ -256,7 +260,7 @@ class LeaseBook:
             # Leases up to this number may still be on their way, and no number may be used twice.
             self._holders.skip_to(rollouter, known.last_number)
         for number, uid, attempt, alone in found:
-            prompt = self._hold(uid)
+            prompt = self._mark_out(uid)
             if prompt is not None:
                 self._suspects.raise_to(uid, attempt)
                 version = self.gate.newest_version
@@ -265,15 +269,18 @@ class LeaseBook:
         self._note_supply()
 
     def recall_calls(self, previous: LeaseBook) -> None:
-        """Copy the numbers of the requests that ``previous`` has received; these may be parked, or arrive again."""
+        """Copy the numbers of the requests that ``previous`` has received: a request may be parked, or arrive again."""
         self._holders.recall_calls(previous._holders)
 
     def missing(self, previous: LeaseBook) -> list[str]:
-        """Uids of the prompts that ``previous`` had out and that have no holder here."""
+        """Uids of the prompts that were out in ``previous``, are not out here and have no outcome."""
         return [uid for uid in previous._holders.uids if uid not in self._holders and self._is_open(uid)]
 
     def inherit(self, previous: LeaseBook) -> None:
-        """Add the deaths that only ``previous`` has counted. Call it after the last ``claim`` and ``adopt``."""
+        """Add the deaths that only ``previous`` knows. Call it after the last ``claim`` and ``adopt``.
+
+        A suspect of ``previous`` that is not out here was not delivered, so the death of its holder counts now.
+        """
         for uid, attempt in previous.ledger.attempts.items():
             if self._is_open(uid):
                 self._suspects.raise_to(uid, attempt)
@@ -292,15 +299,15 @@ class LeaseBook:
     def report(self, report: Outcomes) -> int:
         """Apply a report of the learner: outcomes, published version, begun step, end of the run.
 
-        Returns the number of the newest applied report, which acknowledges it and all before it. An outcome of a prompt
-        that has one changes nothing. Raises ProtocolError for an outcome of an unknown prompt, and for two of one
-        prompt.
+        Returns the number of the newest applied report, which acknowledges all reports up to it. Ignores a report that
+        does not follow the newest applied one, and a second outcome of a prompt from a later report. Raises
+        ProtocolError for an impossible outcome, and for two outcomes of one prompt in a report.
         """
-        # An older report is applied already. The number of one behind a gap would acknowledge missing reports.
+        # An older report is applied already. To apply a report behind a gap would acknowledge the missing reports.
         if report.number != self.number + 1:
             return self.number
         uids = [outcome.uid for outcome in report.outcomes]
-        wrong = [outcome.uid for outcome in report.outcomes if not self._may_be(outcome)]
+        wrong = [outcome.uid for outcome in report.outcomes if not self._is_possible(outcome)]
         if wrong or len(set(uids)) < len(uids):
             raise ProtocolError(f"outcomes that cannot be: {wrong or uids}")
         self.number = report.number
@@ -323,7 +330,7 @@ class LeaseBook:
     # --- within ---
 
     def _remove(self, rollouter: str, incarnation: int) -> list[PromptLease]:
-        """Remove a rollouter of this incarnation or an older one; returns the leases that it held."""
+        """Remove a rollouter of this incarnation or an older one, and return the leases that it held; else none."""
         holder = self._holders.get(rollouter)
         if holder is None or holder.incarnation > incarnation:
             return []
@@ -332,6 +339,7 @@ class LeaseBook:
         return self._holders.remove(rollouter)
 
     def _orphan(self, held: PromptLease) -> None:
+        """Make a prompt without a holder an orphan."""
         self._orphans[held.prompt.uid] = None
         self.counts["orphaned"] += 1
 
@@ -340,10 +348,11 @@ class LeaseBook:
         return self._stopped or not self.gate.needed(self.outstanding)
 
     def _next_prompt(self, ask: Ask, generating: int, *, empty: bool) -> Prompt | None:
-        """Take the prompt to be leased next to the rollouter of ``ask``; None if it gets no lease now.
+        """Take the prompt to be leased next to the rollouter of ``ask``; None if the rollouter gets no lease now.
 
-        ``empty`` says whether the rollouter holds nothing. Then it gets the first suspect that waits to run alone. Else
-        it is set aside for that suspect, unless another rollouter is; then it gets the next prompt in turn.
+        While a suspect waits to run alone, an ``empty`` rollouter, which holds nothing, gets that suspect. A rollouter
+        that holds prompts is set aside for the suspect and gets no lease. If another rollouter is set aside already, or
+        no suspect waits, the rollouter gets the next prompt in turn.
         """
         suspects = self._suspects
         while True:
@@ -363,16 +372,20 @@ class LeaseBook:
             prompt = self._next_in_turn(ask, generating)
             if prompt is None or not suspects.must_run_alone(prompt.uid):
                 return prompt
-            # After a restore the queue may hold a suspect: it joins those that wait to run alone, or is rejected.
+            # After a restore the queue may hold a suspect: ``_put_back`` lets it wait to run alone, or rejects it.
             self._put_back(prompt)
 
     def _may_run(self, prompt: Prompt, served_version: int) -> bool:
+        """Whether a waiting suspect may run now on a rollouter that serves this version."""
         if isinstance(prompt, EvalPrompt):
             return prompt.version <= served_version
         return not self._evals.starting and self.gate.has_place(served_version, self.outstanding)
 
     def _next_in_turn(self, ask: Ask, generating: int) -> Prompt | None:
-        """Take the next prompt of the queue or of an evaluation round; the two alternate where both may be leased."""
+        """Take the next prompt of the queue or of an evaluation round; both alternate while both may be leased.
+
+        None if neither may be leased.
+        """
         served_version = ask.served_version
         may_train = not self._evals.starting and self.gate.admits(
             served_version,
@@ -388,13 +401,16 @@ class LeaseBook:
             return self._queue.take()
         return None
 
-    def _hold(self, uid: str) -> Prompt | None:
-        """Mark a prompt that was found with a holder as out; None if it is out already, or does not exist."""
+    def _mark_out(self, uid: str) -> Prompt | None:
+        """Mark a prompt that has a holder as out, and return it.
+
+        None if there is no such prompt, or if it is out, returned, rejected or concluded already.
+        """
         if "@" in uid:
             return self._evals.hold(uid)
         return self._queue.hold(*position_of(uid))
 
-    def _may_be(self, outcome: Outcome) -> bool:
+    def _is_possible(self, outcome: Outcome) -> bool:
         """Whether an outcome is possible: its prompt exists and allows the kind. It may have been reported before."""
         if "@" in outcome.uid:
             return outcome.kind in ("evaluated", "quarantined")
@@ -417,7 +433,7 @@ class LeaseBook:
             self._holders.release(uid)
             self._orphans.pop(uid, None)
         self._suspects.forget(uid)
-        # The uid alone would do; the kind leaves the type checker only those that ``finish`` takes.
+        # The uid alone decides. The kind is checked for the type checker: ``finish`` takes no "evaluated".
         if outcome.kind == "evaluated" or "@" in uid:
             self._evals.finish_prompt(uid)
         else:
@@ -441,7 +457,8 @@ class LeaseBook:
     def _put_back(self, prompt: Prompt) -> None:
         """Send a prompt that came back to its next place.
 
-        It is rejected after too many deaths, waits to run alone if it is suspect, and else returns to its queue.
+        It is rejected after too many deaths of its own, waits to run alone after ALONE_FROM deaths, and else returns to
+        its queue.
         """
         reason = self._suspects.verdict(prompt.uid)
         # A prompt of earlier data is in no order here and can never be leased again, so the queue drops it.
@@ -461,7 +478,7 @@ class LeaseBook:
             self._queue.give_back(prompt)
 
     def _note_supply(self) -> None:
-        """Give the supply a new number if it has changed; called at the end of each public change."""
+        """Give the supply a new number if it has changed; called at the end of each method that may change it."""
         exhausted = self._exhausted
         key = (
             exhausted,

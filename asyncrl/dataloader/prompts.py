@@ -4,10 +4,11 @@ Reading blocks and may take minutes: it belongs on a thread. Each row is checked
 together give a fingerprint. Invariants: the content of a DataRow survives MessagePack and JSON. The fingerprint depends
 on prompts, rows and their order alone, not on the files' paths. Ids, text and row of an index never change.
 
-A row that cannot be used or tokenized ends the reading with DataError (file and line of the first, and the number of
-the others). Under on_bad_row = "skip" it is left out, as if it were not there. A prompt over max_prompt_tokens keeps
-its index and is left out before a lease, which is no failure. Fails with TooFewUsable when no prompt is left, or more
-than max_left_out_fraction is left out; with ConfigError if the model has no chat template.
+A bad row is one that cannot be used or tokenized. Bad rows end the reading with DataError: file and line of the first,
+and the number of other rows that cannot be used. Under on_bad_row = "skip" a bad row is left out, as if it were not
+there. A prompt over max_prompt_tokens keeps its index and is left out before a lease, which is no failure. Fails with
+TooFewUsable when no prompt is left, or more than max_left_out_fraction is left out. Fails with ConfigError if the model
+has no chat template.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ from asyncrl.text.tokenizer import Tokenizer
 TOKENIZED_AT_ONCE = 2000
 """Number of prompts tokenized before the actor reports progress and may be cancelled."""
 LISTED_PROBLEMS = 5
+"""Most places of further bad rows in an error."""
 KEPT_PROBLEMS = 1000
+"""Most bad rows that are kept for the error; the others are only counted."""
 MEND = 'mend it, or leave such rows out with data.on_bad_row = "skip"'
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -77,7 +80,7 @@ class Dataset:
     skipped: int
     """Rows left out under on_bad_row = "skip"."""
     first_skipped: str = ""
-    """The first of them: FILE:LINE and its problem."""
+    """FILE:LINE and problem of the first row left out; "" without one."""
 
 
 def unpack(packed: bytes) -> dict[str, Any]:
@@ -243,6 +246,7 @@ class PromptSet:
         self._left_out: set[int] = set()
         """Positions in ``_rows`` of the rows that cannot be tokenized."""
         self._next = 0
+        """Position in ``_rows`` of the next row to tokenize."""
         self._packed: list[bytes] = []
         self._config = config
         self._encoder = PromptEncoder(tokenizer, config, run)
@@ -274,8 +278,8 @@ class PromptSet:
                 continue
             self.longest = max(self.longest, (len(ids), self.place), key=lambda found: found[0])
             if len(ids) > config.max_prompt_tokens:
-                # It keeps its index, so that max_prompt_tokens moves no other prompt in the order. Its tokens are never
-                # used.
+                # The prompt keeps its index, so that max_prompt_tokens moves no other prompt in the order. It is never
+                # leased, so its tokens are dropped.
                 self.oversize.add(len(self))
                 ids, text = [], ""
             self._ids.append(np.array(ids, np.int32))
@@ -318,7 +322,7 @@ class PromptSet:
         self._rows = []
 
     def _check_share(self, path: str) -> None:
-        """Raises TooFewUsable where more than max_left_out_fraction is left out."""
+        """Raise TooFewUsable if more than max_left_out_fraction of all rows is left out: oversize or bad."""
         config, rows, left_out = self._config, len(self) + self.skipped, len(self.oversize) + self.skipped
         if left_out <= config.max_left_out_fraction * rows:
             return
@@ -343,15 +347,15 @@ class PromptSet:
         found = []
         if self.skipped:
             share = _share(self.skipped, self.skipped + len(self))
-            told = f'{share} rows cannot be used and are left out ({key}.on_bad_row = "skip")'
-            found.append(Remark("bad_rows", f"{told}; the first: {self._first_skipped}", "mend them, or leave it so"))
+            detail = f'{share} rows cannot be used and are left out ({key}.on_bad_row = "skip")'
+            found.append(Remark("bad_rows", f"{detail}; the first: {self._first_skipped}", "mend them, or leave it so"))
         if self.oversize:
             tokens, place = self.longest
-            told = (
+            detail = (
                 f"{_share(len(self.oversize), len(self))} prompts have more than {key}.max_prompt_tokens = "
                 f"{self._config.max_prompt_tokens} tokens and are left out; the longest has {tokens} ({place})"
             )
-            found.append(Remark("too_long", told, f"raise {key}.max_prompt_tokens, shorten them, or leave it so"))
+            found.append(Remark("too_long", detail, f"raise {key}.max_prompt_tokens, shorten them, or leave it so"))
         return found
 
     @property
@@ -382,6 +386,7 @@ class RunPrompts:
             self.evals[name] = await self._read(f"eval.{name}.data", evaluation.data, tokenizer, services)
 
     async def _read(self, key: str, data: DataConfig, tokenizer: Tokenizer, services: ActorServices) -> PromptSet:
+        """Read and tokenize one set; logs it, and notifies the user of rows that are left out."""
         dataset = await asyncio.to_thread(load_dataset, data)
         prompts = PromptSet(dataset, data, tokenizer, self._config)
         while not await asyncio.to_thread(prompts.tokenize, TOKENIZED_AT_ONCE):

@@ -1,8 +1,8 @@
 """Rebuilds the book of leases from the learner's ledger, the rollouters' answers and the data. Pure.
 
 Invariant: the book depends on the learner's state, the prompts and the leases that rollouters hold. From the previous
-book it takes only deaths, and leases that are still on their way. So a restarted dataloader, and one whose learner went
-back to an earlier state, build the same book.
+book it takes only deaths, numbers of requests, and leases that are still on their way. So a restarted dataloader, and
+one whose learner went back to an earlier state, build the same book.
 
 Fails with RunChanged when the ledger is of other prompts, or of another order, and ``resume.allow`` does not allow it.
 """
@@ -47,7 +47,7 @@ class Restorer:
         """The staleness limit of all books: a restore does not reset it."""
 
     def check_unchanged(self, request: Restored) -> None:
-        """Check that prompts and seed are unchanged, or may change. Raises RunChanged."""
+        """Check that prompts and seed are unchanged, or may change. A new run has neither yet. Raises RunChanged."""
         order, may_change = self.order, self._config.resume.allow
         if self._is_other_data(request) and "data" not in may_change:
             raise RunChanged(
@@ -76,7 +76,7 @@ class Restorer:
         except ValueError as error:
             raise InvalidRequest(f"where the run stands cannot be read: {error}") from error
         if self._is_other_data(request):
-            # The old uids name other prompts here, so the new data begins with an epoch that no uid has.
+            # Old uids would name other prompts of the new data, so the new data begins with an epoch that no uid has.
             ledger.first_epoch = _next_epoch(ledger, request.claims)
         trained = ledger.count("trained")
         gate = Gate(
@@ -92,7 +92,8 @@ class Restorer:
             request.version,
             closed=request.rounds_closed,
             open={round.name: round.held for round in request.rounds_open},
-            # A restarted learner that has trained nothing publishes a version above 0, though no version was passed.
+            # A restarted learner that has trained nothing publishes a version above 0, but has passed no multiple of
+            # ``every_versions``.
             overdue=trained > 0,
         )
         if request.finished:
@@ -124,4 +125,4 @@ def _prompts(count: int, fingerprint: str) -> str:
 
 def _next_epoch(ledger: Ledger, claims: Collection[str]) -> int:
     """The first epoch without any prompt that the learner knows."""
-    return max([ledger.first_epoch, ledger.next_epoch, *(position_of(uid)[0] + 1 for uid in claims)])
+    return max([ledger.first_epoch, ledger.next_epoch, *(epoch + 1 for epoch, _ in map(position_of, claims))])

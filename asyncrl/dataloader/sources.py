@@ -62,7 +62,7 @@ def hf(folder: str, split: str, prompt_key: str) -> Iterator[RawRow]:
                 _check_columns(path, stream.schema.names, prompt_key)
                 yield from _rows_of(path, stream)
         except DataError:
-            # It is a ValueError too, and says more than the text below.
+            # A DataError is a ValueError, so the next clause would catch it.
             raise
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise DataError(f"is not a readable Arrow file: {_first_line(error)}", path=path) from None
@@ -164,7 +164,7 @@ def reasoning_gym(config: DataConfig, name: str) -> Iterator[RawRow]:
 def synthetic(size: int) -> Iterator[RawRow]:
     """Generate sums of two numbers, the same for every run. Columns: ``question``, ``answer``, ``index``."""
     for index in range(size):
-        # Multipliers coprime to the ranges, so that neighbours differ.
+        # The multipliers are coprime to the ranges, so that neighbours differ.
         left, right = 10 + index * 37 % 90, 10 + index * 53 % 89
         row = {"question": f"What is {left} + {right}?", "answer": str(left + right), "index": index}
         yield RawRow("synthetic", index + 1, row)

@@ -4,8 +4,9 @@ A host serves the rollouter on its machine. A host of ``episode.extra_hosts`` se
 episodes as one rollouter may play, and refuses more.
 
 Invariant: each RunEpisode is answered with the episode's result, from its code or from the end of its worker. After a
-cancellation, a deadline or the death of the rollouter nothing of the episode runs. A session's key opens only its own
-conversation, until the episode has ended. The user sees each kind of failure once and then a count.
+cancellation, a deadline or the death of the rollouter, the episode ends, or its process is killed after
+close_timeout_s. A session's key opens only its own conversation, until the episode has ended. The user sees each kind
+of failure once and then a count.
 The actor fails if the user's code cannot be loaded or no worker can be started.
 """
 
@@ -107,10 +108,8 @@ class EpisodesActor(Actor, EpisodeObserver):
 
     def waits(self) -> list[Wait]:
         """Add a wait for the user's code: for the episode that has not asked the policy for the longest time."""
-        waits, quiet = (
-            super().waits(),
-            [(session.quiet_s, session.task.uid) for session in list(self._sessions.values())],
-        )
+        waits = super().waits()
+        quiet = [(session.quiet_s, session.task.uid) for session in list(self._sessions.values())]
         if self._players is not None and quiet:
             seconds, uid = max(quiet)
             waits.append(Wait("worker", f"{self._player_name()} of {uid}", seconds))
@@ -147,9 +146,12 @@ class EpisodesActor(Actor, EpisodeObserver):
         self.tasks.create_task(self._leave(within_s), name="leave")
 
     async def _leave(self, within_s: float) -> None:
-        """Wait until no episode was open for QUIET_S, or LEAVE_SHARE of ``within_s`` is over; then drain."""
-        deadline = last_busy = self.clock.now()
-        deadline += LEAVE_SHARE * within_s
+        """Wait until no episode was open for QUIET_S, or LEAVE_SHARE of ``within_s`` is over; then drain.
+
+        The host of one rollouter also waits for that rollouter's longest pause before it tries a trajectory again.
+        """
+        last_busy = self.clock.now()
+        deadline = last_busy + LEAVE_SHARE * within_s
         rollout, quiet_s = self.config.rollout, QUIET_S
         if self._most_open is None:
             quiet_s += backoff(rollout.retry_backoff_s, rollout.max_attempts - 2)
@@ -178,7 +180,7 @@ class EpisodesActor(Actor, EpisodeObserver):
             self.histograms.observe("episodes/play_s", self.clock.now() - began)
             if fault and not done.error:
                 return EpisodeDone(error=fault, blame="host")
-            return msgspec.structs.replace(done, error=self._masked(done.error)) if done.error else done
+            return msgspec.structs.replace(done, error=self._mask_keys(done.error)) if done.error else done
         finally:
             session.end(ENDED)
             del self._sessions[session.key]
@@ -216,13 +218,13 @@ class EpisodesActor(Actor, EpisodeObserver):
     # --- output and failures for the user ---
 
     def printed(self, uid: str, text: str, dropped: int) -> None:
-        self.log.info("printed", uid=uid, text=self._masked(text), dropped_bytes=dropped)
+        self.log.info("printed", uid=uid, text=self._mask_keys(text), dropped_bytes=dropped)
 
     def failed(self, kind: str, text: str) -> None:
-        kind, first, count = self._faults.add(kind, self._masked(text))
-        self.notify(f"episode: {kind}", f"episode ({self._player_name()}): {first}", count=count)
+        kind, first_text, count = self._faults.add(kind, self._mask_keys(text))
+        self.notify(f"episode: {kind}", f"episode ({self._player_name()}): {first_text}", count=count)
 
-    def _masked(self, text: str) -> str:
+    def _mask_keys(self, text: str) -> str:
         """Replace the keys of known sessions in the text: a reader of a key could call the policy."""
         return KEY.sub(lambda found: "(key of the episode)" if self.knows(found[0]) else found[0], text)
 

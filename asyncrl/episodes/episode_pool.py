@@ -2,9 +2,9 @@
 
 Invariant: each episode ends with the result of its code or with the end of its worker. The pool kills and replaces a
 worker that stalls its event loop, takes too much memory, or holds a stopped episode that does not end. A new episode
-goes to the worker with the fewest. If two workers died with an episode, it gets a lone worker: a process that plays
-nothing else. An episode is blamed for the end of its worker only there, or if it was stopped and did not end. The pool
-fails if no worker can be started.
+goes to the worker with the fewest episodes. After two workers died with an episode, the episode gets a lone worker: a
+process that plays nothing else. The pool blames an episode for the end of its worker in two cases: the worker was a
+lone one, or the episode was stopped and did not end. The pool fails if no worker can be started.
 """
 
 from __future__ import annotations
@@ -204,7 +204,8 @@ class EpisodePool(WorkerPool[EpisodePlace]):
     def _find_fault(self, place: EpisodePlace, since: float, now: float) -> str:
         """Return the reason to kill a worker: its event loop stalls, or a stopped episode in it does not end. Else "".
 
-        ``since`` is the time of the check before.
+        Also counts the stall, or notes the episode to blame in ``place.guilty``. ``since`` is the time of the previous
+        check.
         """
         place.silent_s = silence(place.silent_s, heard=place.heard, since=since, now=now, pause_s=self._look_s)
         stall_s, close_s = self._config.stall_timeout_s, self._config.close_timeout_s
@@ -227,7 +228,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         The result blames an episode only if it was alone in the worker, or if the worker was killed for it.
         """
         inside, place.open = list(place.open.values()), {}
-        # An episode whose lone worker did not come up had not begun, and is not the cause of its end.
+        # A worker that was never ready has begun no episode, so no episode caused its end.
         if was_ready and not place.guilty:
             self._suspects.died(opened.session.task.episode_id for opened in inside)
         for opened in inside:
@@ -293,15 +294,17 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         opened.playing.end(done)
 
     def _hand_out(self, place: EpisodePlace, process: WorkerProcess, *, end_of_call: bool = False) -> None:
-        # Without an open episode no end of a call would come and allow output again.
+        # Only the end of a call resets the output limit. A worker without an episode has no such end, so reset it here.
         super()._hand_out(place, process, end_of_call=end_of_call or not place.open)
 
     # --- messages of workers ---
 
     def _handle_frame(self, place: EpisodePlace, frame: bytes | bytearray) -> None:
-        """Handle a message of a worker: a call of the policy, a reward, output, a tool call, or the end of an episode.
+        """Handle a message of a worker: a call of the policy, its cancellation, a reward, output, a tool call, or the
+        end of an episode.
 
-        A call, a reward or an end is ignored if the episode is over here: its worker may not know yet.
+        Every message, Alive too, shows that the event loop runs. Calls and rewards of a stopped episode are ignored:
+        the worker may not know of the stop yet.
         """
         message = self._decoder.decode(frame)
         place.heard = self._loop.time()
@@ -325,7 +328,10 @@ class EpisodePool(WorkerPool[EpisodePlace]):
                 self._episode_ended(place, message)
 
     def _episode_ended(self, place: EpisodePlace, ended: frames.Ended) -> None:
-        """Take an ended episode out of its worker, report its failure and leftover tasks, and answer the caller."""
+        """Take an ended episode out of its worker, report its failure and leftover tasks, and answer the caller.
+
+        The end clears the episode of suspicion, and ends a lone worker.
+        """
         self._call_ended(place)
         opened = place.open.pop(ended.session)
         self._suspects.ended(opened.session.task.episode_id)
@@ -383,8 +389,9 @@ def silence(silent_s: float, *, heard: float, since: float, now: float, pause_s:
 def unended(place: EpisodePlace, close_timeout_s: float, now: float) -> str | None:
     """Find an episode that was asked to end more than ``close_timeout_s`` ago. Pure.
 
-    Returns None without such an episode. A message of the worker in the second half of that time shows that its event
-    loop works. Then the episode itself does not end, and the result is its session's key. Else it is "".
+    Returns None without such an episode. If the worker sent a message in the second half of that time, its event loop
+    works. Then the episode itself is to blame, and the result is its session's key. Otherwise the result is "": another
+    episode may block the loop.
     """
     for key, opened in place.open.items():
         if opened.stopped and now - opened.stopped > close_timeout_s:
@@ -396,8 +403,7 @@ class Suspects:
     """Counts for each episode, by its id over all attempts, the workers that died while they played it. Pure.
 
     A worker plays many episodes, and most of them did not cause its death. So an episode gets a lone worker after
-    several deaths (``runs_alone`` of messages/groups.py), and is blamed only for a death there. Invariant: an episode
-    that never ends its worker is never blamed.
+    several deaths (``runs_alone`` of messages/groups.py). Only a death there is blamed on the episode.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,10 @@
 """Episodes that are programs: each runs as a process of its own and finds the policy's address in its environment.
 
 Its exit ends the episode. After exit code 0 the last line of its standard output is the reward. The line is a finite
-number or a JSON object of components; another line is no reward. Invariant: when an episode has ended, nothing of the
-program is left, even if this process has died (workers/keeper.py). The program receives the variables that any program
-needs, those that the user names (workers/confinement.py), and the key of its own session.
+number or a JSON object of components; another line is no reward. Invariant: when an episode has a result, nothing of
+the program is left, even if this process has died (workers/keeper.py). The program of a cancelled episode has
+close_timeout_s to end. The program receives the variables that any program needs, the variables that the user names
+(workers/confinement.py), and the key of its own session.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Program(Place):
     answer: dict[str, Any] | None = None
     """The keeper's report on the end of the program; None before that."""
     fault: str = ""
-    """Reason that the pool killed it; empty otherwise."""
+    """Reason that the pool killed the program; empty if it did not."""
     timer: asyncio.TimerHandle | None = None
     """Timer that kills the program if it ignores SIGTERM."""
 
@@ -167,12 +168,12 @@ class Programs(WorkerPool[Program]):
 
     def _places_to_check(self) -> Iterable[Program]:
         """Return the programs whose memory this check measures: the next MOST_LOOKED_AT, in turn."""
-        first = self._next % max(1, len(self._lone))
-        self._next = first + MOST_LOOKED_AT
-        return list(itertools.islice(itertools.chain(self._lone[first:], self._lone[:first]), MOST_LOOKED_AT))
+        begin = self._next % max(1, len(self._lone))
+        self._next = begin + MOST_LOOKED_AT
+        return list(itertools.islice(itertools.chain(self._lone[begin:], self._lone[:begin]), MOST_LOOKED_AT))
 
     def _kill(self, place: Program, reason: str) -> None:
-        """Hang up on the keeper, which then ends the program with all its descendants."""
+        """Hang up on the keeper, which then ends the program with all its descendants. The first ``reason`` is kept."""
         place.fault = place.fault or reason
         assert place.process is not None
         place.process.hang_up()
@@ -197,13 +198,16 @@ class Programs(WorkerPool[Program]):
         place.playing.end(done)
 
     def _count_end(self, process: WorkerProcess) -> None:
-        # Each program ends its keeper; that is not the end of a worker.
+        # A keeper ends after each program, so its end does not count as that of a worker.
         pass
 
     # --- programs ---
 
     def _stop(self, program: Program) -> None:
-        """Send SIGTERM to the program of a cancelled episode, and kill it after close_timeout_s."""
+        """Send SIGTERM to the program of a cancelled episode, and kill it after close_timeout_s.
+
+        A program that could not be started is only counted.
+        """
         self.counters.stopped += 1
         if program.process is not None:
             program.process.send(b"terminate")
@@ -220,18 +224,17 @@ class Programs(WorkerPool[Program]):
         if program.fault:
             return EpisodeDone(error=f"the program {program.fault}")
         if answer is None:
-            # Its keeper could not be started or has died, which is not the program's doing.
             return EpisodeDone(error=f"the process that keeps the program {reason}", blame="host")
         if "error" in answer:
             return EpisodeDone(error=f"the program {answer['error']}", blame=answer["blame"])
-        used = answer["user_s"]
+        user_s = answer["user_s"]
         if answer["code"] != 0:
             lines = answer["last_lines"]
             printed = f": {' | '.join(lines)}" if lines else ", and printed nothing"
-            return EpisodeDone(error=f"the program ended with {describe_exit(answer['code'])}{printed}", user_s=used)
+            return EpisodeDone(error=f"the program ended with {describe_exit(answer['code'])}{printed}", user_s=user_s)
         try:
             outcome = outcome_of(answer["last_line"])
         except BadOutcome as error:
-            return EpisodeDone(error=f"the program {error}, by the last line of its output", user_s=used)
+            return EpisodeDone(error=f"the program {error}, by the last line of its output", user_s=user_s)
         reward, components = outcome if outcome is not None else (None, {})
-        return EpisodeDone(reward=reward, components=components, user_s=used)
+        return EpisodeDone(reward=reward, components=components, user_s=user_s)

@@ -1,8 +1,8 @@
 """The session of one episode: sends its calls of the policy to the rollouter that asked for the episode.
 
 An episode is one attempt at a trajectory. A *turn* is one answer of the policy; its *node* is the number of this answer
-in the conversation. Invariant: a session that has ended makes no call to the rollouter, and the rewards of its turns
-arrive before its end.
+in the conversation. Invariant: a session that has ended makes no call to the rollouter. The rewards of turns arrive
+before the episode's result, because ``settle`` waits for the rewards; only the end of the session cancels them.
 """
 
 from __future__ import annotations
@@ -154,7 +154,10 @@ class PolicySession:
             credit.cancel()
 
     async def _ask(self, request: Request) -> Message:
-        """Send a request to the rollouter and return its answer. Raises EpisodeOver, ChatRefused, OSError."""
+        """Send a request to the rollouter and return its answer, until the session's deadline.
+
+        Raises EpisodeOver, ChatRefused, OSError.
+        """
         if over := self._end_reason:
             raise EpisodeOver(over)
         call = self._rollouter.call(request, timeout=max(0.0, self._deadline - self._loop.time()))
@@ -168,7 +171,8 @@ class PolicySession:
                 raise EpisodeOver(self._end_reason) from None
             raise
         except RemoteError as error:
-            raise _exception_for(error, "completion" if isinstance(request, TurnReward) else "messages") from error
+            field = "completion" if isinstance(request, TurnReward) else "messages"
+            raise _exception_for(error, field) from error
         finally:
             self._calls.discard(call)
             self._quiet_since = time.monotonic()

@@ -31,7 +31,7 @@ CHUNK_BYTES = 256 << 20
 USABLE = 0.9
 """Share of a device's memory that an estimate may fill before ``advise`` suggests changes."""
 CAUTIOUS = 0.75
-"""Share that it may fill when "auto" keeps activations: lower, since a wrong estimate would end the run."""
+"""Share that an estimate may fill when "auto" keeps activations: lower, since a wrong estimate would end the run."""
 NORMS = {"llama": (2, False), "mistral": (2, False), "qwen2": (2, False), "qwen3": (2, True), "gemma2": (4, False)}
 """Norms of hidden states in a layer by model_type, and whether queries and keys have norms."""
 MOST_NORMS = (4, True)
@@ -141,8 +141,8 @@ class TrainingShape:
     replicas: int = 1
     """Copies of the model."""
     muon: bool = False
-    """Whether Muon moves the layers; their few vectors are counted as matrices. Stacked experts, which AdamW moves, are
-    too."""
+    """Whether Muon trains the layers. Their few vectors, and stacked experts, are counted as matrices, although AdamW
+    trains them."""
     least_tokens: int = 0
     """Tokens of the longest sequence: a row is at least so long, under any learner.tokens_per_microbatch."""
 
@@ -187,14 +187,14 @@ def estimate(shape: ModelShape, load: TrainingShape) -> Estimate:
     trained = FLOAT32 * shape.trained // load.shards
     by_muon = min(trained, FLOAT32 * shape.layers * shape.layer_parameters // load.shards) if load.muon else 0
     frozen = load.compute_bytes * (shape.parameters - shape.trained) // load.shards
-    # A single shard that has the compute type is used as it is: nothing is gathered.
-    apart = load.shards > 1 or load.compute_bytes != FLOAT32
-    gathered = shape.other_parameters + GATHERED_LAYERS * shape.layer_parameters if apart else 0
+    # A single shard in the compute type is used in place, and nothing is gathered.
+    is_gathered = load.shards > 1 or load.compute_bytes != FLOAT32
+    gathered = shape.other_parameters + GATHERED_LAYERS * shape.layer_parameters if is_gathered else 0
     return Estimate(
         weights=trained + frozen,
         gradients=trained,
         states=ADAMW_STATES * (trained - by_muon) + MUON_STATES * by_muon,
-        # The second summand is the gradient of the trained part, which is whole until it is reduced.
+        # Trained parameters count twice: their gradient is also whole, until it is reduced.
         gathered=load.compute_bytes * gathered * (shape.parameters + shape.trained) // shape.parameters,
         activations=load.tokens * _activation_bytes(shape, load),
         logits=LOGITS_KEPT * FLOAT32 * load.chunk * shape.vocabulary,
@@ -235,35 +235,36 @@ def choose_checkpointing(shape: ModelShape, load: TrainingShape, available: int)
 def advise(shape: ModelShape, load: TrainingShape, available: int) -> str | None:
     """Name the configuration keys to change so that training fits into ``available`` bytes, the cheapest change first.
 
-    Each change is added until the estimate fits. Returns None if it fits already.
+    Changes are added until the estimate fits a USABLE share. If it never fits, the last change is more ranks, and the
+    advice does not say how many. Returns None if the estimate fits already.
     """
-    room, words = int(USABLE * available), list[str]()
+    room, changes = int(USABLE * available), list[str]()
 
     def fits() -> bool:
         return estimate(shape, load).device <= room
 
     if not fits() and load.checkpointing != "full":
         load = replace(load, checkpointing="full")
-        words.append('learner.activation_checkpointing = "full"')
+        changes.append('learner.activation_checkpointing = "full"')
     for tokens in fewer_tokens(load):
         if not fits():
             load = replace(load, tokens=tokens)
-            words = [*(word for word in words if TOKENS not in word), f"{TOKENS} = {tokens}"]
+            changes = [*(change for change in changes if TOKENS not in change), f"{TOKENS} = {tokens}"]
     if not fits() and load.replicas > 1:
         load = replace(load, shards=load.shards * load.replicas, replicas=1)
-        words.append("learner.replicas = 1")
+        changes.append("learner.replicas = 1")
     if not fits() and not load.offloaded:
         load = replace(load, offloaded=True)
-        words.append("learner.offload = true")
+        changes.append("learner.offload = true")
     if not fits():
-        words.append("more ranks (learner.ranks)")
-    return " and ".join(words) or None
+        changes.append("more ranks (learner.ranks)")
+    return " and ".join(changes) or None
 
 
 def fewer_tokens(load: TrainingShape) -> list[int]:
-    """Return the smaller values of learner.tokens_per_microbatch to try: each half of the one before.
+    """Return the smaller values of learner.tokens_per_microbatch to try: each half of the previous one.
 
-    Values below the longest sequence save nothing, and below FEWEST_TOKENS a GPU is mostly idle.
+    The last value is the longest sequence, below which nothing is saved, or FEWEST_TOKENS if that is more.
     """
     least, values = max(FEWEST_TOKENS, load.least_tokens), list[int]()
     tokens = load.tokens

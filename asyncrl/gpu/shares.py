@@ -1,8 +1,8 @@
 """The GPUs that this process shares with another actor, and the shares of their memory.
 
 The launcher names the other actor in an environment variable. The shares follow from files and from the driver, so a
-rank and an engine get the same ones without a message. Neither waits for the other at its start. The rank's allocator
-may not take more than its share, and vLLM gets the size of its KV cache.
+rank and an engine compute the same shares without a message. The rank's allocator may not take more than its share, and
+vLLM gets the size of its KV cache.
 
 Fails with ConfigError if the driver does not report a GPU's memory, or as ``plan_sharing`` does.
 """
@@ -25,7 +25,7 @@ from asyncrl.observe.machine import read_gpu
 TAKE_SHARE = 0.8
 """Share of learner.collective_timeout_s in which an engine must give a GPU back."""
 RETURN_SHARE = 0.1
-"""Share of it in which the memory of an engine that was killed must be free."""
+"""Share of learner.collective_timeout_s in which the memory of an engine that was killed must be free."""
 
 
 def sharers() -> dict[str, str]:
@@ -38,15 +38,15 @@ def rank_slices(config: Config, rank: int) -> RankSlices | None:
     if config.placement.share != "time_slice" or not (shared := sharers()):
         return None
     gpu, engine = next(iter(shared.items()))
-    # Shorter than the wait of the other ranks for this one, so that the error names the engine.
+    # The other ranks wait longer than this for the rank, so that the first error names the engine.
     return RankSlices(gpu, f"learner/{rank}", engine, TAKE_SHARE * config.learner.collective_timeout_s)
 
 
 def read_shares(config: Config, gpus: Sequence[str]) -> GpuShares:
     """Divide GPUs of this host (entries of CUDA_VISIBLE_DEVICES), by the smallest of them. Raises ConfigError.
 
-    Reads the config.json of the policy, the reference and the teacher. One that cannot be read counts as one without
-    sizes.
+    Reads the config.json of the policy, and of the reference and the teacher if the run loads them. A file that cannot
+    be read counts as empty, so that ``plan_sharing`` raises ConfigError.
     """
     sizes = list[int]()
     for gpu in gpus:

@@ -1,14 +1,15 @@
 """Divides the memory of a GPU between a rank of the learner and an engine, and says whether both fit. Pure.
 
-Rank, engine and the checks before the start compute the shares from the same inputs. These are the configuration, the
-model's config.json and the memory of the GPU. So they agree without a message.
+Rank, engine and the checks before the start compute the shares from the configuration, the model's config.json and the
+memory of the GPU. With the same inputs all three get the same shares without a message.
 
 The rank gets the memory that it is estimated to need, and the engine gets the rest, mostly for its KV cache. The rank's
-allocator is held to its share; vLLM has no such limit, so an engine that needs more than its estimate takes it. With
+allocator is limited to its share. vLLM has no such limit, so an engine may take more memory than its estimate. With
 ``learner.activation_checkpointing = "auto"`` the rank keeps fewer activations if the engine would have too little.
 
-Invariant: the two shares and the memory outside of them are at most the memory of the GPU. Fails with
-ConfigError, which names the keys to change, if rank and engine do not fit.
+Invariant: the two shares and the memory outside of both are at most the memory of the GPU. In time slices rank and
+engine have the memory in turn, so this holds for each share alone. Fails with ConfigError, which names the keys to
+change, if rank and engine do not fit.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class GpuShares:
     cached_tokens: int
     """Tokens that fit into the engine's KV cache."""
     cache_bytes: int
-    """Size of the KV cache. vLLM is given this number, so it need not measure memory that the rank also takes."""
+    """Size of the KV cache. vLLM gets this number, since it would also measure the memory that the rank takes."""
     in_turn: bool = False
     """Whether both have the memory in turn, so that the shares may add up to more than 1."""
     has_copy: bool = False
@@ -110,7 +111,7 @@ class Demand:
     in_turn: bool = False
     """Whether both have the memory in turn, in time slices."""
     copied_bytes: int = 0
-    """Memory of a copy of the weights for the engine, and to load from it, outside of both shares; 0 for no copy."""
+    """Memory outside of both shares for a copy of the weights, and for loading from the copy; 0 for no copy."""
     group_bytes: int = 0
     """Memory of groups that rank and engine form with others over NCCL, outside of their shares."""
     scoring_bytes: int = 0
@@ -122,9 +123,10 @@ def plan_sharing(
 ) -> GpuShares:
     """Divide a GPU of ``total`` bytes between a rank and an engine.
 
-    ``settings`` is the policy's config.json. ``scoring`` has those of the models that only score, by path. Their
-    shards are in host memory, and a few layers at a time on the GPU. Raises ConfigError, with the keys to change, if
-    rank and engine do not fit; also if a model's memory cannot be estimated, or rollout.vllm.extra changes it.
+    ``settings`` is the policy's config.json. ``scoring`` has the config.json of each model that only scores, by path.
+    Such a model has its shards in host memory, and a few layers at a time on the GPU. Raises ConfigError, with the keys
+    to change, if rank and engine do not fit. Also raises ConfigError if a model's memory cannot be estimated, or
+    rollout.vllm.extra changes the engine's memory.
     """
     vllm, learner = config.rollout.vllm, config.learner
     if names := [name for name in UNCOUNTED if name in vllm.extra]:
@@ -136,12 +138,12 @@ def plan_sharing(
     several = learner.ranks > 1 or config.rollout.replicas > 1 or (config.rollout.gpus_per_replica or 1) > 1
     asked = None if learner.activation_checkpointing == "auto" else learner.activation_checkpointing
     if (settings.get("text_config") or settings).get("attn_logit_softcapping") is not None:
-        # The estimate does not know such attention, so the rank keeps no activations of it.
+        # The estimate does not know soft-capped attention, so under "auto" the rank keeps no activations.
         asked = asked or "full"
     in_turn = config.placement.share == "time_slice"
     # Adapters are small, and one rank of several has only a part of the weights.
     copies = learner.ranks == 1 and not config.publishes_adapter and not in_turn
-    # A bucket that is loaded, and the next one. A bucket has at least one layer, or the embedding.
+    # Loading needs two buckets: the present one and the next. A bucket has at least one layer, or the embedding.
     largest = compute_bytes * max(shape.other_parameters, shape.layer_parameters)
     demand = Demand(
         shape,
@@ -175,26 +177,28 @@ def share_gpu(total: int, demand: Demand) -> GpuShares | None:
     """Divide a GPU of ``total`` bytes; returns None if rank and engine do not fit.
 
     "auto" takes the first activation checkpointing (off, selective, full) that leaves the engine room for
-    WANTED_SEQUENCES, and full if none does. There is a copy of the weights if so much room is left beside it.
+    WANTED_SEQUENCES, and full if none does. There is a copy of the weights only if the engine still has that room.
     """
     kinds: tuple[Checkpointing, ...] = ("off", "selective", "full") if demand.asked is None else (demand.asked,)
     shares = None
     for kind in kinds:
         # As in ``choose_checkpointing``: a wrong estimate must not end the run of a user who did not choose the kind.
         usable = CAUTIOUS if demand.asked is None and kind != "full" else USABLE
-        asked, wanted = replace(demand, load=replace(demand.load, checkpointing=kind)), WANTED_SEQUENCES
-        shares = _divide(total, asked, usable)
-        if shares is not None and shares.cached_tokens >= wanted * demand.engine.longest:
-            beside = _divide(total, asked, usable, demand.copied_bytes) if demand.copied_bytes else None
-            is_better = beside is not None and beside.cached_tokens >= wanted * demand.engine.longest
-            return beside if is_better else shares
+        tried = replace(demand, load=replace(demand.load, checkpointing=kind))
+        wanted_tokens = WANTED_SEQUENCES * demand.engine.longest
+        shares = _divide(total, tried, usable)
+        if shares is not None and shares.cached_tokens >= wanted_tokens:
+            with_copy = _divide(total, tried, usable, demand.copied_bytes) if demand.copied_bytes else None
+            has_room = with_copy is not None and with_copy.cached_tokens >= wanted_tokens
+            return with_copy if has_room else shares
     return shares
 
 
 def _divide(total: int, demand: Demand, usable: float, copied_bytes: int = 0) -> GpuShares | None:
-    """Divide a GPU so that the rank's estimate fills a part ``usable`` of its share. Returns None if it cannot be.
+    """Divide a GPU so that the rank's estimate fills a part ``usable`` of its share.
 
-    ``copied_bytes`` is the size of the copy of the weights.
+    ``copied_bytes`` is the memory for a copy of the weights. Returns None if the memory does not suffice, for the rank
+    or for LEAST_SEQUENCES in the engine's cache.
     """
     training = estimate(demand.shape, demand.load)
     at_start = demand.scoring_bytes + (0 if training.offloaded else training.weights)
@@ -203,7 +207,7 @@ def _divide(total: int, demand: Demand, usable: float, copied_bytes: int = 0) ->
     left = PERCENT - _percent(2 * PROCESS_BYTES + demand.group_bytes + copied_bytes, total) - 1
     rank_share = rank_percent
     if demand.in_turn:
-        # While the rank computes, the engine keeps a little. The other way round, the rank keeps nothing.
+        # While the rank computes, the engine keeps ASLEEP_BYTES. While the engine computes, the rank keeps nothing.
         rank_share = left - _percent(ASLEEP_BYTES, total)
         if rank_percent > rank_share:
             return None
@@ -279,28 +283,28 @@ def _changes(demand: Demand) -> dict[str, Callable[[Demand], Demand]]:
     """Changes that save memory, by the settings that make them, the cheapest first."""
 
     def train(**values: Any) -> Callable[[Demand], Demand]:
-        return lambda before: replace(before, load=replace(before.load, **values))
+        return lambda old: replace(old, load=replace(old.load, **values))
 
     changes: dict[str, Callable[[Demand], Demand]] = {}
     if demand.asked not in (None, "full"):
-        changes['learner.activation_checkpointing = "full"'] = lambda before: replace(before, asked="full")
+        changes['learner.activation_checkpointing = "full"'] = lambda old: replace(old, asked="full")
     if demand.engine.utilization is not None:
-        free = replace(demand.engine, utilization=None)
-        changes["no rollout.vllm.gpu_memory_utilization"] = lambda before: replace(before, engine=free)
+        unset = replace(demand.engine, utilization=None)
+        changes["no rollout.vllm.gpu_memory_utilization"] = lambda old: replace(old, engine=unset)
     for tokens in fewer_tokens(demand.load):
         changes[f"{TOKENS} = {tokens}"] = train(tokens=tokens)
     if not demand.in_turn:
-        changes['placement.share = "time_slice"'] = lambda before: replace(before, in_turn=True)
+        changes['placement.share = "time_slice"'] = lambda old: replace(old, in_turn=True)
     if not demand.load.offloaded:
         changes["learner.offload = true"] = train(offloaded=True)
     if demand.shape.trained == demand.shape.parameters:
         adapters = replace(demand.shape, trained=demand.shape.parameters // 100)
-        changes["lora.rank = 32"] = lambda before: replace(before, shape=adapters)
+        changes["lora.rank = 32"] = lambda old: replace(old, shape=adapters)
     return changes
 
 
 def describe_need(demand: Demand) -> str:
-    """Describe what both sides need, for people."""
+    """Describe for people the memory that the rank and the engine need."""
     need = estimate_engine(demand.shape, demand.engine)
     least = need.without_cache + LEAST_SEQUENCES * demand.engine.longest * need.token
     rank = in_gigabytes(estimate(demand.shape, demand.load).device)

@@ -10,9 +10,9 @@ when a process dies, and nothing is left on disk:
     asked    listens from the rank's request until it gives the GPU back
     memory   bound by the rank or the engine that has the GPU's memory
 
-Invariants: at most one of the two has the memory. An engine that waits gets it as soon as a rank lives that does not
-ask. A death frees what the process had. Fails with DeadlineExceeded, which names the engine, if an engine does not give
-the memory back in time.
+Invariants: at most one of the two has the memory. An engine that waits gets the memory as soon as a rank lives that
+does not ask. The kernel frees the sockets of a process that dies. Fails with DeadlineExceeded, which names the engine,
+if an engine does not give the memory back in time, or the previous rank's process does not end.
 """
 
 from __future__ import annotations
@@ -35,65 +35,74 @@ LOOK_S = 0.02
 def engine_may_have(*, has: bool, rank_lives: bool, asked: bool) -> bool:
     """Whether the engine should have the memory from now on; ``has`` says whether it has it now. Pure.
 
-    An engine that has the memory keeps it while no rank lives, because the rank is being started again.
+    While no rank lives, an engine that has the memory keeps it, because the rank is being started again. An engine that
+    lacks the memory does not get it, because the rank comes first.
     """
     return not asked and (has or rank_lives)
 
 
 class RankSlices:
-    """The rank's side. Its methods block, and are called from one thread."""
+    """The rank's side. Its methods block, and are called from one thread, except ``interrupt``."""
 
     def __init__(self, gpu: str, rank: str, engine: str, timeout_s: float) -> None:
-        """``rank`` and ``engine`` are names of actors; the engine gets ``timeout_s`` to give the memory back."""
+        """Ask for the GPU, and wait until the previous rank's process has ended. Raises DeadlineExceeded.
+
+        ``rank`` and ``engine`` are names of actors. Each wait, as that for the memory, lasts at most ``timeout_s``.
+        """
         self._gpu, self._who, self._engine, self._timeout_s = gpu, rank, engine, timeout_s
-        self._asked: socket.socket | None = None
-        self._memory: socket.socket | None = None
+        self._asked_socket: socket.socket | None = None
+        self._memory_socket: socket.socket | None = None
         self._interrupted = threading.Event()
-        # The request comes first, so that the engine does not start in between.
+        # The rank asks before it listens as living: otherwise the engine could take the memory in between.
         self._ask()
-        self._alive = self._until(lambda: _listen(gpu, "rank"), "the end of the rank before")
+        self._rank_socket = self._retry(lambda: _listen(gpu, "rank"), "the end of the rank before")
 
     @property
     def has(self) -> bool:
         """Whether the rank has the memory."""
-        return self._memory is not None
+        return self._memory_socket is not None
 
     def take(self) -> float:
-        """Ask for the memory and wait until the engine has given it back; returns the seconds that this took.
+        """Ask for the memory and wait until the engine has given it back.
 
-        Raises DeadlineExceeded.
+        Returns the seconds that this took, 0 if the rank has the memory already. Raises DeadlineExceeded.
         """
-        if self._memory is not None:
+        if self._memory_socket is not None:
             return 0.0
         began = time.monotonic()
         self._ask()
-        self._memory = self._until(lambda: _bind(self._gpu, "memory"), "the memory")
+        self._memory_socket = self._retry(lambda: _bind(self._gpu, "memory"), "the memory")
         return time.monotonic() - began
 
     def give(self) -> None:
         """Give the memory back; the caller has freed it."""
-        for lock in (self._memory, self._asked):
+        for lock in (self._memory_socket, self._asked_socket):
             if lock is not None:
                 lock.close()
-        self._memory = self._asked = None
+        self._memory_socket = self._asked_socket = None
 
     def interrupt(self) -> None:
-        """From any thread: end the present wait, and every later one, with an error."""
+        """From any thread: end the present wait, and every later one, with a RuntimeError."""
         self._interrupted.set()
 
     def close(self) -> None:
-        """Give everything back: no rank lives."""
+        """Give the memory back, and close the socket that says that a rank lives."""
         self.give()
-        self._alive.close()
+        self._rank_socket.close()
 
     def _ask(self) -> None:
-        if self._asked is None:
-            self._asked = self._until(lambda: _listen(self._gpu, "asked"), "the end of the rank before")
+        """Open the socket of the request, if it is not open."""
+        if self._asked_socket is None:
+            self._asked_socket = self._retry(lambda: _listen(self._gpu, "asked"), "the end of the rank before")
 
-    def _until(self, attempt: Callable[[], socket.socket | None], what: str) -> socket.socket:
-        until = time.monotonic() + self._timeout_s
+    def _retry(self, attempt: Callable[[], socket.socket | None], what: str) -> socket.socket:
+        """Repeat ``attempt`` every LOOK_S until it returns a socket; ``what`` names the wait in errors.
+
+        Raises DeadlineExceeded after the timeout, and RuntimeError after ``interrupt``.
+        """
+        deadline = time.monotonic() + self._timeout_s
         while (lock := attempt()) is None:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise DeadlineExceeded(self._who, self._engine, f"{what} of GPU {self._gpu}", self._timeout_s)
             if self._interrupted.wait(LOOK_S):
                 raise RuntimeError(f"{self._who} ends, and waits no more for {what} of GPU {self._gpu}")
@@ -105,7 +114,7 @@ class EngineSlices:
 
     def __init__(self, gpus: Sequence[str]) -> None:
         self._gpus = sorted(gpus)
-        self._memory: list[socket.socket] = []
+        self._memory_sockets: list[socket.socket] = []
         self._timer: asyncio.TimerHandle | None = None
         self._taken = asyncio.Event()
         self.asked = asyncio.Event()
@@ -114,9 +123,9 @@ class EngineSlices:
     async def take(self) -> None:
         """Wait until the engine may have the memory of all its GPUs, and take it.
 
-        The wait has no deadline: if no rank can be started, the run ends.
+        The wait has no deadline: if no rank can be started, the run ends. A cancelled wait takes nothing.
         """
-        self._look()
+        self._poll()
         try:
             await self._taken.wait()
         except asyncio.CancelledError:
@@ -128,15 +137,18 @@ class EngineSlices:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for lock in self._memory:
+        for lock in self._memory_sockets:
             lock.close()
-        self._memory = []
+        self._memory_sockets = []
         self._taken.clear()
         self.asked.clear()
 
-    def _look(self) -> None:
-        """Take the memory when the engine may have it; set ``asked`` when it may not have it any more. Repeats."""
-        # An OSError, as for lack of descriptors, may pass. Meanwhile the learner's wait has a deadline.
+    def _poll(self) -> None:
+        """Take the memory if the engine may have it, or set ``asked`` if the engine must give it back.
+
+        Calls itself again after LOOK_S, until it sets ``asked``.
+        """
+        # An OSError, as for lack of descriptors, may be temporary. The rank that waits meanwhile has a deadline.
         with contextlib.suppress(OSError):
             if not self._taken.is_set():
                 if self._try_take():
@@ -144,18 +156,21 @@ class EngineSlices:
             elif not all(self._may_have(gpu, has=True) for gpu in self._gpus):
                 self.asked.set()
                 return
-        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._poll)
 
     def _try_take(self) -> bool:
+        """Take the memory of all GPUs, or of none. Returns whether it was taken."""
         if not all(self._may_have(gpu, has=False) for gpu in self._gpus):
             return False
+        taken = list[socket.socket]()
         with contextlib.ExitStack() as locks:
             for gpu in self._gpus:
                 lock = _bind(gpu, "memory")
                 if lock is None:
                     return False
-                self._memory.append(locks.enter_context(lock))
+                taken.append(locks.enter_context(lock))
             locks.pop_all()
+        self._memory_sockets = taken
         return True
 
     @staticmethod
@@ -171,7 +186,7 @@ def _name(gpu: str, what: str) -> str:
 
 
 def _bind(gpu: str, what: str) -> socket.socket | None:
-    """Bind the socket; returns None if a process has it. It is held until it is closed."""
+    """Bind the socket; returns None if a process has bound it. The name is taken until the socket is closed."""
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         lock.bind(_name(gpu, what))
@@ -191,7 +206,7 @@ def _listen(gpu: str, what: str) -> socket.socket | None:
 
 
 def listens(gpu: str, what: str) -> bool:
-    """Whether a process listens on the socket. The connection is closed unread; a full backlog also means that."""
+    """Whether a process listens on the socket: it does if a connection succeeds, or if its backlog is full."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

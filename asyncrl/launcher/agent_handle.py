@@ -46,7 +46,7 @@ REPORT_SHARE = 0.5
 PARTING_S = 20.0
 """Seconds of silence before the connection of an agent that has reported its end is cut, and between two cuts.
 
-Its guard needs at most half of them to end what is left.
+The agent's guard needs at most half of this time to end what is left.
 """
 SLACK_S = 1.5
 """Seconds that an agent gets beyond ``drain_s`` before the KILL command, and from that command to the cut."""
@@ -69,7 +69,7 @@ class AgentHandle:
     _heard_since_look: bool = False
     """True if the agent sent a line since the last ``look``."""
     _ever_heard: bool = False
-    """True once the agent has sent a line. Before that, it may be silent for at least FIRST_WORD_S."""
+    """True once the agent has sent a line. Before that, a silence shorter than FIRST_WORD_S is not reported."""
     _reported: bool = False
     """True while a reported silence lasts."""
     _cuts: int = 0
@@ -124,7 +124,8 @@ class AgentHandle:
         """Read the agent's events until its connection ends, then set ``exit_code`` and ``lost``.
 
         Every line ends a silence; a heartbeat does nothing else. The text of a LogEvent is appended to a file in
-        ``logs``, and a line that is no event is shown. ``take`` gets every other event.
+        ``logs``, and a line that is no event is shown. ``take`` gets every other event. An EndedEvent is also kept in
+        ``ended`` and answered with ARRIVED, after which the agent may delete its logs.
         """
         output = self.contact.process.stdout
         assert output is not None
@@ -154,19 +155,19 @@ class AgentHandle:
         """Check whether the agent sent anything since the last call. The caller repeats this every LOOK_S.
 
         Reports the start and the end of a long silence. Cuts the connection if the silence lasts much longer than the
-        guard allows.
+        guard allows, or PARTING_S after the agent has reported its end. Repeats the cut every PARTING_S.
         """
         if self.over:
             return
         supervision = config.supervision
         limit_s = supervision.agent_silence_s
-        silent_s, reported = self.silence.look(heard=self._heard_since_look), self._reported
-        if self._heard_since_look and reported:
+        silent_s, was_reported = self.silence.look(heard=self._heard_since_look), self._reported
+        if self._heard_since_look and was_reported:
             progress.say(f"{self.name} is heard again")
         self._ever_heard |= self._heard_since_look
         report_s = REPORT_SHARE * limit_s if self._ever_heard else max(REPORT_SHARE * limit_s, FIRST_WORD_S)
         self._heard_since_look, self._reported = False, silent_s >= report_s
-        if self._reported and not reported and self.ended is None:
+        if self._reported and not was_reported and self.ended is None:
             consequence = (
                 "it restarts no actor and obeys no command. An agent that is frozen is killed by its guard after "
                 f"{limit_s:g} s (supervision.silence_s), with its host's part of the run"
@@ -196,7 +197,7 @@ async def watch_silence(members: Sequence[AgentHandle], config: Config, progress
 async def end_in_steps(members: Sequence[AgentHandle], drain_s: float) -> None:
     """Ask the agents to stop, then to kill their actors, and then cut the connections that are left.
 
-    Waits ``drain_s`` plus SLACK_S after the first step and SLACK_S after the second.
+    Waits ``drain_s`` plus SLACK_S after the first step and SLACK_S after the second. The caller may cancel it earlier.
     """
     for command, timeout in ((STOP, drain_s + SLACK_S), (KILL, SLACK_S)):
         for member in members:

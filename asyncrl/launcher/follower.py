@@ -10,7 +10,7 @@ A lost connection ends nothing: the run continues without that host's events. At
 host again, for a bounded time, to check that no process is left. If the head is lost, the launcher closes the other
 connections too, so that those agents end with their controller.
 
-When ``main`` returns, no process of the run is left, or the launcher has named the hosts that it could not check.
+When ``main`` returns, no process of the run is left, or the launcher has named the hosts where one may be left.
 """
 
 from __future__ import annotations
@@ -84,14 +84,18 @@ class Follower:
     _killing: bool = False
     """True once the run is to end at once."""
     _member_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when an agent has ended; ``_until`` then checks its condition again."""
+    """Set when an agent has ended; ``_wait_until`` then checks its condition again."""
 
     @property
     def _head(self) -> AgentHandle:
         return self.members[0]
 
     async def main(self) -> EndedEvent:
-        """Show the agents' events until all agents have ended, and return how the run ended."""
+        """Show the agents' events until all agents have ended, and return how the run ended.
+
+        When the head has ended, ends the other agents. If the head's connection is lost and no agent has reported the
+        end, waits for the head's record of it. At last makes sure that nothing of the run is left.
+        """
         self.interrupts.listen()
         obeying = asyncio.create_task(self._obey_signals())
         try:
@@ -99,7 +103,7 @@ class Follower:
                 watch = watch_silence(self.members, self.config, self.progress)
                 watching = tasks.create_task(watch)
                 following = [tasks.create_task(self._follow(member)) for member in self.members]
-                await self._until(lambda: self._head.over and not self._head.lost)
+                await self._wait_until(lambda: self._head.over and not self._head.lost)
                 await self._end_others()
                 await asyncio.wait(following)
                 watching.cancel()
@@ -125,16 +129,16 @@ class Follower:
         self._member_ended.set()
 
     def _end_of_killed_run(self) -> EndedEvent:
-        """Return how a run counts that was killed at a second signal: preempted with a checkpoint, stopped without."""
+        """Return the result of a run that a second signal killed: preempted if it has a checkpoint, else stopped."""
         if find_left(self.config, self.folder).checkpoint is None:
             return EndedEvent(result="stopped", reason=AT_ONCE, exit_code=STOPPED_EXIT_CODE)
         return EndedEvent(result="preempted", reason=AT_ONCE, exit_code=PREEMPTED_EXIT_CODE)
 
     async def _recover_end(self, member: AgentHandle) -> EndedEvent | None:
-        """Find out how an agent ended whose last event did not arrive, for example because this process was stopped.
+        """Find out how an agent ended if its last event did not arrive, for example because this process was stopped.
 
         For the head, reads the record in the run folder, and else asks the head's host for it. Without a record, the
-        agent's exit code decides. Returns None if the exit code does not say either.
+        agent's exit code decides. Returns None for an exit code that is not in ENDED_BY_CODE.
         """
         ended = None
         if member is self._head:
@@ -148,7 +152,10 @@ class Follower:
         return ended or ENDED_BY_CODE.get(-1 if member.exit_code is None else member.exit_code)
 
     def _handle_event(self, member: AgentHandle, event: Any) -> None:
-        """Act on an event of a member: note failures and the phase, pass the controller's address on, show the rest."""
+        """Act on an event of a member: note failures and the phase, pass the controller's address on, show the rest.
+
+        Only ``_state_reporter`` sets the phase, because all agents report the same state of the run.
+        """
         match event:
             case EndedEvent():
                 if event.result == "failed" and member is not self._head:
@@ -171,7 +178,10 @@ class Follower:
                 self.progress.show(event)
 
     def _handle_end(self, member: AgentHandle) -> None:
-        """Act on the end of a member's connection: warn about a lost one, and fail the run for an unexplained end."""
+        """Act on the end of a member's connection: warn about a lost one, and fail the run for an unexplained end.
+
+        If the head is lost, closes the connections to the other agents, so that they end with the controller.
+        """
         if member.lost and not self._killing:
             self.progress.warn([f"{member.loss_words}; its actors continue"])
             if member is self._head:
@@ -198,29 +208,32 @@ class Follower:
 
     @property
     def _reported_end(self) -> EndedEvent | None:
-        """How the run ended, from the first member that has reported it; None if none has."""
+        """How the run ended, by the first report other than "left"; None without one."""
         ends = (member.ended for member in self.members)
         return next((ended for ended in ends if ended is not None and ended.result != "left"), None)
 
     # --- the end ---
 
     async def _obey_signals(self) -> None:
-        """Wait for a signal, preempt or stop the run, and kill it at a second signal or when the time is over."""
+        """Wait for a signal, preempt the run, and kill it at a second signal or after ``patience_s``.
+
+        The head's agent stops a run that is still starting. A run in its draining phase gets no request, just the time.
+        """
         await self.interrupts.first()
-        patience = self.config.supervision.drain_s + SLACK_S
+        patience_s = self.config.supervision.drain_s + SLACK_S
         # The phase may be draining already: the agents may have received the same signal.
         if self.has_run and self.phase != "draining":
-            grace = self.config.preempt.grace_s
+            grace_s = self.config.preempt.grace_s
             self.progress.say(
-                f"stopping: a checkpoint is written within {grace:g} s; a second Ctrl-C ends the run at once"
+                f"stopping: a checkpoint is written within {grace_s:g} s; a second Ctrl-C ends the run at once"
             )
             # The controller, or without it the agent, allows this time from the moment that the request arrives.
-            patience += grace + self.config.supervision.drain_s
+            patience_s += grace_s + self.config.supervision.drain_s
         else:
             self.progress.say("ending the actors in order; a second Ctrl-C ends the run at once")
         async with asyncio.TaskGroup() as tasks:
             preempting = tasks.create_task(self._preempt_head()) if self.phase != "draining" else None
-            await self.interrupts.next(patience)
+            await self.interrupts.next(patience_s)
             if preempting is not None:
                 preempting.cancel()
         self.progress.say("ending at once")
@@ -230,16 +243,16 @@ class Follower:
     async def _preempt_head(self) -> None:
         """Ask the head's agent to preempt the run. If its connection is lost, ask over a new one.
 
-        The agent knows whether there is anything to keep in a checkpoint.
+        The agent decides whether there is anything to keep in a checkpoint.
         """
         if not self._head.lost:
             self._head.send(PREEMPT + cause_of(self.interrupts.signal).encode() + b"\n")
             return
-        # The connections to the other agents were closed when this one was lost.
+        # No other agent can be asked: their connections were closed when the head's was lost.
         try:
             await self._ask_again(self._head, CONFIRM_S, patience_s=0.0, kill=False, preempt=True)
         except (HostFailed, TimeoutError) as error:
-            self.progress.warn([f"{self._head.host}: cannot be asked to preempt the run ({_why(error)})"])
+            self.progress.warn([f"{self._head.host}: cannot be asked to preempt the run ({_reason(error)})"])
         else:
             self.progress.say(f"{self._head.host}: is asked to preempt the run")
 
@@ -250,13 +263,13 @@ class Follower:
         ending = asyncio.create_task(end_in_steps(self.members, self.config.supervision.drain_s))
         ending.add_done_callback(lambda _: self._member_ended.set())
         try:
-            await self._until(ending.done)
+            await self._wait_until(ending.done)
         finally:
             ending.cancel()
 
-    async def _until(self, enough: Any) -> None:
-        """Wait until ``enough()`` is true or all connections have ended."""
-        while not (enough() or all(member.over for member in self.members)):
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition()`` is true or all connections have ended."""
+        while not (condition() or all(member.over for member in self.members)):
             await self._member_ended.wait()
             self._member_ended.clear()
 
@@ -264,7 +277,7 @@ class Follower:
         """End an agent that is left on this host, and check the other hosts whose end is unknown."""
         for member in self.members:
             if member.contact.is_here and member.contact.process.returncode is None:
-                # So that ``send`` still writes to the process.
+                # ``send`` writes only to an agent without an exit code.
                 member.exit_code = None
                 member.send(KILL)
                 await member.contact.process.wait()
@@ -274,13 +287,13 @@ class Follower:
     async def _wait_for_lost_head(self) -> None:
         """Ask a lost head over new connections until nothing of the run lives there, and take its record of the end.
 
-        Gives up at a second signal, or if the head does not answer for ``host_grace_s`` plus ``drain_s``.
+        Gives up once the run is to end at once, or if the head does not answer for ``host_grace_s`` plus ``drain_s``.
         """
         head, supervision = self._head, self.config.supervision
         order = self._order(head, patience_s=LOOK_AGAIN_S, kill=False)
         loop = asyncio.get_running_loop()
-        until = loop.time() + supervision.host_grace_s + supervision.drain_s
-        while not self._killing and loop.time() < until:
+        give_up_at = loop.time() + supervision.host_grace_s + supervision.drain_s
+        while not self._killing and loop.time() < give_up_at:
             contact = Contact(head.host, head.contact.start)
             try:
                 async with asyncio.timeout(CONFIRM_S):
@@ -292,7 +305,7 @@ class Follower:
                         head.ended = answer.ended
                         return
                     # The head has answered, so the time to reach it starts again.
-                    until = loop.time() + supervision.host_grace_s + supervision.drain_s
+                    give_up_at = loop.time() + supervision.host_grace_s + supervision.drain_s
             except (HostFailed, TimeoutError):
                 contact.kill()
                 await asyncio.sleep(LOOK_AGAIN_S)
@@ -304,22 +317,25 @@ class Follower:
         return member.exit_code is not None and not member.contact.is_lost(member.exit_code)
 
     async def _confirm_ended(self, member: AgentHandle) -> None:
-        """Connect again to a host whose end is unknown, end what is left there, and show the result."""
+        """Connect again to a host whose end is unknown, end what is left there, and show the result.
+
+        Takes the head's record of the end. Kills nothing if the head's connection is lost and no signal came.
+        """
         member.contact.kill()
         await member.contact.close()
         supervision = self.config.supervision
-        patience = 0.0 if self._killing else supervision.drain_s + SLACK_S
+        patience_s = 0.0 if self._killing else supervision.drain_s + SLACK_S
         # If the head is lost, the run may continue there, unless a signal has ended it.
         kill = bool(self.interrupts.signal) or not self._head.lost
         # The host waits up to ``patience_s`` for processes to end, and as long again if it kills some.
-        within_s = min(CONFIRM_S, supervision.start_timeout_s) + 2 * patience
+        within_s = min(CONFIRM_S, supervision.start_timeout_s) + 2 * patience_s
         self.progress.say(f"{member.host}: looking whether anything is left there")
         try:
-            answer = await self._ask_again(member, within_s, patience_s=patience, kill=kill)
+            answer = await self._ask_again(member, within_s, patience_s=patience_s, kill=kill)
         except (HostFailed, TimeoutError) as error:
             self.progress.warn(
                 [
-                    f"{member.host}: cannot be asked whether anything is left there ({_why(error)}); its agent ends "
+                    f"{member.host}: cannot be asked whether anything is left there ({_reason(error)}); its agent ends "
                     f"by itself {supervision.host_grace_s:g} s (supervision.host_grace_s) after it has heard the last "
                     "of the run"
                 ]
@@ -352,9 +368,13 @@ class Follower:
     def _result(self) -> EndedEvent:
         """Return how the run ended: an agent's failure, else the head's report, else another agent's."""
         head = self._head.ended
-        asked = self.interrupts.signal and head is not None and head.result == "preempted"
+        user_preempted = self.interrupts.signal and head is not None and head.result == "preempted"
         # ``_fail`` has made the head stop, so its report does not name the failure.
-        if self._failure is not None and (head is None or head.result in ("stopped", "preempted")) and not asked:
+        if (
+            self._failure is not None
+            and (head is None or head.result in ("stopped", "preempted"))
+            and not user_preempted
+        ):
             return self._failure
         if head is not None:
             return head
@@ -364,7 +384,7 @@ class Follower:
         return EndedEvent(result="failed", actor=self._head.name, reason=reason, exit_code=1)
 
     def _with_signal(self, ended: EndedEvent) -> EndedEvent:
-        """Return the end with the user's signal in its reason and exit code, if a signal caused it."""
+        """Return the end with the user's signal, if one caused it: in the reason, and in a stopped run's exit code."""
         if ended.result not in ("stopped", "preempted") or not self.interrupts.signal:
             return ended
         if ended.reason == AT_ONCE:
@@ -374,5 +394,5 @@ class Follower:
         return ended
 
 
-def _why(error: HostFailed | TimeoutError) -> str:
+def _reason(error: HostFailed | TimeoutError) -> str:
     return error.reason if isinstance(error, HostFailed) else "no answer"

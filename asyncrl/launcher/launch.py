@@ -6,8 +6,9 @@ deadline ``supervision.start_timeout_s``. The first host that fails ends the lau
 file is written before all hosts are reached and every actor is placed. Only ``start``, which starts commands on the
 hosts, differs between ssh and srun.
 
-Until the agents are started, Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 undo the launch. From then on they preempt
-the run; a second signal ends it at once (follower.py). When ``run_hosts`` returns, no process of the run is left here.
+Until all hosts are prepared, Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 undo the launch. From then on these
+signals preempt the run; a second one ends it at once (follower.py). When ``run_hosts`` returns, no process of the run
+is left here.
 
 Fails with HostFailed for a host, UsageError for the command line, and ConfigError for the configuration.
 """
@@ -160,7 +161,7 @@ class Launch:
         return Path(self.config.run.dir).absolute()
 
     def look_here(self, resume: str | None, *, shared: bool, everywhere: bool) -> None:
-        """Find the head and the run to resume, fix chat.date, and examine this host if it is the head.
+        """Find the head and the run to resume, set chat.date, and examine this host if it is the head.
 
         Raises UsageError, and the errors of ``find_resumption``.
         """
@@ -185,7 +186,7 @@ class Launch:
                 raise UsageError(facts.gpu_problem)
 
     async def main(self) -> int:
-        """Launch the run and return the exit code. A signal before the start of the agents undoes the launch."""
+        """Launch the run and return the exit code. A signal before all hosts are prepared undoes the launch."""
         try:
             return await undone_by_signals(self._main(), self.progress)
         finally:
@@ -267,8 +268,8 @@ class Launch:
             )
             for name in actors
         }
-        here = orders.pop(self.head) if self.head_is_here and self.head in orders else None
-        checking = asyncio.create_task(check_part(here, self.facts[self.head])) if here is not None else None
+        own = orders.pop(self.head) if self.head_is_here and self.head in orders else None
+        checking = asyncio.create_task(check_part(own, self.facts[self.head])) if own is not None else None
         try:
             answers = await self.reached.ask(orders, Checked, "checked")
             found = (await checking).findings if checking is not None else []
@@ -278,7 +279,7 @@ class Launch:
                 await asyncio.gather(checking, return_exceptions=True)
         if len(self.lines) > 1:
             found = on_host(self.head, found)
-        return found + [one for name, answer in answers.items() for one in on_host(name, answer.findings)]
+        return found + [finding for name, answer in answers.items() for finding in on_host(name, answer.findings)]
 
     async def _addresses(self) -> dict[str, str]:
         """Return each host's address: empty for one host, else by network.interface or the route to the head."""
@@ -300,7 +301,7 @@ class Launch:
         with contextlib.ExitStack() as held:
             folder = self.resumption.folder if self.resumption is not None else create_run_folder(self.config)
             members: list[AgentHandle] = []
-            # ``_begin`` lets it listen. Until then a signal cancels the launch.
+            # ``_begin`` calls its ``listen``. Until then a signal cancels the launch.
             interrupts = Interrupts()
             try:
                 await self._begin(folder, held, members, interrupts)
@@ -316,10 +317,11 @@ class Launch:
     async def _begin(
         self, folder: RunFolder, held: contextlib.ExitStack, members: list[AgentHandle], interrupts: Interrupts
     ) -> None:
-        """Take the run folder's lock, prepare all hosts, and start their agents.
+        """Begin the attempt, prepare all hosts, and start their agents.
 
-        Appends each started agent to ``members``, so that ``_undo`` finds them after an error. ``held`` holds the
-        private folder (run_folder/private.py) if this host is the head.
+        Appends each started agent to ``members``, so that ``_undo`` finds the agents after an error. If this host is
+        the head, takes the run folder's lock, and ``held`` keeps the private folder (run_folder/private.py) until it
+        exits. Otherwise the head's host takes the lock.
         """
         keyring, lock = make_run_keyring(self.config, folder.run_id, len(self.hosts)), -1
         if self.head_is_here:
@@ -327,7 +329,7 @@ class Launch:
         elif is_live(folder.path):
             # The head takes the lock later. Another launch may have resumed the run meanwhile.
             raise in_use(folder.path)
-        # Only now, with the lock held or seen free: this changes the folder of a resumed run.
+        # ``begin`` changes the folder of a resumed run, so the lock must first be held, or be seen free.
         above = begin(folder, self.resumption, self.config, self.progress, self.command)
         if self.detached is not None:
             self.detached.has_folder(folder.path, folder.logs, "" if self.head_is_here else self.head)
@@ -414,8 +416,8 @@ def begin(
 ) -> int:
     """Begin an attempt of a run: print its folder or prepare the resumption, and record its digests and command.
 
-    Returns a number; every incarnation (rpc/lifecycle/incarnations.py) of this attempt is above it. The checkpoint
-    folder accepts no learner below its newest writer. Raises CheckpointError, OSError.
+    Returns a number; every incarnation (rpc/lifecycle/incarnations.py) of this attempt is above it. The number is at
+    least the newest writer in the checkpoint folder, which accepts no older learner. Raises CheckpointError, OSError.
     """
     if resumption is None:
         progress.say(f"run folder: {folder.path}")

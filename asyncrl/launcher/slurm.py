@@ -89,7 +89,7 @@ def resume_of(config: Config, given: str | None) -> str | None:
 
 
 def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: str = "") -> str:
-    """Return the batch script of a job that runs ``argv`` on its first node. ``options`` of sbatch override ours.
+    """Return the batch script of a job that runs ``argv`` on its first node. The user's ``options`` win.
 
     Raises UsageError.
     """
@@ -104,9 +104,9 @@ def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: st
     # Last, because sbatch takes the last of two lines that set the same option.
     lines += [f"#SBATCH {options}"] if options else []
     text = SCRIPT.read_text()
-    first, *directives = [line for line in text.splitlines() if line.startswith(("#!", "#SBATCH "))]
-    given = [line for line in directives if not line.removeprefix("#SBATCH ").startswith(OF_THE_JOB)]
-    header = [first, f"#SBATCH --job-name={config.run.name}", f"#SBATCH --nodes={nodes}", *given]
+    interpreter, *directives = [line for line in text.splitlines() if line.startswith(("#!", "#SBATCH "))]
+    kept = [line for line in directives if not line.removeprefix("#SBATCH ").startswith(OF_THE_JOB)]
+    header = [interpreter, f"#SBATCH --job-name={config.run.name}", f"#SBATCH --nodes={nodes}", *kept]
     return "\n".join([*header, *lines, "", f"set -- {shlex.join(argv)}", "", text[text.index(BODY_BEGINS) :]])
 
 
@@ -136,14 +136,15 @@ def gpus_of_a_node(config: Config, nodes: int) -> int | None:
         # The job asks for GPUs that no engine shares with a rank.
         config = config.model_copy(update={"placement": PlacementConfig(share="never")})
     learner, rollout = config.learner, config.rollout
-    each = rollout.gpus_per_replica if rollout.traits.gpus else 0
-    if each is None or (learner.backend != "sim" and learner.device == "auto" and not each):
+    gpus_each = rollout.gpus_per_replica if rollout.traits.gpus else 0
+    if gpus_each is None or (learner.backend != "sim" and learner.device == "auto" and not gpus_each):
         # auto: engines and learner use GPUs if the host has some.
         return None
     ranks = learner.ranks if learner.backend != "sim" and learner.device != "cpu" else 0
-    total = ranks + rollout.replicas * each
+    total = ranks + rollout.replicas * gpus_each
     if config.placement.share in ("always", "time_slice"):
-        total = max(ranks, rollout.replicas * each)
+        # Ranks and engines use the same GPUs.
+        total = max(ranks, rollout.replicas * gpus_each)
     # Try from an even share of the GPUs, rounded up, to all of them on one node.
     for count in range(-(-total // nodes), total):
         if _processes_by_node(config, nodes, count) is not None:
@@ -154,22 +155,26 @@ def gpus_of_a_node(config: Config, nodes: int) -> int | None:
 def _processes_by_node(config: Config, nodes: int, gpus: int) -> list[int] | None:
     """Place the actors on ``nodes`` nodes with ``gpus`` GPUs each, and return the number of processes on each node.
 
-    Returns None if the actors do not fit.
+    The processes are the actors, the reward workers, and the episode workers, unless episodes are commands. Returns
+    None if the actors do not fit.
     """
     hosts = [PlacementHost(name=str(node), cpus=1, gpus=tuple(map(str, range(gpus)))) for node in range(nodes)]
     try:
         placed = place(with_episode_hosts(config, hosts), hosts)
     except ConfigError:
         return None
-    names = [actor.host for actor in placed]
-    names += [actor.host for actor in placed if role_of(actor.name) == "reward"] * config.reward.workers
+    process_hosts = [actor.host for actor in placed]
+    process_hosts += [actor.host for actor in placed if role_of(actor.name) == "reward"] * config.reward.workers
     episodes = [actor.host for actor in placed if role_of(actor.name) == "episodes"]
-    names += episodes * (0 if config.episode.kind == "command" else config.episode.workers)
-    return [names.count(host.name) for host in hosts]
+    process_hosts += episodes * (0 if config.episode.kind == "command" else config.episode.workers)
+    return [process_hosts.count(host.name) for host in hosts]
 
 
 def _resource_options(config: Config, nodes: int, options: str) -> list[str]:
-    """Return the options of sbatch that request GPUs and CPUs, unless the user's own options set them."""
+    """Return the options of sbatch that request GPUs and CPUs, unless the user's own options set them.
+
+    Returns no options if the configuration uses no GPUs, or does not say whether it does.
+    """
     requested, gpus = _requested_by_user(options, os.environ), gpus_of_a_node(config, nodes)
     if not gpus:
         return []

@@ -125,7 +125,7 @@ class Learner(Actor):
             self._rank_0.preempt()
 
     async def close(self) -> None:
-        # ``setup`` may have failed at any point: close the parts that it made.
+        # ``setup`` may have failed at any point, so close only the parts that exist.
         if self._backend is not None:
             self._backend.interrupt()
             await self._on_thread(self._backend.stop)
@@ -148,9 +148,9 @@ class Learner(Actor):
 
     @handler
     def deliver(self, request: Deliver, caller: Caller) -> Delivered:
-        """Take a group, once. Raises NotLeased.
+        """Take a group, once. Raises NotLeased if the seal of its lease is not for this caller.
 
-        Acknowledged means in memory, not durable.
+        The reply acknowledges that the group is in memory, not that it is durable.
         """
         group, key = request.group, self.context.credentials.seal_key
         if key and not fits(key, group.lease, caller.name, caller.incarnation):

@@ -1,7 +1,8 @@
 """The learner's calls to the controller; each is repeated until the controller or its successor answers.
 
-A generation of the learner is one start of all its ranks; its number is their incarnation. The store is where they meet
-(torch.distributed). Invariant: a rank joins the store of its own generation, even if the controller knows others.
+A generation of the learner is one start of all its ranks; its number is the incarnation of the ranks. The ranks meet in
+a store of torch.distributed. Invariant: a rank joins the store of its own generation, even if the controller knows
+other generations.
 
 Fails with RemoteError when the controller refuses, and with DeadlineExceeded when rank 0 is not found in time. Fails
 with Refused when rank 0 is of a newer generation: this rank must start again.
@@ -57,7 +58,7 @@ class ControllerLink:
 
 
 def store_of(rank_0: ActorRecord, generation: int) -> tuple[str, int]:
-    """Host and port of the store in the record of ``rank_0``. Raises Refused if that is of another generation."""
+    """Host and port of the store in the record ``rank_0``. Raises Refused if the record is of another generation."""
     if rank_0.incarnation != generation:
         raise Refused(RANK_0, "incarnation", ours=str(generation), theirs=str(rank_0.incarnation))
     return rank_0.facts["store_host"], rank_0.facts["store_port"]

@@ -3,8 +3,8 @@
 The order of a run: warm steps, the first version, the state of the run for the dataloader, the steps. Then come the
 last evaluations, the last checkpoint and the exported model, and the report of the end.
 
-Fails with CannotLearn when there is no signal; no trained step is lost then. Other errors end the process, and all
-ranks start again.
+Fails with CannotLearn when there is no signal, after the last checkpoint if the run writes any. An error that is not
+``restartable`` (core/errors.py) ends the run. After any other error all ranks start again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Rank0:
     intake: Intake
     lines: StepLines
     deliveries: Deliveries
-    """These exist once ``setup`` has returned."""
+    """This and the three above exist once ``setup`` has returned."""
 
     def __init__(self, actor: Actor, backend: Backend, thread: ThreadPoolExecutor, controller: ControllerLink) -> None:
         self._actor, self._backend, self._thread, self._controller = actor, backend, thread, controller
@@ -69,11 +69,12 @@ class Rank0:
         self._group_log, self._grace_watch = GroupLog(actor.name), GraceWatch(actor.config)
 
     async def setup(self) -> None:
-        """Meet the other ranks, restore the newest checkpoint, and make all objects. Fails as Backend.setup and
-        NewestWholeSearch do.
+        """Meet the other ranks, restore the newest checkpoint, and make all objects.
+
+        Fails as VersionNumbers, Backend.setup and NewestWholeSearch do.
         """
         actor, config, services = self._actor, self._config, self._services
-        # Before anything slow, because no version can be published without the numbers.
+        # First, because no version can be published without the numbers: a failure must come before slow work.
         numbers = await self._on_thread(self._read_numbers)
         start = await self._on_thread(numbers.begin)
         if numbers.problem:
@@ -266,7 +267,7 @@ class Rank0:
     def _restore_groups(self, restored: Contents | None, origin: Origin) -> IntakeState | None:
         """The state of the intake in a checkpoint; None without one.
 
-        If the configuration changed so that its groups no longer fit, they are dropped and generated again.
+        If the groups depend on something that has changed, they are dropped, and their prompts are generated again.
         """
         if restored is None:
             self._group_log.write(RESTORED, step=0, uids=[])
@@ -274,7 +275,7 @@ class Rank0:
         state, log = restored.state, self._services.log
         buffered, filtered = restored.buffered, restored.filtered
         failed, lengths = state.quarantined, list(state.delivered_lengths)
-        # This holds also after a crash, until there is a checkpoint of this configuration.
+        # Also after a crash, until a checkpoint of this configuration exists.
         if reason := state.origin.compare(self._config, origin).gives_back:
             log.info("does not restore the groups of the checkpoint", groups=len(buffered), reason=reason)
             self._services.counters.add("groups/given_back", len(buffered))
@@ -311,7 +312,7 @@ class Rank0:
         try:
             await training.run()
         except CannotLearn:
-            # No trained step may be lost.
+            # No trained step may be lost. ``preempted=True`` only leaves out the export.
             await self._final_writes.begin(preempted=False)
             await self._finish(preempted=True)
             raise
@@ -325,7 +326,7 @@ class Rank0:
                 text = "the last evaluations were given up: the run was preempted"
                 self._services.notify("last evaluations", text)
                 if not config.checkpoint.every_versions:
-                    # With checkpoint.every_versions the call above began it, and no step was trained since.
+                    # With checkpoint.every_versions the call above began the last checkpoint already.
                     await self._final_writes.begin(preempted=True)
         failure = await self._finish(preempted=preempted)
         await self._controller.report(RunFinished(preempted=preempted, failure=failure))
@@ -367,7 +368,7 @@ class Rank0:
             self.deliveries.notify([*self.deliveries.learning.after_step(line), *self._grace_watch.after_step(line)])
 
     def _lines_waiting(self, lost: int, error: OSError | None) -> None:
-        """Notify the user of lines that are lost, wait for room, or were written late."""
+        """Notify the user of lines: ``lost`` lines are lost, or lines wait because of ``error``, or all are written."""
         files = "metrics.jsonl, quarantine.jsonl or samples/"
         where = f": {in_words(error, self._run_dir)}" if error is not None else ""
         if lost:
@@ -385,7 +386,7 @@ class Rank0:
 
     def _call_dataloader(self, request: Request, patience: float = 1.0) -> asyncio.Future[Any]:
         timeout_s = self._config.network.call_timeout_s
-        # A call with more patience fails early if the dataloader stops confirming that it works on it.
+        # A call with more patience fails early if the dataloader no longer confirms that it works on the call.
         silence = timeout_s if patience > 1.0 else math.inf
         return self._actor.peer(DATALOADER).call(request, patience * timeout_s, silence=silence)
 

@@ -45,7 +45,7 @@ class Resolved(Message, frozen=True, kw_only=True):
 
 
 class Resolve(Request, frozen=True, kw_only=True):
-    """Anyone to controller: find an actor. Parked until it is registered with a larger incarnation than ``above``."""
+    """Actor or agent to controller: find an actor. Parked until its incarnation is larger than ``above``."""
 
     reply = Resolved
     senders = MEMBERS
@@ -148,7 +148,7 @@ class RunState(Message, frozen=True, kw_only=True):
 
 
 class WatchRun(Request, frozen=True, kw_only=True):
-    """Anyone to controller, parked until the run's state is newer than ``seen``.
+    """Actor or agent to controller, parked until the run's state is newer than ``seen``.
 
     One more ready actor alone does not count as newer, unless ``seen_line`` is given.
     """

@@ -124,7 +124,7 @@ class Members(Message, frozen=True, kw_only=True):
 
 
 class WatchMembers(Request, frozen=True, kw_only=True):
-    """Anyone to controller, parked until Members has another number than ``seen``."""
+    """Actor, agent or launcher to controller, parked until Members has another number than ``seen``."""
 
     reply = Members
     senders = MEMBERS | LAUNCHER

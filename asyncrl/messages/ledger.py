@@ -80,29 +80,29 @@ class IndexSet:
         return found
 
     def __contains__(self, value: int) -> bool:
-        at = (value - self.below) >> 3
-        return at < 0 or (at < len(self.bits) and bool(self.bits[at] >> (value & 7) & 1))
+        byte = (value - self.below) >> 3
+        return byte < 0 or (byte < len(self.bits) and bool(self.bits[byte] >> (value & 7) & 1))
 
     def __len__(self) -> int:
         return self.below + int.from_bytes(self.bits, "little").bit_count()
 
     def among(self, values: np.ndarray) -> np.ndarray:
         """Whether each of these values is in the set: int64 [N] to bool [N]."""
-        at = (values - self.below) >> 3
-        found: np.ndarray = at < 0
-        marked = ~found & (at < len(self.bits))
+        byte = (values - self.below) >> 3
+        found: np.ndarray = byte < 0
+        marked = ~found & (byte < len(self.bits))
         if marked.any():
-            bits = np.frombuffer(self.bits, np.uint8)[at[marked]]
+            bits = np.frombuffer(self.bits, np.uint8)[byte[marked]]
             found[marked] = bits >> (values[marked] & 7).astype(np.uint8) & 1
         return found
 
     def add(self, value: int) -> None:
         """Add a value that is not in the set."""
         assert value not in self, f"{value} is in the set already"
-        at = (value - self.below) >> 3
-        if at >= len(self.bits):
-            self.bits.extend(bytes(at + 1 - len(self.bits)))
-        self.bits[at] |= 1 << (value & 7)
+        byte = (value - self.below) >> 3
+        if byte >= len(self.bits):
+            self.bits.extend(bytes(byte + 1 - len(self.bits)))
+        self.bits[byte] |= 1 << (value & 7)
         self._advance()
 
     def copy(self) -> IndexSet:
@@ -219,17 +219,17 @@ class Ledger:
         concluded = self._of_epoch(epoch)
         return 0 if concluded is None else len(concluded)
 
-    def _at(self, epoch: int) -> int:
+    def _run_index(self, epoch: int) -> int:
         """Return the index of the run that holds this epoch, or else of the last run before it; -1 without either."""
         return bisect_right(self._runs, epoch, key=lambda run: run.first) - 1
 
     def _of_epoch(self, epoch: int) -> IndexSet | None:
-        at = self._at(epoch)
+        at = self._run_index(epoch)
         return self._runs[at].concluded if at >= 0 and epoch < self._runs[at].end else None
 
     def _isolate(self, epoch: int) -> int:
         """Split or insert runs so that one run holds this epoch alone. Returns the index of that run."""
-        at = self._at(epoch)
+        at = self._run_index(epoch)
         if at < 0 or epoch >= self._runs[at].end:
             self._runs.insert(at + 1, _EpochRun(epoch, epoch + 1, IndexSet()))
             return at + 1
@@ -237,7 +237,7 @@ class Ledger:
         if run.end - run.first == 1:
             return at
         parts = [(run.first, epoch), (epoch, epoch + 1), (epoch + 1, run.end)]
-        self._runs[at : at + 1] = [_EpochRun(*part, run.concluded.copy()) for part in parts if part[0] < part[1]]
+        self._runs[at : at + 1] = [_EpochRun(first, end, run.concluded.copy()) for first, end in parts if first < end]
         # The run of the epoch comes after the part before it, if there is such a part.
         return at + (run.first < epoch)
 
@@ -250,8 +250,8 @@ class Ledger:
 def _run_of(item: ConcludedEpochs) -> _EpochRun:
     """Make a run from its message. Raises ValueError if the set is not in canonical form."""
     bits = item.bits
-    ragged = bits.startswith(b"\xff") or bits.endswith(b"\0") or item.below % 8 or not (bits or item.below)
-    if ragged or item.first < 0 or item.epochs < 1 or (item.epochs > 1 and len(bits) > 1):
+    is_malformed = bits.startswith(b"\xff") or bits.endswith(b"\0") or item.below % 8 or not (bits or item.below)
+    if is_malformed or item.first < 0 or item.epochs < 1 or (item.epochs > 1 and len(bits) > 1):
         raise ValueError(f"not the prompts of {item.epochs} epochs from {item.first} on")
     return _EpochRun(item.first, item.first + item.epochs, IndexSet(item.below, bytearray(bits)))
 

@@ -74,7 +74,8 @@ class BadOutcome(ValueError):
 def read_outcome(value: Any) -> Outcome:
     """Check one returned value, and read the reward and its components from it. Raises BadOutcome.
 
-    A number is the reward. A mapping has components: the reward is its "reward" if it has one, else their sum.
+    A number is the reward. A mapping has components: the reward is the value of "reward", which is no component, or
+    without it the sum of the components.
     """
     # Shortcut for the common case; NaN fails the comparison.
     if type(value) is float and -LARGEST <= value <= LARGEST:
@@ -124,7 +125,7 @@ def read_outcomes(value: Any, count: int) -> list[Outcome]:
 
 
 def read_number(value: Any, verb: str, whole: Any = None) -> float:
-    """Convert a value to a float, which must be finite and at most LARGEST. Raises BadOutcome.
+    """Convert a value to a float, which must be finite, with a magnitude of at most LARGEST. Raises BadOutcome.
 
     ``verb`` begins the error's text, as "returned"; ``whole`` is the mapping that contains the value, if any.
     """

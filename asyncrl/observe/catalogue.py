@@ -39,8 +39,8 @@ class Metric(NamedTuple):
     """The actors that have the metric; for a key of metrics.jsonl the kinds of lines that have it."""
     text: str
     edges: tuple[float, ...] = ()
-    """Upper edges of a histogram's buckets. A value equal to an edge is in the bucket below it. One more bucket, above
-    the last edge, is open."""
+    """Upper edges of a histogram's buckets. A value equal to an edge is in the bucket below that edge. One more bucket,
+    above the last edge, is open."""
 
 
 _metrics: dict[str, Metric] = {}
@@ -71,7 +71,7 @@ class Declaring:
 
 @cache
 def _import_declarations() -> None:
-    """Import ``metrics.py`` of each role's folder, once."""
+    """Import ``metrics.py`` of asyncrl/rpc and of each role's folder, once."""
     folders = (role.implementation.partition(":")[0].removesuffix(".actor") for role in ROLES.values())
     for name in (f"{folder}.metrics" for folder in ("asyncrl.rpc", *folders)):
         try:
@@ -100,7 +100,9 @@ def find(name: str) -> Metric | None:
         return metric
     group, _, rest = name.partition("/")
     if group == "eval":
-        number, _, member = rest.partition("/")[2].partition("/")
+        # The form is eval/EVALUATION/NUMBER, or eval/EVALUATION/NUMBER/MEMBER.
+        _, _, rest = rest.partition("/")
+        number, _, member = rest.partition("/")
         return _metrics.get(f"eval/*/{number}/*" if member else f"eval/*/{number}")
     return next((metric for metric in _families() if name.startswith(metric.name[:-1])), None)
 
@@ -114,7 +116,7 @@ def edges_of(name: str) -> tuple[float, ...]:
 def quantile(counts: list[int], edges: tuple[float, ...], share: float) -> float | None:
     """Return the upper edge of the bucket that holds the quantile ``share`` (0 to 1).
 
-    ``counts`` are the values in each bucket. Returns inf for the open bucket, and None without values.
+    ``counts`` has the number of values in each bucket. Returns inf for the open bucket, and None without values.
     """
     total = sum(counts)
     if not total:

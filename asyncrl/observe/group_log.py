@@ -3,7 +3,8 @@
 A line has the fields of every log line (actor, event, level info, timestamp), and ``uid`` or ``uids``. It bypasses
 structlog, which takes ten times as long: a simulated cluster on a laptop writes hundreds of these lines a second.
 
-Nothing is written if the log is not set up or its level is above info. A line that cannot be written is lost.
+Nothing is written if the log is not set up or its level is above info. A line that cannot be written waits in memory
+(logging.py).
 """
 
 from __future__ import annotations

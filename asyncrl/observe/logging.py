@@ -47,15 +47,15 @@ def configure_logging(level: str) -> None:
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
-            # Before the timestamp, which the text for the listener does not have.
-            _pass_on,
+            # This processor comes before the timestamp, which the text for the listener does not have.
+            _pass_to_listener,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            # Without the values of local variables, because some are secret keys.
+            # Leave out the values of local variables, because some are secret keys.
             structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False)),
             structlog.processors.JSONRenderer(default=str),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_level),
-        # One writer for all loggers of the process, so that it counts all lost lines.
+        # All loggers of the process share one writer, which counts all lost lines.
         logger_factory=lambda *_: _lines,
         cache_logger_on_first_use=True,
     )
@@ -67,7 +67,7 @@ def listen(listener: Callable[[str, str], None]) -> None:
     _listener = listener
 
 
-def _pass_on(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def _pass_to_listener(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Give the listener the text of a warning or an error; returns the line unchanged. A processor of structlog."""
     if _listener is not None and line["level"] not in QUIET:
         facts = [
@@ -100,7 +100,7 @@ def write_line(line: str) -> None:
 def write_text(text: str) -> None:
     """Write text for people, such as stacks, to standard error as it is. On an error the rest of it is lost.
 
-    Not through ``sys.stderr``: after a full disk its buffer keeps the text, and fails again when the process ends.
+    It bypasses ``sys.stderr``: after a full disk its buffer keeps the text, and fails again when the process ends.
     """
     rest = text.encode(errors="replace")
     with contextlib.suppress(OSError):
@@ -112,7 +112,8 @@ class _Lines:
     """Writes each line with one system call, so that lines of several threads and processes do not mix."""
 
     def __init__(self) -> None:
-        self._torn = b""
+        self._prefix = b""
+        """A newline if the last write tore its line, else empty."""
         self._kept = KeptWrites(MOST_BYTES)
         # Reentrant: a signal handler may log while its thread writes a line.
         self._writing = threading.RLock()
@@ -127,12 +128,13 @@ class _Lines:
             self._kept.add(partial(self._write, line), len(line))
 
     def _write(self, line: bytes) -> None:
-        written = os.write(STANDARD_ERROR, self._torn + line)
-        if written < len(self._torn + line):
-            # The full disk took only the beginning of the line. The whole line follows later, after a newline.
-            self._torn = b"\n"
+        """Write a line with one system call, or raise OSError so that ``_kept`` writes the whole line again later."""
+        written = os.write(STANDARD_ERROR, self._prefix + line)
+        if written < len(self._prefix + line):
+            # The full disk took only the beginning of the line: the next write ends this torn line first.
+            self._prefix = b"\n"
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._torn = b""
+        self._prefix = b""
 
     log = debug = info = warn = warning = msg
     fatal = failure = err = error = critical = exception = msg

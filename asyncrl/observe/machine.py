@@ -1,13 +1,14 @@
 """Measures the *vital signs* of a process: event loop, processors, memory, GPUs. Linux.
 
 The *family* of a process is the process and its descendants. Invariant: a read opens one file under /proc for each
-process of the family. Every LOOK_S a search for new members opens one file for each of their threads. A process that
-ends during a read counts as 0, and so does a new process with its pid. A separate thread asks NVML for GPUs, because a
-broken driver may not answer. NVML is loaded only if CUDA_VISIBLE_DEVICES is set.
+process of the family. Every LOOK_S a search for new members opens one file for each thread of the family. A process
+that ends during a read counts as 0. A new process with the same pid counts as 0 until the next search. A separate
+thread asks NVML for GPUs, because a broken driver may not answer. ``GpuWatch`` loads NVML only if CUDA_VISIBLE_DEVICES
+is set.
 
-A timer of its own measures the lag of the event loop every PROBE_S. A lag counts for each probe that it delayed. The
-loop's busy share follows from the processor time of its thread. The heartbeat's thread reads both, so they are known
-even while the loop is blocked.
+A separate timer measures the lag of the event loop every PROBE_S. A lag counts once for each probe that it delayed. The
+loop's busy share follows from the processor time of its thread. The heartbeat's thread reads lag and busy share, so
+both are known even while the loop is blocked.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class ProcessTimes:
     def read(self) -> tuple[float, int]:
         """Returns the mean number of cores used since the last call, and the resident bytes now.
 
-        A new process counts from the first search that finds it, at most LOOK_S after its start.
+        A new process counts from the first search that finds it. The first read after LOOK_S searches.
         """
         now = time.monotonic()
         searches = now >= self._next_search
@@ -61,6 +62,7 @@ class ProcessTimes:
                 continue
             started, cpu_s, resident = found
             process = (pid, started)
+            # Between searches, a process that is not known has taken over the pid of a process of the family.
             if searches or process in before:
                 self._cpu_s[process] = cpu_s
                 used += max(0.0, cpu_s - before.get(process, cpu_s))
@@ -91,7 +93,7 @@ def _usage(pid: int) -> tuple[int, float, int] | None:
     """(start (ticks), processor time (s), resident bytes) of one process, from proc(5); None if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # Split behind the name of the process, which is in parentheses and may hold anything.
+            # The name of the process is in parentheses and may hold anything, so the fields begin after the last one.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -140,7 +142,7 @@ def read_gpu(word: str) -> Gpu | None:
     """Read a GPU, an entry of CUDA_VISIBLE_DEVICES; None if the driver does not answer. May take a second."""
     nvml = _open_nvml()
     handle = _handle(nvml, word) if nvml is not None else None
-    return _read_gpu(nvml, 0, handle) if nvml is not None and handle is not None else None
+    return _read_gpu(nvml, index=0, handle=handle) if nvml is not None and handle is not None else None
 
 
 def _open_nvml() -> ctypes.CDLL | None:
@@ -190,7 +192,8 @@ class Vitals:
 
 
 class VitalSigns:
-    """Measures the vital signs. Make it in the thread of the running event loop ``loop``, and ``stop`` it."""
+    """Measures the vital signs of this process. Create it in the thread of the running event loop ``loop``, because it
+    reads the processor time of that thread; call ``stop`` at the end."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, histograms: Histograms, interval_s: float, *, family: bool
@@ -198,14 +201,17 @@ class VitalSigns:
         """``family``: descendants count as part of the process. ``interval_s`` is the time between GPU readings."""
         self._loop, self._histograms = loop, histograms
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
-        self._busy, self._at = time.clock_gettime(self._clock), time.monotonic()
+        self._loop_cpu_s, self._taken_at = time.clock_gettime(self._clock), time.monotonic()
+        """Processor time of the loop's thread (s), and time (``time.monotonic``, s), at the last ``take``."""
         self._times = ProcessTimes(family=family)
         self._gpus = GpuWatch(interval_s)
-        self._largest = 0.0
+        self._largest_lag_s = 0.0
+        """Largest lag of a probe since the last ``take``."""
         self._stopped = False
         self._due = loop.time() + PROBE_S
-        self._expected = self._at + PROBE_S
-        """Time (``time.monotonic``, s) at which the next probe is due."""
+        """Time (``loop.time``, s) at which the next probe is due."""
+        self._due_monotonic = self._taken_at + PROBE_S
+        """The same by ``time.monotonic``, because some loops do not advance ``loop.time`` while they are blocked."""
         self._timer = loop.call_at(self._due, self._probe)
 
     def stop(self) -> None:
@@ -218,17 +224,16 @@ class VitalSigns:
         """Returns the vital signs since the last call. Only one thread at a time may call it."""
         cpu, rss_bytes = self._times.read()
         now = time.monotonic()
-        elapsed, self._at = now - self._at, now
-        busy = self._busy
-        # The clock of a thread that has ended cannot be read.
+        elapsed, self._taken_at = now - self._taken_at, now
+        earlier_cpu_s = self._loop_cpu_s
+        # After ``stop`` the loop's thread may have ended, and then its clock cannot be read.
         if not self._stopped:
-            self._busy = time.clock_gettime(self._clock)
-        largest, self._largest = self._largest, 0.0
-        # Not by ``loop.time``, which some loops do not advance while they are blocked.
-        lasting = 0.0 if self._stopped else max(0.0, now - self._expected)
+            self._loop_cpu_s = time.clock_gettime(self._clock)
+        largest_lag_s, self._largest_lag_s = self._largest_lag_s, 0.0
+        present_lag_s = 0.0 if self._stopped else max(0.0, now - self._due_monotonic)
         return Vitals(
-            loop_lag_s=max(largest, lasting),
-            loop_busy=min(1.0, (self._busy - busy) / elapsed) if elapsed > 0 else 0.0,
+            loop_lag_s=max(largest_lag_s, present_lag_s),
+            loop_busy=min(1.0, (self._loop_cpu_s - earlier_cpu_s) / elapsed) if elapsed > 0 else 0.0,
             cpu=cpu,
             rss_bytes=rss_bytes,
             gpus=self._gpus.newest,
@@ -238,8 +243,8 @@ class VitalSigns:
         """Measure by how much this timer is late, count that as the lag of the event loop, and set the next timer."""
         now = self._loop.time()
         late = max(0.0, now - self._due)
-        self._largest = max(self._largest, late)
+        self._largest_lag_s = max(self._largest_lag_s, late)
         self._histograms.observe(LAG, late, 1 + int(late / PROBE_S))
         self._due = now + PROBE_S
-        self._expected = time.monotonic() + PROBE_S
+        self._due_monotonic = time.monotonic() + PROBE_S
         self._timer = self._loop.call_at(self._due, self._probe)

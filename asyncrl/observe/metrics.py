@@ -1,8 +1,8 @@
 """The metrics of one actor: counters and gauges by name, and histograms with fixed buckets.
 
 Invariant: a name that is not declared (catalogue.py) raises AssertionError if ``strict`` is set, as in the tests;
-otherwise it counts like any other. A histogram must be declared, because the declaration has its buckets. Other threads
-may read.
+otherwise it counts like any other. A histogram must always be declared, because the declaration has its buckets: else
+it raises KeyError. Other threads may read.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Histograms:
 
     def _begin(self, name: str) -> list[int]:
         check_name(name, "histogram")
-        # Before the counts, because another thread reads the sum of each histogram that has counts.
+        # Set the sum before the counts, because another thread reads the sum of each histogram that has counts.
         self._sums[name], self._edges[name] = 0.0, edges_of(name)
         counts = self._counts[name] = [0] * (len(self._edges[name]) + 1)
         return counts

@@ -1,8 +1,8 @@
 """Lines of metrics.jsonl: checking, reading, and the lines that a restarted learner voids.
 
-``start`` of a line numbers the starts of the learner. Invariant of an accepted line: ``step``, ``start`` and
-``weights/version`` are whole numbers, and ``kind`` is text. Each other value is a number that fits into a float, true,
-false or null. Keys without a slash and those of weights/ may have text.
+``start`` of a line numbers the starts of the learner. Invariant of a valid line: ``step``, ``start`` and
+``weights/version`` are whole numbers from -1 on, and ``kind`` is text. Each other value is a number that fits into a
+float, true, false or null. A key without a slash, or a key of weights/, may also have text.
 """
 
 from __future__ import annotations
@@ -109,13 +109,15 @@ def component_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
 def served_versions(line: Line) -> tuple[int, int] | None:
     """Return the oldest and the newest policy version that sampled the responses of an eval line; None if unknown.
 
-    They may be older than the line's step, at which the round of evaluation was complete.
+    An eval line has one evaluation. The versions may be older than the line's step, because that is the step at which
+    the round of evaluation was complete.
     """
     newest = line.get("weights/version")
-    oldest = [number_in(line, key) for key in line if key.startswith("eval/") and key.endswith("/version_min")]
-    if not isinstance(newest, int) or newest < 0 or not oldest or oldest[0] is None:
+    minima = (number_in(line, key) for key in line if key.startswith("eval/") and key.endswith("/version_min"))
+    oldest = next(minima, None)
+    if not isinstance(newest, int) or newest < 0 or oldest is None:
         return None
-    return min(newest, int(oldest[0])), newest
+    return min(newest, int(oldest)), newest
 
 
 def versions_in_words(line: Line) -> str:
@@ -132,7 +134,7 @@ def without_first(train: Sequence[Line]) -> list[Line]:
 
     The time of such a step includes waiting for engines and evaluations.
     """
-    return [line for before, line in pairwise(train) if line.get("start") == before.get("start")]
+    return [line for previous, line in pairwise(train) if line.get("start") == previous.get("start")]
 
 
 def is_voided(line: Line, by: Line) -> bool:
@@ -148,20 +150,21 @@ def is_voided(line: Line, by: Line) -> bool:
 def read_metrics(
     path: Path, kinds: Collection[str] | None = None, of_updates: Collection[str] | None = None
 ) -> list[Line]:
-    """Read the valid lines of a metrics file; empty if there is no file.
+    """Read the valid lines of a metrics file, without voided lines (is_voided); empty if there is no file.
 
-    ``kinds`` selects the kinds of lines. ``of_updates`` selects the keys that are kept of update lines, which are many
-    in a large run. Voided lines (is_voided) and invalid ones are left out.
+    ``kinds`` selects the kinds of lines; None selects all. ``of_updates`` saves memory, because a large run has many
+    update lines: these keep only kind, step, start and the keys in ``of_updates``. None keeps all keys.
     """
     if not path.exists():
         return []
     lines: list[Line] = []
-    newest = 0
+    newest_start = 0
     with path.open("rb") as file:
         for line in filter(None, map(parse_line, file)):
             kind, start = line.get("kind"), line.get("start", 0)
-            if kind == "train" and start > newest:
-                newest = start
+            # The first train line of a start has its lowest step, so later lines of this start void nothing more.
+            if kind == "train" and start > newest_start:
+                newest_start = start
                 lines = [other for other in lines if not is_voided(other, line)]
             if kind == "update" and of_updates is not None:
                 line = {key: line[key] for key in ("kind", "step", "start", *of_updates) if key in line}

@@ -67,7 +67,7 @@ def sample_lines(group: SampleGroup) -> list[SampleLine]:
 
 
 def sample_page(groups: Sequence[SampleGroup]) -> list[str]:
-    """Show the groups one below the other, as indented lines of text, up to LONGEST_PAGE."""
+    """Show the groups one below the other, as indented lines of text, up to LONGEST_PAGE; the first in any case."""
     page: list[str] = []
     size = 0
     for number, group in enumerate(groups):
@@ -131,8 +131,8 @@ def _shared_messages(trajectories: Sequence[SampleTrajectory]) -> int:
     conversations = [trajectory.messages for trajectory in trajectories]
     shortest = min((len(each) for each in conversations), default=0)
     for at in range(shortest):
-        first = conversations[0][at]
-        if _role(first) == "assistant" or any(each[at] != first for each in conversations):
+        message = conversations[0][at]
+        if _role(message) == "assistant" or any(each[at] != message for each in conversations):
             return at
     return shortest
 
@@ -171,7 +171,7 @@ def _role(message: Any) -> str:
 
 
 def _content(content: Any) -> str:
-    """Return a message's content as text: of a list, one line for each part; a part that is no text becomes JSON."""
+    """Return a message's content as text. A list gives a line for each part; a part that is not text becomes JSON."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
@@ -205,7 +205,7 @@ def _short(text: str) -> str:
 
 
 def _text(text: str, indent: int) -> list[SampleLine]:
-    """Make the lines of a text. Beyond LONGEST_TEXT only its beginning and its end, with a note between them."""
+    """Make the lines of a text. Beyond LONGEST_TEXT a note takes the place of its middle."""
     left_out = len(text) - LONGEST_TEXT
     if left_out <= 0:
         return _lines(text, indent)

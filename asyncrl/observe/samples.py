@@ -1,11 +1,11 @@
 """The files in RUN/samples: their names, and the newest groups in them.
 
 Each line is the text of one prompt group, as the learner writes it (learner/metrics/records.py). Groups are of three
-kinds: trained, filtered, or of an evaluation. ``step`` of a trained group is its own step; for the other kinds it is
-the last step that was trained before.
+kinds: trained, filtered, or of an evaluation. ``step`` of a trained group is the step that trained it. For the other
+kinds it is the last step that was trained before.
 
-Invariant: a reader opens only the files that it needs, the newest first, and holds no more than one file. A line that
-is torn, damaged or too long is skipped. Raises OSError if the folder cannot be read.
+Invariant: a reader opens only the files that it needs, one at a time, the newest first. A line that is torn, damaged or
+too long is skipped. Raises OSError if the folder or a file cannot be read.
 """
 
 from __future__ import annotations
@@ -109,11 +109,15 @@ def _files(folder: Path, choice: SampleChoice) -> list[Path]:
             and (choice.until is None or step <= choice.until)
         ):
             chosen.append((step, KINDS.index(kind), path))
+    # KINDS has the kinds in order of their time: trained first.
     return [path for _, _, path in sorted(chosen, reverse=True)]
 
 
 def _groups(path: Path) -> dict[str, SampleGroup]:
-    """Read the groups of a file by uid, in order. If a restarted learner repeated the step, only its groups stay."""
+    """Read the groups of a file by uid, in order; for a repeated uid, only its last group.
+
+    If a restarted learner trained the step again, only the groups of its newest start stay.
+    """
     groups: dict[str, SampleGroup] = {}
     for group in _lines(path):
         if group.kind == TRAINED and any(other.start < group.start for other in groups.values()):

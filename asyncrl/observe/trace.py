@@ -3,9 +3,9 @@
 A *span* is a time with a name and facts. A *track* does one thing at a time: the actor itself, a slot of an engine, a
 worker process, the steps of a learner. A new span ends the one before, so spans of a track never overlap.
 
-Invariants: at most ``kept`` ended spans of the last ``window_s`` seconds are kept, the newest ones. Times come from the
-monotonic clock with one offset to Unix time, so a set wall clock does not tear spans apart. Threads may share a trace;
-one thread at a time uses a track.
+Invariants: the trace keeps the newest ended spans, at most ``kept``, of the last ``window_s`` seconds. Times come from
+the monotonic clock plus an offset to Unix time. The offset is fixed at the start, so a change of the wall clock moves
+no span. Threads may share a trace; one thread at a time uses a track.
 
 The file has Chrome's trace event format, which Perfetto reads: ``X`` for an ended span, ``B`` for an open one.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from asyncrl.messages.monitor import TraceSpan
 
@@ -27,6 +27,8 @@ SPANS_OF_RUN = 262_144
 LEAST_SPANS_KEPT = 256
 """Number of spans that each actor may keep in any case: a few rounds of its slots."""
 Fact = str | int | float | bool
+_END: Final = 3
+"""Position of the end in a kept span (track, name, began, end, facts)."""
 
 # Positions of an actor's tracks in the view, from the top.
 STATES, STEPS, PHASES, CHECKPOINTS, WEIGHTS, FIRST_SLOT = 0, 1, 2, 3, 4, 100
@@ -62,7 +64,10 @@ class Track:
                 self._close(trace.now(), facts)
 
     def add(self, name: str, began: float, **facts: Fact) -> None:
-        """Add a span that began at ``began``, on the clock of the trace, and ends now. No span may be open."""
+        """Add a span from ``began``, on the clock of the trace, until now. No span may be open.
+
+        The span begins no earlier than the end of the last one, so that spans do not overlap.
+        """
         trace = self._trace
         if trace.on:
             with trace.lock:
@@ -81,7 +86,10 @@ class Track:
 
 
 class Trace:
-    """The timeline of an actor. ``now`` is monotonic, ``wall`` Unix time, both in seconds."""
+    """The timeline of an actor. ``now`` is a monotonic clock, ``wall`` Unix time, both in seconds.
+
+    With ``window_s`` 0 no span is kept.
+    """
 
     def __init__(
         self, now: Callable[[], float], wall: Callable[[], float], *, window_s: float, kept: int = SPANS_KEPT
@@ -105,8 +113,8 @@ class Trace:
 
     def keep(self, span: tuple[Track, str, float, float, dict[str, Fact]]) -> None:
         """Keep a span (track, name, began, end, facts) and drop those before the window. The caller holds the lock."""
-        spans, horizon = self._spans, span[3] - self._window_s
-        while spans and spans[0][3] < horizon:
+        spans, horizon = self._spans, span[_END] - self._window_s
+        while spans and spans[0][_END] < horizon:
             spans.popleft()
         spans.append(span)
 
@@ -117,8 +125,8 @@ class Trace:
         """
         with self.lock:
             horizon = self.now() - self._window_s
-            ended = [span for span in self._spans if span[3] >= horizon]
-            # Copies: a span gets more facts when it ends.
+            ended = [span for span in self._spans if span[_END] >= horizon]
+            # The facts are copied, because a span gets more facts when it ends.
             running = [
                 TraceSpan(track.name, track.order, open[0], open[1] + self._offset, -1.0, dict(open[2]))
                 for track in self._tracks.values()
@@ -130,7 +138,7 @@ class Trace:
             yield running[at : at + SPANS_IN_PART]
 
     def _span(self, track: Track, name: str, began: float, end: float, facts: dict[str, Fact]) -> TraceSpan:
-        # By subtraction of Unix times, so that began plus seconds is exactly the end.
+        # Unix times are subtracted, so that began plus seconds is exactly the end.
         since = began + self._offset
         return TraceSpan(track.name, track.order, name, since, (end + self._offset) - since, facts)
 
@@ -147,15 +155,16 @@ def _tid(pid: int, order: int) -> int:
 
 def process_events(pid: int, name: str) -> list[dict[str, Any]]:
     """Events that give an actor its name and place in the file."""
-    return _placing("process", pid, 0, name, pid)
+    return _place_events("process", pid, 0, name, pid)
 
 
 def track_events(pid: int, track: str, order: int) -> list[dict[str, Any]]:
     """Events that give a track its name and place in the file."""
-    return _placing("thread", pid, _tid(pid, order), track, order)
+    return _place_events("thread", pid, _tid(pid, order), track, order)
 
 
-def _placing(kind: str, pid: int, tid: int, name: str, place: int) -> list[dict[str, Any]]:
+def _place_events(kind: str, pid: int, tid: int, name: str, place: int) -> list[dict[str, Any]]:
+    """Make the metadata events of a process or a thread: its name, and its position from the top."""
     facts = {"name": {"name": name}, "sort_index": {"sort_index": place}}
     return [{"ph": "M", "name": f"{kind}_{what}", "pid": pid, "tid": tid, "args": args} for what, args in facts.items()]
 

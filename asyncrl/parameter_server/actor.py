@@ -91,7 +91,10 @@ class ParameterServer(Actor):
 
     @handler
     def publish(self, request: Publish, caller: Caller) -> Done:
-        """Hold a new version and offer it to replicas; a repeat changes nothing. Raises VersionReused."""
+        """Hold a new version and offer it to replicas; a repeat changes nothing.
+
+        Raises VersionReused, and WeightsCorrupt if a segment cannot be opened.
+        """
         manifest = request.manifest
         if not self._conductor.is_new(manifest.version):
             return Done()
@@ -106,9 +109,13 @@ class ParameterServer(Actor):
 
     @handler
     async def watch_published(self, request: WatchPublished, caller: Caller) -> Published:
-        """Park the call as long as the version, or a newer one, is held and not condemned."""
+        """Park the call as long as the version, or a newer one, is held and not condemned.
+
+        At the end of the parking time the answer is that it is held: ask again.
+        """
 
         def lost() -> Published | None:
+            """The answer if the version is lost; None to wait."""
             corrupt = request.version <= self._conductor.condemned
             held = request.version <= self._conductor.newest and not corrupt
             return None if held else Published(held=False, corrupt=corrupt)
@@ -206,10 +213,10 @@ class ParameterServer(Actor):
         return asyncio.get_running_loop().time()
 
     async def _answer(self, request: Request, caller: Caller, *, same_host: bool = False) -> Any:
-        """Pass a request to the conductor as a question, and park the call until it has an answer.
+        """Pass a request to the conductor as a question, and park the call until the question has an answer.
 
         Returns the empty reply, which means "ask again", if the caller's parking time is over or the caller has asked
-        something else since.
+        another question since. A cancelled call withdraws the question, which ends the replica's update.
         """
         question = self._conductor.ask(caller.name, caller.incarnation, request, self._now(), same_host=same_host)
         self._apply_effects()

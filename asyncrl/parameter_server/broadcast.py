@@ -9,12 +9,12 @@ At most one is under way. An epoch is the number of a process group: one exact s
 is never used for another set, nor again after its group broke: the old group's members may still have bytes on the
 wire. Rank 0 is the learner; the members' workers have the ranks from 1 on, in the order of the members' names.
 
-If a member dies, fails or does not pause in time, the broadcast ends for all. Before it has begun, the others resume
-and are members of the next broadcast. After that, the replicas that have not committed get the version by shm or
-stream, and are members again once they have committed.
+If a member dies, fails or does not pause in time, the broadcast ends for all. If it has not begun, the other members
+resume and are members of the next broadcast. If it has begun, the replicas that have not committed get the version by
+shm or stream, and are members again once they have committed.
 
-After a broadcast that broke, versions are left out (not broadcast) before the next attempt: 0, 1, 3, 7 and then 15.
-Each attempt pauses all members, in vain if no group can be formed.
+After a broadcast that broke, versions are left out (not broadcast) before the next attempt: 0 after the first break in
+a row, then 1, 3, 7 and at most 15. The reason: an attempt pauses all members, in vain if no group can be formed.
 """
 
 from __future__ import annotations
@@ -69,6 +69,10 @@ class _Broadcast:
         return self.announcement.version
 
     @property
+    def learner_name(self) -> str:
+        return self.learner[0]
+
+    @property
     def is_under_way(self) -> bool:
         return self.stage in (Stage.ANNOUNCED, Stage.BEGUN)
 
@@ -104,9 +108,9 @@ class BroadcastControl:
     def announce(self, learner: tuple[str, int], announcement: AnnounceBroadcast, newest: int, now: float) -> None:
         """Open a broadcast of the version that the learner announces, or decline it.
 
-        It is declined if the version is not new or is left out, or if another one is under way. It is also declined if
-        no replica can take part. A repeated announcement only takes the next steps. ``newest`` is the newest version
-        published.
+        It is declined if the version is not new or is left out, if another broadcast is under way, or if no replica can
+        take part. Each version that is left out brings the next attempt nearer. A repeated announcement only takes the
+        next steps. ``newest`` is the newest version published.
         """
         current, version = self._current, announcement.version
         if current is not None and current.version == version:
@@ -135,7 +139,7 @@ class BroadcastControl:
     def _open(
         self, learner: tuple[str, int], announcement: AnnounceBroadcast, members: list[Replica], now: float
     ) -> _Broadcast:
-        """Announce a broadcast to ``members``: assign ranks, and begin an epoch unless the group is the same."""
+        """Announce a broadcast to ``members``: assign ranks, and begin an epoch if the group is another or broke."""
         first_ranks, rank = {}, 1
         for replica in members:
             first_ranks[replica.name] = rank
@@ -185,14 +189,17 @@ class BroadcastControl:
     def left(self, name: str, incarnation: int, now: float) -> None:
         """Record that this incarnation of an actor is dead. If it is the learner, end its broadcast."""
         current = self._current
-        if current is not None and current.learner[0] == name and current.learner[1] <= incarnation:
+        if current is None:
+            return
+        learner_name, learner_incarnation = current.learner
+        if learner_name == name and learner_incarnation <= incarnation:
             self._end(f"{name} is gone", now)
             self._current = None
 
     def withdrew(self, name: str, now: float) -> None:
         """Record that a caller has cancelled its question; if it is the learner, call its broadcast off."""
         current = self._current
-        if current is not None and current.learner[0] == name and current.stage is Stage.ANNOUNCED:
+        if current is not None and current.learner_name == name and current.stage is Stage.ANNOUNCED:
             self._end(f"{name} has given it up", now)
 
     # --- the members ---
@@ -224,14 +231,14 @@ class BroadcastControl:
         if current.stage is Stage.BEGUN:
             if not self._replicas.count(Phase.RECEIVING):
                 current.stage, self._broken_in_a_row = Stage.OVER, 0
-                self._replicas.wake(current.learner[0])
+                self._replicas.wake(current.learner_name)
             return
         # It begins only while the learner waits for it; otherwise the members would stay paused for nothing.
-        if self._replicas.asks(current.learner[0]) and not self._replicas.count(Phase.ANNOUNCED):
+        if self._replicas.asks(current.learner_name) and not self._replicas.count(Phase.ANNOUNCED):
             for replica in list(self._replicas.of(Phase.PAUSED)):
                 self._replicas.move(replica, ReplicaEvent.BEGUN)
             current.stage, current.since = Stage.BEGUN, now
-            self._replicas.wake(current.learner[0])
+            self._replicas.wake(current.learner_name)
             self._replicas.counts["broadcasts_begun"] += 1
             self._replicas.note("broadcast begins", version=current.version, epoch=current.group.epoch)
 
@@ -261,14 +268,14 @@ class BroadcastControl:
         missing = list(self._replicas.of(Phase.ANNOUNCED))
         for replica in missing:
             self._replicas.move(replica, ReplicaEvent.OVERDUE)
-        names = ", ".join(replica.name for replica in missing) or current.learner[0]
+        names = ", ".join(replica.name for replica in missing) or current.learner_name
         within = f"within {self._weights.broadcast_timeout_s:g} s (weights.broadcast_timeout_s)"
         self._end(f"{names} did not come {within}", now)
 
     def _end(self, why: str, now: float) -> None:
         """End the broadcast early: call it off if it has not begun, else break it, and move all remaining members.
 
-        A member that caused this must have left the broadcast's phases before.
+        A member that caused the end must have left the broadcast's phases before. Does nothing if none is under way.
         """
         current = self._current
         assert current is not None
@@ -285,7 +292,7 @@ class BroadcastControl:
         for replica in list(self._replicas.of(*BROADCAST_PHASES)):
             self._replicas.move(replica, event)
         self._declined = max(self._declined, current.version)
-        self._replicas.wake(current.learner[0])
+        self._replicas.wake(current.learner_name)
         self._replicas.counts[f"broadcasts_{word}"] += 1
         self._replicas.note(
             f"broadcast {word.replace('_', ' ')}",

@@ -1,19 +1,20 @@
 """Decides on weight updates: which replica takes which version, by which transport, and when it may pause. Pure.
 
-A message of a caller is either a question, which is parked until it has an answer, or a report. Both move replicas from
-phase to phase by the table in replicas.py. To stage a version is to fetch and verify it while the engine generates.
-Times are arguments, in seconds on any monotonic clock; the caller calls ``pass_time`` at ``next_deadline``.
+A message of a caller is either a question, which is parked until it has an answer, or a report. Questions and reports
+move replicas from phase to phase by the table in replicas.py. To stage a version is to fetch and verify it while the
+engine generates. Times are arguments, in seconds on any monotonic clock; the caller calls ``pass_time`` at
+``next_deadline``.
 
 Invariants:
 
-* Versions only grow. At most ``weights.versions_held`` are needed: the newest, and those that a replica stages or waits
-  for (that it "pins"). If replicas pin more versions, that of the most senior replica is kept: the one that has tried
-  for longest to reach a newer version. The others are outrun: their version is let go, and they stage the newest
-  instead. A staging ends, by its deadline at the latest, and an outrun replica keeps its seniority. So every replica
-  becomes the most senior one in time and reaches a newer version, however slow it is.
+* Versions only grow. At most ``weights.versions_held`` are needed: the newest, and versions that a replica "pins",
+  because it stages them or others of its host wait for it. If replicas pin more versions, the versions of the most
+  senior replicas stay: the replicas that have tried for longest to reach a newer version. The others are outrun: their
+  versions are let go, and they stage the newest instead. An outrun replica keeps its seniority, so it becomes the most
+  senior one in time. Then it reaches a newer version, if it can stage one within the deadline.
 * At most ``max_paused`` replicas pause at once for shm or stream, in the order of asking among those that wait now.
 * A replica is offered a newer version only while it has no update under way.
-* A replica that holds its pause past its deadline loses it: its rollouter has the same deadline and replaces the
+* A replica that is paused past its deadline loses its pause: its rollouter has the same deadline and replaces the
   engine.
 
 Fails with VersionReused.
@@ -135,15 +136,18 @@ class Conductor:
         if replica is not None:
             self.replicas.open(question)
             if isinstance(request, NextUpdate):
-                self._next_update(replica, request, same_host, now)
+                self._record_next_update(replica, request, same_host, now)
             else:
                 assert isinstance(request, RequestLoad), request
-                self._request_load(replica, request, now)
+                self._record_request_load(replica, request, now)
             self._take_steps(now)
         return question
 
     def answer(self, question: ParkedRequest, now: float) -> Message | None:
-        """Return the answer to a question, or None to wait. A closed question gets an empty reply: "ask again"."""
+        """Return the answer to a question, or None to wait. A closed question gets an empty reply: "ask again".
+
+        A replica that gets an offer thereby begins to stage.
+        """
         name, request = question.name, question.request
         if not self.replicas.is_open(question):
             return request.reply()
@@ -155,13 +159,14 @@ class Conductor:
         if isinstance(request, RequestLoad):
             granted = self._may_load(replica, request)
             return None if granted is None else LoadGranted(decided=True, granted=granted)
-        offer = self._offer(replica, now)
+        offer = self._try_to_offer(replica, now)
         return None if offer is None else Update(offer=offer)
 
-    def _next_update(self, replica: Replica, request: NextUpdate, same_host: bool, now: float) -> None:
+    def _record_next_update(self, replica: Replica, request: NextUpdate, same_host: bool, now: float) -> None:
         """Record what a replica says of itself when it asks for the next update, and make it idle.
 
-        A member of an announced broadcast stays a member, unless it has another engine.
+        An update under way has failed, unless the replica already serves its version. A member of an announced
+        broadcast stays a member, unless it has another engine.
         """
         serving, is_behind = request.serving, replica.phase is Phase.BEHIND
         if serving >= 0 and (serving == replica.target or (is_behind and serving > replica.serving)):
@@ -182,12 +187,12 @@ class Conductor:
             self._move(replica, ReplicaEvent.IDLE, "asked for the next update instead", now)
         replica.workers = request.workers
 
-    def _offer(self, replica: Replica, now: float) -> Offer | None:
-        """Decide which version an asking replica takes next, and by which transport; None: the replica waits.
+    def _try_to_offer(self, replica: Replica, now: float) -> Offer | None:
+        """Offer an asking replica its next version, by a transport, so that its staging begins; None: it waits.
 
-        A replica opens segments of the parameter server on its host, or else those of another replica there. Without
-        either, it waits for a replica of its host that is fetching, or fetches the newest version itself. The actor
-        adds the manifest.
+        A replica opens segments of the parameter server on its host, or else segments of another replica there. Without
+        such segments, it waits for a replica of its host that is fetching, or fetches the newest version itself. A
+        condemned version is not offered. The actor adds the manifest.
         """
         if replica.phase is Phase.ANNOUNCED:
             part = self.broadcast.part(replica)
@@ -222,11 +227,12 @@ class Conductor:
             replica.seniority = self._last_seniority
         return Offer(version=version, transport=transport)
 
-    def _request_load(self, replica: Replica, request: RequestLoad, now: float) -> None:
+    def _record_request_load(self, replica: Replica, request: RequestLoad, now: float) -> None:
         """Record that a replica has staged a version and requests its pause, or has paused for a broadcast.
 
         A replica that repeats the request keeps its turn. If its pause is granted already, the deadline starts again:
-        under ``rollout.on_update = "drain"`` the engine first finishes its responses, which may take long.
+        under ``rollout.on_update = "drain"`` the engine first finishes its responses, which may take long. A request
+        for a version that the replica serves already, or for a broadcast that is not the newest, changes nothing.
         """
         version, paths = request.version, tuple(request.paths)
         if request.epoch is not None:
@@ -234,6 +240,7 @@ class Conductor:
                 self._move(replica, ReplicaEvent.JOINED, "", now)
         elif version > replica.serving and self._move(replica, ReplicaEvent.ASKED, "", now):
             replica.target = version
+            # A repeat without paths keeps the paths that are known for this version.
             if paths or version != replica.held_version:
                 replica.held_version, replica.held_paths = (version, paths) if paths else (-1, ())
             if replica.phase is Phase.LOADING:
@@ -241,7 +248,7 @@ class Conductor:
                 self.replicas.restart_phase(replica)
 
     def _may_load(self, replica: Replica, request: RequestLoad) -> bool | None:
-        """Return whether the asking replica may load; None while that is undecided."""
+        """Return whether the asking replica may load, None while that is undecided. Only a broadcast gives False."""
         if request.epoch is None:
             return (replica.phase is Phase.LOADING and replica.target == request.version) or None
         if not self.broadcast.is_current(request.version, request.epoch):
@@ -255,7 +262,7 @@ class Conductor:
         replica, version = self._find_or_add(name, incarnation, now), report.version
         if replica is None or version <= replica.serving or replica.target not in (-1, version):
             return False
-        # ``follow`` counts failed attempts by target, and an idle replica has none.
+        # ``follow`` counts failed attempts by target, and an idle replica has no target.
         replica.target = version
         if not report.committed:
             counted = self._move(replica, ReplicaEvent.FAILED, f"has failed: {report.error}", now)
@@ -302,7 +309,7 @@ class Conductor:
     def next_deadline(self) -> float | None:
         """Return the time of the next deadline, when ``pass_time`` must be called; None without any."""
         deadlines = []
-        # The first replica of a phase has the earliest deadline: all have equally long.
+        # The first replica of a phase has the earliest deadline, since all replicas in it have equally much time.
         if (loading := self.replicas.first(Phase.LOADING)) is not None:
             deadlines.append(loading.paused_since + self._weights.deadline_s)
         if (staging := self.replicas.first(Phase.STAGING)) is not None:
@@ -368,12 +375,15 @@ class Conductor:
         return True
 
     def _move(self, replica: Replica, event: ReplicaEvent, why: str, now: float) -> bool:
-        """Apply a replica's own message; if the replica leaves a broadcast by it, the broadcast ends for all."""
-        before = replica.phase
+        """Apply a replica's own message; if the replica thereby leaves a broadcast, that ends for all.
+
+        Returns False if the message changes nothing. ``why`` is the reason for the end of the broadcast.
+        """
+        phase_before = replica.phase
         if not self.replicas.move(replica, event):
             return False
         if replica.phase is Phase.BEHIND:
-            self.broadcast.member_lost(replica.name, before, why, now)
+            self.broadcast.member_lost(replica.name, phase_before, why, now)
         return True
 
     def _take_steps(self, now: float) -> None:
@@ -398,6 +408,6 @@ def outrun(kept: Collection[int], staging: Sequence[tuple[int, int]], *, most: i
     for version, order in staging:
         if version not in kept:
             seniority[version] = min(order, seniority.get(version, order))
-    # At least one has room, so that the version of the most senior replica always stays.
+    # There is room for at least one, so that the version of the most senior replica always stays.
     room = max(1, most - len(kept))
     return set(sorted(seniority, key=lambda version: seniority[version])[room:])

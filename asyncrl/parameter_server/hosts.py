@@ -3,18 +3,19 @@
 One replica of each host that cannot open the parameter server's segments fetches over the network. The others wait and
 open its segments. Invariants:
 
-* While one fetches, no other replica of its host begins to fetch a version that the first could give it.
+* While one replica fetches a version, no other replica of its host that could use this version begins to fetch, unless
+  it has failed too often (``shares``).
 * A replica that waited for a version gets that version, even if a newer one is out by now. So a host whose network is
   slower than the learner still shares each copy.
 * When the replica that fetches dies, fails or gives up, another takes its place. A replica that does not find the
   offered segments fetches the version itself.
 * No wait is longer than the staging deadline of the replica that fetches.
 
-The hosts that fetch one version form a chain in the order of their offers. Each requests chunks from the one before it,
-and the first from the parameter server. So each network link carries the version once in each direction. An offer names
-several earlier hosts of the chain: when one dies, the next requests from the one before that. Each fetch has a turn, a
-number that grows, and a host requests from fetches of earlier turns only. A replica that begins again gets a later turn
-and refuses requests by the old one. So hosts never wait in a circle.
+The hosts that fetch one version form a chain in the order of their offers. Each host requests chunks from the host
+before it, and the first host from the parameter server. So each network link carries the version once in each
+direction. An offer names several earlier hosts of the chain: when the host before dies, the next earlier one takes its
+place. Each fetch has a turn, a number that grows, and a host requests from fetches of earlier turns only. A replica
+that begins again gets a later turn and refuses requests by the old one. So hosts never wait in a circle.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Hosts:
     def holder(self, replica: Replica, newest: int) -> Replica | None:
         """Find the replica of the same host (or itself) that holds a version for ``replica`` to load.
 
-        That is the version that it has waited for, even if there is a newer one by now; else the ``newest``. None if no
-        replica holds it.
+        The version is the one that ``replica`` has waited for, even if there is a newer one by now; else the
+        ``newest``. None if no replica holds such a version.
         """
         beside = self._replicas.beside(replica)
         awaited = next((other for other in beside if other.name == replica.waits_for), None)
@@ -72,8 +73,8 @@ class Hosts:
     def pins(self, replica: Replica) -> bool:
         """Whether the parameter server must keep this replica's target for it.
 
-        It must while the replica stages it, or has fetched it and others of its host wait to open it. An outrun replica
-        (conductor.py) pins nothing.
+        It must while the replica stages its target, or has fetched it and others of its host wait to open it. An outrun
+        replica (conductor.py) pins nothing.
         """
         if replica.outrun:
             return False
@@ -91,7 +92,9 @@ class Hosts:
         Returns its turn, and the earlier replicas to request chunks from, nearest first.
         """
         version = replica.target
-        self._chain = {name: each for name, each in self._chain.items() if self._is_in_chain(each[0], version)}
+        self._chain = {
+            name: (member, turn) for name, (member, turn) in self._chain.items() if self._is_in_chain(member, version)
+        }
         self._chain.pop(replica.name, None)
         sources = [Source(name, turn) for name, (_, turn) in reversed(self._chain.items())][:MAX_SOURCES]
         self._turns += 1

@@ -1,9 +1,9 @@
 """Replicas as the parameter server knows them: phases, the table by which phases change, and parked questions. Pure.
 
 A replica is the engine of one rollouter. Its events are its own messages and the parameter server's decisions. The
-table has a next phase for each phase and possible event. A message that is not in the table for the present phase is
-late or repeated, or was meant for an earlier parameter server. It changes nothing. A decision not in the table is a
-bug. docs/weights.md draws the table, and a test compares the two.
+table has a next phase for each phase and possible event. A message that the table lacks for the present phase is late
+or repeated, or was meant for an earlier parameter server, so it changes nothing. A decision that the table lacks is a
+bug. docs/weights.md draws the table, and a test compares drawing and table.
 
 A question is a call that is parked until it is answered. A caller has one open question at a time: a new question
 closes the earlier one.
@@ -170,7 +170,7 @@ class Replica:
     seniority: int = 0
     """Rank among the replicas that try to reach a newer version: lower if it began to try earlier; 0 if it does not."""
     outrun: bool = False
-    """Whether the version that the replica stages has been let go here, for newer ones."""
+    """Whether the parameter server has let go the version that the replica stages, for newer ones (conductor.py)."""
     paused_since: float = 0.0
     """Time at which the pause was granted, or last requested again."""
     heard: float = 0.0
@@ -356,15 +356,16 @@ class Replicas:
     def move(self, replica: Replica, event: ReplicaEvent) -> bool:
         """Apply an event to a replica: change its phase, the lists and counts, and wake callers that this concerns.
 
-        Returns False if the event changes nothing.
+        A decision wakes the replica; the end of a fetch wakes the replicas that wait for it. Returns False if the
+        event changes nothing.
         """
-        before, was_fetching = replica.phase, replica.is_fetching
+        phase_before, was_fetching = replica.phase, replica.is_fetching
         if not replica.follow(event):
             return False
         if was_fetching and not replica.is_fetching:
             self._wake_beside(replica)
-        if replica.phase is not before:
-            del self._in_phase[before][replica.name]
+        if replica.phase is not phase_before:
+            del self._in_phase[phase_before][replica.name]
             self._in_phase[replica.phase][replica.name] = replica
             self.note("phase", level="debug", replica=replica.name, phase=str(replica.phase))
         if replica.failed_attempts:
@@ -376,7 +377,7 @@ class Replicas:
             self.counts["updates_committed"] += 1
             replica.failed_attempts, replica.failed_version = 0, -1
             self._failing.pop(replica.name, None)
-        elif replica.phase is Phase.BEHIND and before is not Phase.BEHIND:
+        elif replica.phase is Phase.BEHIND and phase_before is not Phase.BEHIND:
             self.counts["updates_failed"] += 1
         if event not in MESSAGES:
             self.wake(replica.name)

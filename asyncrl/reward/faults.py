@@ -6,7 +6,8 @@ shown with its first case and then counted.
 ``FailureRate`` finds a broken function: one that fails in all of its latest calls, for several prompts. Only prompts
 count that came after the newest one with a reward, so a few bad rows end nothing. Invariant: two failing prompts are
 never enough, however many samples and attempts they have. A function that never gave a reward is judged after a few
-calls. Another may fail for ``OUTAGE_S``; the more prompts failed before, the more must fail then.
+calls. A function that has worked may fail for ``OUTAGE_S``. The more prompts failed while it worked, the more prompts
+must fail in a row.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class _Prompt:
     scored: bool = False
     """Whether a call for this prompt gave rewards."""
     is_counted: bool = False
-    """Whether ``_failing_before`` counts this prompt."""
+    """Whether ``_early_failures`` counts this prompt."""
 
 
 class FailureRate:
@@ -102,12 +103,12 @@ class FailureRate:
         self._newest_scored = 0
         """Number of the newest prompt that was scored; 0 before the first."""
         self._last_success: float | None = None
-        self._failed_since = 0
+        self._failed_calls = 0
         """Number of calls that have failed since the last success."""
         self._failing: set[str] = set()
         """Uids of the prompts without a reward that arrived after the newest scored one."""
-        self._failing_before = 0
-        """Number of prompts without a reward that arrived before the newest scored one."""
+        self._early_failures = 0
+        """Number of prompts that failed and arrived before the newest scored one, even if they were scored later."""
 
     def came(self, uid: str) -> None:
         """Record the arrival of a call for the prompt ``uid``."""
@@ -125,9 +126,9 @@ class FailureRate:
     def succeeded(self, uid: str, now: float) -> None:
         """Record that a call gave rewards.
 
-        Failing prompts that arrived before its prompt failed although the function works, so they are counted apart.
+        Failing prompts that arrived before this prompt are then counted apart: they failed, but the function works.
         """
-        self._last_success, self._failed_since = now, 0
+        self._last_success, self._failed_calls = now, 0
         prompt = self._prompts.get(uid)
         if prompt is None:
             return
@@ -141,30 +142,31 @@ class FailureRate:
 
     def failed(self, uid: str, now: float) -> str:
         """Record that a call gave no rewards. Returns why the function counts as broken, or "" if it does not."""
-        self._failed_since += 1
+        self._failed_calls += 1
         prompt = self._prompts.get(uid)
         if prompt is not None and not prompt.scored:
             if self._is_newer(uid):
                 self._failing.add(uid)
             else:
                 self._count_early_failure(uid)
-        if self._failed_since < self._calls_needed or len(self._failing) < self.prompts_needed:
+        if self._failed_calls < self._calls_needed or len(self._failing) < self.prompts_needed:
             return ""
-        of = f"for {len(self._failing)} prompts"
+        for_prompts = f"for {len(self._failing)} prompts"
         if self._last_success is None:
-            return f"has failed in all of its {self._failed_since} calls, {of}"
-        lasting = now - self._last_success
-        if lasting < OUTAGE_S:
+            return f"has failed in all of its {self._failed_calls} calls, {for_prompts}"
+        outage_s = now - self._last_success
+        if outage_s < OUTAGE_S:
             return ""
-        return f"has failed in all of its last {self._failed_since} calls, {of}, for {lasting:.0f} s"
+        return f"has failed in all of its last {self._failed_calls} calls, {for_prompts}, for {outage_s:.0f} s"
 
     @property
     def prompts_needed(self) -> int:
         """Number of prompts in a row that must fail before the function counts as broken."""
         if self._last_success is None:
             return MIN_PROMPTS
-        # Laplace's rule of succession for the chance that a prompt fails; n in a row then have the chance share ** n.
-        share = (self._failing_before + 1) / (self._newest_scored + 2)
+        # Laplace's rule of succession gives ``share``, the chance that a prompt fails. The chance that n prompts fail
+        # in a row is share ** n.
+        share = (self._early_failures + 1) / (self._newest_scored + 2)
         return min(max(MIN_PROMPTS, math.ceil(math.log(CHANCE) / math.log(min(share, 0.99)))), MOST_PROMPTS)
 
     def _is_newer(self, uid: str) -> bool:
@@ -176,4 +178,4 @@ class FailureRate:
         prompt = self._prompts.get(uid)
         if prompt is not None and not prompt.is_counted and not prompt.scored:
             prompt.is_counted = True
-            self._failing_before += 1
+            self._early_failures += 1

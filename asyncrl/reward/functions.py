@@ -105,8 +105,8 @@ def reasoning_gym(*, tag: str = "answer") -> RewardFunction:
     The answer is the text in the completion's last element ``tag``, else the whole completion. The row is one of
     ``data.source = "reasoning_gym"``.
     """
-    # With ``index``, ``size`` and ``seed`` of the row the item is made again, because some tasks compare tuples, which
-    # messages turn into lists.
+    # Some tasks compare tuples, which messages turn into lists. So the item is made again, by ``index``, ``size`` and
+    # ``seed`` of the row.
     from reasoning_gym import create_dataset
     from reasoning_gym.utils import extract_answer
 
@@ -116,7 +116,7 @@ def reasoning_gym(*, tag: str = "answer") -> RewardFunction:
 
     @lru_cache(maxsize=1024)
     def original(task: str, options: str, index: int) -> tuple[Any, Any]:
-        """Make the item again. Returns it, and the item as a message would deliver it."""
+        """Make the item again. Returns (item, item as a message would deliver it, or None if no message can)."""
         item = dataset(task, options)[index]
         try:
             return item, msgspec.msgpack.decode(msgspec.msgpack.encode(item))
@@ -134,8 +134,8 @@ def reasoning_gym(*, tag: str = "answer") -> RewardFunction:
             options |= {key: row[key] for key in ("size", "seed") if key in row}
         packed_options = json.dumps(options, sort_keys=True)
         if "index" in row:
-            made, received = original(row["task"], packed_options, row["index"])
-            item = made if received == item else item
+            made_item, delivered_item = original(row["task"], packed_options, row["index"])
+            item = made_item if delivered_item == item else item
         answer = extract_answer(completion, tag_name=tag)
         scorer = dataset(row["task"], packed_options)
         score: float = scorer.score_answer(completion.strip() if answer is None else answer, item)
@@ -224,7 +224,7 @@ def _text(text: str) -> str:
 def _number(text: str) -> str:
     """A number in one way of writing, so that equal numbers are equal text; other text as ``_text`` gives it."""
     plain = _THOUSANDS.sub("", text.strip().rstrip(".").replace("$", ""))
-    # A longer one would be rounded, and two that differ be taken for equal.
+    # A longer number would be rounded, so two different numbers could become equal.
     if len(plain) <= _DECIMAL.prec:
         number = _DECIMAL.create_decimal(plain)
         if number.is_finite():

@@ -1,7 +1,7 @@
 """Reads the answers of judges, and keeps them in the run's folder, so that a resumed run asks nothing twice.
 
-Reading finds the JSON in a text and matches its entries with those that were asked for. Invariant: an answer is
-accepted only if it has one entry for each that was asked and no other. Otherwise BadAnswer lists the problems, in words
+Reading finds the JSON in a text and matches its entries with the names in the question. Invariant: an answer is
+accepted only if it has one entry for each name and no other entry. Otherwise BadAnswer lists the problems, in words
 that help the judge to correct them.
 
 A kept answer is a file, written under another name and renamed. Invariant: an answer is found only for the same
@@ -60,23 +60,23 @@ def read_entries(text: str, name: str) -> list[dict[str, Any]]:
     """Find the JSON object with the key ``name`` in ``text``, which may have prose around it; returns the objects in
     its list.
 
-    Raises BadAnswer.
+    Several such objects pass only if their lists are the same. Raises BadAnswer.
     """
     if not text.strip():
         raise BadAnswer(["the answer is empty"])
     if len(text) > LONGEST_ANSWER:
         raise BadAnswer([f"the answer has {len(text)} characters; {LONGEST_ANSWER} are allowed"])
-    # Reasoning may hold drafts of the object; an object that ends before the end of the reasoning is not the answer.
-    # The answer itself may quote the mark, so several beginnings are tried.
-    first, last = text.find(REASONING_END), text.rfind(REASONING_END)
+    # Reasoning may hold drafts of the object, so the answer must end after the last mark of the end of reasoning. The
+    # answer itself may quote that mark. So search from the last mark, then from the first, then from the beginning.
+    first_mark, last_mark = text.find(REASONING_END), text.rfind(REASONING_END)
     objects: list[dict[str, Any]] = []
-    for begin in sorted({0, max(0, first), max(0, last)}, reverse=True):
-        objects = [each for each, end in _objects(text, begin) if end > last and name in each]
+    for begin in sorted({0, max(0, first_mark), max(0, last_mark)}, reverse=True):
+        objects = [each for each, end in _objects(text, begin) if end > last_mark and name in each]
         if objects:
             break
     if not objects:
         raise BadAnswer([f'there is no JSON object with the key "{name}" in the answer'])
-    # Not by equality: 1 and true would be equal.
+    # Compare by repr, because 1 and true are equal.
     if any(repr(each[name]) != repr(objects[0][name]) for each in objects):
         raise BadAnswer([f'there are {len(objects)} different JSON objects with the key "{name}" in the answer'])
     entries = objects[0][name]
@@ -190,13 +190,13 @@ class AnswerCache:
         return True
 
     def _make_room(self) -> None:
-        """Delete the oldest entries, a tenth of all, and count those that stay."""
+        """Delete the oldest entries, so that a tenth of ``most`` is free, and count the other entries."""
         with os.scandir(self._folder) as entries:
             written = sorted((entry.stat().st_mtime_ns, entry.path) for entry in entries)
         for _, path in written[: max(1, len(written) - self._most + self._most // 10)]:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-        # Counted again: other reward pools of the run keep answers there too.
+        # Count the files again, because other reward pools of the run keep answers in the folder too.
         self._count = len(os.listdir(self._folder))
 
 

@@ -1,12 +1,13 @@
 """The requests to a judge's server: its limits, its retries through the ``openai`` package, and its answers.
 
 The package repeats requests that fail for the moment, and waits as ``Retry-After`` says. A request waits for its turn
-under the limits, in the order of arrival; one that the package repeats counts, and does not wait. A server that takes
-no JSON schema is asked without one from then on.
+under the limits, in the order of arrival. A repeat of the package counts under the limits, and does not wait. After a
+server has refused a JSON schema, all later requests have none.
 
-Invariants: in any 60 seconds no more requests or tokens begin than the limit. A single larger request begins alone. A
-request has the configured key and no other credential; in particular, it has nothing of the ``OPENAI_*`` variables. An
-answer takes no more than MOST_BYTES. No redirect is followed, so the key reaches no other host.
+Invariants: in any 60 seconds no more requests or tokens begin than the limit, apart from the package's repeats and from
+errors of the estimate of tokens. A single larger request begins alone. A request has the configured key and no other
+credential; in particular, it has nothing of the ``OPENAI_*`` variables. An answer takes no more than MOST_BYTES. No
+redirect is followed, so the key reaches no other host.
 """
 
 from __future__ import annotations
@@ -93,7 +94,10 @@ class MinuteLimit:
         self._spent: deque[Spent] = deque()
 
     def wait_s(self, units: float, now: float) -> float:
-        """Return the seconds until ``units`` may begin; 0 if they may now."""
+        """Return the seconds until ``units`` may begin; 0 if they may now.
+
+        More units than the limit may begin once no others began in the last minute.
+        """
         if self._limit is None:
             return 0.0
         while self._spent and self._spent[0].at + MINUTE_S <= now:
@@ -146,7 +150,7 @@ class JudgeClient:
     async def ask(self, messages: Sequence[dict[str, str]], schema: dict[str, Any], timeout_s: float) -> JudgeReply:
         """Ask the model within ``timeout_s``, not counting the wait for a turn. Raises VoteFailed, TimeoutError.
 
-        If the server refuses the JSON schema, it is asked again without one.
+        If the server refuses the JSON schema, this and all later requests are sent without one.
         """
         options, takes_schema, left_s = self._options, self._takes_schema, timeout_s
         body = dict(options.extra)

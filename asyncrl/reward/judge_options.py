@@ -1,6 +1,6 @@
 """``reward.options`` of the judges: typed, and checked before the first call.
 
-Raises NotCallable with a line for each problem.
+Raises NotCallable with a line for each problem that one check finds (``read_options``).
 """
 
 from __future__ import annotations
@@ -101,7 +101,11 @@ Options = TypeVar("Options", bound=JudgeOptions)
 
 
 def read_options(type: type[Options], options: dict[str, Any]) -> Options:
-    """Check ``reward.options`` and return them as ``type``. Raises NotCallable with all problems."""
+    """Check ``reward.options`` and return them as ``type``.
+
+    Raises NotCallable: for all unknown options, or else for the first value of a wrong type, or else for all other
+    problems.
+    """
     known = type.__struct_fields__
     problems = [
         f"reward.options.{key}: a judge takes no such option{did_you_mean(key, known)}"
@@ -121,7 +125,10 @@ def read_options(type: type[Options], options: dict[str, Any]) -> Options:
 
 
 def _problems(options: JudgeOptions) -> list[tuple[str, str]]:
-    """Find all problems of the options. Returns (option, text) of each."""
+    """Find the problems of the options. Returns (option, text) of each.
+
+    If api_key_env may hold the key itself, later options are not checked.
+    """
     found = []
     if not re.match(r"https?://[^/\s]+", options.url):
         found.append(("url", f"{options.url!r} does not begin with http:// or https:// and a host"))

@@ -5,8 +5,9 @@ cache. Each call asks ``reward.options.votes`` questions, its votes. A function 
 runs in a RewardPool. An answer that cannot be used is sent back once, with the problems.
 
 Invariant: each call of ``score`` ends with the judge's rewards, by more than half of its votes, or with RewardFailed. A
-call without a judgement is never 0. A vote ends within its time with an answer or with VoteFailed. The pool fails as a
-whole only if its owner gives it up.
+call without a judgement never gets the reward 0. A vote ends with an answer or with VoteFailed, within reward.timeout_s
+after its wait under the limits. The pool fails as a whole only if its owner gives it up, or if the pool of the added
+function fails.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ class JudgeCounters:
 
 
 def make_judge(config: RewardConfig) -> Judge:
-    """Make the judge that the configuration names, and check its options. Raises NotCallable with all problems."""
+    """Make the judge that the configuration names, and check its options. Raises NotCallable.
+
+    Problems of the options (``read_options``) are raised first, then all other problems together.
+    """
     judge: Judge
     if config.function == "rubric":
         judge = Rubric(read_options(RubricOptions, config.options))
@@ -89,7 +93,7 @@ def for_trial(config: RewardConfig) -> RewardConfig:
 
 
 class _AddedFunction(RewardObserver):
-    """Passes on the output of the added function; its tasks are part of the judge's calls."""
+    """Passes on the output of the added function alone. The end of its tasks is reported with the judge's calls."""
 
     def __init__(self, observer: RewardObserver) -> None:
         self._observer = observer
@@ -152,7 +156,7 @@ class JudgePool:
             try:
                 await self._also.start()
             except ConfigError as error:
-                raise ConfigError([_of_also(problem) for problem in error.problems]) from error
+                raise ConfigError([_name_also_keys(problem) for problem in error.problems]) from error
 
     def score(self, request: Score) -> asyncio.Future[Scores]:
         """Start to judge a completion or a group. The future raises RewardFailed; cancelling it ends its requests."""
@@ -164,7 +168,7 @@ class JudgePool:
         return task
 
     async def watch(self) -> None:
-        """Return when the pool is closed. Raises the error of ``give_up``, or that of the added function's pool."""
+        """Return when the pool is closed. Raises the error of ``give_up``, or of the added function's pool."""
         if self._also is None:
             await asyncio.shield(self._end)
             return
@@ -227,7 +231,10 @@ class JudgePool:
         return uid, time.monotonic() - began
 
     async def _score(self, request: Score) -> Scores:
-        """Ask the judge and call the added function at the same time, and add up their rewards. Raises RewardFailed."""
+        """Ask the judge and call the added function at the same time, and add up their rewards.
+
+        If either fails, counts and reports the failure and raises RewardFailed. After the pool's end, raises its error.
+        """
         began = time.monotonic()
         fault: RewardFault | None = None
         try:
@@ -235,7 +242,7 @@ class JudgePool:
                 added = tasks.create_task(self._call_added(request))
                 judged = tasks.create_task(self._ask_votes(request))
         except BaseExceptionGroup as group:
-            error = _first(group)
+            error = _first_error(group)
             if isinstance(error, _Unjudged):
                 self.judged.unjudged += 1
                 self._counters.timed_out += error.timed_out
@@ -255,8 +262,8 @@ class JudgePool:
         self._counters.scored += 1
         self._observer.call_ended(request.uid, None)
         scores = Scores(
-            rewards=[one[0] + more[0] for one, more in both],
-            components=[{**one[1], **more[1]} for one, more in both],
+            rewards=[reward + added_reward for (reward, _), (added_reward, _) in both],
+            components=[{**components, **added_components} for (_, components), (_, added_components) in both],
             run_s=time.monotonic() - began,
         )
         return shaped(scores, request, self._config, self._max_tokens)
@@ -272,8 +279,9 @@ class JudgePool:
             raise _Unjudged("row", f"unjudged: {error}", retryable=False) from error
         async with asyncio.TaskGroup() as tasks:
             votes = [tasks.create_task(self._vote(question)) for question in questions]
-        answers = [vote.result()[0] for vote in votes if vote.result()[1] is None]
-        failures = [failure for vote in votes if (failure := vote.result()[1]) is not None]
+        results = [vote.result() for vote in votes]
+        answers = [answer for answer, failure in results if failure is None]
+        failures = [failure for _, failure in results if failure is not None]
         if 2 * len(answers) > len(questions):
             return self._judge.outcomes(request, answers)
         reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures))
@@ -310,7 +318,7 @@ class JudgePool:
         key = key_of(options.url, options.model, options.extra, question.messages, question.schema, *number)
         kept = await asyncio.to_thread(cache.find, key) if cache is not None else None
         if kept is not None:
-            # BadAnswer: the answer was kept by a version that took what this one does not.
+            # Another version of the program may have kept an answer that this version refuses: then ask the judge.
             with contextlib.suppress(BadAnswer):
                 answer = question.read(kept)
                 self.judged.cached += 1
@@ -321,7 +329,7 @@ class JudgePool:
         return answer
 
     async def _ask(self, question: Question) -> tuple[Any, str]:
-        """Ask the judge, and a second time if the answer is unusable; returns the answer as read, and its text.
+        """Ask the judge; if the answer is unusable, send its problems back once. Returns (answer as read, its text).
 
         Raises VoteFailed, TimeoutError, and BadAnswer if the second answer is unusable too.
         """
@@ -331,8 +339,8 @@ class JudgePool:
             return question.read(reply.text), reply.text
         except BadAnswer as error:
             if reply.cut and not reply.text:
-                # Reasoning has taken all tokens that the judge may write, and would again.
-                raise _cut(reply, error) from error
+                # Reasoning has used all tokens that the judge may write. A second question would end the same way.
+                raise _cut_failure(reply, error) from error
             problems = "\n".join(f"* {problem}" for problem in error.problems)
         self.judged.repairs += 1
         answer = {"role": "assistant", "content": shorten(reply.text, REPAIR_CHARS) or "(nothing)"}
@@ -342,7 +350,7 @@ class JudgePool:
             return question.read(reply.text), reply.text
         except BadAnswer as error:
             if reply.cut:
-                raise _cut(reply, error) from error
+                raise _cut_failure(reply, error) from error
             raise
 
     async def _call_added(self, request: Score) -> list[Outcome]:
@@ -360,7 +368,7 @@ class JudgePool:
         try:
             scores = await asyncio.gather(*calls)
         finally:
-            # If one has failed, the others are cancelled; on finished ones this has no effect.
+            # If one call has failed, cancel the others; a finished call ignores this.
             for call in calls:
                 call.cancel()
         name = _component(options.also)
@@ -387,12 +395,12 @@ class _Unjudged(Exception):
         super().__init__(text)
 
 
-def _cut(reply: JudgeReply, error: BadAnswer) -> VoteFailed:
+def _cut_failure(reply: JudgeReply, error: BadAnswer) -> VoteFailed:
     reason = f"its answer was cut after {reply.completion_tokens} tokens and cannot be used: {error}"
     return VoteFailed("cut answer", f"{reason}; give it more (reward.options.extra, as max_completion_tokens)")
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first error in a group that may hold other groups."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
@@ -400,7 +408,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
-def _of_also(problem: str) -> str:
+def _name_also_keys(problem: str) -> str:
     """Rewrite a problem of the added function so that it names the keys by which the user sets that function."""
     for key, own in (("reward.function", "reward.options.also"), ("reward.options", "reward.options.also_options")):
         if problem.startswith(key):

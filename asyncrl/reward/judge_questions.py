@@ -32,7 +32,7 @@ JUDGE_COMPONENT = "judge"
 SPREAD_COMPONENT = "judge_spread"
 ROW_FRACTION = 0.2
 """Largest share of max_input_chars for columns of the row."""
-# None that looks like another: no 0 and o, 1, i and l, 2 and z, 5 and s.
+# No letter looks like another: 0 and o, 1, i and l, 2 and z, 5 and s are left out.
 ID_LETTERS = "346789abcdefghjkmnpqrtuvwxy"
 ID_LENGTH = 5
 
@@ -110,12 +110,12 @@ class RelativeJudge:
 
         ``shared``, ``row`` and ``bodies`` are texts for the judge; ``body_of`` is as in JudgeView.
         """
-        # Seeded by uid and vote, so that a resumed run asks the same question, and finds the answer that is kept.
-        drawn = random.Random(f"{uid}/{vote}")
-        ids = draw_ids(drawn, len(bodies), [shared, row, *bodies])
+        # The seed is uid and vote, so that a resumed run asks the same question and finds the kept answer.
+        rng = random.Random(f"{uid}/{vote}")
+        ids = draw_ids(rng, len(bodies), [shared, row, *bodies])
         order = list(range(len(bodies)))
-        drawn.shuffle(order)
-        parts = _task_blocks(drawn, shared, row, [*ids, *bodies])
+        rng.shuffle(order)
+        parts = _task_blocks(rng, shared, row, [*ids, *bodies])
         parts += [_block("trajectory", ids[at], bodies[at]) for at in order]
         read = partial(_read_scores, ids, body_of, self.options.low, self.options.high)
         return Question(_chat(system, "\n\n".join(parts)), SCORES_SCHEMA, read, vote)
@@ -150,9 +150,9 @@ class Rubric:
         row = _row_text(request.row, options)
         criteria = self._criteria(request.row)
         (body,) = shown.bodies
-        drawn = random.Random(request.uid)
-        (id,) = draw_ids(drawn, 1, [shown.shared, row, body])
-        parts = [*_task_blocks(drawn, shown.shared, row, [id, body]), _block("trajectory", id, body)]
+        rng = random.Random(request.uid)
+        (id,) = draw_ids(rng, 1, [shown.shared, row, body])
+        parts = [*_task_blocks(rng, shown.shared, row, [id, body]), _block("trajectory", id, body)]
         questions = []
         for vote in range(options.votes):
             order = list(criteria)
@@ -260,9 +260,9 @@ def _row_text(row: Mapping[str, Any], options: JudgeOptions) -> str:
     return shorten("\n".join(lines), int(ROW_FRACTION * options.max_input_chars))
 
 
-def _task_blocks(drawn: random.Random, shared: str, row: str, others: Sequence[str]) -> list[str]:
+def _task_blocks(rng: random.Random, shared: str, row: str, others: Sequence[str]) -> list[str]:
     """Make the blocks before the trajectories (task and reference), with an id that occurs in no text."""
-    (id,) = draw_ids(drawn, 1, [shared, row, *others])
+    (id,) = draw_ids(rng, 1, [shared, row, *others])
     return [_block("task", id, shared), *([_block("reference", id, row)] if row else [])]
 
 

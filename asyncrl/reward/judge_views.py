@@ -42,15 +42,16 @@ class JudgeView:
 def view(prompt: str, completions: Sequence[Completion], limit: int) -> JudgeView:
     """Show the completions of one prompt in about ``limit`` characters: their shared part, and the rest of each.
 
-    Bodies share the characters that the shared part leaves; that takes SHARED_FRACTION if they need the others.
+    The shared part gets the characters that the bodies do not need, and at least SHARED_FRACTION of ``limit``. The
+    bodies divide the other characters (``shares``).
     """
-    lines = [_pieces(completion) for completion in completions]
-    count = _shared_count(completions, lines)
-    shared = "\n\n".join(lines[0][:count])
+    pieces = [_pieces(completion) for completion in completions]
+    count = _shared_count(completions, pieces)
+    shared = "\n\n".join(pieces[0][:count])
     # The conversation of an episode need not begin with the prompt of its row.
     if prompt.strip() and prompt.strip() not in shared:
         shared = f"{prompt}\n\n{shared}" if shared else prompt
-    rests = [_body(completion, line[count:]) for completion, line in zip(completions, lines, strict=True)]
+    rests = [_body(completion, texts[count:]) for completion, texts in zip(completions, pieces, strict=True)]
     shared_room = max(int(SHARED_FRACTION * limit), limit - sum(map(len, set(rests))))
     shared = shorten(shared, shared_room)
     different = list(dict.fromkeys(rests))
@@ -124,16 +125,17 @@ def _pieces(completion: Completion) -> list[str]:
     return [completion.text]
 
 
-def _shared_count(completions: Sequence[Completion], lines: list[list[str]]) -> int:
-    """Count the first messages that all trajectories share, from the texts of their messages (``lines``).
+def _shared_count(completions: Sequence[Completion], pieces: list[list[str]]) -> int:
+    """Count the first messages that all trajectories share, from the texts of their messages (``pieces``).
 
-    If the trajectories are equal, only the messages before the first answer count.
+    0 if a completion has no messages. If the trajectories are equal, only the messages before the first answer count,
+    so that an answer remains to be judged.
     """
     if not all(completion.messages for completion in completions):
         return 0
-    shortest = min(map(len, lines))
-    count = next((at for at in range(shortest) if len({line[at] for line in lines}) > 1), shortest)
-    if all(line == lines[0] for line in lines):
+    shortest = min(map(len, pieces))
+    count = next((at for at in range(shortest) if len({texts[at] for texts in pieces}) > 1), shortest)
+    if all(texts == pieces[0] for texts in pieces):
         roles = [message.get("role") for message in completions[0].messages]
         count = roles.index("assistant") if "assistant" in roles else 0
     return count

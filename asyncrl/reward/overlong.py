@@ -24,8 +24,8 @@ def overlong_penalty(tokens: int, *, max_tokens: int, margin_tokens: int, scale:
 def shaped(scores: Scores, request: Score, config: RewardConfig, max_tokens: int) -> Scores:
     """Under ``truncated = "penalty"``, add the overlong penalty of each completion to its reward, and as a component.
 
-    A penalty of 0 is a component too. Under another value the scores stay as they are. So do those of an eval set,
-    which has its own limit of length.
+    A penalty of 0 is a component too. Under another value the scores stay as they are. The scores of an eval set stay
+    too, because it has its own limit of length; its uids contain "@".
     """
     if config.truncated != "penalty" or "@" in request.uid:
         return scores

@@ -6,9 +6,9 @@ from the moment at which a worker can begin the task; time in the queue does not
 (loop, exit, crash, memory, output) fails no other task.
 
 Each worker has a socket of its own and runs its tasks in order, so the task at which it died is known. While tasks are
-quick, a worker is sent the next few ahead; otherwise it would wait longer for tasks than it runs them. Tasks behind one
-that turns out to be slow go to other workers. If the slow worker reaches them after all, they run twice and the second
-answer is ignored.
+quick, a worker is sent the next few ahead; otherwise it would wait longer for tasks than it runs them. Tasks behind a
+slow task go to other workers. If the slow worker reaches such a task after all, the task runs twice, and the pool
+ignores the slow worker's answer.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class RewardPool(WorkerPool[RewardPlace]):
     def _handle_frame(self, place: RewardPlace, frame: bytes | bytearray) -> None:
         """Handle the result of a worker's first task: start the clock of the next, send more tasks, answer the caller.
 
-        Raises ValueError for a result that fits no task.
+        A worker that has run out of memory (``last``) is replaced. Raises ValueError for a result that fits no task.
         """
         result = self._decoder.decode(frame)
         pending = place.given[0] if place.given else None
@@ -276,7 +276,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             self._observer.call_ended(pending.request.uid, None)
 
     def _on_worker_end(self, place: RewardPlace, reason: str, *, was_ready: bool) -> None:
-        """Fail the task that the worker was running; the others go to other workers."""
+        """Fail the task that the worker was running; the others go to other workers. After the pool's end all fail."""
         if place in self._idle:
             self._idle.remove(place)
         self._cancel_timer(place)
@@ -287,21 +287,22 @@ class RewardPool(WorkerPool[RewardPlace]):
                 pending.fail(self._ended_error())
             return
         if given:
-            first = given.popleft()
-            # A task that was ended at its deadline ran until then; the rest is the time its process took to end.
+            running_task = given.popleft()
+            # A task that was ended at its deadline ran until then. After that, its process took time to end.
             run_s = min(time.monotonic() - place.began, self._config.timeout_s)
-            self._observer.task_ended(self._places.index(place), first.request.uid, place.began, run_s, reason)
-            if not first.done():
-                self._end_failed(first, fault_of(reason, TIMED_OUT if timed_out else ""))
+            self._observer.task_ended(self._places.index(place), running_task.request.uid, place.began, run_s, reason)
+            if not running_task.done():
+                self._end_failed(running_task, fault_of(reason, TIMED_OUT if timed_out else ""))
         self._put_back([pending for pending in given if not pending.done()])
 
     # --- tasks ---
 
     def _feed(self, place: RewardPlace) -> None:
         """Send a worker the oldest tasks of the queue, as many as fit into AHEAD_S; without a task it becomes idle."""
-        # At least one, also before the first task, when the pace is infinite. The inner max() avoids a division by 0.
+        # The outer max() allows one task even at an infinite pace, as before the first task. The inner max() avoids a
+        # division by 0.
         may_have = max(1, min(AHEAD_TASKS, int(AHEAD_S / max(place.pace, AHEAD_S / AHEAD_TASKS))))
-        # Send more when half of them are done, so that several tasks go with one write.
+        # Send more only when half of the tasks are done, so that several tasks go with one write.
         place.low = may_have // 2
         room = may_have - len(place.given)
         new: list[Pending] = []
@@ -318,7 +319,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             assert place.process is not None
             place.process.send(*bodies)
             if place.process.ended:
-                # The worker has ended before it got them: another runs them.
+                # The worker has ended before it got the tasks: another worker runs them.
                 place.given_bytes -= sum(pending.size for pending in new)
                 self._put_back(new)
                 return
@@ -364,9 +365,10 @@ class RewardPool(WorkerPool[RewardPlace]):
             self._feed(self._idle.pop())
 
     def _end_failed(self, pending: Pending, fault: RewardFault) -> None:
-        """End a call whose task has failed with RewardFailed.
+        """Fail a call with RewardFailed, because its task has failed, and report the fault.
 
-        After a timeout, if reward.on_timeout is a number, the call gets that reward instead.
+        After a timeout, if reward.on_timeout is a number, the call gets that reward instead. After the end of the pool
+        the call fails with the pool's error.
         """
         if self._end.done():
             pending.fail(self._ended_error())
@@ -389,7 +391,7 @@ class RewardPool(WorkerPool[RewardPlace]):
     def _replace(self, place: RewardPlace, reason: str) -> None:
         """End a worker that has run out of memory between two tasks. The tasks that were sent ahead go to others."""
         assert place.process is not None
-        # Taken away before the kill, so that no task is blamed for the end of the process.
+        # Take the tasks away before the kill, so that no task is blamed for the end of the process.
         given, place.given, place.given_bytes = place.given, deque(), 0
         self.counters.out_of_memory += 1
         place.process.kill(reason)
@@ -419,7 +421,10 @@ class RewardPool(WorkerPool[RewardPlace]):
             place.timer = None
 
     def _check_time(self, place: RewardPlace) -> None:
-        """Kill a worker whose first task is over its deadline, or take the tasks behind a slow first one back."""
+        """Kill a worker whose first task is over its deadline, or take the tasks behind a slow first one back.
+
+        A cancelled task that is over CANCEL_GRACE_S does not count as timed out.
+        """
         place.timer = None
         if not place.given or place.process is None or place.process.ended:
             return
@@ -450,7 +455,10 @@ class RewardPool(WorkerPool[RewardPlace]):
         self._put_back([pending for pending in others if not pending.done()])
 
     def forsake(self, pending: Pending) -> None:
-        """Take a cancelled task out of the queue; if a worker runs it, it has CANCEL_GRACE_S to end."""
+        """Take a cancelled task out of the queue. If a worker runs the task, it has CANCEL_GRACE_S to end.
+
+        For a task that was sent ahead, this time begins when the worker reaches the task (``_handle_frame``).
+        """
         place = pending.place
         if place is None:
             with contextlib.suppress(ValueError):

@@ -215,7 +215,10 @@ def main() -> None:
 def _serve(
     connection: socket.socket, bodies: Iterator[bytes | bytearray], scorer: Scorer, memory: MemoryLimit, place: str
 ) -> None:
-    """Answer each task with a Result, until the pool hangs up or the memory is used up."""
+    """Answer each task with a Result, until the pool hangs up or the memory is used up.
+
+    ``place`` is where the function is defined, for errors.
+    """
     decoder, encoder = msgspec.msgpack.Decoder(Score), msgspec.msgpack.Encoder()
     for frame in bodies:
         task = decoder.decode(frame)
@@ -223,13 +226,13 @@ def _serve(
         try:
             outcomes, error, kind = _score(scorer, task, place)
         except MemoryError as failure:
-            # The report on it needs memory, too.
+            # The report on the error needs memory, too.
             memory.open_reserve()
             error = f"raised {describe(failure)}; {memory.more_bytes} bytes are allowed (reward.max_memory_bytes)"
             last = Result([], [], time.perf_counter() - started, error, last=True, kind=kind_of(failure))
             connection.sendall(framed(encoder.encode(last)))
             return
-        rewards, components = [o[0] for o in outcomes], [o[1] for o in outcomes]
+        rewards, components = [reward for reward, _ in outcomes], [parts for _, parts in outcomes]
         # Other allocators than Python's report a lack of memory in their own ways.
         spent = bool(error) and memory.spent()
         body = encoder.encode(Result(rewards, components, time.perf_counter() - started, error, spent, kind))

@@ -8,9 +8,9 @@ The parts call one another in one direction:
               -> UpdateFollower -> EngineHost
 
 A lease is held from its receipt until the living learner has acknowledged the group (leases.py). A draining rollouter
-returns everything that it holds. One that leaves while the run continues first finishes what it has begun, within a
-time limit.
-Nothing outlives a rollouter: the leases that it held return to the gate.
+returns the leases that it holds. A rollouter that leaves while the run continues first finishes its begun groups,
+within a time limit, and then returns only the leases that are not generated. No lease outlives a rollouter: the
+dataloader leases its prompts again, unless the learner has received them.
 """
 
 from __future__ import annotations
@@ -143,7 +143,10 @@ class Rollouter(Actor):
         return EpisodePlayer(self.config, self._sessions, hosts, clock=self.clock, places=places, faults=faults)
 
     async def run(self) -> None:
-        """Generate and follow weight updates until the drain; then cancel the groups and return the held leases."""
+        """Generate and follow weight updates until the drain; then cancel the groups and return the held leases.
+
+        A rollouter that leaves does not return generated groups.
+        """
         groups = self._groups
         work = [groups.take_leases(self.tasks), groups.log_running(), self._report_stats()]
         if self.config.rollout.concurrency == "auto":
@@ -153,13 +156,13 @@ class Rollouter(Actor):
             self._following = self.tasks.create_task(self._follower.run())
             tasks.append(self._following)
         await self.drained()
-        # Before their tasks are cancelled: a task that ends counts its trajectories as generated.
+        # Read before the tasks are cancelled, because a task that ends counts its trajectories as generated.
         ungenerated = {uid for uid in self._leases.held if self._leases.ungenerated[uid]}
         ending = [*tasks, *self._groups.running]
         for task in ending:
             task.cancel()
         await asyncio.wait(ending)
-        # A rollouter that leaves reports it even if it holds nothing.
+        # A rollouter that leaves reports so even if it holds nothing.
         if self._leases.held or self._leaves:
             # While the run continues, generated groups are not returned: the learner may just be receiving them.
             uids = [uid for uid in self._leases.held if uid in ungenerated or not self._leaves]
@@ -172,10 +175,10 @@ class Rollouter(Actor):
         engine ends, since the learner needs the GPU for its checkpoint.
         """
         self._leases.close()
-        given_up = [task for task in self._groups.running if self._leases.ungenerated[task.get_name()]]
-        for task in given_up:
+        cancelled = [task for task in self._groups.running if self._leases.ungenerated[task.get_name()]]
+        for task in cancelled:
             task.cancel()
-        self.tasks.create_task(self._return_ungenerated(given_up), name="return what is not generated")
+        self.tasks.create_task(self._return_ungenerated(cancelled), name="return what is not generated")
         if self._host.slices is not None:
             self._generates = False
             self.tasks.create_task(self._end_engine(), name="free the GPU")
@@ -184,12 +187,13 @@ class Rollouter(Actor):
         """Request no more leases, report that to the dataloader, and end after the last delivery or ``within_s``."""
         self._leaves = True
         self._leases.close()
-        # The dataloader may have answered the cancelled request, so it gets the leases that have arrived.
+        # The dataloader may have answered the cancelled request, so ``holding`` names the leases that have arrived.
         leaving = self._leases.give_back([], holding=list(self._leases.held), leaving=True)
         self.tasks.create_task(leaving, name="say leaving")
         self.tasks.create_task(self._finish(within_s), name="finish")
 
     async def _finish(self, within_s: float) -> None:
+        """Wait up to ``within_s`` for the running groups, then begin the drain."""
         running = self._groups.running
         if running:
             await asyncio.wait(running, timeout=within_s)
@@ -197,6 +201,7 @@ class Rollouter(Actor):
         self.begin_drain()
 
     async def _end_engine(self) -> None:
+        """End the engine, and before it the task that follows weight updates, which would start the engine again."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
@@ -207,14 +212,14 @@ class Rollouter(Actor):
             self._sessions.close()
         await self._host.close()
 
-    async def _return_ungenerated(self, given_up: Collection[asyncio.Task[None]]) -> None:
+    async def _return_ungenerated(self, cancelled: Collection[asyncio.Task[None]]) -> None:
         """Return the leases of cancelled groups, since the learner of a preempted run waits for outstanding groups."""
-        if given_up:
-            await asyncio.wait(given_up)
-        uids = [task.get_name() for task in given_up]
+        if cancelled:
+            await asyncio.wait(cancelled)
+        uids = [task.get_name() for task in cancelled]
         holding = [uid for uid in self._leases.held if uid not in uids]
         if await self._leases.give_back(uids, holding=holding, leaving=True):
-            # Only after the return: until then they are held, and ``open_leases`` names them.
+            # Only after the return: until then the leases are held, and ``open_leases`` names them.
             self._leases.forget(uids)
 
     def resources(self) -> list[Resource]:
@@ -251,8 +256,8 @@ class Rollouter(Actor):
         return TurnRewarded(node=self.sessions.credit(request.session, caller.name, request.node, request.value))
 
     def peer_died(self, name: str, incarnation: int) -> None:
-        """Mark the episodes of a dead host; their players start them again."""
-        # Late news of a death must not end the episodes of the host's successor.
+        """Mark the episodes of a dead host as orphans; their players start them again."""
+        # Late news of a death must not end the episodes of the host's successor, which has a higher incarnation.
         if self._sessions is not None and name in self._peers and self.peer(name).incarnation <= incarnation:
             self._sessions.host_died(name)
 

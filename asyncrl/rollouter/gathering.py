@@ -2,9 +2,9 @@
 
 ``gather_groups`` yields each group as soon as it is finished, without a barrier over all of them.
 
-Invariant: an error is never a trajectory and never a group. It is counted, and more than ``max_failures`` end the
-gathering with TooManyFailures. Cancellation passes through. When ``gather_groups`` ends, everything that it was given
-has ended.
+Invariant: an error is never a trajectory and never a group. The lost trajectories are counted; more than
+``max_failures`` end the gathering with TooManyFailures. Cancellation passes through. When ``gather_groups`` ends, every
+given awaitable has ended, or was closed or cancelled.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ async def gather_groups(
     group. A group is lost if a member failed and fewer than two are left (or none, if it had one). It is also lost if
     ``after_each`` raises.
 
-    ``max_failures`` is the number of trajectories that may be lost in this way; below 1 it is their share of all
-    trajectories. A group that is still awaited counts as one trajectory, and ``math.inf`` allows any number. Beyond it
-    TooManyFailures is raised. Cancellation is not counted: it ends the gathering. To leave early, use
-    ``contextlib.aclosing``, or drop the iterator.
+    ``max_failures`` is the number of trajectories that may be lost in this way; above 0 and below 1 it is their share
+    of all trajectories. A group that is still awaited counts as one trajectory, and ``math.inf`` allows any number.
+    More lost trajectories raise TooManyFailures. Cancellation is not counted: it ends the gathering. To leave early,
+    use ``contextlib.aclosing``, or drop the iterator.
     """
     is_fraction = 1 < max_failures < math.inf and max_failures != int(max_failures)
     if math.isnan(max_failures) or max_failures < 0 or is_fraction:
@@ -87,19 +87,23 @@ class _Gathering(Generic[T]):
         max_failures: float,
     ) -> None:
         self._given = [group if inspect.isawaitable(group) else list(group) for group in groups]
+        """The groups; an awaited group is replaced by the list of its members once it has arrived."""
         self._after_each = after_each
         self._max_failures = max_failures
         self._sizes = [1 if inspect.isawaitable(group) else len(group) for group in self._given]
+        """Number of trajectories of each group; 1 while the group is awaited."""
         self._lost = 0
+        """Number of lost trajectories."""
         self._errors: list[Exception] = []
-        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._too_many_lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once more trajectories are lost than ``max_failures`` allows."""
         self.running = {asyncio.ensure_future(self._run(index)) for index in range(len(self._given))}
 
     async def next_finished(self) -> list[TrajectoryGroup[T]]:
         """Wait until a group's task ends, and return what ``after_each`` made of its group. Raises TooManyFailures."""
-        watched: list[asyncio.Future[Any]] = [*self.running, self._broken]
+        watched: list[asyncio.Future[Any]] = [*self.running, self._too_many_lost]
         ended, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-        if self._broken.done():
+        if self._too_many_lost.done():
             raise TooManyFailures(self._lost, sum(self._sizes), self._errors) from self._errors[0]
         finished = [task for task in self.running if task in ended]
         self.running.difference_update(finished)
@@ -113,7 +117,7 @@ class _Gathering(Generic[T]):
             await asyncio.wait(self.running)
         for given in self._given:
             for one in given if isinstance(given, list) else [given]:
-                _drop(one)
+                _discard(one)
 
     async def _run(self, index: int) -> list[TrajectoryGroup[T]]:
         """Run the members of one group and ``after_each``; returns the groups to yield, none if the group is lost."""
@@ -122,7 +126,7 @@ class _Gathering(Generic[T]):
             try:
                 given = self._given[index] = list(await given)
             except Exception as error:
-                self._lose(1, error)
+                self._count_lost(1, error)
                 return []
             self._sizes[index] = len(given)
         async with asyncio.TaskGroup() as tasks:
@@ -135,9 +139,9 @@ class _Gathering(Generic[T]):
         )
         if finished.failures and len(finished) < min(MIN_SURVIVORS, len(given)):
             # Failed members are counted already.
-            self._lose(len(finished))
+            self._count_lost(len(finished))
             return []
-        return await self._after(finished)
+        return await self._apply_after_each(finished)
 
     async def _member(self, member: Member[T]) -> TrajectoryGroup[T]:
         """Run one member. Returns a group with its trajectory, or with its error, which is counted at once."""
@@ -146,14 +150,14 @@ class _Gathering(Generic[T]):
         try:
             return TrajectoryGroup([await member])
         except Exception as error:
-            self._lose(1, error)
+            self._count_lost(1, error)
             return TrajectoryGroup([], [error])
 
-    async def _after(self, group: TrajectoryGroup[T]) -> list[TrajectoryGroup[T]]:
+    async def _apply_after_each(self, group: TrajectoryGroup[T]) -> list[TrajectoryGroup[T]]:
         """Call ``after_each`` and return the groups that it keeps; if it raises, the group is lost."""
         if self._after_each is None:
             return [group]
-        # ``after_each`` may change the group that it is given.
+        # Read now, because ``after_each`` may change the group.
         size = len(group)
         try:
             kept = self._after_each(group)
@@ -166,20 +170,21 @@ class _Gathering(Generic[T]):
                         f"after_each returned {one!r}; a TrajectoryGroup, a list of them or None is expected"
                     )
         except Exception as error:
-            self._lose(size, error)
+            self._count_lost(size, error)
             return []
         return groups
 
-    def _lose(self, trajectories: int, *errors: Exception) -> None:
+    def _count_lost(self, trajectories: int, *errors: Exception) -> None:
+        """Count lost trajectories and keep their errors; ends the gathering if too many are lost."""
         self._lost += trajectories
         self._errors += errors
         allowed = self._max_failures
-        if self._lost > (allowed * sum(self._sizes) if 0 < allowed < 1 else allowed) and not self._broken.done():
-            self._broken.set_result(None)
+        if self._lost > (allowed * sum(self._sizes) if 0 < allowed < 1 else allowed) and not self._too_many_lost.done():
+            self._too_many_lost.set_result(None)
 
 
-def _drop(given: object) -> None:
-    """Cancel a task, or close a coroutine, which else would warn that it was never awaited."""
+def _discard(given: object) -> None:
+    """Cancel a task, or close a coroutine, because a coroutine that was never awaited would log a warning."""
     if inspect.iscoroutine(given):
         given.close()
     elif isinstance(given, asyncio.Future):

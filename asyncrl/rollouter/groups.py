@@ -1,10 +1,10 @@
 """From a lease to a delivered prompt group: trajectories, scores, retries.
 
-A failed trajectory alone is tried again, with backoff, up to ``rollout.max_attempts``. After its last attempt the group
-is delivered as failed with the reason, or without the trajectory if ``rollout.on_failed_trajectory`` is "drop". The
-death of an engine does not count as an attempt and is not seen here, unless engines have died of this very prompt too
-often (messages/groups.py). An error is never a reward. With ``reward.per = "trajectory"`` each trajectory is scored as
-soon as it is finished, else the whole group at once.
+Only the failed trajectory of a group is tried again, with backoff, up to ``rollout.max_attempts``. After its last
+attempt the group is delivered as failed with the reason, or without the trajectory if ``rollout.on_failed_trajectory``
+is "drop". The death of an engine does not count as an attempt and is not seen here, unless engines have died of this
+very prompt too often (messages/groups.py). An error is never a reward. With ``reward.per = "trajectory"`` each
+trajectory is scored as soon as it is finished, else the whole group at once.
 
 Invariants: only its episode or the reward function can fail a trajectory. A call of a reward pool that is away or in
 trouble does not count as an attempt: it is repeated until a pool answers. There is always a pool, since the controller
@@ -65,12 +65,12 @@ class RewardPools:
     async def score(self, request: Score, away: set[str]) -> Scores:
         """Choose a pool and have it score the completions of ``request``; one call, without a repeat.
 
-        Avoids the pools in ``away`` if another answers, and adds the chosen pool to ``away`` if the call fails. Raises
-        RemoteError, DeadlineExceeded and PeerRestarted.
+        Avoids the pools in ``away`` if another is connected, and adds the chosen pool to ``away`` if the call fails.
+        Raises RemoteError, DeadlineExceeded and PeerRestarted.
         """
         config, reward = self._config, self._config.reward
         replicas = sum(name.startswith("rollouter/") for name in self._roster.actors)
-        # The timeout allows for all trajectories in flight to be ahead in the queue and take their full timeout. That
+        # The timeout allows that all trajectories in flight are ahead in the queue and take their full timeout. That
         # may be hours, so ``silence`` bounds the wait for a pool that is away or has lost the call.
         queue = config.most_episodes * max(replicas, config.rollout.replicas) / (reward.pools * reward.workers)
         began = self._clock.now()
@@ -106,14 +106,14 @@ def choose_pool(
 ) -> str:
     """Choose the reward pool with the fewest trajectories of this rollouter.
 
-    ``open`` counts these by pool; ``ready`` are the pools that answer. Among equally busy pools it takes the next one
-    from index ``first`` on, the rollouter's number, so that rollouters begin with different pools. Pools that are not
-    ready, or that are to be avoided, are chosen only if there is no other.
+    ``open`` counts the trajectories by pool; ``ready`` are the connected pools. Among equally busy pools the next one
+    from index ``first`` on is chosen. ``first`` is the rollouter's number, so that rollouters begin with different
+    pools. Pools that are not ready, or that are to be avoided, are chosen only if there is no other.
     """
-    turned = [pools[(first + at) % len(pools)] for at in range(len(pools))]
-    able = [pool for pool in turned if pool in ready] or turned
-    able = [pool for pool in able if pool not in avoid] or able
-    return min(able, key=lambda pool: open.get(pool, 0))
+    in_turn = [pools[(first + offset) % len(pools)] for offset in range(len(pools))]
+    candidates = [pool for pool in in_turn if pool in ready] or in_turn
+    candidates = [pool for pool in candidates if pool not in avoid] or candidates
+    return min(candidates, key=lambda pool: open.get(pool, 0))
 
 
 T = TypeVar("T")
@@ -172,11 +172,12 @@ class GroupRunner:
     async def run(self, lease: Lease, account: GroupAccount) -> Group:
         """Generate and score all samples of a lease, and return the group.
 
-        If failed samples may be dropped and enough others are left, the group has these. Otherwise, if a sample failed
-        for good, the group has no trajectories, and the first failure is its reason. Raises RemoteError and Refused.
+        If failed samples may be dropped and enough others are left, the group has the others. Otherwise a sample that
+        failed for good leaves the group without trajectories, and the first failure is the group's reason. The same
+        follows if the scoring of the whole group fails. Raises RemoteError and Refused.
         """
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._outcome(lease, sample)) for sample in account.samples]
+            running = [tasks.create_task(self._trajectory_or_failure(lease, sample)) for sample in account.samples]
         ended = [task.result() for task in running]
         trajectories = [each for each in ended if isinstance(each, Trajectory)]
         failures = [each for each in ended if isinstance(each, TrajectoryFailed)]
@@ -196,17 +197,17 @@ class GroupRunner:
             failed_attempts=account.failed_attempts,
         )
 
-    async def _outcome(self, lease: Lease, account: SampleAccount) -> Trajectory | TrajectoryFailed:
+    async def _trajectory_or_failure(self, lease: Lease, account: SampleAccount) -> Trajectory | TrajectoryFailed:
         try:
-            return await self._trajectory(lease, account)
+            return await self._generate_and_score(lease, account)
         except TrajectoryFailed as failure:
             return failure
 
-    async def _trajectory(self, lease: Lease, account: SampleAccount) -> Trajectory:
+    async def _generate_and_score(self, lease: Lease, account: SampleAccount) -> Trajectory:
         """Generate one trajectory, with retries; score it if rewards are per trajectory. Raises TrajectoryFailed."""
         began = self._clock.now()
         try:
-            trajectory = await self._retry("generation", lambda: self._played(lease, account), [account])
+            trajectory = await self._retry("generation", lambda: self._play(lease, account), [account])
         finally:
             # Also after a failure, because another group can now use the sample's place in the engine.
             self._leases.generated(lease)
@@ -217,7 +218,7 @@ class GroupRunner:
             await self._score_into(lease, [trajectory], [account])
         return trajectory
 
-    async def _played(self, lease: Lease, account: SampleAccount) -> Trajectory:
+    async def _play(self, lease: Lease, account: SampleAccount) -> Trajectory:
         trajectory = await self._player.play(lease, account)
         self._counters.add("rollout/trajectories")
         self._histograms.observe("rollout/response_tokens", sampled_tokens(trajectory))
@@ -256,7 +257,7 @@ class GroupRunner:
             account.scored(reward, scores.run_s)
 
     async def _scores(self, request: Score, accounts: list[SampleAccount]) -> Scores:
-        """Call reward pools until one answers, however long all are away. Raises errors that a repeat cannot help."""
+        """Call reward pools until one answers, without a deadline. Raises errors that a repeat cannot help."""
         pauses = backoffs(self._config.rollout.retry_backoff_s, LONGEST_AWAY_S)
         away: set[str] = set()
         while True:
@@ -272,7 +273,8 @@ class GroupRunner:
     async def _retry(self, what: str, attempt: Callable[[], Awaitable[T]], accounts: list[SampleAccount]) -> T:
         """Call ``attempt`` up to ``rollout.max_attempts`` times, with backoff, and note each failure in ``accounts``.
 
-        Raises TrajectoryFailed after the last failure, or a final one; other actors' own errors pass through.
+        Raises TrajectoryFailed after the last failure, or after one that no repeat can help. Errors that are another
+        actor's own fault pass through, and are no attempt.
         """
         rollout = self._config.rollout
         for number in range(1, rollout.max_attempts + 1):
@@ -284,9 +286,9 @@ class GroupRunner:
                     raise
                 for account in accounts:
                     account.failed(f"{what}: {error}")
-                # A call for the whole group is one attempt.
+                # A call for the whole group is one attempt, and is counted once.
                 accounts[0].failed_attempts += 1
-                # An engine's ValueError is a request that it can never serve.
+                # An engine raises ValueError for a request that it can never serve.
                 final = isinstance(error, ValueError) or (isinstance(error, RemoteError) and not error.retryable)
                 if final or number == rollout.max_attempts:
                     raise TrajectoryFailed(f"{what} failed {number} times: {error}") from error

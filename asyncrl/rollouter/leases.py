@@ -1,9 +1,8 @@
 """The leases of a rollouter: requests them, holds them, and ends them by delivery or return.
 
-Invariants: a lease is held until the living learner has acknowledged the group, or the dataloader its return. Replies
-of a replaced learner or dataloader do not count. After an acknowledgement by a dead learner the group is delivered
-again; the learner trains each uid once. After a restart the dataloader asks for the leases held here, and the learner's
-ledger decides.
+Invariants: a lease is held until the living learner has acknowledged the group, or the dataloader the lease's return.
+Replies of a replaced learner or dataloader do not count. After an acknowledgement by a replaced learner the group is
+delivered again; the learner trains each uid once. After a restart the dataloader asks for the leases held here.
 
 Leases are requested whenever there is room for a whole group. Each new version repeats the request, because the gate
 depends on the served version. A delivery has no deadline of its own. The controller replaces a dead learner, and ends
@@ -59,6 +58,7 @@ class HeldLeases:
         self._seen = 0
         """The highest lease number received."""
         self._requests = 0
+        """Number of the latest request for leases, counted from 1."""
         self._dataloader = self._learner = 0
         """The newest known incarnations; replies of older ones do not count."""
         self.news = asyncio.Event()
@@ -112,9 +112,10 @@ class HeldLeases:
                     await self._room.wait()
 
     async def _request(self, free: int) -> NewLeases | None:
-        """Send one request for ``free`` groups; None if it failed or is outdated.
+        """Send one request for ``free`` groups; None if it failed, after a pause, or is outdated.
 
-        Gives the request up when ``ask_again`` is called, since the served version or the held leases have changed.
+        Cancels the request when ``ask_again`` is called or a delivery ends, since the served version or the held leases
+        have changed.
         """
         self._ask_again.clear()
         self._requests += 1
@@ -181,19 +182,22 @@ class HeldLeases:
             group = replace(group, trajectories=[], failure=f"it cannot be brought to the learner: {error}")
             await self._deliver(group)
         self._histograms.observe("rollout/deliver_s", self._clock.now() - began)
-        # Nothing is awaited in between: the acknowledgement counts only until another learner is adopted.
+        # Nothing is awaited since the acknowledgement, because it counts only until another learner is adopted.
         self._end(group.lease.uid)
         self._ask_again.set()
         return group
 
     async def _deliver(self, group: Group) -> None:
         with self._awaits.on(LEARNER, "Deliver"):
-            times = 0
-            while not await self._delivered(group, times):
-                times += 1
+            failed_tries = 0
+            while not await self._try_to_deliver(group, failed_tries):
+                failed_tries += 1
 
-    async def _delivered(self, group: Group, times: int) -> bool:
-        """Send a group once, after ``times`` failed tries; returns whether the living learner has acknowledged it."""
+    async def _try_to_deliver(self, group: Group, failed_tries: int) -> bool:
+        """Send a group once; returns whether the living learner has acknowledged it.
+
+        Pauses after a retryable refusal, the longer the more ``failed_tries`` came before. Raises other refusals.
+        """
         uid, config = group.lease.uid, self._config
         # Longer than the silence after which a learner is replaced: a hanging learner may have received the group.
         timeout = config.network.call_timeout_s + config.supervision.silence_s
@@ -207,7 +211,7 @@ class HeldLeases:
             if not error.retryable:
                 raise
             self._log.info("learner takes no groups yet", uid=uid, error=str(error))
-            await asyncio.sleep(pause(AWAY_S, times, self._draws.random()))
+            await asyncio.sleep(pause(AWAY_S, failed_tries, self._draws.random()))
             return False
         # The learner may have been replaced between its reply and this line.
         if call.answered_by >= self._learner:
@@ -216,15 +220,15 @@ class HeldLeases:
         return False
 
     async def give_back(self, uids: Collection[str], *, holding: Collection[str], leaving: bool) -> bool:
-        """Return the leases ``uids`` to the dataloader, and name those still held. They stay held until ``forget``.
+        """Return the leases ``uids`` to the dataloader, and name in ``holding`` the leases still held.
 
-        Returns whether the dataloader has acknowledged it.
+        The returned leases stay held here until ``forget``. Returns whether the dataloader has acknowledged the return.
         """
         request = ReturnLeases(uids=list(uids), leaving=leaving, holding=list(holding))
         try:
             await self._peer(DATALOADER).call(request, timeout=GIVE_BACK_S if leaving else AWAY_S * 2)
         except WireError as error:
-            # The dataloader drains after us; without it the leases end with this incarnation.
+            # The dataloader drains after the rollouters. If it is away, the leases end with this incarnation.
             self._log.warning("leases not returned", error=str(error))
             return False
         return True
@@ -239,7 +243,7 @@ class HeldLeases:
         self._host.turns.forget(uid)
 
     def answer(self, request: OpenLeases, dataloader: int) -> LeasesHeld:
-        """Adopt the learner of the request and the ``dataloader`` incarnation that asks; returns the leases held.
+        """Adopt the request's learner and the ``dataloader`` incarnation that asks, if newer; returns the held leases.
 
         From here on replies of older incarnations do not count.
         """

@@ -1,8 +1,9 @@
 """The base of every actor.
 
 An actor binds one server, knows its peers by name, and passes through setup → run → close. Its background tasks belong
-to one TaskGroup: when one fails, the actor fails, reports the reason to the controller, and ends. It ends in good order
-when the controller drains its role. Everything here runs on one event loop; work that blocks goes to a thread.
+to one TaskGroup: when one fails, the actor fails and ends. It reports the reason to the controller only if the failure
+ends the run. It ends in good order when the controller drains its role. Everything here runs on one event loop; work
+that blocks goes to a thread.
 """
 
 from __future__ import annotations
@@ -162,8 +163,8 @@ class Actor(EndpointOwner):
     def peer_died(self, name: str, incarnation: int) -> None:
         """Handle the death of another actor: this incarnation of it and all older ones are dead.
 
-        Called once for each incarnation. The sign is the HELLO of a newer incarnation, or the controller's report that
-        the process has ended or its host is lost.
+        Called at most once for each incarnation. The sign is the HELLO of a newer incarnation, or the controller's
+        report that the process has ended or its host is lost.
         """
 
     def preempted(self) -> None:
@@ -198,7 +199,7 @@ class Actor(EndpointOwner):
             if name == CONTROLLER and self.context.controller is not None:
                 record = ActorRecord(name=name, incarnation=0, address=self.context.controller)
             peer = self._peers[name] = Peer(self._endpoint, name, record)
-            # This incarnation was known to be dead before the connection existed: ignore its messages here too.
+            # The death was known before the connection existed: ignore messages of that incarnation here too.
             if name in self.dead and not peer.is_fixed:
                 peer.adopt(self.dead[name] + 1)
         return peer
@@ -309,7 +310,7 @@ class Actor(EndpointOwner):
     # --- its life ---
 
     async def main(self) -> None:
-        """Run the actor to its end. Raises the error that ended it, if it was not drained."""
+        """Run the actor to its end. Raises the first error of its tasks; returns if there is none."""
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 try:
@@ -428,7 +429,10 @@ class Actor(EndpointOwner):
                 self.note_death(actor.name, actor.incarnation)
 
     def note_death(self, name: str, incarnation: int) -> None:
-        """Record a death that is news: drop the connections with that actor, and call ``peer_died``."""
+        """Record a death: drop the connections with that actor, and call ``peer_died``.
+
+        Does nothing if this incarnation or a newer one is known to be dead.
+        """
         if incarnation > self.dead.get(name, 0):
             self.dead[name] = incarnation
             assert self._server is not None

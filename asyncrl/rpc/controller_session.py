@@ -1,8 +1,9 @@
 """An actor's session with the controller: registers it, follows the state of the run, sends notices and its trace.
 
-Invariant: an actor registers with a new controller before it acts on the state from it. It ends when its role is
-drained or when it leaves, and handles a preemption once. The actor keeps working while the controller is away: a
-successor comes up at the same address, or the node agent ends the actor.
+Invariant: an actor registers with a new controller before it acts on the state from that controller. It only learns
+new members before. It ends when its role is drained, when it leaves, or when a controller refuses it. It handles a
+preemption once. The actor keeps working while the controller is away: a successor comes up at the same address, or the
+node agent ends the actor.
 
 A notice is a text for the user (Actor.notify). If it changes before it is sent, only its newest form is sent. There are
 at most MOST_KEYS notices. The last of them, with the key MORE, counts all further keys. A notice belongs to an
@@ -31,7 +32,7 @@ REPORT_S = 5.0
 MOST_KEYS = 64
 MORE = "more"
 MOST_OVERFLOWING = 1024
-"""Largest count of such keys."""
+"""Largest number of keys that the notice MORE counts."""
 NOTICE_PACE_S = 1.0
 """Pause between two reports of notices."""
 TRACE_S = 3.0
@@ -49,7 +50,10 @@ class NoticeQueue:
         """Keys that had no room; the notice MORE counts them."""
 
     def add(self, notice: Notice) -> bool:
-        """Queue a notice. Returns whether its text differs from the last one with its key."""
+        """Queue a notice. Returns whether its text differs from the last one with its key.
+
+        Without room for its key, queues the notice MORE instead, and returns whether MORE did not count the key before.
+        """
         key, text = notice.key, notice.text
         # One place is reserved for MORE.
         if key not in self._known and len(self._known) >= MOST_KEYS - 1:
@@ -64,9 +68,9 @@ class NoticeQueue:
                 )
             )
             return is_new
-        before = self._known.get(key)
+        known = self._known.get(key)
         self._put(notice)
-        return before is None or before.text != text
+        return known is None or known.text != text
 
     def _put(self, notice: Notice) -> None:
         if notice != self._known.get(notice.key):
@@ -144,7 +148,8 @@ class ControllerSession:
         """Follow the run's state for the whole life of the actor, in a loop of parked WatchRun calls.
 
         On each new state: learn new members, register again with a new controller, ignore dead actors, and send the
-        trace if it is asked for. Then let the actor drain, handle a preemption or leave.
+        trace if it is asked for. Then let the actor drain, handle a preemption or leave. A failed call is made again
+        after a pause. Raises RemoteError if a new controller refuses this incarnation.
         """
         actor = self._actor
         while True:
@@ -201,7 +206,10 @@ class ControllerSession:
             actor.begin_drain()
 
     async def send_trace(self, number: int) -> None:
-        """Send the kept spans to the controller, for the trace ``number``; 0 at the end. A failure is logged only."""
+        """Send the kept spans to the controller, for the trace ``number``; 0 at the end. A failure is logged only.
+
+        Does nothing without a timeline, and in the controller itself.
+        """
         actor = self._actor
         # Only a node agent is never restarted, and it has no timeline.
         if not actor.trace.on or actor.context.controller is None or not actor.is_restarted:

@@ -1,11 +1,11 @@
 """Heartbeats: gathers the state of an actor and sends it to the controller, from a thread of its own.
 
 A busy event loop or a long computation does not delay a heartbeat: the thread has an event loop and a connection of its
-own. Each heartbeat carries the actor's state, its waits, its metrics and the lag of its event loop. The last one
-carries the final counters. While the actor's *pulse* (Actor.pulse) stays the same, the thread leaves heartbeats out.
-Those of a thousand idle actors would slow down actors that start. The heartbeat before announces how many may be
-missing. If the process is asked for its stacks (stacks.py), the thread writes those of all tasks, even if the actor's
-event loop is blocked.
+own. Each heartbeat carries the actor's state, its waits, its metrics and the lag of its event loop. A last one carries
+the final counters, if the controller is reached in time. While the actor's *pulse* (Actor.pulse) stays the same, the
+thread leaves heartbeats out. Those of a thousand idle actors would slow down actors that start. Each heartbeat
+announces how many may be missing after it. If the process is asked for its stacks (stacks.py), the thread writes those
+of all tasks, even if the actor's event loop is blocked.
 
 Only changed values are sent. All values are cumulative, and every FULL_BEATS heartbeats one is complete, so a lost one
 loses nothing for long. Invariant: a heartbeat holds at most MOST_METRICS metrics, MOST_HISTOGRAMS histograms,
@@ -101,14 +101,15 @@ class Heartbeats:
         self._beats = 0
         self._cpu_s = 0.0
         """Processor time of all heartbeats but the last."""
-        self._welcomes = 0
-        self._stacks_asked = 0
+        self._seen_welcomes = 0
+        self._stacks_written = 0
+        """Number of requests for stacks that were handled."""
         self._pulse: tuple[object, ...] = ()
         """Pulse of the actor at the last beat; empty if it could not be read."""
-        self._announced = 0
-        """Number of heartbeats that may be left out, as the last one sent announced."""
-        self._left_out = 0
-        """Number of heartbeats left out since the last one sent."""
+        self._announced_count = 0
+        """Number of heartbeats that may be left out now, as the last heartbeat that was sent announced."""
+        self._left_out_count = 0
+        """Number of heartbeats that were left out since one was sent."""
         # The heartbeats of a node agent show that its host lives, so none is left out.
         self._may_leave_out = leaves_room(actor.config.supervision, actor.config.watchdog) and actor.is_restarted
         self._last: Heartbeat | None = None
@@ -134,16 +135,19 @@ class Heartbeats:
         await self._client.peer.reached(within_s)
 
     def beat(self) -> None:
-        """Send a heartbeat, or leave it out if nothing has changed and the last one announced that."""
-        before, self._pulse = self._pulse, ()
+        """Send a heartbeat, or leave it out if nothing has changed and the last one announced that.
+
+        A request for stacks makes it send one in any case, and write them.
+        """
+        pulse_before, self._pulse = self._pulse, ()
         self._attempt(self._take_pulse)
         # A pulse that could not be read is empty, and does not count as unchanged.
-        is_calm = self._may_leave_out and bool(before) and self._pulse == before
-        if is_calm and self._left_out < self._announced and stacks.requests.count == self._stacks_asked:
-            self._left_out += 1
+        is_calm = self._may_leave_out and bool(pulse_before) and self._pulse == pulse_before
+        if is_calm and self._left_out_count < self._announced_count and stacks.requests.count == self._stacks_written:
+            self._left_out_count += 1
             return
-        self._left_out = 0
-        self._announced = LEFT_OUT if is_calm else 0
+        self._left_out_count = 0
+        self._announced_count = LEFT_OUT if is_calm else 0
         self.send()
         self._attempt(self._write_stacks)
 
@@ -178,22 +182,22 @@ class Heartbeats:
         """Gather the heartbeat, reduce it to the changed values, and send it; connect instead if not connected."""
         delta, peer = self._actor.heartbeat_delta, self._client.peer
         if not peer.ready:
-            # The controller is away: the next heartbeat carries the same and more.
-            self._announced = 0
+            # The controller is away: the first heartbeat on the next connection carries the same and more.
+            self._announced_count = 0
             peer.connect()
             return
         self._beats += 1
-        if peer.welcomes != self._welcomes:
-            self._welcomes = peer.welcomes
+        if peer.welcomes != self._seen_welcomes:
+            self._seen_welcomes = peer.welcomes
             delta.forget()
         self._last = self._gather(self._beats)
         if self._last is None:
             return
         if self._last.unreached:
             # The controller must hear without a gap for how long the peers are unreached.
-            self._announced = 0
+            self._announced_count = 0
         self._client.endpoint.param_version = self._actor.param_version
-        size = peer.cast(msgspec.structs.replace(delta.trim(self._last), left_out=self._announced))
+        size = peer.cast(msgspec.structs.replace(delta.trim(self._last), left_out=self._announced_count))
         if not size:
             delta.forget()
         counters = self._actor.counters
@@ -214,8 +218,8 @@ class Heartbeats:
     def _write_stacks(self) -> None:
         """Write the stacks of all tasks, if this process was asked for its stacks since the last beat."""
         asked = stacks.requests.count
-        if asked != self._stacks_asked:
-            self._stacks_asked = asked
+        if asked != self._stacks_written:
+            self._stacks_written = asked
             try:
                 text = stacks.describe_tasks(self._loop)
             except RuntimeError as error:
@@ -266,7 +270,7 @@ class HeartbeatThread:
     async def _beat(self) -> None:
         self._heartbeats.open()
         try:
-            while not await self._stopped():
+            while not await self._wait_for_stop():
                 self._heartbeats.beat()
             if self._last_s:
                 await self._heartbeats.connected(self._last_s)
@@ -274,7 +278,8 @@ class HeartbeatThread:
         finally:
             self._heartbeats.close(self._last_s)
 
-    async def _stopped(self) -> bool:
+    async def _wait_for_stop(self) -> bool:
+        """Wait for the stop, for one interval at most. Returns whether it has come."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._interval_s):
                 await self._stop.wait()
@@ -338,30 +343,33 @@ class HeartbeatDelta:
         self._beats = 0
 
     def trim(self, beat: Heartbeat) -> Heartbeat:
-        """Returns ``beat`` with its changed values only, and marks these as sent."""
+        """Returns ``beat`` with its changed values only, and marks them as sent.
+
+        Each FULL_BEATS-th heartbeat, and the first after ``forget``, counts all values as changed.
+        """
         if self._beats % FULL_BEATS == 0:
             for sent in (self._metrics, self._histograms, self._resources):
                 sent.forget()
         self._beats += 1
-        metrics = self._metrics.news(beat.counters)
-        histograms = self._histograms.news(beat.histograms)
-        resources = self._resources.news({resource.name: _state_key(resource) for resource in beat.resources})
-        self.late += self._metrics.left + self._histograms.left + self._resources.left
+        metrics = self._metrics.take_changed(beat.counters)
+        histograms = self._histograms.take_changed(beat.histograms)
+        resources = self._resources.take_changed({resource.name: _state_key(resource) for resource in beat.resources})
+        self.late += self._metrics.waiting + self._histograms.waiting + self._resources.waiting
         return msgspec.structs.replace(
             beat,
             counters={name: beat.counters[name] for name in metrics},
             histograms={name: beat.histograms[name] for name in histograms},
             resources=[resource for resource in beat.resources if resource.name in resources],
-            held_back=self._resources.left > 0,
+            held_back=self._resources.waiting > 0,
         )
 
 
 def _state_key(resource: Resource) -> tuple[Any, ...]:
     """Returns a key that stays equal while a resource stays in its state, and differs after it has left it."""
-    before = {name: seconds for name, seconds in resource.seconds.items() if name != resource.state}
-    # The total time in this state and ``state_s`` grow alike; rounded, their difference is constant.
-    earlier = round(resource.seconds.get(resource.state, 0.0) - resource.state_s, 3)
-    return resource.state, resource.awaiting, before, earlier
+    other_states = {name: seconds for name, seconds in resource.seconds.items() if name != resource.state}
+    # Time of earlier visits to this state: the total and ``state_s`` grow alike, so the rounded difference is constant.
+    earlier_s = round(resource.seconds.get(resource.state, 0.0) - resource.state_s, 3)
+    return resource.state, resource.awaiting, other_states, earlier_s
 
 
 class _Sent(Generic[T]):
@@ -371,22 +379,22 @@ class _Sent(Generic[T]):
         self._limit = limit
         self._values: dict[str, T] = {}
         self._sent: dict[str, int] = {}
-        """Number of the call of ``news`` that last sent each value."""
+        """Number of the call of ``take_changed`` that last sent each value."""
         self._calls = 0
-        self.left = 0
-        """Number of values that had to wait at the last call of ``news``."""
+        self.waiting = 0
+        """Number of values that had to wait at the last call of ``take_changed``."""
 
     def forget(self) -> None:
         self._values = {}
 
-    def news(self, values: Mapping[str, T]) -> set[str]:
+    def take_changed(self, values: Mapping[str, T]) -> set[str]:
         """Returns the names of the changed values to send now, those sent longest ago first; marks them as sent."""
         self._calls += 1
         unknown = object()
         changed = [name for name, value in values.items() if self._values.get(name, unknown) != value]
         if len(changed) > self._limit:
             changed.sort(key=lambda name: self._sent.get(name, 0))
-        self.left = max(0, len(changed) - self._limit)
+        self.waiting = max(0, len(changed) - self._limit)
         for name in changed[: self._limit]:
             self._values[name], self._sent[name] = values[name], self._calls
         return set(changed[: self._limit])

@@ -1,9 +1,9 @@
 """Linux's means for processes, with the standard library alone: their descendants, their age and their limits.
 
 A *subreaper* becomes the parent of every descendant whose own parent dies, in any session or process group and with any
-environment. So the rule is simple: kill all children, reap them, and repeat while children are left.
-Signals go only to children of this process and to members of a child's session. The child has not been reaped, so its
-pid belongs to no other process. No signal can hit a process of another program.
+environment. So the rule is simple: kill all children, reap them, and repeat while children are left. Signals go only to
+children of this process and to members of a child's group or session. The child has not been reaped, so its pid belongs
+to no other process. No signal can hit a process of another program.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def children_of(pid: int) -> list[int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                # The second field is the name in parentheses, which may hold anything; the fourth is the
-                # parent.
+                # The second field is the name in parentheses, which may hold anything; the fourth is the parent.
                 fields = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2]
             except (FileNotFoundError, ProcessLookupError):
                 continue

@@ -48,7 +48,10 @@ class ParkingLot:
             asyncio.get_running_loop().call_soon(self._wake_due)
 
     async def until(self, ask: Callable[[], T | None], timeout: float) -> T | None:
-        """Returns the first answer of ``ask`` that is not None; asks last after ``timeout`` seconds, maybe for None."""
+        """Returns the first answer of ``ask`` that is not None. It asks at once, and again after each ``wake``.
+
+        After ``timeout`` seconds it asks once more and returns that answer, which may be None.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while (answer := ask()) is None:

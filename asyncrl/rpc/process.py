@@ -48,7 +48,7 @@ def run_actor(
     private: str = "private",
     address: str = "",
 ) -> int:
-    """Run this actor to its end. Returns the exit code of the process.
+    """Run this actor to its end. Returns the exit code of the process; raises any error that is no AsyncRLError.
 
     ``controller`` is the controller's address, None for the controller itself. ``host`` is the address to bind; empty
     for network.host. ``private`` is the name of the folder with the keys. ``address`` is that of the predecessor's

@@ -280,8 +280,8 @@ class _FileTokenizer(_HuggingFace):
     def encode_prompt(self, text: str) -> list[int]:
         encoding = self._encode(text, add_special_tokens=True)
         ids: list[int] = encoding.ids
-        # A token that a post-processor adds after the text, such as end-of-sequence, would end the prompt. Tokens in
-        # front are kept: transformers too ignores add_bos_token if there is a tokenizer.json.
+        # Remove tokens that a post-processor adds after the text: end-of-sequence would end the prompt. Keep tokens in
+        # front: transformers too ignores add_bos_token if there is a tokenizer.json.
         while ids and encoding.special_tokens_mask[len(ids) - 1]:
             ids.pop()
         return ids

@@ -164,7 +164,7 @@ WORDS = ("rollouter", "host", "state")
 
 
 def rollouters(view: SnapshotView, choice: Choice, width: int) -> Pane:
-    """A row for each rollouter, by host where there are several."""
+    """A row for each rollouter. If rollouters of several hosts are sorted by host, each host has a heading."""
     found = [ActorRow(view, actor) for actor in view.of("rollouter")]
     chosen = [
         entry
@@ -262,7 +262,7 @@ def episodes(view: SnapshotView, choice: Choice, width: int) -> Pane:
 def _summary(view: SnapshotView, width: int, at: Mapping[str, float]) -> list[Line]:
     """Three lines: the open episodes, their turns and context, and how episodes ended."""
     living, rollouters = view.living("rollouter"), view.of("rollouter")
-    open = view.level("rollouter", "rollout/episodes")
+    open_count = view.level("rollouter", "rollout/episodes")
     oldest = max((actor.metrics.get("rollout/episodes_oldest_s", 0.0) for actor in living), default=None)
     turns, prompts = view.histogram("rollouter", "rollout/turns"), view.histogram("rollouter", "rollout/prompt_tokens")
     p95 = quantile(turns[0], edges_of("rollout/turns"), 0.95)
@@ -273,8 +273,8 @@ def _summary(view: SnapshotView, width: int, at: Mapping[str, float]) -> list[Li
     return [
         joined(
             [
-                said("oldest", duration(oldest if open else None)),
-                [(f"{count(open)} episodes" + (f": {stages}" if stages else ""), "bold")],
+                said("oldest", duration(oldest if open_count else None)),
+                [(f"{count(open_count)} episodes" + (f": {stages}" if stages else ""), "bold")],
             ]
         ),
         fitting(
@@ -309,7 +309,10 @@ def _mean(seen: tuple[list[int], float]) -> float | None:
 
 
 def _shares(view: SnapshotView) -> Shares:
-    """Shares of the time of episodes that ended in the window, by stage."""
+    """Shares of the time of episodes that ended in the window, by stage; without an older snapshot, of all ended ones.
+
+    Actors that are not heard (UNHEARD) are left out.
+    """
     spent: dict[str, float] = {}
     for actor in view.of("rollouter"):
         if actor.condition in UNHEARD:
@@ -329,12 +332,12 @@ def _stages(names: list[str], at: Mapping[str, float], shares: Shares) -> list[L
     wide = min(STAGE_WIDTH, max(12, *map(len, names)))
     lines: list[Line] = [[(f"{'stage':<{wide}}   open  time", "dim")]]
     for name in names:
-        open, share = at.get(name), shares.get(name)
+        open_count, share = at.get(name), shares.get(name)
         bar = level_bar(share or 0.0, 1.0, SHARE_BAR)
         lines.append(
             [
-                (f"{name[:wide]:<{wide}}", "bold" if open else "dim"),
-                (f"  {count(open):>5}  {percent(share):>4}  ", ""),
+                (f"{name[:wide]:<{wide}}", "bold" if open_count else "dim"),
+                (f"  {count(open_count):>5}  {percent(share):>4}  ", ""),
                 *bar,
             ]
         )

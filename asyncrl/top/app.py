@@ -1,7 +1,7 @@
 """The terminal of asyncrl-top: panes around the pipeline, live or from a recording. Read-only.
 
-It takes each snapshot that comes into a history and draws a SnapshotView of that at most every DRAW_S. If the feed
-fails, the foot says so, and the last view stays.
+It adds each new snapshot to a history, and draws a SnapshotView of the history at most every DRAW_S. If the feed fails,
+the foot says so, and the last view stays. If it fails before any snapshot is known, the application ends.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Top(App[int]):
         self._drawn_at = 0.0
         self._stale = False
         """Whether a newer snapshot is not drawn yet."""
-        self._seen: PaneName = "rollouters"
+        self._chosen_pane: PaneName = "rollouters"
         self._wide = False
         self._header, self._pipeline, self._time, self._tab_line, self._foot = (
             Block(id=name) for name in ("header", "pipeline", "time", "tabs", "foot")
@@ -183,22 +183,22 @@ class Top(App[int]):
         columns, rows = size or self.size
         small = columns < LEAST[0] or rows < LEAST[1]
         self._wide = columns >= WIDE[0] and rows >= WIDE[1]
-        base, seen = self.screen_stack[0], self.panes[self._seen]
+        base, chosen = self.screen_stack[0], self.panes[self._chosen_pane]
         for name, found in (("small", small), ("wide", self._wide), ("narrow", not small and not self._wide)):
             base.set_class(found, name)
         message = TOO_SMALL.format(width=LEAST[0], height=LEAST[1], columns=columns, rows=rows)
         self._small.show([rich_text([(line, "")]) for line in message.splitlines()])
         for each in base.query("#body *"):
-            each.set_class(each is seen or each in seen.ancestors, "seen")
+            each.set_class(each is chosen or each in chosen.ancestors, "seen")
         if self.screen is base:
-            seen.focus_entries()
+            chosen.focus_entries()
         self.call_after_refresh(self._draw)
 
     # --- snapshots ---
 
     @work(exclusive=True)
     async def _follow(self, feed: Feed) -> None:
-        """Take each snapshot of the feed into the history; note why the feed has ended."""
+        """Add each snapshot of the feed to the history; note why the feed has ended. Exit if no snapshot ever came."""
         try:
             async for seen in feed():
                 if isinstance(seen, Away | Waiting):
@@ -206,7 +206,8 @@ class Top(App[int]):
                 else:
                     self._away = None
                     self._history.add(seen)
-                    # A tick draws it, after the next request: only an open request gets the last snapshot.
+                    # A tick draws it later, because only an open request gets the run's last snapshot: the feed must
+                    # send its next request first.
                     self._stale = True
             self._over = "the run has ended"
         except AsyncRLError as error:
@@ -219,7 +220,7 @@ class Top(App[int]):
 
     @work
     async def _await_end(self, replay: Replay, whole: Callable[[], Replay | None]) -> None:
-        """At the end of the replay of a live run, check whether the run has ended."""
+        """Check at the end of the replay of a live run whether the run has ended; if so, take the whole recording."""
         while replay.lives:
             await asyncio.sleep(LOOK_S)
             if not replay.at_end:
@@ -236,11 +237,11 @@ class Top(App[int]):
         """Advance the replay, and draw if there is something new and DRAW_S have passed; else draw the foot alone."""
         replay = self.source.replay
         if replay is not None:
-            before = replay.position
+            earlier_position = replay.position
             replay.advance(TICK_S)
-            self._stale |= replay.position != before
+            self._stale |= replay.position != earlier_position
         now = time.monotonic()
-        # The tick nearest to DRAW_S draws.
+        # Half a tick less, so that the tick nearest to DRAW_S draws.
         if self._stale and not self._frozen and now - self._drawn_at >= DRAW_S - TICK_S / 2:
             self._drawn_at, self._stale = now, False
             self._draw()
@@ -265,7 +266,7 @@ class Top(App[int]):
             return
         self._header.show(header(shown, wide))
         self._pipeline.show(pipeline(shown, wide))
-        self._tab_line.show([rich_text(tabs(panes_of(shown), self._seen, wide))])
+        self._tab_line.show([rich_text(tabs(panes_of(shown), self._chosen_pane, wide))])
         if self.source.replay is not None:
             self._time.show([fit(time_bar(self.source.replay, wide), wide)])
         self.panes["episodes"].set_class(not shown.of("episodes"), "absent")
@@ -275,7 +276,7 @@ class Top(App[int]):
                 widget.show(pane(name, shown, choice, widget.room), tall=not own)
                 widget.border_title = f"{number} {title(name, shown, choice)}"
         if self.focused is None and self.screen is self.screen_stack[0]:
-            self.panes[self._seen].focus_entries()
+            self.panes[self._chosen_pane].focus_entries()
         if isinstance(self.screen, DetailScreen):
             self.screen.draw()
 
@@ -294,12 +295,12 @@ class Top(App[int]):
         """Show or focus a pane, if this run has it."""
         panes = panes_of(self.view)
         if number <= len(panes):
-            self._seen = panes[number - 1]
+            self._chosen_pane = panes[number - 1]
             self._arrange()
 
     def action_next(self, by: int) -> None:
         panes = panes_of(self.view)
-        at = panes.index(self._seen) if self._seen in panes else 0
+        at = panes.index(self._chosen_pane) if self._chosen_pane in panes else 0
         self.action_pane((at + by) % len(panes) + 1)
 
     def action_sort(self) -> None:
@@ -315,7 +316,7 @@ class Top(App[int]):
 
     def action_filter(self) -> None:
         if self.focused is self._filter:
-            # After the keys typed before.
+            # A message keeps the slash in order with the keys typed before.
             self._filter.post_message(Key("slash", "/"))
         elif self.screen is self.screen_stack[0]:
             self._filter.display = True
@@ -333,7 +334,7 @@ class Top(App[int]):
 
     def _end_filter(self, needle: str) -> None:
         self._filter.display = False
-        self.panes[self._seen].focus_entries()
+        self.panes[self._chosen_pane].focus_entries()
         self._choose(replace(self._choice, needle=needle))
 
     def _choose(self, choice: Choice) -> None:
@@ -350,7 +351,7 @@ class Top(App[int]):
         self._draw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Whether the app takes a key: the filter keeps its arrows."""
+        """Whether the app takes a key: it takes arrows only in a replay, and leaves them to an open filter."""
         step = action == "go" and parameters[0] == "step"
         return not step or (self.source.replay is not None and self.focused is not self._filter)
 

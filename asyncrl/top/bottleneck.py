@@ -2,7 +2,8 @@
 
 The flow is dataloader → rollouters → reward → learner → weights, and back: the gate admits a prompt when earlier ones
 are trained. The rules are in docs/monitor.md. The last stage in the direction of flow that is busy for SATURATED of its
-time sets the pace. If no stage is, a rule that couples the stages does. There is no verdict on less than MIN_WINDOW_S.
+time sets the pace. If no stage is that busy, the verdict follows from the waits of the stages. A window shorter than
+MIN_WINDOW_S has no verdict.
 
 Shares of a stage cover the time of all its resources. A dead resource has no time, and starting counts as busy, because
 others wait for it. The learner's shares are those of rank 0: the other ranks wait for it.
@@ -93,7 +94,7 @@ class Verdict:
     """The bottleneck, if there is one, and a sentence on the reason."""
 
     stage: Literal["gate", "episodes", Stage] | None
-    """The gate is the dataloader's; ``episodes`` is the user's code that plays them."""
+    """``gate`` is part of the dataloader, ``episodes`` the user's code that plays episodes. None is no bottleneck."""
     why: str
 
 
@@ -107,7 +108,11 @@ def find_bottleneck(flow: Flow) -> Verdict:
 
 
 def _saturated(flow: Flow) -> Verdict | None:
-    """The last stage of the flow that is busy for SATURATED of its time; None without one."""
+    """The verdict on the last stage of the flow that is busy for SATURATED of its time; None without one.
+
+    The tests go from the learner back to the dataloader. A learner or rollouters that spend more time on weight updates
+    than on work give the verdict "weights".
+    """
     learner, reward, rollouters = by_kind(flow.learner), by_kind(flow.reward), by_kind(flow.rollouters)
     if _occupied(learner) >= SATURATED:
         if learner.get("weights", 0.0) > learner.get("work", 0.0):
@@ -129,7 +134,10 @@ def _saturated(flow: Flow) -> Verdict | None:
 
 
 def _episodes(flow: Flow) -> Verdict | None:
-    """The verdict if most episodes run the user's code: a few episodes can keep an engine busy."""
+    """The verdict if most open episodes run the user's code; None if not, or with less than one open episode.
+
+    This test comes before that of the rollouters, because the few other episodes can keep an engine busy.
+    """
     with_user = {stage: level for stage, level in flow.episodes.items() if stage not in NOT_USERS}
     users, every = sum(with_user.values()), sum(flow.episodes.values())
     if every < 1 or users <= every / 2:
@@ -150,14 +158,14 @@ _STAGES_SAID = {
 
 
 def _unsaturated(flow: Flow) -> Verdict:
-    """The reason that no stage is busy enough: what the waiting stages wait for."""
+    """The verdict if no stage is busy enough: the stage that the others wait for; None if it is unknown."""
     if flow.exhausted:
         return Verdict(stage=None, why="the last prompts are under way")
     at_reward, generating = flow.at_reward, flow.generating
     if at_reward is not None and generating is not None and at_reward > generating:
         why = f"{at_reward:.0f} of {at_reward + generating:.0f} trajectories are with it"
         return Verdict(stage="reward", why=f"{why}{_others(flow, but='reward')}")
-    # Neither the rollouters nor the learner are busy: both wait.
+    # The rollouters and the learner are not busy, so the reason includes the waits of both.
     others = _others(flow, but="dataloader").removeprefix("; ")
     if flow.lag is not None and flow.lag >= 1.0:
         return Verdict(stage="weights", why=f"engines are {flow.lag:.1f} versions behind; {others}")

@@ -1,9 +1,9 @@
 """Watches a run from outside: asks its controller for snapshots until the run ends.
 
-The run folder leads to the controller on its host; from other hosts HOST:PORT and a copy of the viewer's keys do. Every
-question has a deadline. A controller that does not answer is asked again at the same address, where a restarted
-controller serves. Raises UsageError if there is nothing to attach to, ActorFailed if too many viewers watch, and
-Refused if the controller does not accept the keys.
+On the controller's host, the run folder holds its address and keys. From another host, a user gives HOST:PORT and a
+copy of the viewer's keys. Every question has a deadline. If the controller does not answer, the viewer asks again at
+the same address, where a restarted controller serves. Raises UsageError if there is nothing to attach to or if the
+controller does not accept the keys, and ActorFailed if too many viewers watch.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ class WatchedRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run folder shows that the run has ended, for example killed as a whole. Blocks."""
+        """Whether the run folder shows that the run has ended, for example killed as a whole. Blocks.
+
+        False without a run folder, or if the folder cannot be read.
+        """
         if self.run_dir is None:
             return False
         try:
@@ -122,7 +125,7 @@ def find_target(run: str, keys: Path | None = None, lives: Lives = lambda _run_d
 
 
 def _from_folder(run_dir: Path, keys: Path | None, lives: Lives) -> WatchedRun:
-    """The run whose controller has left its address in the folder. Raises UsageError and NotStarted."""
+    """Find the run whose controller has written its address into the folder. Raises UsageError and NotStarted."""
     private = run_dir / PRIVATE
     if not private.exists():
         raise UsageError(f"{run_dir}: no run is alive in this folder; --replay shows what was recorded")
@@ -166,11 +169,11 @@ class Viewer(ControllerClient):
 
 
 async def follow(target: WatchedRun) -> AsyncGenerator[Snapshot | Away, None]:
-    """Yield each new snapshot of one attempt, and an Away about every ANSWER_S without an answer.
+    """Yield each new snapshot of one attempt. Yield an Away about every ANSWER_S without an answer, and for each error.
 
-    Ends after the last snapshot of a run, or when the run folder shows that the run has ended. Then the last snapshot
-    is made from the recording. Raises UsageError if the run refuses the keys, and ActorFailed if too many viewers
-    watch.
+    Ends after the last snapshot of a run. Ends also when the run folder shows that the run has ended; then the last
+    snapshot comes from the recording, if there is one. Raises UsageError if the run refuses the keys, and ActorFailed
+    if too many viewers watch.
     """
     seen, heard, last = -1, time.monotonic(), None
     with Viewer(target) as viewer:
@@ -186,7 +189,7 @@ async def follow(target: WatchedRun) -> AsyncGenerator[Snapshot | Away, None]:
                 timed_out = isinstance(error, DeadlineExceeded)
                 yield Away("" if timed_out else str(error), time.monotonic() - heard)
                 if not timed_out:
-                    # The next error would come at once.
+                    # A timeout has taken its time, but the next error would come at once.
                     await asyncio.sleep(AGAIN_S)
                 continue
             seen, heard = taken.number, time.monotonic()
@@ -209,7 +212,10 @@ def _refused(target: WatchedRun, error: Refused) -> AsyncRLError:
 
 
 async def follow_folder(run_dir: Path, keys: Path | None, lives: Lives) -> AsyncIterator[Snapshot | Away | Waiting]:
-    """Snapshots of the run in a folder: waits for its start, and follows each attempt that resumes it."""
+    """Yield the snapshots of the run in a folder: wait for its start, and follow each attempt that resumes it.
+
+    Never ends by itself. Raises as ``find_target``, except NotStarted, and as ``follow``.
+    """
     while True:
         try:
             target = await asyncio.to_thread(find_target, str(run_dir), keys, lives)

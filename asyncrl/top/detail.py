@@ -98,7 +98,7 @@ def detail(view: SnapshotView, name: str, log: Sequence[str] | None, width: int)
 def _facts(actor: ActorView) -> list[Line]:
     """Lines on an actor: its condition, its host and process, their use, and a line for each GPU."""
     condition = said_state(actor.condition, actor.state, actor.awaiting)
-    # Unknown: everything without a heartbeat, and the use of its host once the actor is gone.
+    # Without a heartbeat all facts are unknown. Once the actor is gone, its use of the host is unknown.
     has_state, is_known = bool(actor.state), actor.condition != "absent"
     is_present = has_state and not is_gone(actor)
     busy, late = (actor.loop_busy, actor.loop_lag_s) if is_present else (None, None)
@@ -194,7 +194,7 @@ class DetailScreen(PageScreen):
     def __init__(
         self, actor: str, view: Callable[[], SnapshotView | None], run_dir: Path | None, *, past: bool
     ) -> None:
-        """``past``: the view shows an earlier moment, as in a replay; so does the log then."""
+        """``past``: the view shows an earlier moment, as in a replay, and the log ends at that moment."""
         super().__init__()
         self._actor, self._view, self._run_dir = actor, view, run_dir
         self._past = past
@@ -240,8 +240,8 @@ class DetailScreen(PageScreen):
 
 
 # --- the end of a log ---
-# Lines come in order of time, each with a timestamp in ISO 8601; what was printed without one belongs to the line
-# before. A log of any length is read in a few small parts.
+# Lines come in order of time, each with a timestamp in ISO 8601. A line that was printed without one belongs to the
+# line before. A log of any length is read in a few small parts.
 
 
 def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = None) -> list[str] | None:
@@ -258,13 +258,14 @@ def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = No
             lines = file.read(end - begin).decode(errors="replace").splitlines()
     except OSError:
         return None
-    # The first line of a part may be torn: it is shown only without others.
+    # The first line may be torn, unless it begins the file: it is shown only if it is the only one.
     return ((lines[1:] if begin else []) or lines)[-LOG_LINES:]
 
 
 def _end_of(file: BinaryIO, size: int, until: float) -> int:
     """Find by bisection the offset of the first line later than ``until``; ``size`` if none is later."""
-    # From ``late`` on, the first line with a timestamp is later than ``until``; from ``early`` on it is not.
+    # ``early`` is 0, or the first timestamp after it is not later than ``until``. The first timestamp after ``late`` is
+    # later, or not within PROBE, or missing.
     early, late = 0, size
     while late - early > LOG_BYTES:
         middle = (early + late) // 2
@@ -273,6 +274,7 @@ def _end_of(file: BinaryIO, size: int, until: float) -> int:
             late = middle
         else:
             early = middle
+    # The line is after ``early``, so read on from there.
     at = early
     while (found := _first_stamp(file, at, size - at)) is not None:
         begin, stamp, end = found
@@ -289,7 +291,7 @@ def _first_stamp(file: BinaryIO, offset: int, most: int) -> tuple[int, float, in
     """
     file.seek(max(0, offset - 1))
     if offset:
-        # The rest of the line before, which is nothing but its end where a line begins at ``offset``.
+        # Skip the rest of the line before. If a line begins at ``offset``, the rest is the newline alone.
         file.readline(PROBE)
     while (begin := file.tell()) <= offset + most and (line := file.readline(PROBE)):
         if (stamp := _stamp(line)) is not None:

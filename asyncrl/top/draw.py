@@ -1,7 +1,7 @@
 """Drawing for a width: lines of styled text, bars, and tables that drop columns where there is no room. Pure.
 
-A line is what ``Text.assemble`` of Rich takes. Invariant: ``rich_text`` alone makes Rich text, and only of printable
-text (core/printable.py), so a terminal never obeys what a run says.
+A line is a list of (text, key of STYLES). Invariant: all text of a run passes ``rich_text``, which makes it printable
+(core/printable.py). So control characters of a run never reach the terminal.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def to_ascii(text: str) -> str:
 
 
 def in_ascii(text: Text) -> Text:
-    """Rich text for a terminal that knows only ASCII, as wide as before."""
+    """Change ``text`` itself for a terminal that knows only ASCII, as wide as before, and return it."""
     cells, text.plain = text.cell_len, to_ascii(text.plain)
     text.truncate(cells, overflow="crop", pad=True)
     return text
@@ -135,7 +135,10 @@ def fitting(parts: Iterable[Line], width: int) -> Line:
 def columns(
     items: Sequence[tuple[str, str, Style]], width: int, *, right: bool = False, most: int | None = None
 ) -> list[Line]:
-    """Names and values side by side, downwards first, in at most ``most`` columns; values on the right if ``right``."""
+    """Names and values in at most ``most`` columns, down each column first; values on the right if ``right``.
+
+    There must be an item.
+    """
     name_wide, value_wide = (max(len(item[i]) for item in items) for i in (0, 1))
     across = max(1, (width + GAP) // (name_wide + 2 + value_wide + GAP))
     down = -(-len(items) // min(across, most or across))
@@ -156,7 +159,7 @@ def state_bar(kinds: Mapping[Kind, float], width: int) -> Line:
         return [(" " * width, "")]
     exact = [share / whole * width for share in shares]
     cells = [int(each) for each in exact]
-    # By largest remainders.
+    # The cells left by rounding down go to the largest remainders.
     for index in sorted(range(len(exact)), key=lambda i: cells[i] - exact[i])[: width - sum(cells)]:
         cells[index] += 1
     return [(BARS[kind] * n, kind) for kind, n in zip(KINDS, cells, strict=True) if n]
@@ -173,7 +176,7 @@ def level_bar(value: float | None, limit: float | None, width: int, style: Style
 def sparkline(values: Sequence[float], width: int) -> str:
     """The newest ``width`` values, between the smallest and the largest of them."""
     shown = list(values)[-width:]
-    # Halved: the difference of the largest floats would be infinite.
+    # The values are halved, because the difference of the largest floats would be infinite.
     low, high = min(shown, default=0.0) / 2, max(shown, default=0.0) / 2
     steps = len(SPARKS) - 1
     return "".join(SPARKS[round((value / 2 - low) / (high - low) * steps) if high > low else 0] for value in shown)
@@ -197,8 +200,8 @@ def said_state(condition: str, state: str, awaiting: str) -> Span:
     if condition in ("ready", "starting") and state:
         kind = kind_of(state)
         styles: dict[Kind, Style] = {"wait": "dim", "start": "start", "weights": "weights", "upkeep": "upkeep"}
-        whom = awaiting.removeprefix("weights ") if kind in ("wait", "weights") else ""
-        return f"{state} {whom}".rstrip(), styles.get(kind, "")
+        waits_for = awaiting.removeprefix("weights ") if kind in ("wait", "weights") else ""
+        return f"{state} {waits_for}".rstrip(), styles.get(kind, "")
     return condition, "start" if condition in ("starting", "absent") else "bad" if is_amiss(condition) else "dim"
 
 
@@ -281,7 +284,10 @@ class Table:
     """Whether rows are moments: the cursor stays at its place when newer rows push the others down."""
 
     def laid(self, width: int) -> TableLayout:
-        """Choose the columns that fit into ``width``; those with the largest ``drop`` go first."""
+        """Choose the columns that fit into ``width``; columns with the largest ``drop`` go first, those with 0 stay.
+
+        A last column of text takes all the room that is left.
+        """
         gap = 1 if width < NARROW else 2
         widths = [self._width(i) for i in range(len(self.columns))]
         shown = [i for i in range(len(widths)) if not (self.columns[i].spare and self._is_unknown(i))]

@@ -125,7 +125,7 @@ def _speed(view: SnapshotView) -> Line:
             said("MFU", percent(mfu)) if mfu is not None else [],
             [*said("reward", fixed(mean, 3)), (spread, "dim")] if mean is not None else [],
             _cut(view.number("rollout/truncated_fraction")),
-            # A step without tokens of equal weights has none.
+            # A step has no engine KL if no token was sampled at the weights that the step trained.
             said("engine KL", fixed(engine_kl, 3)) if engine_kl is not None else [],
         ]
     )
@@ -183,7 +183,7 @@ UPDATES = (
 
 def weights(view: SnapshotView, choice: Choice, width: int) -> Pane:
     """The newest version, and the newest updates of replicas."""
-    # A step that publishes nothing has 0.
+    # A step that publishes nothing has 0, so it is left out.
     idle = [seconds for line in view.snapshot.train if (seconds := number_in(line, "time/publish_s"))]
     again, updates = view.number("rollout/reprefill_tokens"), view.number("weights/updates")
     failures = view.counted("parameter_server", "weights/updates_failed")
@@ -252,7 +252,7 @@ def staleness(view: SnapshotView, choice: Choice, width: int) -> Pane:
         return Pane([head], about="learner/0")
     wide = max(6, min(32, (width - BESIDE_BARS) // 2))
     titles: Line = [(f"{'versions':>{LABEL}}  {'tokens':<{wide + 12}}{'groups':<{wide + 10}}", "dim")]
-    # Up to the last bucket that holds something, and up to that of staleness.max.
+    # Show the buckets up to the last that holds something, and at least up to that of staleness.max.
     held = max((i for counts in both for i, n in enumerate(counts) if n), default=0)
     shown = range(max(held, bisect_left(edges_of("staleness/tokens"), most)) + 1)
     return Pane([head, titles, *(_bucket_line(both, i, most, wide) for i in shown)], about="learner/0")
@@ -261,11 +261,11 @@ def staleness(view: SnapshotView, choice: Choice, width: int) -> Pane:
 def _bucket_line(both: Sequence[Sequence[int]], index: int, most: int, wide: int) -> Line:
     """The line of a bucket: its versions, and a bar of ``wide`` cells for tokens and one for groups."""
     edges = edges_of("staleness/tokens")
-    # The whole versions in a bucket, whose upper edges are inside.
+    # The label has the whole versions in the bucket. An upper edge is inside its bucket.
     low = int(edges[index - 1]) + 1 if index else 0
     high = int(edges[index]) if index < len(edges) else None
     label = f"{low}+" if high is None else f"{low}" if high <= low else f"{low}–{high}"
-    # The gate holds only the limit of all groups together: these are stragglers, and staleness.late says what happens.
+    # The gate limits all groups together, so a slow group can exceed the limit; staleness.late says what happens to it.
     late = low > most
     line: Line = [(f"{f'late {label}' if late else label:>{LABEL}}  ", "warn" if late else "dim")]
     for counts in both:
@@ -393,7 +393,7 @@ MOST_SHOWN: dict[PaneName, int] = {"events": 20, "weights": 8}
 
 
 def panes_of(view: SnapshotView | None) -> tuple[PaneName, ...]:
-    """Panes that this run has something for."""
+    """The panes of this run: without actors of episodes, and before the first snapshot, all but ``episodes``."""
     return PANES if view is not None and view.of("episodes") else PANES[: PANES.index("episodes")]
 
 
@@ -403,7 +403,7 @@ def pane(name: PaneName, view: SnapshotView, choice: Choice, width: int) -> Pane
 
 
 def title(name: PaneName, view: SnapshotView, choice: Choice) -> str:
-    """The title of a pane, with what is filtered."""
+    """The title of a pane: the level of events, and the number of rollouters and episode hosts that can work."""
     if name == "events" and choice.level != "info":
         return f"events: {choice.level}s" if choice.level == "error" else "events: warnings, errors"
     role = {"rollouters": "rollouter", "episodes": "episodes"}.get(name)

@@ -129,6 +129,7 @@ def stages(view: SnapshotView) -> list[StageBox]:
     behind, serving = view.behind or (None, None)
     in_flight, engines = level("rollouter", "rollout/in_flight"), view.shares(view.of("rollouter"))
     scored, pools = view.rate("reward", "reward/scored"), view.shares(view.of("reward"))
+    # (stage, role, rate, unit, depth, limit, shares), as in StageBox.
     rows: list[tuple[Stage, str, float | None, str, float | None, float | None, Mapping[str, float]]] = [
         ("dataloader", "dataloader", leased, "groups", outstanding, gate, {}),
         ("rollouters", "rollouter", view.tokens_per_s, "tokens", in_flight, None, engines),
@@ -212,13 +213,13 @@ def _stage(box: StageBox, view: SnapshotView, wide: int) -> list[Line]:
 
 
 def staleness_limit(view: SnapshotView) -> float | None:
-    """The working limit of the gate."""
+    """The limit by which the gate works now; if unknown, that of the newest step."""
     limit = view.level("dataloader", "staleness/limit")
     return view.number("staleness/limit") if limit is None else limit
 
 
 def verdict(view: SnapshotView, width: int) -> list[Text]:
-    """Two lines: the actors that are down, and the stage that sets the pace or the reason that nothing runs."""
+    """Two lines: the stage that sets the pace, or the reason that nothing runs. Actors that are down come first."""
     run, bottleneck = view.run, view.bottleneck
     word: str
     style: Style
@@ -255,8 +256,7 @@ KEYS = ("? help", "q quit", "s sort", "/ filter", "space {space}")
 
 
 def tabs(panes: Sequence[PaneName], seen: PaneName, width: int) -> Line:
-    """The panes of the run, with the one that is seen; without room for all names only its name."""
-
+    """The numbers and names of the panes, with the ``seen`` one marked; without room, only its name is shown."""
     parts: list[Line] = [
         [(f"{number} {name}", "chosen" if name == seen else "dim")] for number, name in enumerate(panes, 1)
     ]

@@ -31,28 +31,30 @@ class Replay:
     """Place of the viewer in a recording; ``position`` is Unix time, s."""
 
     def __init__(self, entries: Sequence[tuple[float, bytes]], *, lives: bool = False) -> None:
-        """``entries`` are (wall, recorded snapshot), at least one, in the order of the recording; unreadable ones at
-        the end are left out. ``lives``: more may come."""
+        """``entries`` are (wall, recorded snapshot), at least one, in the order of the recording. Unreadable entries at
+        the end are left out. ``lives``: the run is alive, so the recording grows."""
         self.lives = lives
         count = len(entries)
         while count > 1 and decode(entries[count - 1][1]) is None:
             count -= 1
-        # Positions ascend: where the clock was set back, later ones are shifted.
+        # Positions must ascend: where the clock was set back, the later positions are shifted.
         walls = [wall for wall, _ in entries[:count]]
         passed = (max(LEAST_S, later - earlier) for earlier, later in pairwise(walls))
         self._walls: list[float] = list(accumulate(passed, initial=walls[0]))
         self._bodies = [body for _, body in entries[:count]]
         self.position = self._walls[0]
+        # The speed at first: ten times that of the run.
         self.speed = SPEEDS[3]
         self.playing = True
-        self._shown = -1
+        self._history_end = -1
+        """Number of the newest snapshot in ``_history``; -1 if a new history is needed."""
         self._history = History()
 
     def take(self, whole: Replay) -> None:
         """Continue at the present position in ``whole``, a later read of the same recording."""
         self.lives, self._walls, self._bodies = whole.lives, whole._walls, whole._bodies
-        # The last snapshot, and whether the run is alive, change how the end is shown.
-        self._shown = -1
+        # The end may look different now: there are more snapshots, or the run is no longer alive.
+        self._history_end = -1
 
     @property
     def begin(self) -> float:
@@ -95,34 +97,35 @@ class Replay:
         self.speed = SPEEDS[max(0, min(len(SPEEDS) - 1, SPEEDS.index(self.speed) + by))]
 
     def history(self) -> History:
-        """The history at the position: the earlier one and what follows, or a new one after a jump."""
+        """The history at the position. After a short move forwards, snapshots are added to the last history; after any
+        other move, a new history is made."""
         index = self._index()
-        if index != self._shown:
-            # Backwards, or so far ahead that some of the snapshots between are enough.
-            if not self._shown < index <= self._shown + FRAMES:
+        if index != self._history_end:
+            # After a move backwards, or more than FRAMES ahead, a few of the snapshots are enough for a new history.
+            if not self._history_end < index <= self._history_end + FRAMES:
                 self._history = History()
-                numbers = self._before(index)
+                numbers = self._needed_at(index)
             else:
-                numbers = list(range(self._shown + 1, index + 1))
+                numbers = list(range(self._history_end + 1, index + 1))
             for number in numbers:
                 if (snapshot := self._decoded(number)) is not None:
                     self._history.add(snapshot)
-            self._shown = index
+            self._history_end = index
         return self._history
 
     def _index(self) -> int:
         return max(0, bisect_right(self._walls, self.position) - 1)
 
-    def _before(self, index: int) -> list[int]:
-        """Numbers of the snapshots that a history at ``index`` needs: all of the last RATES_S, and some of the window
-        before."""
+    def _needed_at(self, index: int) -> list[int]:
+        """Numbers of the snapshots that a history at ``index`` needs: all of the last RATES_S, and about FRAMES of its
+        window."""
         last = self._decoded(index)
         window = LONGEST_S if last is None else History.window_s(last)
-        first, latest = (
+        window_begin, rates_begin = (
             max(0, bisect_right(self._walls, self._walls[index] - seconds) - 1) for seconds in (window, RATES_S)
         )
-        stride = max(1, -(-(index - first) // FRAMES))
-        return sorted({*range(first, index, stride), *range(latest, index + 1)})
+        stride = max(1, -(-(index - window_begin) // FRAMES))
+        return sorted({*range(window_begin, index, stride), *range(rates_begin, index + 1)})
 
     def _decoded(self, index: int) -> Snapshot | None:
         """The snapshot at ``index``; None if it is unreadable. The last one shows the end of an ended run."""

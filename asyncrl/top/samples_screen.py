@@ -65,12 +65,15 @@ class SamplesScreen(PageScreen):
         self.app.call_from_thread(self._take, choice, found, problem)
 
     def _take(self, choice: SampleChoice, found: list[SampleGroup], problem: str) -> None:
-        """Take what was read, unless another kind was chosen meanwhile."""
+        """Show the groups that were read, unless the user has chosen another kind meanwhile.
+
+        The group on the screen stays if it is still among the groups; else the newest one is shown.
+        """
         if choice.kind != self._choice.kind:
             return
         shown = self._groups[self._at] if self._groups else None
         if found and choice.until is None:
-            # Newer groups do not take away the one that is read.
+            # Keep the groups of earlier reads, so that the group on the screen stays when newer ones come.
             found = [*found, *(old for old in self._groups if not any(_same(old, each) for each in found))][:MOST_HELD]
         self._groups = found
         self._at = next((at for at, each in enumerate(found) if shown is not None and _same(each, shown)), 0)

@@ -34,13 +34,13 @@ STEPS = 4
 SHORTEST_S = 20.0
 LONGEST_S = 600.0
 KEPT = 120
-"""Shares are over STEPS steps or more, from SHORTEST_S to LONGEST_S; about KEPT snapshots of that time are kept."""
+"""Shares cover STEPS steps or more, from SHORTEST_S to LONGEST_S. About KEPT snapshots of that time are kept."""
 
 # --- actors ---
 
 
 def is_gone(actor: ActorView) -> bool:
-    """Whether an actor is not there."""
+    """Whether an actor is in one of the conditions GONE."""
     return actor.condition in GONE
 
 
@@ -88,7 +88,7 @@ def family(actors: Iterable[ActorView], prefix: str) -> dict[str, float]:
 def levels_of(snapshot: Snapshot) -> dict[str, float | None]:
     """The levels of one snapshot, by the fields of Flow (bottleneck.py); the verdict uses their means over time.
 
-    ``gate`` is the number of outstanding groups over that which the gate admits. Open episodes are counted by stage,
+    ``gate`` is outstanding groups divided by the groups that the gate admits. Open episodes are counted by stage,
     under the names of their metrics.
     """
     rollouters, dataloaders = living_in(snapshot, "rollouter"), living_in(snapshot, "dataloader")
@@ -131,8 +131,8 @@ class History:
         """Moments of the last RATES_S, and the one before them."""
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add a snapshot. One of the same age replaces the newest; a younger one, or one of another run or attempt,
-        starts a new history."""
+        """Add a snapshot. A snapshot of the same age replaces the newest one. A younger snapshot, or one of another run
+        or attempt, starts a new history."""
         if self._latest:
             last = self._latest[-1].snapshot
             same = (last.run.run_id, last.run.attempt) == (snapshot.run.run_id, snapshot.run.attempt)
@@ -145,16 +145,17 @@ class History:
         self._latest.append(Moment(snapshot, levels_of(snapshot)))
         while len(self._latest) > 1 and self._latest[1].age_s <= snapshot.run.age_s - RATES_S:
             moment = self._latest.popleft()
+            # Thin the earlier moments: drop the last one if its two neighbours are close together.
             if len(self._earlier) > 1 and moment.age_s - self._earlier[-2].age_s < 2 * window / KEPT:
                 self._earlier.pop()
             self._earlier.append(moment)
-        # One before the window stays, so that the window is complete.
+        # One moment before the window stays, so that the moments cover the whole window.
         while len(self._earlier) > 1 and self._earlier[1].age_s <= snapshot.run.age_s - window:
             self._earlier.popleft()
 
     @staticmethod
     def window_s(snapshot: Snapshot) -> float:
-        """Seconds that shares cover: a few whole steps."""
+        """Seconds that shares cover: at least STEPS steps, from SHORTEST_S to LONGEST_S; SHORTEST_S before any step."""
         step_s = median(number_in(line, "time/step_s") for line in snapshot.train[-STEPS:])
         if step_s is None or step_s <= 0.0:
             return SHORTEST_S
@@ -170,23 +171,26 @@ class History:
         return Interval(self._back(RATES_S)[0].snapshot, self._latest[-1].snapshot)
 
     def steps(self) -> Interval | None:
-        """The interval of ``window``, for shares of time; None when there is one snapshot alone."""
+        """The interval of ``window``, for shares of time; None with a single snapshot."""
         window = self.window()
         return Interval(window[0].snapshot, window[-1].snapshot) if len(window) > 1 else None
 
     def window(self) -> list[Moment]:
-        """The moments from one end of ``steps`` to the other, oldest first; there must be one."""
+        """The moments of the last ``window_s``, oldest first; the history must not be empty.
+
+        If at least two of the moments belong to the present learner, the others are left out.
+        """
         found = self._back(self.window_s(self._latest[-1].snapshot))
-        stepping = self._stepping(found)
+        stepping = self._of_present_learner(found)
         return stepping if len(stepping) > 1 else found
 
     def stepping_s(self) -> float:
-        """Seconds of ``window`` in which the present learner has trained steps; all of it before the first."""
-        stepping = self._stepping(self.window())
+        """Seconds of ``window`` in which the present learner has trained steps; the whole window before the first."""
+        stepping = self._of_present_learner(self.window())
         return stepping[-1].age_s - stepping[0].age_s
 
     @staticmethod
-    def _stepping(moments: list[Moment]) -> list[Moment]:
+    def _of_present_learner(moments: list[Moment]) -> list[Moment]:
         """The moments whose newest step was trained by the present learner."""
         return [each for each in moments if each.learner == moments[-1].learner]
 
@@ -218,7 +222,7 @@ class SnapshotView:
         self.steps = steps or Interval(None, self.snapshot)
         """Interval for shares."""
         self.window_s = 0.0 if steps is None else steps.seconds
-        """Seconds of ``steps``; 0 if shares are of whole lives."""
+        """Seconds of ``steps``; 0 if shares cover the time since each start."""
         self._stepping_s = history.stepping_s()
         self._window = history.window()
         self._by_role: dict[str, list[ActorView]] = {}
@@ -364,7 +368,7 @@ class SnapshotView:
                 generating=self._mean_level("generating"),
                 at_reward=self._mean_level("at_reward"),
                 lag=self._mean_level("lag"),
-                # Whether the gate had much room all the time.
+                # Open if the gate had much room at each moment; unknown if one moment is unknown.
                 gate_open=None if None in gate else max(share for share in gate if share is not None) < OPEN,
                 episodes={stage.removeprefix(AT): level for stage in stages if (level := self._mean_level(stage))},
                 # All prompts that are left to train are leased.

@@ -21,7 +21,7 @@ SIDES = 3
 
 
 class Block(Static):
-    """Lines, which are drawn again only when they change."""
+    """A block of lines, which is drawn again only when a line changes."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id, markup=False)
@@ -100,7 +100,7 @@ class Rows(DataTable[Text]):
         self._shown = list(table.rows)
         keys = [row.key for row in table.rows]
         if not table.newest_first and chosen in keys and self.chosen != chosen:
-            # A heading has the key of the first row below it.
+            # Take the last row with this key, because a heading has the key of the first row below it.
             self.move_cursor(row=len(keys) - 1 - keys[::-1].index(chosen))
 
     def watch_has_focus(self, has_focus: bool) -> None:

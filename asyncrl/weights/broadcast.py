@@ -6,10 +6,10 @@ group and receive every bucket: first its header (version, index, size, checksum
 bucket before it passes it on. The checksum is xxh3_64 in host memory, and a sum of 64-bit words in the memory of a GPU.
 
 Neither library reliably ends a transfer whose peer is dead or frozen. So each operation runs on a thread of its own,
-and the thread that waits for it stops waiting at the timeout or at ``stop``. The operation's thread is left behind; it
-ends with gloo's own timeout, or when NCCL is aborted. Rank 0 writes the reason for the end of an epoch into the store,
-as key "over". While a member receives, it watches that key on a second connection. So it notices at once that the epoch
-is over or that the learner has died. Between two versions no member uses the store. A group that failed is never used
+and the caller stops waiting for that thread at the timeout or at ``stop``. The thread is left behind; it ends with
+gloo's own timeout, or when NCCL is aborted. When an epoch ends, rank 0 writes the reason into the store, as key "over".
+While a member receives, it watches that key on a second connection. So the member notices at once that the epoch is
+over or that the learner has died. Between two versions no member uses the store. A group that failed is never used
 again.
 
 Rank 0 may have sent a version before the last member has received it. So each member adds 1 to a counter in the store
@@ -50,7 +50,7 @@ T = TypeVar("T")
 PIECE_BYTES = 64 << 20
 """Bytes that one operation transfers; the timeout is for each operation."""
 LATER_S = 5.0
-"""Seconds by which the library's own timeout is longer than ours."""
+"""Seconds by which the library's own timeout is longer than the timeout of an operation here."""
 LOOK_S = 0.1
 """Seconds between two reads of the key "over" while a member receives."""
 MEET_S = 0.02
@@ -78,8 +78,9 @@ class _Epoch:
         self._store = c10d.PrefixStore(f"{group.token}/{group.epoch}", store)
         self._address = address
         self._stopped: Future[str] = Future()
-        self._formed: Any = None
-        self._receives = threading.Event()
+        self._process_group: Any = None
+        """The group; None before ``form`` and after ``end``."""
+        self._receives_or_stopped = threading.Event()
         """Set while this member receives, and once the epoch is stopped; ``watch`` waits for it."""
         self._version: int | None = None
         """Version that this member is receiving; None between versions."""
@@ -91,7 +92,7 @@ class _Epoch:
 
         If members do not come in time, rank 0 raises TimeoutError that names their ranks.
         """
-        if self._formed is not None:
+        if self._process_group is not None:
             return
         try:
             self._run(self._meet, f"the members of epoch {self.group.epoch}")
@@ -101,12 +102,12 @@ class _Epoch:
             ranks = range(1, self.group.world_size)
             missing = [str(rank) for rank in ranks if not self._store.check([f"rank {rank}"])]
             raise TimeoutError(f"{error}; ranks {', '.join(missing)} did not come") from None
-        self._formed = self._run(self._form, f"the group of epoch {self.group.epoch} to be formed")
+        self._process_group = self._run(self._form, f"the group of epoch {self.group.epoch} to be formed")
 
     def _meet(self) -> None:
         """Wait in the store until all members are there, or the epoch is stopped.
 
-        Forming a group cannot be interrupted, so it does not begin before.
+        ``_form`` cannot be interrupted, so it begins only when no member is missing.
         """
         self._store.set(f"rank {self.rank}", "here")
         wanted = ["begin"] if self.rank else [f"rank {rank}" for rank in range(self.group.world_size)]
@@ -139,13 +140,13 @@ class _Epoch:
         options = c10d.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         # A local reference keeps the group: its destructor would wait, and hold the interpreter's lock.
-        formed = self._formed
+        process_group = self._process_group
         if not memory.is_cuda:
-            formed.broadcast([memory], options).wait()
+            process_group.broadcast([memory], options).wait()
             return
-        # The current device belongs to each thread.
+        # Each thread has a current device of its own.
         with torch.cuda.device(memory.device):
-            formed.broadcast([memory], options).wait()
+            process_group.broadcast([memory], options).wait()
             torch.cuda.current_stream().synchronize()
 
     def _run(self, work: Callable[[], T], what: str) -> T:
@@ -163,12 +164,12 @@ class _Epoch:
                 raise TimeoutError(f"waited {self.timeout_s:g} s for {what}")
             return done.result()
         except RuntimeError:
-            # The library reports a broken connection only. ``watch`` may read the reason a moment later.
+            # The library reports only that a connection broke. Give ``watch`` the time of ten reads for the reason.
             wait([self._stopped], 10 * LOOK_S)
             self.check()
             raise
         finally:
-            # As in _complete.
+            # For the reason that _complete gives.
             del done, futures
 
     def check(self) -> None:
@@ -179,16 +180,17 @@ class _Epoch:
     def begin_receiving(self, version: int) -> None:
         """Member: let ``watch`` read the store until ``end_receiving`` or ``end``."""
         self._version = version
-        self._receives.set()
+        self._receives_or_stopped.set()
 
     def end_receiving(self) -> None:
         """Member: if it was receiving a version, add 1 to that version's counter, without waiting for the store."""
         version, self._version = self._version, None
         if version is None:
             return
-        self._receives.clear()
+        self._receives_or_stopped.clear()
+        # ``stop`` may have set the event just before; without it ``watch`` would wait for ever.
         if self._stopped.done():
-            self._receives.set()
+            self._receives_or_stopped.set()
         # On a thread, since the host of the store may be frozen.
         counting = Future[int]()
         work = (counting, lambda: self._store.add(_received(version), 1))
@@ -214,7 +216,7 @@ class _Epoch:
         watched = c10d.PrefixStore(f"{self.group.token}/{self.group.epoch}", store)
         try:
             while True:
-                self._receives.wait()
+                self._receives_or_stopped.wait()
                 if self._stopped.done():
                     return
                 if watched.check(["over"]):
@@ -226,10 +228,10 @@ class _Epoch:
         self.stop(reason)
 
     def stop(self, reason: str) -> None:
-        """Make the present operation and every later one raise _Stopped. From any thread."""
+        """Make the present operation and every later one raise _Stopped. The first reason counts. From any thread."""
         with contextlib.suppress(InvalidStateError):
             self._stopped.set_result(reason)
-        self._receives.set()
+        self._receives_or_stopped.set()
 
     @contextlib.contextmanager
     def ended_by_errors(self, version: int) -> Iterator[None]:
@@ -257,10 +259,10 @@ class _Epoch:
                 self._store.set("over", reason)
         else:
             self.end_receiving()
-        formed, self._formed = self._formed, None
-        if formed is not None:
+        process_group, self._process_group = self._process_group, None
+        if process_group is not None:
             # On a thread: aborting may take long, as may the destructor of a group with an operation under way.
-            threading.Thread(target=formed.abort, name="asyncrl: end of a group", daemon=True).start()
+            threading.Thread(target=process_group.abort, name="asyncrl: end of a group", daemon=True).start()
 
 
 def _received(version: int) -> str:
@@ -275,8 +277,8 @@ def _complete(done: Future[T], work: Callable[[], T]) -> None:
     except BaseException as error:
         done.set_exception(error)
     finally:
-        # The error refers to this frame. If the frame referred to the future, group and memory would stay until the
-        # next garbage collection.
+        # The error refers to this frame. If the frame also referred to the future, the cycle would keep group and
+        # memory until the next garbage collection.
         del done, work
 
 
@@ -316,7 +318,7 @@ class Sender:
                     what = f"bucket {index} of version {version} to be broadcast"
                     epoch.broadcast(torch.from_numpy(header).to(self._device), what)
                     epoch.broadcast(memory, what)
-                # ``Broadcaster.close`` then waits for the members, and stops no send.
+                # From here on ``Broadcaster.close`` waits for the members, before it stops the send.
                 self.all_sent = True
                 epoch.wait_for_members(version)
         finally:
@@ -346,7 +348,7 @@ class Sender:
         """End the epoch and close the store. Called on the thread that sends; may be repeated."""
         if self._epoch is not None:
             self._epoch.end("the learner has ended")
-        # The last reference ends the store, and with it every wait of a member for it.
+        # Without a reference the store ends, and members no longer wait for it.
         self._epoch = self._store = None
 
 
@@ -371,7 +373,7 @@ class Receiver:
             for index, layout in enumerate(part.buckets):
                 bucket = self._bucket(epoch, part, index, max(layout.size, 1))
                 if index == last:
-                    # All is received: the epoch may end while the caller uses the last bucket.
+                    # Every bucket is received: the epoch may end while the caller uses the last one.
                     epoch.end_receiving()
                 yield bucket
 
@@ -465,7 +467,7 @@ def listen(host: str, ports: str = ANY) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             # As ZeroMQ does: a connection that has just ended does not block the port, and two listeners cannot share
-            # one. Not for port 0, where the kernel chooses a port that is wholly free.
+            # a port. For port 0 the option is off, so that the kernel chooses a port that is wholly free.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
             listener.bind((host, port))
             listener.listen(BACKLOG)

@@ -50,7 +50,7 @@ class CopyWriter:
         """Offset and size (bytes) of each tensor in the memory, by its name in versions."""
 
     def place(self, tensors: Mapping[str, Tensor]) -> None:
-        """Note where the memory holds these tensors. Those that are elsewhere are left out."""
+        """Note where the memory holds these tensors; leave out tensors in other memory."""
         start = self.memory.data_ptr()
         for name, tensor in tensors.items():
             offset = tensor.data_ptr() - start
@@ -58,9 +58,13 @@ class CopyWriter:
                 self._places[name] = offset, tensor.nbytes
 
     def describe(self, buckets: Sequence[Bucket], sums: list[int]) -> DeviceCopy:
-        """Describe the copy of a version. ``sums`` has the sum of the words of each bucket."""
+        """Describe the copy of a version. ``sums`` has the sum of the words of each bucket.
+
+        A bucket with a tensor that the copy lacks gets no offsets: workers take it from its segment.
+        """
         offsets = []
         for bucket in buckets:
+            # No tensor has the size -1, so it marks a tensor that the copy lacks.
             found = [self._places.get(spec.name, (0, -1)) for spec in bucket.tensors]
             is_whole = all(size == size_of(spec) for (_, size), spec in zip(found, bucket.tensors, strict=True))
             offsets.append([offset for offset, _ in found] if is_whole else [])
@@ -104,7 +108,7 @@ class CopyReader:
         if self._opened is None:
             self._opened = self._open_memory(copy.handle, copy.size)
         bucket = manifest.buckets[index]
-        # Zeros, as between the tensors of a segment.
+        # Zeros, because the gaps between the tensors of a segment are zero, and the sum includes them.
         memory = torch.zeros(bucket.size, dtype=torch.uint8, device=self._device)
         for spec, offset in zip(bucket.tensors, copy.offsets[index], strict=True):
             size = size_of(spec)

@@ -2,11 +2,11 @@
 
 Invariants: the bytes cannot change, because every segment is sealed (segments.py). They stay as long as the version is
 held here, even if the process that wrote them dies. The kernel frees a segment when no process has it open or mapped. A
-view keeps its mapping, and with it the pages: ZeroMQ may still send from a version that is closed. So no code here
-unmaps memory itself.
+view keeps its mapping and its pages: ZeroMQ may still send from a version that is closed. So no code here unmaps
+memory.
 
-Fails with WeightsCorrupt for a segment that is missing, of another size, not sealed, or with another checksum, and for
-a contradictory manifest. Fails with VersionGone for a version that is closed.
+Fails with WeightsCorrupt for a segment that is missing, too small, not sealed, or with another checksum, and for a
+contradictory manifest. Fails with VersionGone for a version that is closed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from asyncrl.weights.segments import (
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of each parameter, by name."""
 OnSealed = Callable[[Bucket, int], None]
-"""Function that is called with each sealed bucket, in order, and the descriptor of its segment. It is called on the
-thread that assembles the version, so it must neither block nor raise. To keep the descriptor, it duplicates it."""
+"""Function that gets each sealed bucket, in order, and the descriptor of its segment. It runs on the thread that
+assembles the version, so it must neither block nor raise. To use the descriptor later, it makes a duplicate."""
 
 
 class HeldVersion:
@@ -56,7 +56,8 @@ class HeldVersion:
         self.manifest = msgspec.structs.replace(manifest, buckets=buckets)
         self._views: dict[int, memoryview] = {}
         self._lock = threading.RLock()
-        # If the task that waits for this object is cancelled, no owner closes it. Then it closes itself.
+        # If the task that waits for this object is cancelled, no owner closes it. Then the finalizer does, which is
+        # also dead once ``close`` has called it.
         self._finalizer = weakref.finalize(self, close_all, self.descriptors)
 
     @property

@@ -28,7 +28,7 @@ def tensors_of(
             finally:
                 os.close(descriptor)
         yield from tensors_in(memory, bucket.tensors)
-        # Otherwise it would be there beside the next one.
+        # Otherwise the bytes of this bucket would stay while the next bucket is read.
         del memory
 
 

@@ -78,32 +78,38 @@ def isolate(hidden: Iterable[str]) -> None:
 
 
 def _enter_as_root() -> None:
-    """Enter the new namespaces as root. A child stays outside and maps all ids, which is only allowed from there."""
+    """Enter the new namespaces as root. A child stays outside and maps all ids, which is only allowed from there.
+
+    The exit code of the child is the errno of its failure. Raises OSError.
+    """
     read_end, write_end = os.pipe()
     child = os.fork()
     if not child:
-        failed = 1
+        error_number = 1
         try:
             os.close(write_end)
-            # Wait for the parent to enter its namespaces. Empty if it has died.
+            # Wait for the parent to enter its namespaces. The read is empty if the parent has died.
             if os.read(read_end, 1):
                 for kind in ("uid_map", "gid_map"):
                     mapped = [line.split() for line in Path("/proc/self", kind).read_text().splitlines()]
-                    _write(f"/proc/{os.getppid()}/{kind}", "".join(f"{at} {at} {many}\n" for at, _, many in mapped))
-                failed = 0
+                    _write(
+                        f"/proc/{os.getppid()}/{kind}",
+                        "".join(f"{start} {start} {count}\n" for start, _, count in mapped),
+                    )
+                error_number = 0
         except OSError as error:
-            failed = error.errno or 1
+            error_number = error.errno or 1
         finally:
-            os._exit(failed)
+            os._exit(error_number)
     os.close(read_end)
     try:
         _unshare(CLONE_NEWUSER | CLONE_NEWNS)
         os.write(write_end, b"1")
     finally:
         os.close(write_end)
-        failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if failed:
-        raise OSError(failed, f"mapping ids: {os.strerror(failed)}")
+        error_number = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if error_number:
+        raise OSError(error_number, f"mapping ids: {os.strerror(error_number)}")
 
 
 def _unshare(flags: int) -> None:

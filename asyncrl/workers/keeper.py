@@ -47,7 +47,10 @@ END_S = 0.8
 
 
 def main() -> None:
-    """Read the first frame, run the program, kill all processes that are left, and report."""
+    """Read the first frame, run the program, kill all processes that are left, and report.
+
+    Does nothing if the actor closes the socket, or asks for the end, before the program is started.
+    """
     isolation.obey(sys.argv[1:])
     for number in IGNORED:
         signal.signal(number, lambda *_: None)
@@ -74,9 +77,9 @@ def main() -> None:
                 setup["env"][variable] = path
                 with open(file, "w") as opened:
                     opened.write(text)
-            answer = _keep(connection, frames, setup)
+            answer = _run_program(connection, frames, setup)
         except OSError as error:
-            # As on a full disk.
+            # For example, the disk is full.
             answer = {"error": f"cannot be started: {error}", "blame": "host"}
         end_children(END_S)
         for path in paths:
@@ -125,7 +128,7 @@ class OutputLines:
             at += os.write(self._to, data[at:])
 
 
-def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any]) -> dict[str, Any]:
+def _run_program(connection: socket.socket, frames: FrameReader, setup: dict[str, Any]) -> dict[str, Any]:
     """Start the program, copy its output and obey the actor until it ends. Returns the report for the actor."""
     try:
         program = subprocess.Popen(

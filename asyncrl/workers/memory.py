@@ -23,8 +23,8 @@ class MemoryLimit:
 
     def __init__(self, more_bytes: int) -> None:
         self.more_bytes = more_bytes
-        self._at_start = _private_bytes()
-        limit = self._at_start + more_bytes
+        self._bytes_at_start = _private_bytes()
+        limit = self._bytes_at_start + more_bytes
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         ceiling = limit + REPORT_BYTES
         if hard != resource.RLIM_INFINITY:
@@ -33,7 +33,7 @@ class MemoryLimit:
 
     def spent(self) -> bool:
         """Whether more than half of the limit is in use, so that an error may be due to it."""
-        return _private_bytes() - self._at_start > self.more_bytes // 2
+        return _private_bytes() - self._bytes_at_start > self.more_bytes // 2
 
     def open_reserve(self) -> None:
         """Raise the limit by the reserve."""

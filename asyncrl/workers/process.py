@@ -75,12 +75,12 @@ class WorkerProcess:
         """Whether ``kill`` was called."""
         self.exit_code: int | None = None
         """Exit code, negative for a signal; None until just before ``on_end`` is called."""
-        self._worker: int | None = None
-        """Pid of the worker below its warden, once it is known."""
-        self._socket, theirs = socket.socketpair()
-        arguments = [str(theirs.fileno()), *confined.arguments]
+        self._worker_pid: int | None = None
+        """Pid of the worker below its warden; None before it is known."""
+        self._socket, child_end = socket.socketpair()
+        arguments = [str(child_end.fileno()), *confined.arguments]
         run = ["-m", module, *arguments] if own_session else warden.command(module, *arguments)
-        with theirs, contextlib.ExitStack() as cleanup:
+        with child_end, contextlib.ExitStack() as cleanup:
             cleanup.callback(self._socket.close)
             self.output = Output(max_output_bytes)
             cleanup.callback(self.output.close)
@@ -92,7 +92,7 @@ class WorkerProcess:
                     stdout=self.output.write_fd,
                     stderr=self.output.write_fd,
                     env=confined.env() | ONE_THREAD,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[child_end.fileno()],
                     # A process group of its own, so that signals to the actor's group do not end it. It stays in the
                     # actor's session, so that the node agent finds it after the actor is killed. A keeper ends all of
                     # its processes by itself, so it may have its own session.
@@ -110,10 +110,10 @@ class WorkerProcess:
     @property
     def pid(self) -> int:
         """Pid of the worker; that of its warden until the warden has started the worker."""
-        if self._worker is None and not self._own_session and self._process.returncode is None:
+        if self._worker_pid is None and not self._own_session and self._process.returncode is None:
             # While the worker lives, it is the only child of the warden.
-            self._worker = next(iter(children_of(self._process.pid)), None)
-        return self._worker or self._process.pid
+            self._worker_pid = next(iter(children_of(self._process.pid)), None)
+        return self._worker_pid or self._process.pid
 
     @property
     def ended(self) -> bool:
@@ -134,7 +134,10 @@ class WorkerProcess:
             self._loop.add_writer(self._socket, self._write_rest)
 
     def _read(self) -> None:
-        """Receive frames and pass them to ``on_frame``; hang up when the process has closed its end."""
+        """Receive frames and pass them to ``on_frame``; hang up when the process has closed its end.
+
+        An invalid frame kills the process.
+        """
         while not self.ended:
             try:
                 data = self._socket.recv(READ_BYTES)
@@ -161,7 +164,10 @@ class WorkerProcess:
             self._hang_up()
 
     def kill(self, reason: str) -> None:
-        """Kill the process and its descendants. ``on_end`` gets the first ``reason``."""
+        """Kill the process and its descendants, through its warden if it has one. ``on_end`` gets the first ``reason``.
+
+        A process that survives is killed directly later (``_reap``).
+        """
         self._fault = self._fault or reason
         self.killed = True
         # Until it is reaped, no other process or group can have its pid.
@@ -218,7 +224,8 @@ class WorkerProcess:
     def _reap(self, kill_at: float, pause_s: float = REAP_INTERVAL_S, *, is_first: bool = True) -> None:
         """After the hang-up: reap the process if it has ended, and call ``on_end``; else look again after ``pause_s``.
 
-        A process that still lives at ``kill_at`` (loop time, s) is killed: first through its warden, then directly.
+        A process that still lives at ``kill_at`` (loop time, s) is killed: first through its warden if it has one, then
+        directly, again and again until it ends.
         """
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
@@ -249,7 +256,10 @@ class WorkerProcess:
 
 
 def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Send SIGKILL to those processes that still live, and return them. A new process with an old pid is spared."""
+    """Send SIGKILL to those processes that still live, and return them.
+
+    A new process with an old pid is spared, and so is a process of another user.
+    """
     living = []
     for process in processes:
         # AccessDenied: it runs as another user, as by sudo.
@@ -293,7 +303,7 @@ class Output:
         self._kept = bytearray()
         # Incremental, because a character may arrive in two reads.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._left = limit
+        self._bytes_left = limit
         self._dropped = 0
         self._nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -324,10 +334,10 @@ class Output:
     def _read_once(self) -> int:
         """Read once, and keep the data, or discard it beyond the limit. Returns the number of bytes; 0 at the end."""
         self.used = True
-        if self._left:
-            data = os.read(self.read_fd, min(self._left, PIPE_BYTES))
+        if self._bytes_left:
+            data = os.read(self.read_fd, min(self._bytes_left, PIPE_BYTES))
             self._kept += data
-            self._left -= len(data)
+            self._bytes_left -= len(data)
             return len(data)
         # Beyond the limit: the kernel moves the data to /dev/null without a copy.
         size = os.splice(self.read_fd, self._nowhere, PIPE_BYTES)
@@ -344,7 +354,7 @@ class Output:
         self._kept.clear()
         dropped = 0
         if end_of_call:
-            dropped, self._dropped, self._left = self._dropped, 0, self._limit
+            dropped, self._dropped, self._bytes_left = self._dropped, 0, self._limit
         return text, dropped
 
     def close(self) -> None:

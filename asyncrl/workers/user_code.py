@@ -99,8 +99,9 @@ def accepted(
 ) -> list[str]:
     """Returns the keywords with which to call ``function``: those of ``given`` and ``options`` that it accepts.
 
-    ``given`` are passed with each call and may be ignored. ``options`` are the user's, and must all be accepted. Raises
-    NotCallable for an unknown option, or for a required parameter that nothing provides.
+    ``given`` are passed with each call and may be ignored. ``options`` are the user's, and must all be accepted. If
+    ``function`` has no readable signature, all of them are returned. Otherwise raises NotCallable for an option that is
+    unknown or among ``given``, and for a required parameter that has no value or no keyword.
     """
     given = list(given)
     problems = [f"{keys.options}.{key}: {name} is given this with each call" for key in options if key in given]
@@ -123,9 +124,9 @@ def accepted(
             offered = f"; with each call it is given {', '.join(given)}" if given else ""
             problems.append(f"{keys.options}.{parameter.name}: is required by {name}{offered}")
     if not takes_any:
-        near = keywords - set(given)
+        option_names = keywords - set(given)
         problems += [
-            f"{keys.options}.{key}: {name} takes no such option{did_you_mean(key, near)}"
+            f"{keys.options}.{key}: {name} takes no such option{did_you_mean(key, option_names)}"
             for key in options
             if key not in keywords and key not in given
         ]
@@ -145,19 +146,19 @@ class FaultKinds:
     """
 
     def __init__(self) -> None:
-        self._first: dict[str, str] = {}
+        self._first_cases: dict[str, str] = {}
         self._counts: dict[str, int] = {}
 
     def add(self, kind: str, text: str) -> tuple[str, str, int]:
         """Count a failure. Returns its kind, the first case of that kind in one line, and its count."""
-        if kind not in self._first and len(self._first) >= MOST_KINDS - 1:
+        if kind not in self._first_cases and len(self._first_cases) >= MOST_KINDS - 1:
             kind, text = OTHERS, f"has failed in further ways, first: {text}"
         line = " ".join(text.split())
         if len(line) > LONGEST_TEXT:
             # Keep the end too, because it has the place.
             line = f"{line[: LONGEST_TEXT // 2]} ... {line[-LONGEST_TEXT // 2 :]}"
         self._counts[kind] = self._counts.get(kind, 0) + 1
-        return kind, self._first.setdefault(kind, line), self._counts[kind]
+        return kind, self._first_cases.setdefault(kind, line), self._counts[kind]
 
 
 def describe(error: BaseException) -> str:
@@ -176,7 +177,9 @@ def kind_of(error: BaseException) -> str:
 
 
 def find_place(spec: str) -> str:
-    """FILE:LINE of the definition of MODULE:NAME, found without an import; only FILE or nothing if unknown.
+    """FILE:LINE of the definition of MODULE:NAME, found without an import.
+
+    Only FILE if the file does not define the name at its top level; empty if the module is not found.
 
     Searches for the module as an import would: in the working directory, then on the path.
     """
@@ -197,13 +200,13 @@ def _place(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_OURS) and "importlib" not in frame.filename
+        if not frame.filename.startswith(_OWN_CODE) and "importlib" not in frame.filename
     ]
     users_frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
     return f"{users_frames[-1].filename}:{users_frames[-1].lineno}" if users_frames else ""
 
 
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_OWN_CODE = f"{Path(__file__).parents[1]}{os.sep}"
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 

@@ -42,8 +42,8 @@ def command(module: str, *arguments: str) -> list[str]:
 def end(pid: int) -> None:
     """Send END to the warden ``pid``: it ends all processes below it, and itself.
 
-    It must be a child of this process that is not reaped. A child that runs as another user, as by
-    sudo, does not get the signal.
+    The warden must be a child of this process that is not reaped. A child that runs as another user, as by sudo, does
+    not get the signal.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, END)
@@ -71,7 +71,7 @@ def fork_worker(parent: int) -> None:
         os._exit(0)
     warden, worker = os.getpid(), os.fork()
     if worker:
-        _keep(worker)
+        _guard(worker)
     die_with_parent(signal.SIGKILL)
     if os.getppid() != warden:
         os._exit(1)
@@ -80,8 +80,8 @@ def fork_worker(parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)
 
 
-def _keep(worker: int) -> NoReturn:
-    """Wait for the worker's end or for END, kill all descendants, and end as the worker did."""
+def _guard(worker: int) -> NoReturn:
+    """Wait for the worker's end or for END, kill all descendants, and end as the worker did; after END by SIGKILL."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
     _close_files()

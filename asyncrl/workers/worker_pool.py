@@ -5,9 +5,9 @@ removed when its worker ends. The pool starts workers, limits their memory, pass
 that end.
 
 Invariant: until the pool ends, each place has a worker or a timer that starts one. A worker is killed with all its
-descendants if it is not ready in time, if it holds too much memory, or if the job finds a fault. The pool fails as a
-whole if every place failed to start a worker ``MAX_START_FAILURES`` times, or if its owner gives it up. Then ``watch``
-raises the error.
+descendants if it is not ready in time, if it holds too much memory, or if the job finds a fault. After its start the
+pool fails as a whole if every place failed to start a worker ``MAX_START_FAILURES`` times in a row, or if its owner
+gives it up. Then ``watch`` raises the error. During the start one failure fails ``start``.
 """
 
 from __future__ import annotations
@@ -181,11 +181,11 @@ class WorkerPool(Generic[P]):
             if place.process is not None:
                 helpers += place.process.descendants()
                 self._kill(place, f"was stopped: {self.owner} was closed")
-        self._note_ended()
+        self._check_all_ended()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._all_ended.wait()
-                # They are not children of this process, so their end can only be polled.
+                # The helpers are not children of this process, so their end can only be polled.
                 while helpers := kill_living(helpers):  # noqa: ASYNC110
                     await asyncio.sleep(REAP_INTERVAL_S)
         except TimeoutError:
@@ -264,11 +264,11 @@ class WorkerPool(Generic[P]):
                 memory_key=f"{self.section}.max_memory_bytes",
                 on_output=partial(self._printed, place),
                 on_frame=partial(self._handle_frame if place.ready else self._handle_ready, place),
-                on_end=partial(self._ended, place),
+                on_end=partial(self._handle_end, place),
                 own_session=self.own_session,
             )
         except OSError as error:
-            self._start_failed(place, f"cannot start a process: {error}")
+            self._handle_failed_start(place, f"cannot start a process: {error}")
 
     def _handle_ready(self, place: P, frame: bytes | bytearray) -> None:
         """Handle the first frame of a worker, a ``Ready``: kill it if there are problems, else mark its place ready.
@@ -289,8 +289,11 @@ class WorkerPool(Generic[P]):
             self._started.set_result(None)
         self._ready(place)
 
-    def _start_failed(self, place: P, reason: str) -> None:
-        """Handle a worker that ended before it was ready: remove a lone place, fail the pool, or try again later."""
+    def _handle_failed_start(self, place: P, reason: str) -> None:
+        """Handle a failed start: remove a lone place, fail the start of the pool or the pool, or try again later.
+
+        The pause before the next try doubles with each failure in a row, up to LONGEST_BACKOFF_S.
+        """
         if place.lone:
             self._lone.remove(place)
             self._on_worker_end(place, reason, was_ready=False)
@@ -305,8 +308,11 @@ class WorkerPool(Generic[P]):
         pause_s = backoff(FIRST_BACKOFF_S, place.failed_starts, LONGEST_BACKOFF_S)
         place.restart = self._loop.call_later(pause_s, self._launch, place)
 
-    def _ended(self, place: P, process: WorkerProcess, reason: str) -> None:
-        """Handle the end of a worker: pass on its last output, call ``_on_worker_end``, and start the next one."""
+    def _handle_end(self, place: P, process: WorkerProcess, reason: str) -> None:
+        """Handle the end of a worker: pass on its last output, call ``_on_worker_end``, and start the next one.
+
+        No worker follows in a lone place, which is removed, or after the end of the pool.
+        """
         self._hand_out(place, process, end_of_call=True)
         was_ready, place.ready = place.ready, False
         if not self._end.done():
@@ -316,20 +322,20 @@ class WorkerPool(Generic[P]):
         if place.lone:
             self._lone.remove(place)
         if self._end.done():
-            self._note_ended()
+            self._check_all_ended()
         elif place.lone:
             self._on_lone_removed()
         elif was_ready:
             place.ledger.enter("starting")
             self._launch(place)
         else:
-            self._start_failed(place, reason)
+            self._handle_failed_start(place, reason)
 
     def _count_end(self, process: WorkerProcess) -> None:
         self.counters.workers_killed += process.killed
         self.counters.workers_died += not process.killed
 
-    def _note_ended(self) -> None:
+    def _check_all_ended(self) -> None:
         """Let ``close`` return once no place has a process."""
         if all(place.process is None for place in self._all()):
             self._all_ended.set()

@@ -206,7 +206,7 @@ def test_i1_a_step_without_a_token_to_train_does_not_count_and_its_groups_are_re
 
 def test_a_path_given_up_by_the_check_at_the_start_is_reported_to_the_user(played, monkeypatch):
     def setup(self, host, port):
-        self.given_up = ["one way is off", "the other, too"]
+        self.rejected_speedups = ["one way is off", "the other, too"]
 
     monkeypatch.setattr(SimTrainer, "setup", setup)
     lines = played(learner={"steps": 1}).ended.lines

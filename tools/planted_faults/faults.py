@@ -23,7 +23,7 @@ FAULTS = (
     # --- the dataloader: gate, limit, leases, outcomes ---
     Fault(
         "gate-counts-from-newest-version",
-        "admitted = self._trained_at[at] + self.limit.groups + self._groups_per_version",
+        "admitted = self._trained_at[index] + self.limit.groups + self._groups_per_version",
         "admitted = self._trained_at[-1] + self.limit.groups + self._groups_per_version",
         "I2: a group counts from the version that its rollouter serves, not from the newest one",
     ),
@@ -47,8 +47,8 @@ FAULTS = (
     ),
     Fault(
         "ledger-takes-first-byte-for-full",
-        "found: np.ndarray = at < 0",
-        "found: np.ndarray = at <= 0",
+        "found: np.ndarray = byte < 0",
+        "found: np.ndarray = byte <= 0",
         "I1: a prompt without an outcome is leased",
     ),
     Fault(
@@ -122,14 +122,14 @@ FAULTS = (
     # --- the learner's algorithm ---
     Fault(
         "loss-clips-both-sides",
-        "acts = bounded < plain",
-        "acts = bounded != plain",
+        "clipped = bounded < plain",
+        "clipped = bounded != plain",
         "I8: a clip acts only where it lowers the objective",
     ),
     Fault(
         "advantage-scales-past-rewards",
-        "centred * (len(group.rewards) / (len(group.rewards) - 1)) - turns",
-        "(centred - turns) * (len(group.rewards) / (len(group.rewards) - 1))",
+        "centred * (len(group.rewards) / (len(group.rewards) - 1)) - past",
+        "(centred - past) * (len(group.rewards) / (len(group.rewards) - 1))",
         "I8: rloo takes the past of a turn off its return as it is",
     ),
     Fault(
@@ -152,8 +152,8 @@ FAULTS = (
     ),
     Fault(
         "batch-gives-turns-of-another-sequence",
-        "turn += len(lengths)",
-        "turn = len(lengths)",
+        "turns_done += len(turn_lengths)",
+        "turns_done = len(turn_lengths)",
         "I8: each token has the advantage of its own turn",
     ),
     Fault(
@@ -189,8 +189,8 @@ FAULTS = (
     ),
     Fault(
         "server-takes-any-known-key",
-        "elif ours.curve and owner != hello.name:",
-        "elif ours.curve and not owner:",
+        "elif credentials.curve and owner != hello.name:",
+        "elif credentials.curve and not owner:",
         "I6: a key fits the name of its owner alone",
     ),
     Fault(
@@ -207,8 +207,8 @@ FAULTS = (
     ),
     Fault(
         "door-saves-up-without-bound",
-        "self._left = min(BURST, self._left + PER_S * (now - self._looked)) - 1",
-        "self._left = self._left + PER_S * (now - self._looked) - 1",
+        "self._tokens = min(BURST, self._tokens + PER_S * (now - self._counted_at)) - 1",
+        "self._tokens = self._tokens + PER_S * (now - self._counted_at) - 1",
         "I6: in t seconds no more than BURST + t PER_S connections begin",
     ),
     Fault(

@@ -100,7 +100,8 @@ class FailureDetector:
         self._unreachable = UnreachableActors(
             self._supervision.unreachable_s, interval_s, self._supervision.restart_window_s
         )
-        self._first_number = numbers_begin_above(controller.context.incarnation)
+        self._above = numbers_begin_above(controller.context.incarnation)
+        """Number above all numbers that an earlier controller gave to requests of stacks."""
         self._silent: list[Stuck] = []
         """Actors that are condemned for their silence, each with a report in words for its agent."""
         self._silent_agents: set[str] = set()
@@ -169,7 +170,7 @@ class FailureDetector:
     def _report_silent(self, silent: Sequence[Condemned], statuses: Mapping[str, ActorStatus]) -> None:
         """Publish the silent actors, so that their agents report them and take their stacks.
 
-        Drops earlier ones that are no longer condemned. ``statuses`` has the last status of each actor.
+        Drops actors of earlier calls that are no longer condemned. ``statuses`` has the last status of each actor.
         """
         condemned = {(actor.name, actor.incarnation) for actor in (*self._registry.condemned, *silent)}
         self._silent = [actor for actor in self._silent if (actor.name, actor.incarnation) in condemned]
@@ -177,14 +178,14 @@ class FailureDetector:
             report = (
                 describe_silence(statuses[actor.name]) if actor.name in statuses else f"{actor.name}: {actor.reason}"
             )
-            self._silent.append(Stuck(actor.name, actor.incarnation, report, self._first_number))
+            self._silent.append(Stuck(actor.name, actor.incarnation, report, number=self._above))
         self._publish_stuck()
 
     def _check_paths(self, names: Collection[str], now: float) -> None:
         """Condemn those of ``names`` that cannot reach other actors or be reached (unreachable.py).
 
-        A replica that the run can spare is set aside at its second condemnation. Another actor fails the run after
-        supervision.max_restarts of them.
+        A replica that the run can spare is set aside at its second condemnation. Any other actor fails the run at the
+        first condemnation beyond supervision.max_restarts.
         """
         max_restarts = self._supervision.max_restarts
         condemned = self._unreachable.look(ready_actors(self._registry, names, now, self._supervision.heartbeat_s), now)
@@ -208,18 +209,18 @@ class FailureDetector:
             self._controller.registry_changed()
 
     def _on_stall(self, report: StallReport | None, now: float) -> None:
-        """Report a stall to the user, or without a ``report`` its end; schedule the end of the run if it is due."""
+        """Report a stall to the user, or its end if ``report`` is None. A report that ``ends_run`` ends the run."""
         self._controller.stalled = report.text if report is not None else ""
         self._publish_stuck()
-        before, self._stall = self._stall, report and (self._stall or report)
+        earlier, self._stall = self._stall, report and (self._stall or report)
         if report is None:
-            if before is not None and self._run.phase == "running":
+            if earlier is not None and self._run.phase == "running":
                 self._controller.log.info("run moves again")
                 self._observation.happened("info", "", "the run moves again")
-                text = f"the run moves again, after {now - before.since:.0f} s in which nothing moved"
+                text = f"the run moves again, after {now - earlier.since:.0f} s in which nothing moved"
                 self._controller.notify("stall", text, count=self._stall_count)
             return
-        self._stall_count += before is None
+        self._stall_count += earlier is None
         self._controller.log.error("run has stalled", report=report.text, number=report.number)
         if report.ends_run:
             self._controller.tasks.create_task(self._end_run(report))
@@ -237,8 +238,8 @@ class FailureDetector:
         """Publish the actors whose stacks the agents take: the silent ones, which they also report, and a stall's."""
         stuck = list(self._silent)
         if (report := self._stalls.report) is not None:
-            # Above the numbers of an earlier controller, so that the agents see a new request.
-            number = self._first_number + report.number
-            stuck += [Stuck(actor.name, actor.incarnation, "", number) for actor in report.stacks]
+            # Each report has a new number, so that the agents see a new request.
+            number = self._above + report.number
+            stuck += [Stuck(actor.name, actor.incarnation, report="", number=number) for actor in report.stacks]
         if self._run.set_stuck(stuck):
             self._controller.tell()

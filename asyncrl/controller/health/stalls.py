@@ -3,12 +3,12 @@
 A run *moves* when a group is trained, a warm step is taken, a version is published or loaded, or a token is sampled. If
 none of this happens for ``watchdog.stall_s``, there is a report. Some states have a *budget*, a time that they may
 normally take (``watchdog.budgets_s``). An actor that is within the budget of its state delays the report. When such a
-state ends in time, the clock starts again. A restart does not count as movement. An actor that was restarted twice
-since the run last moved has no budgets: with them, repeated restarts would hide the stall.
+state ends in time, the clock starts again. A restart is no movement, but a new actor is. An actor that was restarted
+twice since the run last moved has no budgets: with budgets, repeated restarts would hide the stall.
 
 A report names the waits of all actors and chooses no culprit: a stall restarts no actor. With ``watchdog.policy =
-"stop"`` the first report ends the run, with ``"report"`` none does. By default the run ends when the stall has
-outlasted ``deadlines_s``, the deadlines of all kinds of work together. No work that takes longer can still succeed.
+"stop"`` the first report ends the run, with ``"report"`` none does. By default the run ends when nothing has moved for
+``stall_s`` + ``deadlines_s``, the deadlines of all kinds of work together. No work that takes longer can still succeed.
 
 Invariant: a stall is reported once, and again after pauses that double for as long as it lasts. There is no report
 while the run starts, drains, or has nothing to do. Time in which this process itself did not run does not count. Pure:
@@ -35,7 +35,7 @@ CONTROLLER = "controller"
 LONGEST_GAP = 0.25
 """Longest normal time between two calls of ``look``, as a share of stall_s: after more, messages may be unread."""
 SILENT_SHARE = 0.5
-"""Share of stall_s after which an actor counts as silent in a report."""
+"""Share of stall_s after which an actor counts as silent, but after no less than three heartbeat intervals."""
 IDLE_STATES = frozenset({"ready", "waiting", "following", "idle", "asleep", "done"})
 """States in which an actor does no work of its own."""
 FINISHED_STATES = frozenset({"done", "ready"})
@@ -45,7 +45,7 @@ SECONDS = "N s"
 MOST_CLAUSES = 8
 """Largest number of clauses in a report."""
 MOST_STACKS = 4
-"""Largest number of actors whose stacks are taken for a report."""
+"""Largest number of actors whose stacks are taken for a report, and of actors that a clause names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class StallReport:
     """Monotonic time (s) at which the run last moved."""
     text: str
     stacks: Sequence[ActorStatus]
-    """Actors that are silent or wait for no other actor. Their stacks show what they do."""
+    """At most MOST_STACKS actors that are silent or wait for no other actor. Their stacks show what they do."""
     ends_run: bool
 
 
@@ -115,8 +115,8 @@ class StallDetector:
     report: StallReport | None = None
     _reports: int = 0
     _moved_at: float | None = None
-    """Start of the clock: the time at which the run last moved, or had a reason not to; None before it runs."""
-    _looked: float = 0.0
+    """Start of the clock: when the run last moved or was idle, or a state ended in its budget; None before it runs."""
+    _looked_at: float = 0.0
     _next_report: float = 0.0
     _pause: float = 0.0
     """Pause before the next report of this stall (s)."""
@@ -129,13 +129,13 @@ class StallDetector:
 
     def look(self, actors: Mapping[str, ActorStatus], phase: RunPhase, now: float) -> bool:
         """Update ``report`` from the status of all actors; called every few seconds. Returns whether it has changed."""
-        before = self.report
-        gap = now - self._looked > max(LONGEST_GAP * self.config.stall_s, 3 * self.interval_s)
-        self._looked = now
-        moved, in_time = self._update(actors), self._update_budgets(actors)
+        report_before = self.report
+        had_gap = now - self._looked_at > max(LONGEST_GAP * self.config.stall_s, 3 * self.interval_s)
+        self._looked_at = now
+        moved, in_time = self._note_progress(actors), self._update_budgets(actors)
         if phase != "running" or (self._moved_at is None and LEARNER not in actors):
             self._moved_at, self.report = None, None
-        elif self._moved_at is None or gap or moved or _is_idle(actors):
+        elif self._moved_at is None or had_gap or moved or _is_idle(actors):
             self._moved_at, self.report = now, None
             self._restarts.clear()
         elif in_time:
@@ -143,10 +143,13 @@ class StallDetector:
         elif LEARNER in actors:
             # Without heartbeats of the learner there is no report: it starts, or is handled as a silent actor.
             self._report_if_due(actors, now - self._moved_at, now)
-        return self.report is not before
+        return self.report is not report_before
 
     def _report_if_due(self, actors: Mapping[str, ActorStatus], lasted: float, now: float) -> None:
-        """Make a report if one is due, or if the run must end. ``lasted`` is the time without movement (s)."""
+        """Make a report if one is due or the run must end, unless a living actor is within its budget.
+
+        ``lasted`` is the time without movement (s). After a report that ends the run there is no further one.
+        """
         if self.report is None:
             self._pause, self._next_report = self.config.stall_s, now - lasted + self.config.stall_s
         elif self.report.ends_run:
@@ -174,21 +177,25 @@ class StallDetector:
             return math.inf
         return self.config.stall_s + (0.0 if self.config.policy == "stop" else self.deadlines_s)
 
-    def _update(self, actors: Mapping[str, ActorStatus]) -> bool:
-        """Store the versions and counters of all actors. Returns whether any shows that the run has moved."""
+    def _note_progress(self, actors: Mapping[str, ActorStatus]) -> bool:
+        """Store versions and counters of all actors, and count restarts. Returns whether the run has moved.
+
+        The first status of an actor counts as movement.
+        """
         moved = False
         for name, actor in actors.items():
             version, progress = actor.version, actor.progress
             if (known := self._best.get(name)) is None:
                 moved = True
             else:
-                moved |= version > known[1]
-                version = max(version, known[1])
-                if known[0] != actor.incarnation:
+                incarnation, best_version, best_progress = known
+                moved |= version > best_version
+                version = max(version, best_version)
+                if incarnation != actor.incarnation:
                     self._restarts[name] += 1
                 else:
-                    moved |= any(new > old for new, old in zip(progress, known[2], strict=True))
-                    progress = tuple(max(pair) for pair in zip(progress, known[2], strict=True))
+                    moved |= any(new > old for new, old in zip(progress, best_progress, strict=True))
+                    progress = tuple(max(pair) for pair in zip(progress, best_progress, strict=True))
             self._best[name] = (actor.incarnation, version, progress)
         return moved
 

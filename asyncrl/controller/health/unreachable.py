@@ -10,7 +10,8 @@ they may be too far apart for the agent's own count of restarts. ``action_after`
 is set aside and when the run fails.
 
 Invariants: an actor is never restarted for a path whose other end is not ready, was restarted, or was silent meanwhile.
-An actor that stays unreachable is restarted ``max_restarts`` times at most, then set aside or the reason of a failure.
+A replica that the run can spare is restarted once at most and then set aside. Any other actor is restarted
+``max_restarts`` times at most, and then fails the run.
 Times of different hosts are not compared, and time in which this process did not run does not count. Pure: the caller
 passes the time (monotonic, s).
 """
@@ -71,8 +72,8 @@ class _Condemnations:
     """The condemnations of one actor that are not forgotten."""
 
     number: int
-    unreachable: float
-    """Time at which the actor was last unreachable, not ready, or not looked at."""
+    unreachable_at: float
+    """Time at which the actor was last unreachable or not ready, or a long gap in the calls of ``look`` ended (s)."""
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class UnreachableActors:
     _since: dict[tuple[str, int, str, int], float] = field(default_factory=dict)
     """Time at which each path was first reported, by name and incarnation of both ends."""
     _condemnations: dict[str, _Condemnations] = field(default_factory=dict)
-    _looked: float = 0.0
+    _looked_at: float = 0.0
 
     def condemnations(self, name: str) -> int:
         """Number of condemnations of an actor that are not forgotten."""
@@ -101,13 +102,13 @@ class UnreachableActors:
         that was condemned just now is skipped.
         """
         actors = {actor.name: actor for actor in ready if role_of(actor.name) in RESTART_COST}
-        if now - self._looked > max(LONGEST_GAP * self.unreachable_s, 3 * self.interval_s):
+        if now - self._looked_at > max(LONGEST_GAP * self.unreachable_s, 3 * self.interval_s):
             self._since.clear()
             for each in self._condemnations.values():
-                each.unreachable = now
-        self._looked = now
-        paths = self._update(actors, now)
-        self._forget(actors, paths, now)
+                each.unreachable_at = now
+        self._looked_at = now
+        paths = self._measure_paths(actors, now)
+        self._forget_condemnations(actors, paths, now)
         cut_off = _CutOff(actors, [path for path, s in paths.items() if s >= COUNTED_SHARE * self.unreachable_s])
         condemned: dict[str, Condemned] = {}
         for path, seconds in sorted(paths.items(), key=lambda item: (-item[1], item[0])):
@@ -118,7 +119,7 @@ class UnreachableActors:
                 self._condemnations[name] = _Condemnations(self.condemnations(name) + 1, now)
         return list(condemned.values())
 
-    def _update(self, actors: Mapping[str, ReadyActor], now: float) -> dict[Path, float]:
+    def _measure_paths(self, actors: Mapping[str, ReadyActor], now: float) -> dict[Path, float]:
         """Returns the seconds for which each path was reported without a break between the same two processes."""
         since, seconds_broken = {}, {}
         for actor in actors.values():
@@ -132,13 +133,13 @@ class UnreachableActors:
         self._since = since
         return seconds_broken
 
-    def _forget(self, actors: Mapping[str, ReadyActor], paths: Iterable[Path], now: float) -> None:
+    def _forget_condemnations(self, actors: Mapping[str, ReadyActor], paths: Iterable[Path], now: float) -> None:
         """Forget the condemnations of actors that have been ready and on no broken path for ``window_s``."""
         broken = {name for path in paths for name in path}
         for name, record in list(self._condemnations.items()):
             if name not in actors or name in broken:
-                record.unreachable = now
-            elif now - record.unreachable >= self.window_s:
+                record.unreachable_at = now
+            elif now - record.unreachable_at >= self.window_s:
                 del self._condemnations[name]
 
 
@@ -146,7 +147,7 @@ class _CutOff:
     """Decides which end of a path to restart, from all ``broken`` paths among ``actors``."""
 
     def __init__(self, actors: Iterable[str], broken: Iterable[Path]) -> None:
-        # Without gangs: all actors of a gang count as one.
+        # Actors of gangs are left out: a whole gang counts as one actor (``_severity``).
         self._size = Counter(role_of(name) for name in actors if not gang_of(name))
         self._unreached: dict[tuple[str, str], list[str]] = {}
         """By (actor, role): the actors of that role that the actor cannot reach."""

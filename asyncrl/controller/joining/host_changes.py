@@ -1,8 +1,8 @@
 """Hosts that join and leave during the run: the controller's handlers around ``Membership``, which decides.
 
-Each change is *kept*, that is written to the run's private folder, before it is sent or answered. So a successor of the
-controller admits the same actors. An actor that was refused once does not connect again. So a new host may start only
-once every actor that it may call has admitted its keys.
+Each change is *kept*, that is written to the run's private folder, before the controller sends it or answers the
+request. So a successor of the controller admits the same actors. An actor that was refused once does not connect again.
+So a new host may start only once every actor that it may call has admitted its keys.
 
 Fails with InvalidRequest for a request that cannot be met, and with NotKept if a change is not on disk in time.
 """
@@ -47,14 +47,14 @@ class HostChanges:
         self._path = actor.context.run_dir / "private" / MEMBERS_FILE
         self.members = self._membership.members
         """Members that are sent to actors: kept on disk, and taken in by this controller itself."""
-        self._kept = 0
+        self._kept_number = 0
         """Number of the members on disk, from which a successor would continue."""
         self._taken_in: dict[str, tuple[int, int]] = {}
-        """Incarnation of each actor, and the number of the members that it knows. An actor may say so before it
-        registers again with a successor of the controller."""
+        """Incarnation of each actor, and the number of the members that it knows. An entry may precede the actor's
+        registration with a successor of the controller."""
         self._waiting_since: dict[str, float] = {}
         """By agent of a joining host: time since which this controller waits for a rollouter there to be ready."""
-        self._given_up: dict[str, ActorEnded] = {}
+        self._last_ends: dict[str, ActorEnded] = {}
         """By actor of a joining host: its end, if its agent does not start it again."""
         self._changed = asyncio.Event()
         self._watchers = ParkingLot()
@@ -62,13 +62,16 @@ class HostChanges:
     # --- its life ---
 
     def recall(self) -> None:
-        """Restore the members that an earlier controller has kept, before any actor is admitted. Raises OSError."""
+        """Restore the members that an earlier controller has kept, if any; called before any actor is admitted.
+
+        Raises OSError.
+        """
         try:
             self._membership.recall(msgspec.json.decode(self._path.read_bytes(), type=Members))
         except FileNotFoundError:
             return
         self.members = self._membership.members
-        self._kept = self.members.number
+        self._kept_number = self.members.number
         for name in self._membership.belonging():
             self._run.joined(name)
         departed = [name for host in self.members.hosts if not host.takes_part for name in host.actors]
@@ -76,7 +79,7 @@ class HostChanges:
         self._run.tell_members(self.members.number, self._membership.leaving)
 
     async def run(self) -> None:
-        """Keep and send each change, and let joined hosts go that are not ready in time; until cancelled."""
+        """Keep and send each change, and make joined hosts leave that are not ready in time; until cancelled."""
         while True:
             now, limit_s, waiting = self._now(), self._start_timeout_s, self._membership.at("joining")
             left_s = [self._waiting_since.setdefault(host.agent, now) + limit_s - now for host in waiting]
@@ -91,7 +94,7 @@ class HostChanges:
                 await self._keep_and_send()
 
     async def _keep_and_send(self) -> None:
-        """Write the members to disk, repeatedly until that works; then answer parked calls and update the run."""
+        """Write the members to disk, again and again until that works; then answer parked calls and update the run."""
         # Read before the write: a change during the write sets ``_changed``, and is kept and sent next.
         members, leaving = self._membership.members, self._membership.leaving
         left_while_lost = self._run.lost_hosts.keys() - set(map(str, self._hosts.lost.values()))
@@ -103,9 +106,9 @@ class HostChanges:
             except OSError as error:
                 self._log.error("cannot write the members, so they are not sent", error=str(error))
                 await asyncio.sleep(WRITE_AGAIN_S)
-        self._kept = members.number
+        self._kept_number = members.number
         self._watchers.wake()
-        # Let parked calls be answered first: after ``take_in`` no message reaches a host that has left.
+        # Parked calls are answered in this pause: after ``take_in`` no message reaches a host that has left.
         await asyncio.sleep(0)
         self._actor.take_in(members)
         self.members = members
@@ -131,7 +134,7 @@ class HostChanges:
     def ready(self, names: set[str]) -> None:
         """Let each joined host serve once one of its rollouters is ready, and add its actors to the run.
 
-        ``names`` are all ready actors. An actor whose agent has given it up meanwhile is set aside.
+        ``names`` are all ready actors. An actor of such a host that its agent no longer restarts is set aside.
         """
         new = self._membership.ready(names)
         if not new:
@@ -141,15 +144,15 @@ class HostChanges:
         for name in belonging:
             if name not in self._run.expected:
                 self._run.joined(name)
-        for name in self._given_up.keys() & belonging:
-            self._set_aside(self._given_up.pop(name))
+        for name in self._last_ends.keys() & belonging:
+            self._set_aside(self._last_ends.pop(name))
         self._changed.set()
 
     def drop_unserved(self, end: ActorEnded) -> bool:
-        """Handle the end of an actor of a joined host that its agent does not start again and that has never served.
+        """Handle the last ``end`` of an actor that has never served on a joined host; its agent does not restart it.
 
         The actor is set aside if its host serves. If no rollouter of a joining host can serve any more, the host has to
-        leave. Returns False, and does nothing, for any other actor, whose end the caller handles.
+        leave. Returns False, and does nothing, for any other actor; the caller handles its end.
         """
         host = self._membership.on_trial(end.name)
         if host is None:
@@ -157,15 +160,18 @@ class HostChanges:
         if host.stage == "serving":
             self._set_aside(end)
             return True
-        self._given_up[end.name] = end
-        if not can_serve(host, self._given_up):
+        self._last_ends[end.name] = end
+        if not can_serve(host, self._last_ends):
             self._dismiss(host, f"{end.name}: {end.reason}")
         return True
 
     def _set_aside(self, end: ActorEnded) -> None:
         reason = end.reason or describe_exit(end.exit_code)
         # Exit code 1 instead of its own: a code that no restart mends fails the run only if the actor has served.
-        self._run.ended(end.name, 1, True, reason, end.log, self._now(), incarnation=end.incarnation)
+        now = self._now()
+        self._run.ended(
+            end.name, exit_code=1, fatal=True, reason=reason, log=end.log, now=now, incarnation=end.incarnation
+        )
 
     def host_lost(self, host: KnownHost) -> bool:
         """Handle the loss of a host that is leaving. Returns False, and does nothing, for any other host."""
@@ -176,9 +182,9 @@ class HostChanges:
         return True
 
     async def host_left(self, agent: str, park_s: float) -> None:
-        """Handle an agent's report that everything on its leaving host has ended. Returns once that is kept.
+        """Handle an agent's report that everything on its leaving host has ended. Returns once this change is kept.
 
-        Raises NotKept if it is not on disk within ``park_s``.
+        Does nothing if the host is not leaving. Raises NotKept if the change is not on disk within ``park_s``.
         """
         host = self._membership.find(agent)
         if host is None or host.takes_part:
@@ -197,9 +203,10 @@ class HostChanges:
 
     @handler
     async def join(self, request: Join, caller: Caller) -> Joined:
-        """Admit new hosts. Parks until all actors have admitted their keys, or else says which have not.
+        """Admit new hosts. Parks until all actors have admitted the keys of these hosts.
 
-        Raises InvalidRequest.
+        When the parking time is over, ``waiting_for`` of the answer names the actors that have not. Raises
+        InvalidRequest.
         """
 
         def joined() -> Joined | None:
@@ -209,14 +216,17 @@ class HostChanges:
         return await self._watchers.until(joined, caller.park_s) or self._join(request)
 
     def _join(self, request: Join) -> Joined:
-        """Admit the hosts of a request, once. ``waiting_for`` of the answer is not empty while they may not start."""
+        """Admit the hosts of a request, once; none while the run starts. Raises InvalidRequest.
+
+        ``waiting_for`` of the answer is not empty while the hosts may not start.
+        """
         self._check_run("join")
         if self._run.phase == "starting":
             return Joined(hosts=[], waiting_for=self._run.waiting_for)
-        before, peers = self._membership.members, self._actor.roster.peers
+        members_before, peers = self._membership.members, self._actor.roster.peers
         taken = [*self._run.expected, *self._hosts.known, *self._registry.entries, *peers]
         hosts = self._membership.join(request, self._nameable_hosts(), taken)
-        if self._membership.members is not before:
+        if self._membership.members is not members_before:
             self._log.info("hosts join", hosts={host.host: host.actors for host in hosts})
             self._changed.set()
         number = max(host.number for host in hosts)
@@ -224,12 +234,12 @@ class HostChanges:
 
     @handler
     async def leave(self, request: Leave, caller: Caller) -> MemberHost:
-        """Let a host leave the run; answers once that is kept. Raises InvalidRequest, NotKept."""
+        """Let a host leave the run; answers once the change is kept. Raises InvalidRequest, NotKept."""
         if self._membership.departure(request.host) is None:
             self._check_run("leave")
-        before, serving = self._membership.members, self._run.expected & self._registry.ready()
+        members_before, serving = self._membership.members, self._run.expected & self._registry.ready()
         host = self._membership.leave(request, self._nameable_hosts(), serving, self._run.awaited)
-        if self._membership.members is not before:
+        if self._membership.members is not members_before:
             self._log.info("host leaves", host=host.host, actors=host.actors, within_s=request.within_s)
             self._remove_from_run(host)
         await self._until_kept(caller.park_s)
@@ -238,7 +248,7 @@ class HostChanges:
 
     @handler
     async def watch_members(self, request: WatchMembers, caller: Caller) -> Members:
-        """Park until the kept members have another number than the caller's."""
+        """Answer with the kept members. Parks while the caller has the same number of members."""
 
         def news() -> Members | None:
             return self.members if self.members.number != request.seen else None
@@ -272,8 +282,9 @@ class HostChanges:
             self._changed.set()
 
     async def _until_kept(self, park_s: float) -> None:
+        """Wait until the present members are on disk. Raises NotKept after ``park_s``."""
         number = self._membership.members.number
-        if not await self._watchers.until(lambda: self._kept >= number or None, park_s):
+        if not await self._watchers.until(lambda: self._kept_number >= number or None, park_s):
             raise NotKept(str(self._path))
 
     def _check_run(self, what: str) -> None:
@@ -285,7 +296,7 @@ class HostChanges:
         """Actors that may be called and have not taken in the members of this number, or of a later one."""
         if self.members.number < number:
             return [f"{MEMBERS_FILE} of the controller"]
-        # An actor that has not spoken takes the members in before it can be called. An agent needs none.
+        # An actor that has not spoken takes the members in before it can be called. An agent needs no members.
         spoken = [
             (name, entry.record.incarnation)
             for name, entry in self._registry.entries.items()

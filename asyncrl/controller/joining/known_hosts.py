@@ -60,7 +60,8 @@ class KnownHosts:
     lost: dict[str, KnownHost] = field(default_factory=dict)
     _known_since: dict[str, float] = field(default_factory=dict)
     _lost_since: dict[str, float] = field(default_factory=dict)
-    _host_of: dict[str, str] = field(default_factory=dict)
+    _agent_of: dict[str, str] = field(default_factory=dict)
+    """Agent of each actor's host."""
 
     def register(self, record: ActorRecord, now: float) -> bool:
         """Store the host that an agent's record describes. Returns whether that is new; False for other actors."""
@@ -81,7 +82,7 @@ class KnownHosts:
         """Remove a host that has left the run for good."""
         self.known.pop(agent, None)
         self.lost.pop(agent, None)
-        self._host_of = {name: other for name, other in self._host_of.items() if other != agent}
+        self._agent_of = {name: other for name, other in self._agent_of.items() if other != agent}
 
     def describe(self) -> dict[str, tuple[str, list[str]]]:
         """By agent: the name and the actors of its host."""
@@ -113,17 +114,17 @@ class KnownHosts:
     def in_doubt(self, registry: Registry, now: float) -> set[str]:
         """The actors on hosts in doubt."""
         doubtful = {agent for agent, host in self.known.items() if self._is_in_doubt(host, registry, now)}
-        return {actor for actor, agent in self._host_of.items() if agent in doubtful}
+        return {actor for actor, agent in self._agent_of.items() if agent in doubtful}
 
     def _add(self, host: KnownHost, now: float) -> bool:
         self._known_since.setdefault(host.agent, now)
         is_new = self.known.get(host.agent) != host
         self.known[host.agent] = host
-        self._host_of.update(dict.fromkeys(host.actors, host.agent))
+        self._agent_of.update(dict.fromkeys(host.actors, host.agent))
         return is_new
 
     def _is_in_doubt(self, host: KnownHost, registry: Registry, now: float) -> bool:
-        """Whether the agent and all living actors of the host have missed BEATS heartbeats."""
+        """Whether the agent and all living actors of the host have missed BEATS heartbeats; never for the head."""
         if self.head in host.actors:
             return False
         limits = [(self._known_since[host.agent], BEATS)]
@@ -134,7 +135,7 @@ class KnownHosts:
         return all(registry.silence_since(heard, now) >= beats * self.heartbeat_s for heard, beats in limits)
 
     def _is_lost(self, host: KnownHost, registry: Registry, now: float) -> bool:
-        """Whether the whole host was silent for ``lost_s``, or its agent for ``frozen_s``."""
+        """Whether the whole host was silent for ``lost_s``, or its agent for ``frozen_s``; never for the head."""
         if self._silence_of(host, registry, now) >= self.lost_s:
             return True
         agent = registry.entries.get(host.agent)
@@ -156,5 +157,6 @@ class KnownHosts:
 
     @staticmethod
     def _living(host: KnownHost, registry: Registry) -> Iterable[str]:
+        """Names of the host's agent, even if it is dead, and of the living actors."""
         entries = registry.entries
         return [host.agent, *(name for name in host.actors if name in entries and entries[name].heard_of)]

@@ -6,7 +6,8 @@
 
 Only hosts whose actors are all rollouters and episode hosts join or leave. A joined host *serves*, and its actors
 belong to the run, once one of its rollouters has been ready. So a host that cannot serve harms nothing. Invariants: a
-name is given once in a run. A host leaves only while another rollouter serves. An actor that has left is dead for good.
+name is given once in a run. A host that serves leaves on request only while another host has a rollouter that serves.
+An actor that has left is dead for good.
 The state is a ``Members`` message, which every actor gets and a successor of the controller reads. Each change
 increases its number.
 
@@ -41,7 +42,7 @@ class Membership:
         """Names of the actors and agents that have left for good."""
 
     def recall(self, members: Members) -> None:
-        """Take over what an earlier controller has kept."""
+        """Replace the members, for example with those that an earlier controller has kept."""
         self.members, self.gone = members, frozenset(dead.name for dead in members.gone)
 
     def find(self, agent: str) -> MemberHost | None:
@@ -58,13 +59,13 @@ class Membership:
         """Add new hosts, and give names to their agents and actors.
 
         A repeated request, which has the same ``ask``, gets the same hosts. ``known`` are all hosts of the run, and
-        ``taken`` all names that are used in it. Raises InvalidRequest.
+        ``taken`` all names that are used in it. Raises InvalidRequest, also for a repeat if one of its hosts has left.
         """
-        before = [host for host in self.members.hosts if host.ask == request.ask]
-        if let_go := [f"{host.host}: {host.reason}" for host in before if not host.takes_part]:
-            raise InvalidRequest(f"let go before it could begin: {'; '.join(let_go)}")
-        if before:
-            return before
+        admitted = [host for host in self.members.hosts if host.ask == request.ask]
+        if dismissed := [f"{host.host}: {host.reason}" for host in admitted if not host.takes_part]:
+            raise InvalidRequest(f"let go before it could begin: {'; '.join(dismissed)}")
+        if admitted:
+            return admitted
         if problems := self._problems(request.hosts, known):
             raise InvalidRequest("; ".join(problems))
         names = [*taken, *(name for host in self.members.hosts for name in host.names)]
@@ -121,14 +122,15 @@ class Membership:
         """Find the host that the request names, and let it leave. A repeated request changes nothing.
 
         ``known`` are all hosts, ``serving`` all ready actors, and ``awaited`` the actors that may become ready. Raises
-        InvalidRequest if the name is unknown or ambiguous, or if the run needs the host.
+        InvalidRequest if the name is unknown or ambiguous, or if the run needs the host. The error is retryable while
+        the run waits for a rollouter of another host.
         """
-        staying = [host for host in known if (it := self.find(host.agent)) is None or it.takes_part]
+        staying = [host for host in known if (found := self.find(host.agent)) is None or found.takes_part]
         if request.ask:
-            staying = [host for host in staying if (it := self.find(host.agent)) and it.ask == request.ask]
+            staying = [host for host in staying if (found := self.find(host.agent)) and found.ask == request.ask]
         matches = [host for host in staying if host.is_called(request.host)]
-        if not matches and (before := self.departure(request.host)) is not None:
-            return before
+        if not matches and (departed := self.departure(request.host)) is not None:
+            return departed
         if not matches:
             names = ", ".join(map(str, staying))
             raise InvalidRequest(f"no host {request.host} takes part in this run; there are {names}")
@@ -139,9 +141,9 @@ class Membership:
         if needed := sorted(actor for actor in host.actors if role_of(actor) not in (ROLLOUTER, EPISODES)):
             raise InvalidRequest(f"{host.name} cannot leave: the run cannot continue without {', '.join(needed)}")
         member = self.find(host.agent)
-        if not _others(host.actors, serving) and (member is None or member.stage != "joining"):
+        if not _other_rollouters(host.actors, serving) and (member is None or member.stage != "joining"):
             error = InvalidRequest(f"{host.name} cannot leave: no other host has a rollouter that serves")
-            if expected := sorted(_others(host.actors, awaited)):
+            if expected := sorted(_other_rollouters(host.actors, awaited)):
                 error = InvalidRequest(f"{error}; expected to, and not ready so far: {', '.join(expected)}")
                 error.retryable = True
             raise error
@@ -157,8 +159,8 @@ class Membership:
     def left(self, agent: str, incarnations: Mapping[str, int], *, lost: bool = False) -> bool:
         """Mark a leaving host as left, or with ``lost`` as lost, and its actors as gone. False if nothing changes.
 
-        ``incarnations`` are the newest known ones by actor; any incarnation of another actor counts as dead. The agent
-        of a lost host is not gone: it may come back, and then learns that it has to leave.
+        ``incarnations`` are the newest known ones by actor. An actor without an entry is dead in all incarnations. The
+        agent of a lost host is not gone: it may come back, and then learns that it has to leave.
         """
         host = self.find(agent)
         if host is None or host.stage not in (("leaving",) if lost else ("leaving", "lost")):
@@ -175,7 +177,7 @@ class Membership:
         return True
 
     def departure(self, name: str) -> MemberHost | None:
-        """The newest host that leaves or has left and is called ``name``, as is its agent; None without one."""
+        """The newest host that leaves or has left, with ``name`` as its name or its agent's; None without one."""
         leaving = self.at("leaving", "lost", "left")
         matches = [host for host in leaving if name.lower() in (host.host.lower(), host.agent)]
         return matches[-1] if matches else None
@@ -200,14 +202,14 @@ class Membership:
                 problems.append(f"{new.host} is named twice")
             same = next((host for host in known if host.is_called(name) or host.is_called(new.address)), None)
             if same is not None:
-                at = f", at {new.address}" if same.name.lower() != name else ""
-                problems.append(f"{new.host} takes part in this run already, as {same}{at}")
+                where = f", at {new.address}" if same.name.lower() != name else ""
+                problems.append(f"{new.host} takes part in this run already, as {same}{where}")
             actors = new.replicas * (2 if new.episodes else 1)
             if self._curve and (len(new.keys) != 1 + actors or not all(new.keys)):
                 problems.append(f"{new.host}: keys are missing, and this run admits no host without them")
         keys = [key for new in hosts for each in new.keys for key in each]
-        before = {key for each in self.members.keys.values() for key in each}
-        if len(set(keys)) < len(keys) or before.intersection(keys):
+        used_keys = {key for each in self.members.keys.values() for key in each}
+        if len(set(keys)) < len(keys) or used_keys.intersection(keys):
             problems.append("a public key is there twice")
         return problems
 
@@ -221,7 +223,7 @@ def can_serve(host: MemberHost, without: Collection[str]) -> bool:
     return any(_number(name) not in missing for name in host.actors)
 
 
-def _others(actors: Collection[str], names: Iterable[str]) -> list[str]:
+def _other_rollouters(actors: Collection[str], names: Iterable[str]) -> list[str]:
     """The rollouters among ``names`` that are not among ``actors``."""
     return [name for name in names if role_of(name) == ROLLOUTER and name not in actors]
 

@@ -71,9 +71,9 @@ class Observation:
         self._lost_lines_of: dict[str, tuple[int, int]] = {}
         """By actor: its incarnation at the last check, and the number of lines that it had lost."""
         self._recorder = Recorder(context.run_dir, self.attempt, config.monitor.record_bytes)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
+        self._record_thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
-        """Executor for checks of the disk, which may hang. The event loop's own one is waited for at the end."""
+        """Executor for checks of the disk, which may hang. The event loop waits for its own executor at its end."""
         self._writing: asyncio.Future[None] | None = None
         self._is_over = False
         """Whether the last snapshot was taken."""
@@ -143,7 +143,7 @@ class Observation:
         await self.snapshots.take(record=True, last=True)
         self._is_over = True
         await self._wait_for_write()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._record_thread.shutdown(wait=False, cancel_futures=True)
 
     async def _wait_for_write(self) -> None:
         if self._writing is not None:
@@ -179,7 +179,7 @@ class Observation:
             self._controller.counters.add("snapshots/lost")
             return
         loop = asyncio.get_running_loop()
-        self._writing = loop.run_in_executor(self._thread, self._recorder.record, wall, snapshot)
+        self._writing = loop.run_in_executor(self._record_thread, self._recorder.record, wall, snapshot)
         self._writing.add_done_callback(self._check_written)
 
     def _check_written(self, writing: asyncio.Future[None]) -> None:
@@ -216,14 +216,15 @@ class Observation:
         counts |= {name: (entry.record.incarnation, entry.metrics) for name, entry in self._registry.entries.items()}
         more = 0
         for name, (incarnation, metrics) in counts.items():
-            lost, before = int(metrics.get("logs/lost", 0)), self._lost_lines_of.get(name)
+            lost = int(metrics.get("logs/lost", 0))
+            checked_incarnation, lost_before = self._lost_lines_of.get(name, (incarnation, 0))
             # The counter of each incarnation begins at 0.
-            more += max(0, lost - (before[1] if before is not None and before[0] == incarnation else 0))
+            more += max(0, lost - (lost_before if checked_incarnation == incarnation else 0))
             self._lost_lines_of[name] = (incarnation, lost)
         if more:
             self._logs_lost += more
-            disk = self._controller.context.run_dir / "logs"
-            text = f"lines of the logs in {disk} are lost: they could not be written, for example on a full disk"
+            folder = self._controller.context.run_dir / "logs"
+            text = f"lines of the logs in {folder} are lost: they could not be written, for example on a full disk"
             self._controller.notify("logs", text, count=self._logs_lost, meanwhile="The run continues")
 
     async def _check_disk(self) -> None:

@@ -28,7 +28,10 @@ MOST_EVALS = 64
 
 
 def is_proper(line: Mapping[str, Any]) -> bool:
-    """Whether a line is well-formed: as a run writes it, with a step if it is a train line, up to LONGEST_LINE."""
+    """Whether a line is well-formed: as a run writes it, with a step if it is a train line, up to LONGEST_LINE.
+
+    Rejects a line with a negative step, and the kinds that only the controller makes (notice, ready).
+    """
     if not is_sound(line) or line.get("kind") in (NOTICE, READY) or min(line.get("step", 0), line.get("start", 0)) < 0:
         return False
     if line.get("kind") == "train" and "step" not in line:
@@ -62,10 +65,11 @@ class RecentLines:
 
     def after(self, seen: int) -> tuple[list[dict[str, Any]], int]:
         """Returns the next lines after number ``seen``, at most LINES_IN_REPLY, and the number of the last of them."""
-        first = max(seen, self.last - len(self._lines))
-        skipped = len(self._lines) - (self.last - first)
+        # Number of the line before the answer: above ``seen`` if the next lines of the reader are gone.
+        passed = max(seen, self.last - len(self._lines))
+        skipped = len(self._lines) - (self.last - passed)
         lines = list(islice(self._lines, skipped, skipped + LINES_IN_REPLY))
-        return lines, first + len(lines)
+        return lines, passed + len(lines)
 
 
 @dataclass(slots=True)
@@ -127,9 +131,9 @@ class RecentEvents:
 
     def recall(self, earlier: Iterable[Event]) -> None:
         """Put the events of an earlier controller before the present ones."""
-        since = list(self.kept)
+        present = list(self.kept)
         self.kept.clear()
-        for event in (*earlier, *since):
+        for event in (*earlier, *present):
             self.add(event.wall, event.level, event.actor, event.text)
         self._recalled = frozenset((event.actor, event.wall, event.text) for event in earlier)
 
@@ -155,8 +159,8 @@ class OpenWaits:
 
         A notice of an older incarnation than that of the earlier wait changes nothing.
         """
-        before, _ = self._open.get((actor, key), (0, ""))
-        if incarnation < before:
+        known_incarnation, _ = self._open.get((actor, key), (0, ""))
+        if incarnation < known_incarnation:
             return
         self._open.pop((actor, key), None)
         if waits_for and len(self._open) < MOST_WAITS:

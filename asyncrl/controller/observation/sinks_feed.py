@@ -34,7 +34,7 @@ class SinksFeed:
         """Number of the newest line."""
         self._snapshot, self._snapshot_number = b"", above
         self._is_over = False
-        self._asker = 0
+        self._asker_incarnation = 0
         """Newest incarnation of the sinks that has asked."""
         self._askers = ParkingLot()
         if wanted:
@@ -69,11 +69,14 @@ class SinksFeed:
 
     @handler
     async def watch(self, request: WatchMetrics, caller: Caller) -> Metrics:
-        """Drop the lines that the sinks confirm, then park until there are lines, a new snapshot, or the end."""
-        if caller.incarnation > self._asker:
-            self._counters[RESTARTS] += self._asker > 0
-            self._asker = caller.incarnation
-        # A number from an earlier controller is smaller than all of ours, so the range is empty.
+        """Drop the lines that the sinks confirm, then park until there are lines, a new snapshot, or the end.
+
+        Counts a restart if a newer incarnation of the sinks asks.
+        """
+        if caller.incarnation > self._asker_incarnation:
+            self._counters[RESTARTS] += self._asker_incarnation > 0
+            self._asker_incarnation = caller.incarnation
+        # A number from an earlier controller is smaller than all numbers here, so the range is empty.
         for _ in range(min(len(self._lines), request.line - (self._last - len(self._lines)))):
             self._lines.popleft()
 

@@ -98,8 +98,8 @@ class Snapshots:
         """Number of the newest snapshot, above all numbers of earlier controllers."""
         self._newest = b""
         self._taken_at = -math.inf
-        self._last_request = -math.inf
-        self._last_recorded = -math.inf
+        self._last_request_at = -math.inf
+        self._last_recorded_at = -math.inf
         self._is_last = False
         """Whether the newest snapshot is the last of the run."""
         self._wanted = asyncio.Event()
@@ -121,9 +121,12 @@ class Snapshots:
 
     @handler
     async def watch(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
-        """Answer a viewer once there is a new snapshot for it. If its time ends first, answer without a snapshot."""
+        """Answer a viewer once there is a new snapshot for it. If its time ends first, answer without a snapshot.
+
+        Takes a snapshot at once if the viewer may have one and the newest is older than SNAPSHOT_S.
+        """
         was_watched = self._is_watched
-        self._last_request = self._now()
+        self._last_request_at = self._now()
         if not was_watched:
             self._wanted.set()
         given = self._given.setdefault(caller.connection, Given())
@@ -165,7 +168,7 @@ class Snapshots:
         except Exception as error:
             # A failed snapshot never ends the run. It counts as taken, so that the next try waits.
             self._taken_at = self._now()
-            self._last_recorded = self._taken_at if record else self._last_recorded
+            self._last_recorded_at = self._taken_at if record else self._last_recorded_at
             counters.add("snapshots/failed")
             if counters["snapshots/failed"] == 1:
                 self._controller.log.error("no snapshot of the run can be made", exc_info=error)
@@ -176,7 +179,7 @@ class Snapshots:
         counters.update({"snapshots/bytes": len(self._newest), "snapshots/take_s": self._taken_at - began})
         self._viewers.wake()
         if record:
-            self._last_recorded = self._taken_at
+            self._last_recorded_at = self._taken_at
             self._observation.record(snapshot.wall, self._newest)
 
     async def build(self) -> Snapshot:
@@ -212,7 +215,7 @@ class Snapshots:
                 disk_free_bytes=past.disk_free,
                 aside=aside,
             ),
-            actors=sorted(views, key=lambda view: _place(view.name)),
+            actors=sorted(views, key=lambda view: _sort_key(view.name)),
             train=list(lines.train),
             updates=list(lines.updates),
             evals=list(lines.evals.values()),
@@ -221,11 +224,11 @@ class Snapshots:
 
     @property
     def _record_due(self) -> float:
-        return math.inf if self._record_s is None else self._last_recorded + self._record_s
+        return math.inf if self._record_s is None else self._last_recorded_at + self._record_s
 
     @property
     def _is_watched(self) -> bool:
-        return self._now() - self._last_request < WATCHED_S
+        return self._now() - self._last_request_at < WATCHED_S
 
 
 # --- views of actors ---
@@ -243,7 +246,7 @@ def view_actors(
 
     Times in the views are extended to ``now`` (monotonic, s).
     """
-    for name in sorted({*expected, *registry.entries} - {own}, key=_place):
+    for name in sorted({*expected, *registry.entries} - {own}, key=_sort_key):
         if is_gone(name):
             continue
         if (entry := registry.entries.get(name)) is None:
@@ -302,7 +305,7 @@ def _condition(entry: Entry, registry: Registry, heartbeat_s: float, now: float)
     return "ready" if entry.ready or role_of(entry.record.name) not in ROLES else "starting"
 
 
-def _place(name: str) -> tuple[str, int]:
+def _sort_key(name: str) -> tuple[str, int]:
     role, _, index = name.partition("/")
     return role, int(index) if index.isdigit() else 0
 

@@ -5,7 +5,8 @@ after WAIT_S without the missing ones. At its own end each actor sends its spans
 more file, the *last trace*, when the run is over. Spans travel in messages of bounded size, so hosts need not share the
 run folder.
 
-Each viewer may request traces. One is written at a time, the next after a pause, and the newest KEPT of them stay.
+Each viewer may request traces. One is written at a time, the next after a pause. The newest KEPT of this controller
+stay; a restarted controller does not remove those of its predecessor.
 
 Invariants: a file appears whole, under its own number; a restarted controller removes unfinished files. A trace that
 cannot be written, for example on a full disk, is lost, and the requester gets the reason. The run continues.
@@ -61,7 +62,7 @@ class TraceFile:
             raise
 
     def add(self, pid: int, name: str, spans: Sequence[TraceSpan]) -> None:
-        """Append spans of an actor, and the names of its process and tracks before their first span.
+        """Append spans of an actor, after the names of its process and of tracks that are new in the file.
 
         Raises OSError; the file is then unusable.
         """
@@ -194,14 +195,17 @@ class Traces:
 
     @handler
     async def write(self, request: RequestTrace, caller: Caller) -> TraceWritten:
-        """Write a trace. If one is being written, wait for that one; within PAUSE_S after one, answer a refusal."""
+        """Write a trace. If one is being written, wait for that one.
+
+        Answers a refusal within PAUSE_S after one, or if the run keeps no timeline.
+        """
         if not self._controller.trace.on:
             return TraceWritten(path="", error="the run keeps no timeline (trace.window_s = 0)")
         if self._writing is None or self._writing.done():
             if refusal := self._refusal(self._controller.clock.now()):
                 return TraceWritten(path="", error=refusal)
             self._writing = self._controller.tasks.create_task(self._collect(min(WAIT_S, caller.park_s)))
-        # Shielded, so that a caller that goes away does not cancel the trace of the others.
+        # Shielded, so that a caller that gives up does not cancel the trace of the other callers.
         return await asyncio.shield(self._writing)
 
     @handler

@@ -148,26 +148,27 @@ class AsideNotices:
         self._aside: dict[str, Aside] = {}
         """Replicas that were set aside at the last call of ``news``."""
         self._times: Counter[str] = Counter()
+        """Number of times that each replica was set aside."""
 
     def news(
         self, aside: Iterable[Aside], expected: Collection[str], *, drains: bool
     ) -> list[tuple[str, str, int, str]]:
         """Returns (key, text, count, meanwhile) of each new notice, for ``Actor.notify``.
 
-        ``aside`` are the replicas that are set aside now, and ``expected`` all actors of the run.
+        ``aside`` are the replicas that are set aside now, and ``expected`` all actors of the run. If the run
+        ``drains``, no replica counts as set aside, so there are no notices of a return.
         """
-        before, self._aside = self._aside, {actor.name: actor for actor in aside}
+        aside_before, self._aside = self._aside, {actor.name: actor for actor in aside}
         notices = []
-        for name in self._aside.keys() - before.keys():
+        for name in self._aside.keys() - aside_before.keys():
             actor = self._aside[name]
             self._times[name] += 1
             again = f"after {actor.rest_s:g} s, or by asyncrl-launch --bring-back {name} RUN"
             meanwhile = f"The run continues without it; it is tried again {again}"
             notices.append((f"aside {name}", f"{name} is set aside: {actor.reason}", self._times[name], meanwhile))
-        # While the run drains, no replica counts as set aside.
-        for name in before.keys() - self._aside.keys() if not drains else ():
+        for name in aside_before.keys() - self._aside.keys() if not drains else ():
             outcome = "is tried again" if name in expected else "has left the run"
-            text = f"{name} was set aside ({before[name].reason}) and {outcome}"
+            text = f"{name} was set aside ({aside_before[name].reason}) and {outcome}"
             notices.append((f"aside {name}", text, self._times[name], ""))
         return sorted(notices)
 

@@ -10,16 +10,17 @@
   grows: to the next rank when every actor of the present one has ended, or when its share of ``drain_s`` is over. So
   draining takes ``drain_s`` at most. The controller has the last rank, at which the state is final.
 * A preempted run has the exit code for preemption only if there is a complete checkpoint.
-* Actors of a lost host are not awaited. The run continues without replicas if ``min_replicas`` rollouters are left. It
-  waits ``host_grace_s`` for any other actor, and then fails.
+* Actors of a lost host are not awaited. The run continues without replicas while enough of their role are left:
+  ``min_replicas`` rollouters, or one actor of another role. It needs no sinks. It waits ``host_grace_s`` for any other
+  actor, and then fails.
 * A replica is set aside (reserve.py) if its agent has given it up, it stays unreachable or it is not ready in time. It
-  is started again after a rest. The run fails if fewer than ``min_replicas`` rollouters or no reward pool are left, and
-  never for the sinks.
+  is started again after a rest. The run fails if fewer than ``min_replicas`` rollouters or no reward pool are left. A
+  preempted run does not, because it only needs the learner.
 
 Replicas may join and leave at any time.
 
-Every method that changes the state returns whether it did; each change has a new ``number``. The caller passes the time
-(monotonic, s) and calls ``tick`` no later than ``next_deadline``.
+Each change of the message has a new ``number``. A method that may change it returns whether it did, except
+``stage_changed``. The caller passes the time (monotonic, s) and calls ``tick`` no later than ``next_deadline``.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class RunStateMachine:
 
     @property
     def waiting_for(self) -> list[str]:
-        """The actors that the run still needs to start; empty once it has started."""
+        """The actors that are not ready and that a starting run needs; empty in every later phase."""
         return sorted(self.expected - self._ready - self._spared - self._resting) if self.phase == "starting" else []
 
     @property
@@ -186,7 +187,7 @@ class RunStateMachine:
         """Store the actors that are ready now. A starting run becomes running once every needed actor is ready."""
         phase, waiting_for = self.phase, self.waiting_for
         self._ready = set(names) & self.expected
-        self._await_others(now)
+        self._update_waits(now)
         if self.phase == "starting" and self._ready >= self.expected - self._spared - self._resting:
             self.phase = "running"
             return self._changed()
@@ -205,15 +206,16 @@ class RunStateMachine:
     ) -> bool:
         """Note the end of a process. If it is ``fatal``, its agent does not restart it: set it aside, or fail the run.
 
-        ``log`` is the path of its log. A run that drains moves on if it waited for this actor.
+        ``log`` is the path of its log. A run that drains begins the next rank if it waited for this actor only. Ignores
+        an actor that is not expected.
         """
         if name not in self.expected:
             return False
-        before = self.waiting_for
+        waited_for = self.waiting_for
         self._ready.discard(name)
         self._ended.add(name)
         if not self._is_excused(name) and name not in self._reserve.resting:
-            # From now on it has start_timeout_s to be ready again.
+            # The actor has start_timeout_s from now to be ready again.
             self._awaited_since[name] = now
         if self.drain:
             return self.tick(now)
@@ -222,19 +224,19 @@ class RunStateMachine:
         if fatal:
             code = exit_code if exit_code in UNHEALABLE_EXITS else 1
             return self.fail(name, reason or describe_exit(exit_code), log, code, now)
-        return self.waiting_for != before and self._changed(matters=False)
+        return self.waiting_for != waited_for and self._changed(matters=False)
 
     def condemn(self, actors: Iterable[Condemned]) -> bool:
-        """Set the condemned actors that have not ended."""
-        before = self.condemned
+        """Set the condemned actors that have not ended. Those that are not expected are left out."""
+        condemned_before = self.condemned
         self._condemned = sorted((actor for actor in actors if actor.name in self.expected), key=lambda a: a.name)
-        return self.condemned != before and self._changed()
+        return self.condemned != condemned_before and self._changed()
 
     def set_dead(self, actors: Iterable[Dead]) -> bool:
         """Set the actors that are dead and have no successor."""
-        before = self.dead
+        dead_before = self.dead
         self._dead = sorted((actor for actor in actors if actor.name in self.expected), key=lambda a: a.name)
-        return self.dead != before and self._changed()
+        return self.dead != dead_before and self._changed()
 
     def set_generations(self, generations: Mapping[str, int]) -> bool:
         """Set, for each gang, the oldest generation that is not over."""
@@ -247,7 +249,7 @@ class RunStateMachine:
         """Note that ``host`` is lost, and these actors with it."""
         lost = self.expected.intersection(names)
         self._lost.update(dict.fromkeys(lost, (now, host)))
-        # A drain does not wait for them.
+        # A drain does not wait for lost actors.
         self._ended |= lost
         self.lost_hosts[host] = sorted(lost)
         self.ready(self._ready - lost, now)
@@ -259,15 +261,18 @@ class RunStateMachine:
         """Note that ``host`` is back. Its actors have start_timeout_s from now to be ready."""
         self._lost = {name: lost for name, lost in self._lost.items() if lost[1] != host}
         self.lost_hosts.pop(host, None)
-        self._await_others(now)
+        self._update_waits(now)
         return self._changed()
 
     def bring_back(self, name: str, now: float) -> bool:
-        """End the rest of a replica, so that its agent starts it, and that of the one that was set aside with it."""
+        """End the rest of a replica, so that its agent starts it, and the rest of its rollouter or episode host.
+
+        Does nothing if the replica is not set aside, or while the run drains or is preempted.
+        """
         if name not in self._reserve.resting or self.drain or self.phase == "preempting":
             return False
         self._reserve.bring_back(name, now)
-        self._await_others(now)
+        self._update_waits(now)
         return self._changed()
 
     def joined(self, name: str) -> bool:
@@ -343,25 +348,26 @@ class RunStateMachine:
         """
         if failure:
             return self.fail(by, failure, "", 1, now)
-        return self._begin_drain(self._preempted() if preempted else RunOutcome(), now)
+        return self._begin_drain(self._preempted_outcome() if preempted else RunOutcome(), now)
 
     def tick(self, now: float) -> bool:
-        """Handle the deadlines that have passed at ``now``.
+        """Handle deadlines that have passed at ``now``: one kind in each call.
 
         A preempted run begins to drain after ``grace_s``. Late actors are set aside or fail the run. A lost host that
-        the run needs fails it. Replicas whose rest is over come back. A run that drains goes to the next rank.
+        the run needs fails it. Replicas whose rest is over come back. A run that drains goes to the next rank. If
+        deadlines of another kind have passed too, ``next_deadline`` is over, so the caller calls this again at once.
         """
         if self.final:
             return False
         if self.phase == "preempting":
-            return now >= self._preempted_until and self._begin_drain(self._preempted(), now)
+            return now >= self._preempted_until and self._begin_drain(self._preempted_outcome(), now)
         if not self.drain:
             late = [n for n, since in self._awaited_since.items() if now - since >= self.start_timeout_s]
             if late:
                 return self._act_on_late(sorted(late, key=lambda name: (self._awaited_since[name], name)), now)
             lost = self._lost_host_deadline()
             if lost is not None and now >= lost[0]:
-                _, name, host = lost
+                _due, name, host = lost
                 aside = self._reserve.described(role_of(name))
                 # If replicas were set aside, the host may have been lost for longer than host_grace_s.
                 lost_s = now - self._lost[name][0] if aside else self.host_grace_s
@@ -370,11 +376,11 @@ class RunStateMachine:
             # A list, because any() would stop at the first replica.
             back = [self.bring_back(name, now) for name in self._reserve.due(now)]
             return any(back)
-        before = self.drain
-        while self.drain < LAST_RANK and (now >= self._rank_until or not self._living(self.drain)):
+        rank_before = self.drain
+        while self.drain < LAST_RANK and (now >= self._rank_until or not self._has_living(self.drain)):
             self.drain += 1
             self._rank_until = min(now + self.drain_s * DRAIN_SHARES.get(self.drain, 0.0), self._drain_until)
-        if self.drain == before:
+        if self.drain == rank_before:
             return False
         if self.drain == LAST_RANK:
             assert self.outcome is not None
@@ -420,7 +426,10 @@ class RunStateMachine:
         return is_replicated(name) and self._reserve.lacking(self.expected, self.min_replicas, without=[name]) is None
 
     def set_aside(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
-        """Set a replica aside, so that its agent ends it. Fails the run if too few are left."""
+        """Set a replica aside, so that its agent ends it. If too few are left, fails the run unless it is preempted.
+
+        Does nothing if the replica is set aside already, or was because this ``incarnation`` ended.
+        """
         resting_before = dict(self._reserve.resting)
         if not self._reserve.set_aside(name, incarnation, reason, now, self.expected):
             return False
@@ -429,9 +438,10 @@ class RunStateMachine:
     def _continue_without(
         self, name: str, reason: str, log: str, resting_before: Mapping[str, Rest], now: float
     ) -> bool:
-        """Continue after replicas were set aside, or fail the run if too few are left.
+        """Continue after replicas were set aside, or fail the run if too few are left and it is not preempted.
 
-        ``name`` and ``reason`` are one of them and why. ``resting_before`` has the replicas that rested already.
+        ``name`` is one of these replicas, set aside for ``reason``. ``resting_before`` has the replicas that were
+        resting before.
         """
         shortage = self._reserve.shortage(self.expected, self.min_replicas, resting_before)
         # A preempted run only needs the learner, for its checkpoint.
@@ -452,7 +462,7 @@ class RunStateMachine:
             # Incarnation 0: no end of a process is the cause. sum(), because any() would stop at the first replica.
             if not sum(self._reserve.set_aside(name, 0, reason, now, self.expected) for name in late):
                 return False
-            # This counts again: an episode host takes its rollouter along, which ``lacking`` did not count.
+            # ``_continue_without`` counts again: ``lacking`` did not count the rollouter of a late episode host.
             return self._continue_without(late[0], reason, "", resting_before, now)
         if others := late[1:]:
             reason += f"; nor are {', '.join(others)}"
@@ -464,15 +474,16 @@ class RunStateMachine:
         None if the run needs no actor of a lost host.
         """
         needed = self._lost.keys() - self._spared
-        last: dict[str, float] = {}
+        last_loss: dict[str, float] = {}
         for name in needed:
-            last[role_of(name)] = max(self._lost[name][0], last.get(role_of(name), -math.inf))
+            lost_at, _ = self._lost[name]
+            last_loss[role_of(name)] = max(lost_at, last_loss.get(role_of(name), -math.inf))
         deadlines = []
         for name in needed:
             since, host = self._lost[name]
             if is_replicated(name):
-                # The run needs replicas only since the last one was lost, so their time counts from then.
-                since = last[role_of(name)]
+                # The run needs these replicas only since the last one of the role was lost, so count from then.
+                since = last_loss[role_of(name)]
             deadlines.append((since + self.host_grace_s, name, host))
         return min(deadlines, default=None)
 
@@ -482,7 +493,7 @@ class RunStateMachine:
             return True
         return bool(gang_of(name)) and any(gang_of(lost) == gang_of(name) for lost in self._lost)
 
-    def _await_others(self, now: float) -> None:
+    def _update_waits(self, now: float) -> None:
         """Update the waits: begin one for each actor that is not ready and could be, and end all others."""
         for name in self.expected:
             if name in self._ready or name in self._reserve.resting or self._is_excused(name):
@@ -490,11 +501,11 @@ class RunStateMachine:
             else:
                 self._awaited_since.setdefault(name, now)
 
-    def _living(self, rank: int) -> bool:
+    def _has_living(self, rank: int) -> bool:
         """Whether an actor of this rank has not ended."""
         return any(drain_rank(name) == rank for name in self.expected - self._ended)
 
-    def _preempted(self) -> RunOutcome:
+    def _preempted_outcome(self) -> RunOutcome:
         """The outcome of a preempted run: preempted if a checkpoint is complete, else stopped."""
         if self.checkpoint < 0:
             grace = f"{self.grace_s:g} s (preempt.grace_s)"
@@ -504,7 +515,7 @@ class RunStateMachine:
         return RunOutcome(reason=reason, exit_code=PREEMPTED_EXIT_CODE)
 
     def _begin_drain(self, outcome: RunOutcome, now: float) -> bool:
-        """Decide the outcome and start with drain rank 1. Returns False if the outcome is decided already."""
+        """Decide the outcome and begin with drain rank 1. Does nothing and returns False if it is decided already."""
         if self.outcome is not None:
             return False
         self.outcome = outcome
@@ -518,7 +529,7 @@ class RunStateMachine:
         return True
 
     def _changed(self, *, matters: bool = True) -> bool:
-        """Give the state a new number; ``matters``: the change also matters to actors. Returns True."""
+        """Give the state a new number. ``matters``: actors get the change too, not only the launcher. Returns True."""
         self.number += 1
         if matters:
             self.matters = self.number

@@ -28,15 +28,16 @@ class Gymnasium:
         try:
             self._env = gymnasium.make(env_id, **{"render_mode": "ansi", **options})
         except TypeError:
-            # It has no picture as text.
+            # The environment takes no render_mode, so it has no picture as text.
             self._env = gymnasium.make(env_id, **options)
         space = self._env.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise ValueError(f"{env_id} has actions that are not discrete: {space}; write your own env for it")
-        self._first = int(space.start)
-        self._names = [str(name) for name in actions or range(self._first, self._first + int(space.n))]
+        self._first_action = int(space.start)
+        """Number of the first action."""
+        self._names = [str(name) for name in actions or range(self._first_action, self._first_action + int(space.n))]
         self._prompt = prompt
-        # The longest first: of names that begin alike, as "move" and "move left", the first that fits is taken.
+        # The pattern takes the first name that fits, so "move left" must stand before "move".
         by_length = sorted(self._names, key=len, reverse=True)
         self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, by_length))})(?!\w)", re.IGNORECASE)
 
@@ -48,10 +49,10 @@ class Gymnasium:
         board = f"{self._shown(observation)}\n{rules}"
         if self._prompt is not None:
             return f"{self._prompt}\n{board}"
-        *before, last = task.messages
+        *earlier, last = task.messages
         content = last["content"]
         joined = f"{content}\n{board}" if isinstance(content, str) else [*content, {"type": "text", "text": board}]
-        return [*before, {**last, "content": joined}]
+        return [*earlier, {**last, "content": joined}]
 
     def step(self, message: Mapping[str, Any]) -> tuple[str, float | None, bool]:
         """Take the action that the message names last; returns the observation, the reward and whether the episode has
@@ -60,7 +61,7 @@ class Gymnasium:
         if not named:
             return f"There is no action in it. Answer with one of: {', '.join(self._names)}.", None, False
         lowered = [name.lower() for name in self._names]
-        observation, reward, ended, truncated, _ = self._env.step(self._first + lowered.index(named[-1].lower()))
+        observation, reward, ended, truncated, _ = self._env.step(self._first_action + lowered.index(named[-1].lower()))
         return self._shown(observation), float(reward), bool(ended or truncated)
 
     def close(self) -> None:

@@ -43,7 +43,10 @@ class SkyRLGym:
 
 
 def _beginning(task: Task) -> list[dict[str, Any]]:
-    """Return the first messages: those of column ``prompt``, or the row's prompt if the column adds nothing to it."""
+    """Return the first messages: those of column ``prompt`` if it holds messages that the task lacks, else the task's.
+
+    The task's messages may have data.system in front of the column's.
+    """
     column = task.row.get("prompt")
     if not isinstance(column, list):
         return list(task.messages)

@@ -24,7 +24,7 @@ class TextArena:
     """One game. Games draw from Python's global random generator, so each saves and restores its own state of it."""
 
     def __init__(self, env_id: str, **options: Any) -> None:
-        # The plain game says only news; wrappers under its other names repeat the whole conversation.
+        # The raw game returns only new text; the wrappers under its other names repeat the whole conversation.
         self._game = textarena.make(env_id if env_id.endswith("-raw") else f"{env_id}-raw", **options)
         self._state: Any = None
 
@@ -52,11 +52,11 @@ class TextArena:
     def _own_random_state(self) -> Iterator[None]:
         """In the context, give Python's global generator this game's state; afterwards restore its earlier state."""
         with _random_lock:
-            others = random.getstate()
+            earlier_state = random.getstate()
             if self._state is not None:
                 random.setstate(self._state)
             try:
                 yield
             finally:
                 self._state = random.getstate()
-                random.setstate(others)
+                random.setstate(earlier_state)

@@ -57,7 +57,7 @@ class AnthropicMessages:
             raise ChatRefused(f"messages[{len(given) - 1}]", "must be the user's: no answer is begun for the policy")
         return ChatRequest(
             messages=messages,
-            # The policy can call no tool only where it is shown none.
+            # To forbid tool calls, show the policy no tools.
             tools=[] if mapping(body, "tool_choice").get("type") == "none" else tools,
             template_options=mapping(body, "chat_template_kwargs"),
             max_tokens=whole(body, "max_tokens"),
@@ -104,7 +104,10 @@ class MessageEvents:
         return begin + self._delta({"type": "text_delta", "text": text})
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
-        """Return the events for the rest: unsent text, thinking, tool calls, the stop reason and the usage."""
+        """Return the events for the rest: unsent text, thinking, tool calls, the stop reason and the usage.
+
+        Blocks come one after another. So a text block that is open ends first, even if the answer has thinking.
+        """
         (reply,) = replies
         parts = [self._begin()]
         if self._sent:

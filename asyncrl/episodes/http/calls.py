@@ -6,8 +6,9 @@ retry makes the same call and continues them. Outcomes are kept for ``Patience.k
 ``watch`` cancels and forgets calls.
 
 Invariant: a request without the mark of a retry (endpoint.py) is a new sample, even if its body was seen before. A
-marked one gets a call of the same body. The first choice is a call that lost its connection, then the newest answered
-one, then one with a listener. Memory is bounded by the number of calls in a session and by the time since they ended.
+marked retry gets a kept call of the same request, or a new call without one. The first choice is the oldest call that
+lost its connection, then the newest delivered call, then the newest call with a listener. A session keeps at most
+MOST_KEPT ended calls, each for ``kept_s``.
 """
 
 from __future__ import annotations
@@ -77,12 +78,15 @@ class Call:
 
     @property
     def settled(self) -> bool:
-        """Whether a retry gets this outcome: the replies or a refusal. After another error a retry asks the policy
-        again."""
+        """Whether a retry gets this outcome: the replies or a refusal. Before the end, and after another error, it is
+        False: then a retry joins the call or asks the policy again."""
         return not isinstance(self.outcome, Exception | None) or isinstance(self.outcome, EpisodeOver | ChatRefused)
 
     def hear(self, choice: int, delta: ChatDelta) -> None:
-        """Add the new text of ``delta`` to a choice. After a gap nothing is added: the reply has all text."""
+        """Add the new text of ``delta`` to a choice, without the part that is there already.
+
+        After a gap nothing is added: the reply has all text.
+        """
         text = self.texts[choice]
         overlap = len(text) - delta.offset
         if 0 <= overlap < len(delta.text):
@@ -130,7 +134,7 @@ class CallBook:
         return (call for call in self.calls if call.running and not call.listeners and now - call.left >= grace_s)
 
     def forget(self, now: float, *, kept_s: float) -> None:
-        """Drop calls that ended at least ``kept_s`` ago, and the oldest of more than MOST_KEPT."""
+        """Drop ended calls that had no listener for ``kept_s``, and the oldest ended calls beyond MOST_KEPT."""
         ended = [call for call in self.calls if not call.running and not call.listeners]
         surplus = len(ended) - MOST_KEPT
         dropped = {call for at, call in enumerate(ended) if at < surplus or now - call.left >= kept_s}
@@ -236,7 +240,7 @@ class PolicyCalls:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self, key: str, book: CallBook, call: Call, asked: ChatRequest, untrained: bool) -> None:
-        """Run a call as a task. If a retry joins it while it is cancelled, it is started again."""
+        """Run a call as a task. If a retry joins the call during its cancellation, the call starts again."""
 
         def ended(task: asyncio.Task[None]) -> None:
             del self._tasks[call]
@@ -264,7 +268,10 @@ class PolicyCalls:
                 self._log.exception("a call of an episode failed", call=call.number)
 
     async def _ask(self, key: str, call: Call, asked: ChatRequest, untrained: bool) -> list[ChatReply]:
-        """Ask the policy for all choices of a call at once; returns a reply for each. Raises the first error."""
+        """Ask the policy for all choices of a call at once; returns a reply for each.
+
+        Raises the first refusal (EpisodeOver, ChatRefused), or else the first error.
+        """
 
         def chat(choice: int) -> Chat:
             return Chat(
@@ -287,6 +294,6 @@ class PolicyCalls:
                 ]
         except ExceptionGroup as failed:
             refusals = [error for error in failed.exceptions if isinstance(error, EpisodeOver | ChatRefused)]
-            # Prefer an error that the client may see.
+            # The client may see a refusal, and no other error.
             raise (refusals[0] if refusals else failed.exceptions[0]) from None
         return [each.result() for each in chats]

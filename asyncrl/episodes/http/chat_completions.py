@@ -46,7 +46,7 @@ class ChatCompletions:
         limits = [limit for name in ("max_tokens", "max_completion_tokens") if (limit := whole(body, name))]
         return ChatRequest(
             messages=messages,
-            # The policy can call no tool only where it is shown none.
+            # To forbid tool calls, show the policy no tools.
             tools=[] if body.get("tool_choice") == "none" else tools,
             template_options=mapping(body, "chat_template_kwargs"),
             max_tokens=min(limits, default=None),

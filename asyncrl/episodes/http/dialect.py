@@ -3,11 +3,11 @@
 A request's body becomes a ChatRequest, and the policy's reply becomes a body or a stream of events. Invariant:
 translators are pure, so that the same body and the same replies give the same bytes.
 
-Each field of a body has a treatment, and no field is ignored silently. A field that would change probabilities, such as
-temperature, is ignored with a notice: the learner's log-probs are those of the run's sampling. A field that would
-exclude tokens, such as a schema, is relaxed with a notice: sampling stays free, because the learner excludes none. A
-field that cannot be served, or is unknown, is refused before any sampling, with ChatRefused. The error names the field
-as the program wrote it.
+Each field of a body has a treatment. Only a harmless field, without an effect on the answer, is ignored silently. A
+field that would change probabilities, such as temperature, is ignored with a notice: the learner's log-probs are those
+of the run's sampling. A field that would exclude tokens, such as a schema, is relaxed with a notice: sampling stays
+free, because the learner excludes no token. A field that cannot be served, or is unknown, is refused before any
+sampling, with ChatRefused. The error names the field as the program wrote it.
 """
 
 from __future__ import annotations

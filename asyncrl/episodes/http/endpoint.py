@@ -110,7 +110,7 @@ class PolicyEndpoint:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request. Each kind of error becomes an answer with a status, or cuts the connection."""
-        # A finished write has handed everything to the kernel (http_answer.py).
+        # Without a buffer here, a write lasts until the kernel has all bytes, so a slow reader is noticed.
         if request.transport is not None:
             request.transport.set_write_buffer_limits(0)
         dialect = SERVED.get(request.path, SERVED["/v1/chat/completions"])
@@ -122,7 +122,7 @@ class PolicyEndpoint:
             raise ConnectionResetError from None
         except CutConnection as cut:
             self.counts[f"cut/{cut.reason}"] += 1
-            raise self._aborted(request) from None
+            raise self._abort(request) from None
         except WireError:
             self._log.exception("a request of an episode failed", path=request.path)
             failure = Failure(status=500, message="the rollouter could not be asked")
@@ -131,10 +131,10 @@ class PolicyEndpoint:
             raise
         except Exception:
             self._log.exception("a request of an episode failed", path=request.path)
-            raise self._aborted(request) from None
+            raise self._abort(request) from None
 
-    def _aborted(self, request: web.BaseRequest) -> ConnectionError:
-        """Cut the connection. Returns an error to raise, after which the server does as if the client had closed it."""
+    def _abort(self, request: web.BaseRequest) -> ConnectionError:
+        """Cut the connection. Returns an error to raise, by which the server sees a connection closed by the client."""
         if request.transport is not None:
             request.transport.abort()
         return ConnectionResetError("aborted")
@@ -155,7 +155,8 @@ class PolicyEndpoint:
         return await serve(request, self._key(request))
 
     def _key(self, request: web.BaseRequest) -> str:
-        """Read the session's key from the headers. Raises RejectedRequest if there is no such session."""
+        """Read the session's key from the headers. Without such a session, counts the request and raises
+        RejectedRequest."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not KEY.fullmatch(key) or not self._core.knows(key):
@@ -179,7 +180,7 @@ class PolicyEndpoint:
             value, node = reward_of(body, lambda number: self.calls.node(key, number))
             credited = await self._core.turn_reward(key, node, value)
         except (EpisodeOver, ChatRefused) as error:
-            raise RejectedRequest(self._failure_of(error)) from None
+            raise RejectedRequest(self._count_failure(error)) from None
         return await self._send(request, {"completion": f"chatcmpl-{credited}", "node": credited, "value": value})
 
     async def _chat(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
@@ -190,7 +191,7 @@ class PolicyEndpoint:
         try:
             asked = dialect.parse(body)
         except ChatRefused as refused:
-            raise RejectedRequest(self._failure_of(refused)) from None
+            raise RejectedRequest(self._count_failure(refused)) from None
         self._count_unmet_fields(asked)
         self.counts["streamed"] += asked.stream
         retried = "Idempotency-Key" in request.headers or _retry_count(request) > 0
@@ -205,7 +206,7 @@ class PolicyEndpoint:
             asked,
             call,
             model=self._core.model,
-            explain=self._failure_of,
+            explain=self._count_failure,
             patience=self._patience,
         )
         with self.calls.listening(call) as news:
@@ -234,7 +235,7 @@ class PolicyEndpoint:
         raw = bytearray()
         try:
             if (request.content_length or 0) <= most:
-                # A client that asks before it sends gets no 100 Continue for a body that is too long.
+                # A client may ask before it sends. For a body that is too long, it gets no 100 Continue.
                 if request.headers.get("Expect", "").lower() == "100-continue":
                     await request.writer.write(CONTINUE)
                     # Otherwise aiohttp takes these bytes for the beginning of the response, and sends no other.
@@ -270,12 +271,15 @@ class PolicyEndpoint:
             )
 
     def _count(self, name: str, text: str) -> None:
-        """Count an event of this name, and notify the user with the text of its first time and the count."""
+        """Count an event of this name, and notify the user with the text of its first occurrence and the count."""
         self.counts[name] += 1
         self._notify(f"agents: {name}", self._first_texts.setdefault(name, text), count=self.counts[name])
 
-    def _failure_of(self, error: Exception) -> Failure:
-        """Count an error of a call, and return the failure that the client receives for it."""
+    def _count_failure(self, error: Exception) -> Failure:
+        """Count an error of a call, and return the failure that the client receives for it.
+
+        A refusal is counted by its field and shown to the user. Beyond MOST_COUNTED names, further fields share one.
+        """
         if isinstance(error, EpisodeOver):
             self.counts["over"] += 1
             return Failure(status=400, message=str(error), code=EpisodeOver.code)

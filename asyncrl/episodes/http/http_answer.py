@@ -1,7 +1,7 @@
 """Sends the policy's answer, and keeps the connection alive until there is one.
 
-A body of JSON begins with blanks and a stream holds comments, one for each keep-alive; clients ignore both. The first
-one sends the status, so a later failure cuts the connection or is an event. Every write has a deadline.
+Signs of life are blanks in front of a body of JSON, or comments in a stream; clients ignore both. The first sign sends
+the status 200, so a later failure cuts the connection or is an event. Every write has a deadline.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ async def send(
 class HttpAnswer:
     """Sends the answer to one request, by ``whole`` or by ``stream``, once.
 
-    ``news`` is an event that is set when the call has new text and when it ends.
+    ``explain`` counts an error of the call, and returns the failure for the client. ``news`` is an event that is set
+    when the call has new text and when it ends.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class HttpAnswer:
     ) -> None:
         self._request, self._dialect, self._asked, self._call = request, dialect, asked, call
         self._model = model
-        self._explain = explain
+        self._count_failure = explain
         self._keep_alive_s, self._timeout_s = patience.keep_alive_s, patience.client_timeout_s
         self._response: web.StreamResponse | None = None
         self._sent = [0] * asked.n
@@ -93,13 +94,16 @@ class HttpAnswer:
                 return await send(self._request, body, 200, timeout_s=self._timeout_s, headers=self._notices())
             return await self._finish(msgspec.json.encode(body))
         if self._response is not None:
-            # The status 200 was sent already. A retry of the client gets the status of the failure.
-            self._explain(outcome)
+            # The status 200 was sent already: only count the failure. A retry of the client gets its status.
+            self._count_failure(outcome)
             raise CutConnection("failed late")
-        return await self._fail(self._explain(outcome))
+        return await self._fail(self._count_failure(outcome))
 
     async def stream(self, news: asyncio.Event) -> web.StreamResponse:
-        """Send content as events while it is sampled, then the end or the failure. Raises CutConnection."""
+        """Send content as events while it is sampled, then the end or the failure. Raises CutConnection.
+
+        A failure before the first event or comment is sent as a status.
+        """
         events: ReplyStream | None = None
         while self._call.running:
             alive = await self._wait_for_news(news)
@@ -115,13 +119,13 @@ class HttpAnswer:
         events = events or self._dialect.events(self._asked, self._stamp())
         if not isinstance(outcome, Exception):
             choices = zip(outcome, self._call.texts, self._sent, strict=True)
-            # Text that is sent cannot be taken back: a reply that does not begin with it fails the stream.
+            # Sent text cannot be taken back: the stream fails if a reply does not begin with its sent text.
             if all(reply.content.startswith(text[:sent]) for reply, text, sent in choices):
                 return await self._finish(events.end(outcome))
             outcome = ValueError("the answer is not what was streamed of it")
         if self._response is None:
-            return await self._fail(self._explain(outcome))
-        return await self._finish(events.failed(self._explain(outcome)))
+            return await self._fail(self._count_failure(outcome))
+        return await self._finish(events.failed(self._count_failure(outcome)))
 
     async def _wait_for_news(self, news: asyncio.Event) -> bool:
         """Wait until the call has news. Returns False after ``keep_alive_s`` without any: a sign of life is due."""
@@ -165,6 +169,7 @@ class HttpAnswer:
         return self._response
 
     async def _finish(self, raw: bytes) -> web.StreamResponse:
+        # The content type matters to a stream alone: a body of JSON has sent its headers with the first blank.
         response = await self._write(raw, EVENT_STREAM)
         async with _in_time(self._timeout_s):
             await response.write_eof()

@@ -48,7 +48,7 @@ class Responses:
             raise ChatRefused("input", "must hold at least one message")
         return ChatRequest(
             messages=messages,
-            # To forbid calls of tools, the policy is shown none.
+            # To forbid tool calls, show the policy no tools.
             tools=[] if body.get("tool_choice") == "none" else tools,
             template_options=mapping(body, "chat_template_kwargs"),
             max_tokens=whole(body, "max_output_tokens"),
@@ -90,7 +90,7 @@ class ResponseEvents:
         (reply,) = replies
         items = _items(self._stamp, reply)
         if self._message_begun:
-            # The message was announced as the first item of the output.
+            # The streamed text was announced as the first item, so the message stays first, before its reasoning.
             items.sort(key=lambda item: item["type"] != "message")
         parts = [self._begin()]
         for at, item in enumerate(items):
@@ -185,7 +185,10 @@ class ResponseEvents:
 
 
 def _messages(body: Body) -> list[Body]:
-    """Translate the input into messages of chat completions. Raises ChatRefused."""
+    """Translate the input into messages of chat completions. Raises ChatRefused.
+
+    A function call joins the message of the assistant before it, or makes an empty one. Reasoning is left out.
+    """
     if isinstance(body.get("input"), str):
         return [{"role": "user", "content": body["input"]}]
     messages: list[Body] = []

@@ -1,11 +1,11 @@
 """A worker process of the episode host: ``python -m asyncrl.episodes.playing.episode_worker FD [RUN_DIR]``.
 
 Runs many episodes at a time as tasks of one event loop; plain code runs in threads. Invariant: errors, output and tasks
-of an episode stay its own. Its tasks end before the episode does; those that ignore their cancellation are reported to
-the host. A worker ends with the socket FD or with its parent.
+of an episode stay its own. The worker cancels the tasks that an episode leaves behind, and reports to the host how many
+ignore it. A worker ends with the socket FD or with its parent.
 
 Output is separated by a context variable, which tasks and threads of an episode inherit. Other output (of programs, of
-code in other languages, at import) is the worker's own. The first ``limit`` bytes of an episode's output are kept.
+code in other languages, at import) is the worker's own. The first ``max_output_bytes`` of an episode's output are kept.
 """
 
 from __future__ import annotations
@@ -250,7 +250,10 @@ class EpisodeWorker:
             await asyncio.sleep(self._setup.alive_s)
 
     async def _play(self, key: str, session: PlayedEpisode, task: Task) -> None:
-        """Run the user's code for one task, end the asyncio tasks that it left behind, and report the outcome."""
+        """Run the user's code for one task, end the asyncio tasks that it left behind, and report the outcome.
+
+        An episode that was stopped before this task began does not run.
+        """
         if session.over:
             self._report_end(frames.Ended(key, error=STOPPED))
             return
@@ -259,11 +262,11 @@ class EpisodeWorker:
         )
         client = Client(session, session=key, model=self._setup.model, base_url=self._setup.base_url)
         ended = await self._outcome(key, session, printer, self._player(task, client))
-        # First, so that calls of the policy raise EpisodeOver while the tasks end.
+        # The session ends first, so that calls of the policy raise EpisodeOver while the tasks end.
         session.end("the user's code has ended")
         ended = msgspec.structs.replace(ended, left=await self._end_tasks(session))
         printer.flush()
-        # Sent behind the messages that threads have queued for this episode.
+        # The report must follow the messages that threads have queued for this episode.
         self._loop.call_soon(self._report_end, ended)
 
     def _report_end(self, ended: frames.Ended) -> None:
@@ -284,7 +287,8 @@ class EpisodeWorker:
     async def _outcome(self, key: str, session: PlayedEpisode, printer: EpisodePrinter, playing: Any) -> frames.Ended:
         """Await the user's code (``playing``) and return its outcome, or its error as text.
 
-        Nothing that the code raises, SystemExit included, may end the worker.
+        EpisodeOver, alone or in groups, is a good end without a reward. Nothing that the code raises, SystemExit
+        included, may end the worker.
         """
         current.set(printer)
         _session.set(session)
@@ -301,11 +305,11 @@ class EpisodeWorker:
             if isinstance(error, asyncio.CancelledError) and session.over:
                 return frames.Ended(key, error=STOPPED)
             if isinstance(error, BaseExceptionGroup) and error.split(EpisodeOver)[1] is None:
-                # Calls in a TaskGroup: nothing else has failed.
+                # A TaskGroup raises its errors as a group; this one holds EpisodeOver alone.
                 return frames.Ended(key)
             return frames.Ended(key, error=f"raised {describe(error)}", kind=kind_of(error))
         finally:
-            # The rest of this task is the worker's own.
+            # Output and new tasks belong to the worker from here on.
             session.running = False
             current.set(None)
             _session.set(None)
@@ -336,7 +340,10 @@ def _denial(message: frames.Denied) -> Exception:
 
 
 async def serve(connection: socket.socket) -> None:
-    """Receive EpisodeSetup, load the user's code, send Ready, then play episodes until the host hangs up."""
+    """Receive EpisodeSetup, load the user's code, send Ready, then play episodes until the host hangs up.
+
+    If the code cannot be used, Ready has the problems, and no episode is played.
+    """
     reader, writer = await asyncio.open_connection(sock=connection)
     messages = _messages(reader)
     setup = await anext(messages, None)

@@ -6,9 +6,9 @@ or a public method of an object of the user's class. Each episode makes an objec
 takes it. Annotations give the JSON schema and the validation of arguments, the docstring gives descriptions. If a tool
 raises, the policy reads the error; the error is also counted and reported to the user.
 
-Invariant: ``resolve`` raises NotCallable with a line for each problem that can be found before the first episode. It
-neither makes nor calls users' objects. Plain code never blocks the event loop (``call``). A call ends only after its
-code has ended, even if the episode is stopped meanwhile, so nothing of an episode runs after its end.
+Invariant: ``resolve`` raises NotCallable for problems that can be found before the first episode. It neither makes nor
+calls users' objects. Plain code never blocks the event loop (``call``). A call ends only after its code has ended, even
+if the episode is stopped meanwhile, so nothing of an episode runs after its end.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def resolve(kind: str, code: list[str], options: dict[str, Any], note: Note) -> 
             raise NotCallable([f"episode.env: {spec} has no {' and no '.join(f'{name}()' for name in missing)}"])
         return env_player(make, options)
     assert kind == "tools", kind
-    return _tools(code, options, note)
+    return _load_tools(code, options, note)
 
 
 def _load_class(spec: str, key: str) -> Callable[..., Any]:
@@ -85,10 +85,10 @@ def _load_class(spec: str, key: str) -> Callable[..., Any]:
         raise
 
 
-def _tools(code: list[str], options: dict[str, Any], note: Note) -> Player:
+def _load_tools(code: list[str], options: dict[str, Any], note: Note) -> Player:
     """Load functions and classes of tools and return their player; ``options`` are arguments of the classes.
 
-    Raises NotCallable with all problems.
+    Raises NotCallable: for the first name that cannot be loaded, or else with all problems.
     """
     functions: list[Tool] = []
     classes: list[Callable[[Task], Any]] = []
@@ -131,7 +131,7 @@ def env_player(make: Callable[..., Any], options: dict[str, Any]) -> Player:
     """Return a player of the user's environment, which ``make`` makes for each episode. Its methods may be async.
 
     ``reset(task)`` returns the first messages, or a text, which becomes one message of the user. ``step(message)`` gets
-    the policy's message (role, content, tool_calls) and returns (messages or text, reward, done[, info]). These are the
+    the policy's message (role, content, tool_calls) and returns (messages or text, reward, done[, info]): the
     environment's answer, the reward of the turn or None, and whether the episode has ended. The reward of an episode is
     the sum of its turns' rewards. If there is a method ``close``, it is called however the episode ends.
     """
@@ -172,6 +172,7 @@ def _messages(value: Any, method: str) -> list[Mapping[str, Any]]:
         return []
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
+    # None fails the check below: a value of any other type is refused.
     messages: list[Any] = [None]
     if isinstance(value, Mapping):
         messages = [value]
@@ -192,7 +193,8 @@ def is_async(function: Callable[..., Any]) -> bool:
 async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function and return its value: asynchronous code runs on the event loop, plain code in a thread.
 
-    A cancelled call still waits for the end of its thread, which cannot be cancelled.
+    If plain code returns an awaitable, the event loop awaits it. A cancelled call still waits for the end of its
+    thread, which cannot be cancelled.
     """
     if is_async(function):
         return await function(*args, **kwargs)
@@ -265,8 +267,9 @@ def result_text(value: Any) -> str:
     """Turn a tool's result into text: a string stays as it is, everything else becomes JSON without escaped letters.
 
     Dataclasses, pydantic models, sets, tuples, enums, dates and arrays become JSON at any depth; None is ``null``.
-    Bytes are text in UTF-8; other bytes are escaped, or base64 inside of a dataclass or a model. An object of any other
-    class is its ``str()``. Raises ValueError for a value that contains itself.
+    Bytes are text in UTF-8. If some bytes are not UTF-8, they are escaped in dicts, lists and tuples, and all bytes
+    elsewhere, as in a dataclass or a set, become base64. An object of any other class is its ``str()``. Raises
+    ValueError for a value that contains itself.
     """
     if isinstance(value, str):
         return value
@@ -316,7 +319,7 @@ def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], no
         """Make the objects, ask and run tools in turn, and close the objects."""
         objects: list[Any] = []
         try:
-            # One by one: if a later one cannot be made, the earlier ones are closed.
+            # Appended one by one: if an object cannot be made, the earlier objects are closed.
             for make in classes:
                 objects.append(await call(make, task))  # noqa: PERF401
             tools = {tool.name: tool for tool in functions}
@@ -326,12 +329,12 @@ def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], no
             while (reply := await client.chat(messages, tools=schemas)).tool_calls:
                 messages.append(reply.message)
                 for called in reply.tool_calls:
-                    result = await _result(tools, called, note)
+                    result = await _run_tool(tools, called, note)
                     # The policy may have a tool write half of a surrogate pair, which no message can hold.
                     result = result.encode(errors="backslashreplace").decode()
                     messages.append({"role": "tool", "tool_call_id": called.id, "content": result})
         finally:
-            # If one fails to close, the others are closed all the same.
+            # The stack closes all objects, even if one of them raises.
             async with AsyncExitStack() as closing:
                 for made in reversed(objects):
                     if callable(close := getattr(made, "close", None)):
@@ -340,7 +343,7 @@ def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], no
     return play
 
 
-async def _result(tools: dict[str, Tool], called: ToolCall, note: Note) -> str:
+async def _run_tool(tools: dict[str, Tool], called: ToolCall, note: Note) -> str:
     """Run one tool call and report it to ``note``; returns its result, or its error, as text for the policy."""
     try:
         if called.name not in tools:

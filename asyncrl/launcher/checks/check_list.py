@@ -134,7 +134,7 @@ async def _sharing(host: CheckedHost) -> list[Finding]:
 
 
 def check_sharing(config: Config, shared: Mapping[str, str]) -> list[Finding]:
-    """Whether rank and engine fit on each GPU that they share, and the share of each. ``shared``: names by GPU."""
+    """Check whether rank and engine fit on each GPU that they share. ``shared``: their names by GPU."""
     found = []
     for gpu, names in shared.items():
         reading = read_gpu(gpu)
@@ -147,6 +147,7 @@ def check_sharing(config: Config, shared: Mapping[str, str]) -> list[Finding]:
             found.append(ok("sharing", f"GPU {gpu} is shared by {names}: {read_shares(config, [gpu])}"))
         except ConfigError as error:
             for text in error.problems:
+                # A problem reads KEY: DETAIL; FIX.
                 key, _, problem = text.partition(": ")
                 detail, _, fix = problem.rpartition("; ")
                 found.append(fail("sharing", f"GPU {gpu} is shared by {names}: {detail}", fix, key=key))

@@ -144,11 +144,11 @@ def read_inputs(
     for key, data in reversed(sets.items()):
         seconds = max(0.0, end - time.monotonic()) / (len(sets) - len(checked))
         checked.append(_check_set(key, data, tokenizer, seconds, known if key == "data" else None, config))
-    for (key, data), of_set in zip(sets.items(), reversed(checked), strict=True):
-        findings += of_set
+    for (key, data), set_findings in zip(sets.items(), reversed(checked), strict=True):
+        findings += set_findings
         with contextlib.suppress(DataError):
-            first = islice(first_rows(config, data, tokenizer), SAMPLES if key == "data" else 1)
-            samples += [Sample(key, row.place, row.text, row.row) for row in first]
+            sample_rows = islice(first_rows(config, data, tokenizer), SAMPLES if key == "data" else 1)
+            samples += [Sample(key, row.place, row.text, row.row) for row in sample_rows]
     if for_learner and tokenizer is not None:
         if config.sft.data is not None:
             findings += check_conversations(config, tokenizer, SETS_S)
@@ -173,8 +173,8 @@ def first_rows(
 ) -> Iterator[FirstRow]:
     """Yield the usable ones of the first LOOKED_AT rows of a set, in order.
 
-    Raises DataError if the set cannot be read. If the chat template cannot be used, raises ConfigError if ``strict``;
-    else rows have no tokens.
+    Raises DataError if the set cannot be read. If the chat template cannot be used, ``strict`` raises ConfigError; else
+    rows have no tokens. A single prompt that cannot be encoded has none either.
     """
     encoder = PromptEncoder(tokenizer, data, config) if tokenizer is not None else None
     for row in islice(open_source(data)[1], LOOKED_AT):

@@ -93,10 +93,10 @@ def check_ports(address: str, ports: str, controller_port: int, needed: int) -> 
         return fail("ports", f"{controller_port} of {address}: {problem}", fix, key="network.controller_port")
     if ports == ANY_PORT:
         return ok("ports", f"any port of {address}", key="network.ports")
-    free, refused, least = 0, "", max(1, needed)
+    free, first_problem, least = 0, "", max(1, needed)
     for port in ports_of(ports):
         if problem := _bind_problem(address, port):
-            refused = refused or f"; {port}: {problem}"
+            first_problem = first_problem or f"; {port}: {problem}"
             continue
         free += 1
         if free == SPARE * least:
@@ -104,9 +104,9 @@ def check_ports(address: str, ports: str, controller_port: int, needed: int) -> 
     text = f"{free} of {len(ports_of(ports))} ports in {ports} are free at {address}, and its actors need {needed}"
     fix = f"widen it to {SPARE * least} ports or more, set 0 for any, or end the processes that use them"
     if free < least:
-        return fail("ports", text + refused, fix, key="network.ports")
+        return fail("ports", text + first_problem, fix, key="network.ports")
     if free < SPARE * needed:
-        return warn("ports", f"{text}{refused}; a restarted actor may find none", fix, key="network.ports")
+        return warn("ports", f"{text}{first_problem}; a restarted actor may find none", fix, key="network.ports")
     return ok("ports", f"at least {free} of {ports} are free at {address}", key="network.ports")
 
 
@@ -153,7 +153,7 @@ def judge_nccl(
 def _selected(value: str, interfaces: list[str]) -> list[str]:
     """Return the interfaces that NCCL selects by ``value``, the text of a variable in IFNAMES.
 
-    It is a list of prefixes. After "=" they are whole names; after "^" NCCL selects all interfaces that do not match.
+    ``value`` lists prefixes. After "=" it lists whole names; after "^" NCCL selects all interfaces that do not match.
     """
     excludes, exact = value.startswith("^"), value.lstrip("^").startswith("=")
     names = [name for name in value.lstrip("^").lstrip("=").split(",") if name]

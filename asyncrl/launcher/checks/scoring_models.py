@@ -68,19 +68,20 @@ def reference_path(learner: LearnerConfig) -> str | None:
 def compare(policy: Path, other: Path, tokenizer: Tokenizer) -> str:
     """Return how the tokens of the model in folder ``other`` differ from the policy's; empty if they do not.
 
-    If both folders have a tokenizer.json, every id of the policy is compared. Else a sample text must encode to the
-    same ids in both. Without a tokenizer in ``other``, its vocab_size must be the policy's.
+    If both folders have a tokenizer.json, every id of the policy is compared, and a known vocab_size of ``other`` must
+    exceed the highest. Else a sample text must encode to the same ids in both. Without a tokenizer in ``other``, its
+    vocab_size must be the policy's. A folder without config.json differs too.
     """
     if not (other / "config.json").is_file():
         return f"{other} holds no config.json, so it is not a Hugging Face model folder"
-    ours, theirs = tokens_of(policy), tokens_of(other)
+    policy_tokens, other_tokens = tokens_of(policy), tokens_of(other)
     rows = _vocabulary(other)
-    if ours is not None and theirs is not None:
-        for id, token in sorted(ours.items()):
-            if theirs.get(id) != token:
-                its = repr(theirs[id]) if id in theirs else "none"
-                return f"{other} has another tokenizer than model.path: id {id} is {token!r} here and {its} there"
-        highest = max(ours, default=0)
+    if policy_tokens is not None and other_tokens is not None:
+        for id, token in sorted(policy_tokens.items()):
+            if other_tokens.get(id) != token:
+                found = repr(other_tokens[id]) if id in other_tokens else "none"
+                return f"{other} has another tokenizer than model.path: id {id} is {token!r} here and {found} there"
+        highest = max(policy_tokens, default=0)
         if rows and rows <= highest:
             return f"{other} has {rows} tokens in its vocab_size, and ids of the policy go up to {highest}"
         return ""
@@ -134,8 +135,8 @@ async def check_server(url: str, config: Config, tokenizer: Tokenizer) -> Findin
     finally:
         await client.close()
     # Tokenizers with the same tokens may treat blanks differently.
-    if served is not None and "".join(served.split()) != "".join((ours := tokenizer.decode(ids)).split()):
-        text = f"{url} serves {name}, which has another tokenizer than model.path: ids of {ours!r} are {served!r} there"
+    if served is not None and "".join(served.split()) != "".join((sent := tokenizer.decode(ids)).split()):
+        text = f"{url} serves {name}, which has another tokenizer than model.path: ids of {sent!r} are {served!r} there"
         return fail("teacher", text, OTHERS, key=TEACHER)
     # Servers always sample one token more, which is thrown away.
     needed = config.longest_sequence + 1

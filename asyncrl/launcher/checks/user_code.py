@@ -4,9 +4,9 @@ Code that exits, hangs, eats memory or prints without end harms that process onl
 sample rows, loss and advantage on a few made-up tokens. An episode's code is imported and not played; for a command,
 its program is looked up, and the script that an interpreter is given.
 
-One call of a reward function may fail because of its sample, or of a completion that no model would write. So a
-function that fails on every sample of a set is an error, and one that fails on some a warning. A call over its time is
-a warning too. It is an error if no call gives a reward, not even by reward.on_timeout.
+One call of a reward function may fail because of its sample, or of a completion that no model would write. So it is an
+error if the function fails on every sample of a set, and a warning if it fails on some. A call over its time makes all
+failures a warning, unless no call gives a reward, not even by reward.on_timeout. That is an error.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RewardTrial:
     """Tries the reward function in a process, which ends with the context. Samples may be read while it starts."""
 
     def __init__(self, config: Config, *, import_s: float = IMPORT_S, calls_s: float = CALLS_S) -> None:
-        self._reward, self._n = config.reward, config.rollout.samples_per_prompt
+        self._reward, self._group_size = config.reward, config.rollout.samples_per_prompt
         self._import_s, self._calls_s = import_s, calls_s
         single = self._reward.model_copy(update={"workers": 1})
         arguments: dict[str, Any] = {
@@ -128,7 +128,7 @@ class RewardTrial:
         If not even the first call ends in that time, the finding is a warning.
         """
         trials: dict[str, Trial] = {}
-        calls = list(_calls(self._reward, samples, self._n))
+        calls = list(_calls(self._reward, samples, self._group_size))
         try:
             async with asyncio.timeout(self._calls_s):
                 for sample, completions in calls:
@@ -146,10 +146,13 @@ class RewardTrial:
         return judge(self._reward, trials, calls=len(calls), timed_out=self._pool.counters.timed_out)
 
 
-def _calls(reward: RewardConfig, samples: Sequence[Sample], n: int) -> Iterator[tuple[Sample, list[Completion]]]:
+def _calls(
+    reward: RewardConfig, samples: Sequence[Sample], group_size: int
+) -> Iterator[tuple[Sample, list[Completion]]]:
     """Yield the arguments of each call: a sample, and completions for it that a model might give.
 
-    These are the row's answer, if it has one, and PLAIN. With reward.per = "group" a call gets ``n``, else one.
+    The completions are the row's answer, if it has one, and PLAIN. With reward.per = "group" a call gets ``group_size``
+    completions, which repeat these two; else each call gets one.
     """
     column = reward.options.get("answer_key", "answer")
     for sample in samples:
@@ -157,7 +160,7 @@ def _calls(reward: RewardConfig, samples: Sequence[Sample], n: int) -> Iterator[
         texts = [str(answer), PLAIN] if isinstance(answer, str | int | float) else [PLAIN]
         completions = [Completion(text=text, finish_reason="stop", tokens=max(1, len(text.split()))) for text in texts]
         if reward.per == "group":
-            yield sample, (completions * n)[:n]
+            yield sample, (completions * group_size)[:group_size]
         else:
             yield from ((sample, [completion]) for completion in completions)
 
@@ -229,7 +232,7 @@ async def check_episode(config: Config, *, import_s: float = IMPORT_S) -> Findin
 
 
 def check_command(command: list[str]) -> Finding:
-    """Check that the program of an episode's command exists, and its script if an interpreter runs one."""
+    """Check that the program of an episode's command exists, and the command's second word if it is a script."""
     program = shutil.which(command[0])
     if program is None:
         problem = "is no program that can be run" if os.path.exists(command[0]) else "is missing"

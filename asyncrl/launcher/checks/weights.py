@@ -148,8 +148,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
 def _tensor(entry: Mapping[str, Any], start: int) -> Tensor:
     """Parse an entry of a header. Its offsets count from ``start``, the end of the header."""
-    first, end = map(int, entry["data_offsets"])
-    return Tensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), start + first, end - first)
+    begin, end = map(int, entry["data_offsets"])
+    return Tensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), start + begin, end - begin)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -96,8 +96,8 @@ class Prepared(Struct, frozen=True, kw_only=True, tag="prepared"):
 class EndOrder(Struct, frozen=True, kw_only=True, tag="end"):
     """Asks a host to wait up to ``patience_s`` seconds until no process of the run is left on it.
 
-    With ``kill`` the host then kills what is left, and waits as long again. With ``preempt`` its agent first preempts
-    the run, as SIGTERM to the launcher does.
+    With ``kill`` the host then kills its agent, whose guard kills what is left, and waits as long again. With
+    ``preempt`` the agent first preempts the run, as after SIGTERM to the launcher.
     """
 
     run_dir: str
@@ -138,7 +138,7 @@ def private_name(index: int) -> str:
 # --- the agent ---
 
 STOP = b"stop\n"
-"""Command: end the run in order. A second one ends it at once."""
+"""Command: end the run in order. After an earlier STOP or PREEMPT, end it at once."""
 PREEMPT = b"preempt "
 """Command: preempt the run, that is, write a checkpoint and end the actors in order. The asker's name follows."""
 KILL = b"kill\n"

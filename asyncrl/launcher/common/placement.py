@@ -79,26 +79,27 @@ def place(config: Config, hosts: Sequence[PlacementHost]) -> list[Placed]:
     on_gpu, gpus_each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
     threads = [_threads(config, *counts, on_gpu) for counts in zip(hosts, ranks, replicas, strict=True)]
     placed = {}
-    first_rank = first_replica = 0
+    # Ranks and replicas on the hosts before this one.
+    earlier_ranks = earlier_replicas = 0
     for index, host in enumerate(hosts):
         learner_gpus = host.gpus[: ranks[index]] if on_gpu else ()
         for local in range(ranks[index]):
             env = _environment(threads[index].get("learner", 1), learner_gpus)
             env |= _torch_environment(config, hosts[0], ranks, index, local) | _interface_environment(host)
-            name = f"learner/{first_rank + local}"
+            name = f"learner/{earlier_ranks + local}"
             placed[name] = Placed(name=name, host=host.name, gpus=learner_gpus[local : local + 1], env=env)
         for local in range(replicas[index]):
             gpus = layout.gpus_of_engines(host.gpus, len(learner_gpus))[local * gpus_each :][:gpus_each]
             env = _environment(threads[index].get("rollouter", 1), gpus) | _interface_environment(host)
-            name = f"rollouter/{first_replica + local}"
+            name = f"rollouter/{earlier_replicas + local}"
             placed[name] = Placed(name=name, host=host.name, gpus=gpus, env=env)
-            # Left out below if ``config.actors`` has no episode hosts.
-            episodes = f"episodes/{first_replica + local}"
+            # The result leaves this actor out if ``config.actors`` has no episode hosts.
+            episodes = f"episodes/{earlier_replicas + local}"
             placed[episodes] = Placed(name=episodes, host=host.name, env=_environment(1, ()))
-        first_rank, first_replica = first_rank + ranks[index], first_replica + replicas[index]
+        earlier_ranks, earlier_replicas = earlier_ranks + ranks[index], earlier_replicas + replicas[index]
     rehearsed = config.placement.share == "time_slice" and not on_gpu and not gpus_each
     for host in hosts:
-        _with_sharers(placed, host.name, rehearsed=rehearsed)
+        _set_sharers(placed, host.name, rehearsed=rehearsed)
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
     for name, host in zip(config.extra_episode_hosts, extra, strict=True):
         placed[name] = Placed(name=name, host=host.name, env=_environment(1, ()))
@@ -212,7 +213,7 @@ def _layout(config: Config, hosts: Sequence[PlacementHost]) -> _Layout:
         share = "never"
     if share in ("auto", "never"):
         try:
-            return _Layout(*_counts(config, hosts))
+            return _Layout(*_unshared_counts(config, hosts))
         except ConfigError:
             if share == "never" or (shared := _shared_counts(config, hosts)) is None:
                 raise
@@ -226,10 +227,10 @@ def _layout(config: Config, hosts: Sequence[PlacementHost]) -> _Layout:
 def _shared_counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], list[int]] | None:
     """Return the numbers of ranks and of engines of each host, where an engine may also use GPUs of ranks.
 
-    Ranks fill the first hosts. An engine goes to a host with enough GPUs without an engine. With "auto", hosts with
-    enough GPUs that have no rank either come first; else hosts whose ranks have GPUs without an engine do. Then come
-    hosts with most GPUs without an engine. Returns None if engines use no GPUs, if the first host has none for a rank,
-    or if ranks or engines alone exceed the GPUs.
+    Ranks fill the first hosts. Each engine goes to a host that has enough GPUs without an engine. With "auto", it
+    prefers a host where it needs no GPU of a rank. Otherwise it prefers a host where a rank's GPU has no engine yet.
+    Among equal hosts it takes the one with most GPUs without an engine. Returns None if engines use no GPUs, if the
+    first host has no GPU, or if ranks alone or engines alone do not fit.
     """
     gpus_each, gpus = _gpus_per_replica(config), [len(host.gpus) for host in hosts]
     if not gpus_each:
@@ -263,8 +264,8 @@ def shared_gpus(placed: Iterable[Placed], host: str) -> dict[str, list[str]]:
     return {gpu: names for gpu, names in users.items() if len(names) > 1}
 
 
-def _with_sharers(placed: dict[str, Placed], host: str, *, rehearsed: bool) -> None:
-    """Set SHARED_GPU_VARIABLE of the actors on a host that share a GPU.
+def _set_sharers(placed: dict[str, Placed], host: str, *, rehearsed: bool) -> None:
+    """Replace the actors in ``placed`` that share a GPU on a host by copies with SHARED_GPU_VARIABLE.
 
     With ``rehearsed`` the host has no GPUs, and time slices are rehearsed on CPUs: pairs of a rank and an engine share
     GPUs that are called "cpu0", "cpu1" and so on.
@@ -282,7 +283,7 @@ def _with_sharers(placed: dict[str, Placed], host: str, *, rehearsed: bool) -> N
         placed[name] = replace(placed[name], env={**placed[name].env, SHARED_GPU_VARIABLE: ",".join(pairs)})
 
 
-def _counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], list[int]]:
+def _unshared_counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], list[int]]:
     """Return the numbers of ranks and of engines of each host, where no GPU is shared. Raises ConfigError."""
     on_gpu, gpus_each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
     gpus = [len(host.gpus) for host in hosts]
@@ -311,7 +312,7 @@ def _spread(counts: list[int], more: int, hosts: Sequence[PlacementHost], comput
     for _ in range(more):
         chosen = max(range(len(hosts)), key=lambda i: (hosts[i].cpus / (computing[i] + 1), -i))
         counts[chosen] += 1
-        # For ranks the caller passes one list as both, and each rank counts once.
+        # For ranks, ``counts`` and ``computing`` are one list, in which each rank counts once.
         if counts is not computing:
             computing[chosen] += 1
 
@@ -398,8 +399,8 @@ def _episode_hosts(
 def _freest_hosts(
     config: Config, hosts: Sequence[PlacementHost], ranks: Sequence[int], replicas: Sequence[int]
 ) -> list[PlacementHost]:
-    """Sort the hosts by free cores, most first; an actor uses one core."""
-    # Optional actors do not count: the run continues without them, so they have a low priority.
+    """Sort the hosts by free cores, most first. Each actor counts as one core, even a rank or an engine."""
+    # Optional actors on the head do not count: the run continues without them, so they have a low priority.
     on_head = sum(ROLES[role_of(name)].place == "head" and not is_optional(name) for name in config.actors)
     actors_each = 1 if config.episode.kind == "single" else 2
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
@@ -407,14 +408,15 @@ def _freest_hosts(
         host.cpus - ranks[i] - actors_each * replicas[i] - (host in extra) - (on_head if i == 0 else 0)
         for i, host in enumerate(hosts)
     ]
-    # Sorting keeps the order of those that are equal.
+    # The sort keeps the order of equal hosts.
     return [hosts[at] for at in sorted(range(len(hosts)), key=lambda at: -free[at])]
 
 
 def _threads(config: Config, host: PlacementHost, ranks: int, replicas: int, on_gpu: bool) -> dict[str, int]:
     """Return how many threads each learner and each rollouter on this host gets, by role.
 
-    ``ranks`` and ``replicas`` are their numbers there; ``on_gpu``: the learner trains on GPUs. Configured numbers win.
+    ``ranks`` and ``replicas`` are the numbers of learners and rollouters there; ``on_gpu``: the learner trains on GPUs.
+    Configured numbers win. A simulated role is absent.
     """
     counts = {}
     if config.learner.backend != "sim":

@@ -132,8 +132,8 @@ def needed_packages(config: Config, placed: Sequence[Placed]) -> dict[str, list[
 def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Placed]) -> list[Finding]:
     """Check the GPUs that the run uses on each host, or all GPUs if nothing is placed. Returns a finding for each host.
 
-    A host fails if its GPUs are unknown and needed. It gets a warning if they are in use already, or of another kind or
-    driver than the head's.
+    A host fails if its GPUs are unknown and needed, or nothing is placed. It gets a warning if its GPUs are unknown and
+    not needed, in use already, or of another kind or driver than the head's.
     """
     findings = []
     head_card = next(iter(facts[head].cards.values()), None)
@@ -145,10 +145,10 @@ def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Place
             for index, card in cards.items()
             if card.used_bytes > BUSY_SHARE * card.total_bytes
         ]
-        first = next(iter(each.cards.values()), None)
+        first_card = next(iter(each.cards.values()), None)
         text = f"{len(each.facts.gpus)} GPUs" if each.facts.gpus else "no GPU"
-        if first is not None:
-            text += f" ({listed(sorted({card.name for card in each.cards.values()}))}, driver {first.driver})"
+        if first_card is not None:
+            text += f" ({listed(sorted({card.name for card in each.cards.values()}))}, driver {first_card.driver})"
         if placed:
             text += f"; the run uses {', '.join(used) or 'none'}"
         if each.gpu_problem:
@@ -159,7 +159,7 @@ def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Place
         elif busy:
             fix = "end the processes that use them, or exclude them by CUDA_VISIBLE_DEVICES or slots"
             findings.append(warn("gpus", f"{text}; in use already: {listed(busy)}", fix, host))
-        elif first and head_card and (first.driver, first.name) != (head_card.driver, head_card.name):
+        elif first_card and head_card and (first_card.driver, first_card.name) != (head_card.driver, head_card.name):
             fix = "take hosts of one kind, with one driver: the slowest one sets the pace, and NCCL may refuse"
             findings.append(warn("gpus", f"{text}; {head} has {head_card.name}, driver {head_card.driver}", fix, host))
         else:
@@ -193,7 +193,7 @@ class Link:
 
 
 def judge_links(links: Sequence[Link], ports: str) -> list[Finding]:
-    """Return a finding for each closed link, at its source, and one for each host that reaches all others.
+    """Return a finding for each closed link, at its source, and one for each host without a closed link.
 
     ``ports`` is the range of ports that the links were tried at: "0" for any, or LOW-HIGH.
     """

@@ -154,14 +154,15 @@ class Examination:
     ) -> dict[str, T]:
         """Ask these hosts in parallel (by default every host that still answers); return the answers by host.
 
-        The order is that of the hostfile. A host that does not answer is left out here, and is not asked again.
+        The order is that of the hostfile. A host that does not answer is absent, and is not asked again.
         """
         names = [host for host in self._contacts if hosts is None or host in hosts]
         answers = await asyncio.gather(*(self._ask(self._contacts[host], question) for host in names))
+        # ``_ask`` returns None or a tuple of one.
         return {host: answer[0] for host, answer in zip(names, answers, strict=True) if answer}
 
     async def _ask(self, contact: Contact, question: Callable[[Contact], Awaitable[T]]) -> tuple[T] | None:
-        """Ask one host and return its answer, in a tuple of one.
+        """Ask one host and return its answer, in a tuple of one, so that it differs from a missing answer.
 
         If there is no valid answer in time, records a failure, drops the host and returns None.
         """
@@ -233,7 +234,11 @@ class Examination:
                 self._findings.append(ok("interface", text, host))
 
     def _place_actors(self) -> None:
-        """Place the actors on the hosts and record a finding; if they do not fit, ``_placed`` stays empty."""
+        """Place the actors on the hosts and record findings; if they do not fit, ``_placed`` stays empty.
+
+        Also sets the keys of ``config`` that depend on the hosts. A host with fewer GPUs than its slots gets a failure,
+        and is placed with all its GPUs.
+        """
         if self.config is None:
             return
         hosts, lines = [], {line.name: line for line, _ in self.targets}

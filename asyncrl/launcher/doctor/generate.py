@@ -343,7 +343,7 @@ def print_generated(config: Config, count: int) -> None:
             [f"--generate: the engine {engine} did not answer {count} prompts within {limit_s:g} s"], found=True
         ) from None
     except msgspec.DecodeError:
-        # The kernel kills it if the model does not fit into memory.
+        # The kernel kills the process if the model does not fit into memory.
         raise ConfigError([f"--generate: the process that samples ended: {ended}"], found=True) from None
     for line in ["", *sample_page(answer.groups)] if answer.groups else []:
         say(line, sys.stdout)
@@ -369,7 +369,7 @@ def main() -> None:
     answers = os.dup(1)
     order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=GenerateOrder)
     with tempfile.TemporaryFile() as printed:
-        # Engines, users' modules and their processes may print: that goes into a file and not into the answer.
+        # Engines, users' modules and their processes may print. Their output goes into a file, not into the answer.
         for stream in (1, 2):
             os.dup2(printed.fileno(), stream)
         answer = asyncio.run(generate(config_from_json(order.config), order.count))

@@ -99,7 +99,7 @@ def main() -> int:
         os.environ.update(order.env)
         return gather_facts(facts)
 
-    def in_time(answer: Callable[[Any], Any], order: Any) -> Any:
+    def answer_and_extend_deadline(answer: Callable[[Any], Any], order: Any) -> Any:
         answered = answer(order)
         signal.alarm(deadline_s)
         return answered
@@ -117,7 +117,9 @@ def main() -> int:
             Mark: partial(mark, left=left),
             Look: lambda order: Marked(path=order.path if Path(order.path).exists() else ""),
         }
-        return serve(facts, {kind: partial(in_time, answer) for kind, answer in answers.items()}, output)
+        return serve(
+            facts, {kind: partial(answer_and_extend_deadline, answer) for kind, answer in answers.items()}, output
+        )
 
 
 def find_leftovers(order: FindLeftovers) -> Checked:
@@ -187,6 +189,7 @@ def parse_cards(table: str) -> dict[str, Card]:
     cards = {}
     for line in table.splitlines():
         fields = [field.strip() for field in line.split(",")]
+        # QUERY names five fields.
         if len(fields) == 5:
             total, used = (int(field) << 20 if field.isdecimal() else 0 for field in fields[3:])
             cards[fields[0]] = Card(name=fields[1], driver=fields[2], total_bytes=total, used_bytes=used)
@@ -259,8 +262,13 @@ def _read_line(peer: socket.socket) -> bytes:
 def connect(order: Connect) -> Connected:
     """Try to connect to each port of each peer, in parallel."""
     attempts = [(peer, ports, number) for peer in order.peers for ports, number in peer.ports.items()]
+
+    def try_one(attempt: tuple[Listener, str, int]) -> str:
+        peer, _, number = attempt
+        return _try_connection(peer, number, order.token, order.timeout_s)
+
     with ThreadPoolExecutor(min(CONNECTIONS_AT_ONCE, max(1, len(attempts)))) as threads:
-        results = threads.map(lambda each: _try_connection(each[0], each[2], order.token, order.timeout_s), attempts)
+        results = threads.map(try_one, attempts)
     problems: dict[str, dict[str, str]] = {}
     for (peer, ports, _), problem in zip(attempts, results, strict=True):
         problems.setdefault(peer.host, {})[ports] = problem

@@ -138,7 +138,7 @@ def locks_tell(path: Path, mounts: str | None = None) -> bool:
     for line in mounts.splitlines():
         mount, _, kind = line.partition(" - ")
         place = mount.split()[4]
-        # The innermost mount counts; of several at one place, the last, which covers the others.
+        # The innermost mount counts. If several are at one place, the last counts, because it covers the others.
         if path.absolute().is_relative_to(place) and len(place) >= len(innermost):
             innermost, options = place, f"{mount} {kind}"
     return not LOCAL_LOCKS.search(options)
@@ -222,13 +222,13 @@ def orphans(processes: dict[int, Process]) -> list[tuple[Process, bool]]:
     """Find processes of asyncrl that belong to no live run; each comes with whether that is certain. Pure.
 
     The search goes from each process up to its first ancestor that is no process of an actor, a worker or an engine. In
-    a live run that is the launcher's guard or agent, or the shell in which a person started the actor. If it is process
-    1 or another reaper, the process is an orphan. An engine core is never certain: it may belong to another program.
+    a live run this ancestor is the launcher's guard or agent, or the shell in which a person started the actor. If it
+    is process 1 or another reaper, the process is an orphan. An engine is never certain: another program may own it.
     """
     orphaned = []
     for process in processes.values():
-        is_ours = TITLE.match(process.title) is not None
-        if not is_ours and not process.title.startswith(ENGINE_TITLES):
+        is_of_asyncrl = TITLE.match(process.title) is not None
+        if not is_of_asyncrl and not process.title.startswith(ENGINE_TITLES):
             continue
         ancestor = process
         while (
@@ -238,18 +238,18 @@ def orphans(processes: dict[int, Process]) -> list[tuple[Process, bool]]:
         if LAUNCHER in ancestor.title:
             continue
         if ancestor.pid == 1 or ancestor.name in REAPERS:
-            orphaned.append((process, is_ours))
+            orphaned.append((process, is_of_asyncrl))
     return orphaned
 
 
 def _kill(process: Process) -> bool:
-    """Kill the process if it is still an orphan. Returns whether it is gone or killed."""
+    """Kill the process if it is still certainly an orphan. Returns whether it is gone or killed."""
     try:
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return True
     try:
-        # The handle keeps referring to this process even if its id is used again, so check only now which one it is.
+        # The id may be used again, but the handle keeps its process. So this check comes after the handle is open.
         current = {each.pid: each for each, certain in orphans(read_processes()) if certain}.get(process.pid)
         if current is None or current.started != process.started:
             return not psutil.pid_exists(process.pid)

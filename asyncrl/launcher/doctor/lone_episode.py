@@ -185,7 +185,7 @@ class LoneEpisode(EpisodeObserver):
         """Texts of the endpoint about the agent's requests, by KIND/NAME."""
         self._refused: dict[str, str] = {}
         """Reason by field of a call that the session refused."""
-        self._hidden: list[str] = []
+        self._hidden_tools: list[str] = []
         self._printed = ""
         self._times: dict[str, float] = {}
         """Time of the events that ``_spans`` names."""
@@ -261,7 +261,10 @@ class LoneEpisode(EpisodeObserver):
         return asyncio.ensure_future(self._run(request, timeout))
 
     async def _run(self, request: RunEpisode, timeout: float) -> EpisodeDone:
-        """Run the agent once, as an episode host does. Raises CannotPlay after MOST_BEGUN starts."""
+        """Run the agent once, as an episode host does. Raises CannotPlay after MOST_BEGUN starts.
+
+        If the agent reports no error but its session cannot be settled, the host is to blame.
+        """
         self._session = self._sessions.find(request.session, HOST)
         agent_session = PolicySession(request, self, asyncio.get_running_loop().time() + timeout, 0)
         self._agent_sessions[agent_session.key] = agent_session
@@ -301,7 +304,7 @@ class LoneEpisode(EpisodeObserver):
         # Each request has a task, and so a context, of its own. So only this call sees the value.
         asked.set(request)
         try:
-            self._hidden += hidden_tools(self._renderer, request.tools, request.template_options)
+            self._hidden_tools += hidden_tools(self._renderer, request.tools, request.template_options)
             reply = await self._sessions.chat(request, HOST)
         except ChatRefused as refused:
             self._refused.setdefault(refused.field, str(refused))
@@ -334,7 +337,7 @@ class LoneEpisode(EpisodeObserver):
         return {name.partition("/")[2]: self._notices[name] for name in names}
 
     def played(self) -> Played:
-        """Return the attempt as the report shows it."""
+        """Return the attempt as the report shows it, with the refusals of both the endpoint and the session."""
         session, counts = self._session, self._endpoint.counts
         assert session is not None
         conversation = session.conversation
@@ -369,7 +372,7 @@ class LoneEpisode(EpisodeObserver):
             ignored=list(self._notices_of("ignored")),
             relaxed=list(self._notices_of("relaxed")),
             refused=refused,
-            hidden_tools=list(dict.fromkeys(self._hidden)),
+            hidden_tools=list(dict.fromkeys(self._hidden_tools)),
             seconds=_spans(self._times),
             printed=self._printed,
         )
@@ -382,4 +385,4 @@ def _total_tokens(sequence: TokenSequence) -> int:
 def _spans(times: dict[str, float]) -> dict[str, float]:
     """Return the seconds between events, by the later one; an event that is missing in ``times`` is left out."""
     present = [(name, times[name]) for name in ("begin", "first call", "last answer", "end") if name in times]
-    return {later: round(at - before, 3) for (_, before), (later, at) in itertools.pairwise(present)}
+    return {later: round(later_at - at, 3) for (_, at), (later, later_at) in itertools.pairwise(present)}

@@ -3,8 +3,8 @@
 A call of the policy after the first *forks* if its context does not begin with the tokens of an earlier answer.
 ``Cause``, in rollouter/episode/conversation.py, lists the reasons.
 
-Invariant: it fails exactly if a run would get no trajectory from the agent, or would refuse one of its requests.
-Anything that only costs tokens, or does not do what the agent expects, is a warning with its remedy.
+Invariant: the report fails exactly if a run would get no trajectory from the agent, or would refuse one of its
+requests. Anything that only costs tokens, or does not do what the agent expects, is a warning.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PlayedTurn:
 
     @property
     def relation(self) -> str:
-        """Describes how it relates to the calls before it."""
+        """How the call relates to the calls before it."""
         if self.cause.startswith("fork:") and self.goes_on:
             return f"{CAUSES['extend']}, though {CAUSES[self.cause]}"
         return ("fork: " if self.forked else "") + CAUSES[self.cause]
@@ -123,7 +123,7 @@ class Played:
         return [*lines, *problems, verdict]
 
     def _calls(self) -> list[str]:
-        """A table of the calls, with the tokens of each."""
+        """Return a table of the calls, with the tokens of each."""
         if not self.turns:
             return ["no call of the policy was answered"]
         lines = ["call  context    new  sampled"]

@@ -37,7 +37,7 @@ class Script:
     def __init__(self, *, thinks: bool) -> None:
         self._thinks = thinks
         self._called: set[str] = set()
-        self._answers = 0
+        self._answer_count = 0
 
     def answer(self, tools: Sequence[Mapping[str, Any]], *, stop: Sequence[str] = (), thinking: bool = False) -> str:
         """Return the next answer, without its end token.
@@ -45,25 +45,28 @@ class Script:
         ``tools`` are those of the request, ``stop`` its stop strings. ``thinking``: the prompt already ends within the
         reasoning, so the answer does not open it.
         """
-        self._answers += 1
-        reasoning = f"{'' if thinking else THINK}\nThis is thought {self._answers}.\n{END_THINK}\n\n"
+        self._answer_count += 1
+        reasoning = f"{'' if thinking else THINK}\nThis is thought {self._answer_count}.\n{END_THINK}\n\n"
         return (reasoning if self._thinks else "") + self._text(tools, stop)
 
     def _text(self, tools: Sequence[Mapping[str, Any]], stop: Sequence[str]) -> str:
-        """Return a tool call, a sentence, or for agents that run code a block of code."""
+        """Return a tool call, a sentence, or code for an agent that runs code.
+
+        Code ends the episode from the second answer on.
+        """
         if tool := self._next_tool(tools):
             function = tool["function"]
             self._called.add(function["name"])
             arguments = example_of(function.get("parameters") or {})
             return write_calls([{"function": {"name": function["name"], "arguments": arguments}}])
-        answer = f"This is answer {self._answers}."
+        answer = f"This is answer {self._answer_count}."
         if tools or CODE_END not in stop:
             return answer
-        code = f'final_answer("{answer}")' if self._answers > 1 else f'print("{answer}")'
+        code = f'final_answer("{answer}")' if self._answer_count > 1 else f'print("{answer}")'
         return f"<code>\n{code}\n{CODE_END}"
 
     def _next_tool(self, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """Return the tool to call: first each once, then always the one that ends the episode; None for a sentence."""
+        """Return the tool to call: first up to MOST_CALLED tools, once each, then one of ENDS; None for a sentence."""
         ending = [tool for tool in tools if tool["function"]["name"] in ENDS]
         uncalled = [tool for tool in tools if tool not in ending and tool["function"]["name"] not in self._called]
         if uncalled and len(self._called) < MOST_CALLED:

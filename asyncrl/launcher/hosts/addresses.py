@@ -83,8 +83,8 @@ def by_interface(hosts: Mapping[str, HostOffer], interface: str) -> dict[str, st
 def by_route(head: str, hosts: Mapping[str, HostOffer], routes: Mapping[str, Routes]) -> dict[str, str]:
     """Return the address of each host, by name, from what the ``routes`` of all hosts but the head say.
 
-    The head gets the address that most hosts know it by, among those that every host reaches. Every other host gets its
-    own address on the route there. Raises UsageError if there is no such address.
+    The head gets the address that most hosts know, among its addresses that every host reaches. Every other host gets
+    its own address on the route there. Raises UsageError if no address of the head qualifies.
     """
     own = usable(hosts[head])
     known = [[hosts[name].client, *route.named] for name, route in routes.items()]
@@ -122,5 +122,6 @@ def usable(facts: HostOffer) -> Sequence[str]:
 
 
 def _reaches(route: Routes, address: str) -> bool:
-    # If the address is the host's own too, it leads to no other host: two hosts may number their containers alike.
+    # False without a route. If the address is also the host's own, it does not lead to the head: two hosts may give
+    # their containers equal addresses.
     return route.via.get(address, address) != address

@@ -19,7 +19,7 @@ LOOK_S = 0.2
 
 
 def answer_check(order: CheckOrder, facts: HostOffer, *, is_cut: Callable[[], bool] = lambda: False) -> Checked:
-    """Run the checks in the launcher's working directory, with its variables. Both change for this process.
+    """Run the checks in the launcher's working directory, with its variables; this process keeps both afterwards.
 
     Every LOOK_S ``is_cut`` is called; if it returns True, because the caller is gone, the process exits.
     """

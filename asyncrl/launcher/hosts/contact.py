@@ -76,7 +76,7 @@ class Contact:
         for _ in range(GREETING_LINES):
             line = await self.process.stdout.readline()
             if not line:
-                raise await self._failure()
+                raise await self._exit_failure()
             with contextlib.suppress(ValueError):
                 message = json.loads(line)
                 if isinstance(message, dict) and message.get("type") in ("facts", "refusal"):
@@ -87,10 +87,10 @@ class Contact:
     def _accept_offer(self, message: dict[str, Any]) -> None:
         if message["type"] == "refusal":
             raise HostFailed(self.name, str(message.get("reason")))
-        ours = version("asyncrl")
-        if not self._any_host and message.get("version") != ours:
+        own_version = version("asyncrl")
+        if not self._any_host and message.get("version") != own_version:
             raise HostFailed(
-                self.name, f"asyncrl {message.get('version')} is installed there, {ours} here; make them equal"
+                self.name, f"asyncrl {message.get('version')} is installed there, {own_version} here; make them equal"
             )
         self.facts = msgspec.convert(message, HostOffer)
         if self.facts.gpu_problem and not self._any_host:
@@ -103,7 +103,7 @@ class Contact:
         self.send(msgspec.json.encode(order) + b"\n")
         line = await self.process.stdout.readline()
         if not line:
-            raise await self._failure()
+            raise await self._exit_failure()
         reply: A | Refusal = msgspec.json.decode(line, type=Union[answer, Refusal])  # noqa: UP007
         if isinstance(reply, Refusal):
             raise HostFailed(self.name, reply.reason, exit_code=reply.exit_code)
@@ -170,7 +170,8 @@ class Contact:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
 
-    async def _failure(self) -> HostFailed:
+    async def _exit_failure(self) -> HostFailed:
+        """Wait for the command to exit, and return the error that explains its exit."""
         code = await self.exited()
         return HostFailed(self.name, self.start.explain(self.name, code, self._error_text))
 
@@ -234,8 +235,8 @@ class ReachedHosts:
     ) -> dict[str, Any]:
         """Wait for the work of all hosts and return the results. ``show_waiting`` receives the hosts without one.
 
-        After a first failure the other hosts have MORE_FAILURES_S to fail too, then all work is cancelled. Without a
-        failure, hosts that take longer than ``limit_s`` fail. Raises HostFailed.
+        After the first failure, waits MORE_FAILURES_S at most for others, then cancels the rest and reports only the
+        failures. Without a failure, hosts that take longer than ``limit_s`` fail. Raises HostFailed.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + self.limit_s
@@ -252,7 +253,7 @@ class ReachedHosts:
                 failed = [task for task in tasks.values() if task.done() and task.exception() is not None]
                 if failed and not failures:
                     until = min(until, loop.time() + MORE_FAILURES_S)
-                failures = {name: _failure(name, task) for name, task in tasks.items() if task in failed}
+                failures = {name: _failure_of(name, task) for name, task in tasks.items() if task in failed}
         finally:
             for task in tasks.values():
                 task.cancel()
@@ -263,11 +264,11 @@ class ReachedHosts:
                 late = f"not {what} within {self.limit_s:g} s (supervision.start_timeout_s)"
                 failures[name] = HostFailed(name, late + (f": {last_error}" if last_error else ""))
         if failures:
-            raise self._combine(failures)
+            raise self._show_and_combine(failures)
         return {name: task.result() for name, task in tasks.items()}
 
-    def _combine(self, failures: Mapping[str, HostFailed]) -> HostFailed:
-        """Return the only failure; if there are several, show them all and return an error that counts them."""
+    def _show_and_combine(self, failures: Mapping[str, HostFailed]) -> HostFailed:
+        """Return the only failure. If there are several, show all, and return an error with their number."""
         self.progress.end()
         if len(failures) == 1:
             return next(iter(failures.values()))
@@ -276,7 +277,7 @@ class ReachedHosts:
         return HostFailed(", ".join(failures), reason, exit_code=max(f.exit_code for f in failures.values()))
 
 
-def _failure(name: str, task: asyncio.Future[Any]) -> HostFailed:
+def _failure_of(name: str, task: asyncio.Future[Any]) -> HostFailed:
     error = task.exception()
     assert error is not None
     if isinstance(error, HostFailed):

@@ -64,9 +64,9 @@ def parse_hostfile(text: str, path: str) -> list[HostLine]:
         slots, slot_problems = _slots(settings)
         wrong += slot_problems
         # Upper and lower case do not count in host names.
-        first = lines.setdefault(name.lower(), number)
-        if first != number and not _name_problems(name):
-            wrong.append(f"{name} is there already, in line {first}; name each host once, with all of its slots")
+        first_line = lines.setdefault(name.lower(), number)
+        if first_line != number and not _name_problems(name):
+            wrong.append(f"{name} is there already, in line {first_line}; name each host once, with all of its slots")
         problems += [f"{path}:{number}: {problem}" for problem in wrong]
         if not wrong:
             hosts.append(HostLine(name, slots))
@@ -124,7 +124,7 @@ def _is_address(name: str) -> bool:
 
 
 def _slots(settings: Sequence[str]) -> tuple[int | None, list[str]]:
-    """Parse the words after a host's name; returns (slots, problems)."""
+    """Parse the words after a host's name; returns (slots, problems). Without slots=N, slots is None."""
     slots: int | None = None
     problems = []
     for setting in settings:

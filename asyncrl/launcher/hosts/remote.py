@@ -54,6 +54,7 @@ from asyncrl.launcher.run_folder.private import (
 from asyncrl.rpc.linux import children_of
 
 ORDER_S = 900.0
+"""Seconds to wait for the next order."""
 LONGEST_ORDER_BYTES = 256 << 20
 LOOK_S = 0.05
 GUARD = "asyncrl.launcher.node.guard"
@@ -88,7 +89,7 @@ def serve(facts: HostOffer, answers: Mapping[type[Any], Callable[[Any], Any]], o
             _send(answers[type(order)](order), output)
     except BrokenPipeError:
         return 1
-    # Before OSError, which some of these are too.
+    # This clause comes before OSError, because some of these errors are an OSError too.
     except AsyncRLError as error:
         _send(Refusal(reason=str(error), exit_code=error.exit_code), output)
         return error.exit_code
@@ -128,9 +129,9 @@ def _become_guard(spec: HostSpec) -> NoReturn:
 
     Removes the folders again if the guard cannot be started. Raises UsageError, OSError.
     """
-    ours = version("asyncrl")
-    if spec.version != ours:
-        raise UsageError(f"asyncrl {ours} is installed there, the launcher is {spec.version}")
+    own_version = version("asyncrl")
+    if spec.version != own_version:
+        raise UsageError(f"asyncrl {own_version} is installed there, the launcher is {spec.version}")
     run_dir, logs = Path(spec.run_dir), Path(spec.log_dir)
     for path in remove_abandoned(run_dir.parent):
         sys.stderr.write(f"removed {path}, left behind by a run that was killed\n")
@@ -156,7 +157,7 @@ def _become_guard(spec: HostSpec) -> NoReturn:
         os.dup2(log, 2)
         os.execv(sys.executable, [sys.executable, "-m", GUARD, str(private), str(lock)])
     finally:
-        # Reached only where the guard could not be started: execv does not return.
+        # This runs only if the guard could not be started: execv does not return.
         shutil.rmtree(private, ignore_errors=True)
         if not shared:
             remove_part(run_dir)
@@ -183,9 +184,11 @@ def _make_part(run_dir: Path, spec: HostSpec) -> None:
 
 
 def end(order: EndOrder) -> HostEnded:
-    """Carry out an EndOrder: wait for the run's processes, kill the agent if they take too long, and report.
+    """Carry out an EndOrder: wait for the run's processes to end, and report whether some are left.
 
-    Also removes the private folders of runs that were killed. The guard is found by its argument, the private folder.
+    After ``patience_s`` it kills the agent, if the order says so and there is one, and waits as long again. Once
+    nothing is left, it also removes the private folders of runs that were killed. The guard is found by its argument,
+    the private folder.
     """
     run_dir, private = Path(order.run_dir), private_name(order.index)
     if order.preempt:
@@ -200,7 +203,7 @@ def end(order: EndOrder) -> HostEnded:
             killed = _signal_agents(str(run_dir / private), signal.SIGKILL)
             if not killed:
                 return HostEnded(living=True, killed=False)
-            # The guard now kills what its agent leaves behind; it gets as long again.
+            # The guard now kills what its agent leaves behind, and has as long again for this.
             until = time.monotonic() + order.patience_s
         time.sleep(LOOK_S)
     ended = None

@@ -40,9 +40,10 @@ async def bring_back(run: LiveRun, name: str) -> int:
 
 
 async def leave_run(run: LiveRun, host: str, within_s: float | None = None) -> int:
-    """Drain a host and wait until it has left the run; returns the exit code.
+    """Drain a host and wait until it has left the run.
 
-    Its actors have ``within_s`` seconds, by default supervision.drain_s, to finish their groups.
+    Its actors have ``within_s`` seconds, by default supervision.drain_s, to finish their groups. Returns 0 if the host
+    has left or the run has ended, and 1 if the host was lost or is late.
     """
     progress, supervision = TerminalProgress(sys.stdout, run.config.learner.steps), run.config.supervision
     within_s = supervision.drain_s if within_s is None else within_s
@@ -53,13 +54,13 @@ async def leave_run(run: LiveRun, host: str, within_s: float | None = None) -> i
         progress.say(f"{begun.host} ({begun.agent}) leaves: {actors} have {within_s:g} s to finish their groups")
         # First the agent ends its actors. Then the controller hears its farewell, or counts the host as lost.
         farewell_s = max(supervision.host_lost_s, supervision.host_grace_s, FAREWELL_S)
-        patience = within_s + supervision.drain_s + farewell_s + SLACK_S
+        patience_s = within_s + supervision.drain_s + farewell_s + SLACK_S
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(patience_s):
                 left = await _wait_until_left(controller, begun.agent)
         except TimeoutError:
             progress.warn(
-                [f"{begun.host} has not left within {patience:g} s; see the log of controller/0 in {run.folder.logs}"]
+                [f"{begun.host} has not left within {patience_s:g} s; see the log of controller/0 in {run.folder.logs}"]
             )
             return 1
     if left is None:
@@ -93,29 +94,29 @@ async def stop_run(run: LiveRun) -> int:
     path, grace_s, drain_s = run.folder.path, run.config.preempt.grace_s, run.config.supervision.drain_s
     progress.say(f"{path} is preempted: it writes a checkpoint (at most {grace_s:g} s), then its processes end")
     # The margin: the guard waits for the processes that its agent has killed.
-    patience = grace_s + drain_s + END_S
+    patience_s = grace_s + drain_s + END_S
     with LiveController(run) as controller:
-        asking = asyncio.create_task(controller.ask(StopRun(reason=STOP, preempt=True), timeout=patience))
+        asking = asyncio.create_task(controller.ask(StopRun(reason=STOP, preempt=True), timeout=patience_s))
         try:
-            await _until(lambda: asking.done() or not run.lives, patience)
+            await _wait_until(lambda: asking.done() or not run.lives, patience_s)
             if run.lives:
                 await asking
         except DeadlineExceeded:
-            return _report_late(run, progress, f"{CONTROLLER} has not answered within {patience:g} s")
+            return _report_late(run, progress, f"{CONTROLLER} has not answered within {patience_s:g} s")
         finally:
             asking.cancel()
             with contextlib.suppress(asyncio.CancelledError, DeadlineExceeded, UsageError):
                 await asking
-    if not await _until(lambda: not run.lives, patience):
-        return _report_late(run, progress, f"{agent_name(0)} has not ended the run within {patience:g} s")
+    if not await _wait_until(lambda: not run.lives, patience_s):
+        return _report_late(run, progress, f"{agent_name(0)} has not ended the run within {patience_s:g} s")
     return _conclude(run, progress)
 
 
-async def _until(enough: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait until ``enough`` returns True; returns False if it does not within ``timeout_s`` seconds."""
+async def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until ``condition()`` is true; returns False if it is still false after ``timeout_s`` seconds."""
     loop = asyncio.get_running_loop()
     until = loop.time() + timeout_s
-    while not enough():
+    while not condition():
         if loop.time() >= until:
             return False
         await asyncio.sleep(LOOK_S)
@@ -123,7 +124,7 @@ async def _until(enough: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def _report_late(run: LiveRun, progress: TerminalProgress, what: str) -> int:
-    """Show what is late, and the agent that the user can kill instead; returns the exit code."""
+    """Show what is late, and the agent that the user can kill to end the run; returns the exit code 1."""
     pids = pids_with(AGENT, str(run.folder.private))
     how = f"; kill -9 {pids[0]} ends it at once, with its last checkpoint" if pids else ""
     progress.warn([f"{run.folder.path}: {what}{how} (logs: {run.folder.logs})"])
@@ -131,7 +132,10 @@ def _report_late(run: LiveRun, progress: TerminalProgress, what: str) -> int:
 
 
 def _conclude(run: LiveRun, progress: TerminalProgress) -> int:
-    """Show how the run ended; returns the exit code."""
+    """Show how the run ended; returns the exit code.
+
+    It is 1 if the run failed, left no record of its end, or was stopped and lost work.
+    """
     ended, left = read_ended(run.folder), find_left(run.config, run.folder)
     if ended is None:
         log = run.folder.logs / "agent-0.log"

@@ -85,7 +85,7 @@ class JoinedHosts:
     """The new hosts by name, with their addresses and GPUs."""
     _shown: set[str] = field(default_factory=set)
     """News that was shown: agents and actors that serve, and "AGENT leaves"."""
-    _refused: bool = False
+    _drain_refused: bool = False
     """Whether the controller has refused to drain a host."""
     _killing: bool = False
     """Whether the agents were asked to kill their actors."""
@@ -146,22 +146,22 @@ class JoinedHosts:
     async def _begin(self) -> None:
         """Have the controller admit the hosts, prepare each with its keys, and start the agents.
 
-        If anything fails, it withdraws the hosts again. Raises AsyncRLError.
+        If anything fails while the run lives, it withdraws the hosts again. Raises AsyncRLError.
         """
         config, folder, credentials = self.run.config, self.run.folder, self.run.credentials
         attempts, episodes = config.supervision.max_restarts + 1, config.episode.kind != "single"
         added, pairs = [], list[list[dict[str, str]]]()
         for name, place in self._hosts.items():
             replicas = replicas_of(config, place)
-            count = 1 + replicas * (2 if episodes else 1) if credentials.curve else 0
-            # The key pairs of a host's agent come before those of its actors.
-            host_pairs = [make_pairs(attempts) for _ in range(count)]
+            # The agent comes first, then the rollouters and the episode hosts. Each has a key pair for each start.
+            key_holders = 1 + replicas * (2 if episodes else 1) if credentials.curve else 0
+            host_pairs = [make_pairs(attempts) for _ in range(key_holders)]
             keys = [[pair["public"] for pair in each] for each in host_pairs]
             pairs += host_pairs
             added.append(NewHost(host=name, address=place.address, replicas=replicas, keys=keys, episodes=episodes))
         request = Join(ask=secrets.token_hex(16), hosts=added)
         try:
-            joined = await self._ask(request)
+            joined = await self._ask_until_ready(request)
             names = [name for host in joined.hosts for name in host.names]
             named = dict(zip(names, pairs, strict=credentials.curve))
             keyring = keyring_of(credentials.run_id, credentials.secret, joined.peers, named)
@@ -180,10 +180,10 @@ class JoinedHosts:
         for host in joined.hosts:
             self.progress.say(f"{host.host} joins as {host.agent} with {', '.join(host.actors)}")
 
-    async def _ask(self, request: Join) -> Joined:
+    async def _ask_until_ready(self, request: Join) -> Joined:
         """Repeat the request until every live actor knows the new keys; returns the last reply.
 
-        Raises UsageError, also if that takes longer than supervision.start_timeout_s, and DeadlineExceeded.
+        Raises UsageError if the run refuses or is not ready within supervision.start_timeout_s, and DeadlineExceeded.
         """
         loop, limit = asyncio.get_running_loop(), self.run.config.supervision.start_timeout_s
         until = loop.time() + limit
@@ -220,7 +220,10 @@ class JoinedHosts:
     # --- their life in the run ---
 
     async def follow(self) -> int:
-        """Follow the hosts until all have ended; returns the largest of their exit codes, or 128 + signal number."""
+        """Follow the hosts until all have ended; returns the largest of their exit codes.
+
+        After a signal it returns 128 + the signal's number, unless an exit code shows a failure (1, 2 or 78).
+        """
         self.interrupts.listen()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -269,39 +272,39 @@ class JoinedHosts:
     async def _end_when_asked(self) -> None:
         """Wait for a signal and have the hosts drained. At the next signal, or if they are late, kill their actors.
 
-        If the controller refuses to drain a host, being late does not count: only a signal kills.
+        If the controller refuses to drain a host, the deadline does not count: only a signal kills.
         """
         await self.interrupts.first()
-        within = self.run.config.supervision.drain_s
+        within_s = self.run.config.supervision.drain_s
         self.progress.say(
             "these hosts are drained, and the run continues without them; signal again to end them at once"
         )
         async with asyncio.TaskGroup() as tasks:
-            asking = [tasks.create_task(self._ask_to_leave(member, within)) for member in self.members]
-            # An agent gives its actors ``within`` seconds, and then drain_s to end.
-            await self.interrupts.next(within + self.run.config.supervision.drain_s + SLACK_S)
+            asking = [tasks.create_task(self._ask_to_leave(member, within_s)) for member in self.members]
+            # An agent gives its actors ``within_s`` seconds, and then drain_s to end.
+            await self.interrupts.next(within_s + self.run.config.supervision.drain_s + SLACK_S)
             for task in asking:
                 task.cancel()
-        if self._refused:
+        if self._drain_refused:
             await self.interrupts.first()
         self._killing = True
         self.progress.say("ending them at once")
         await kill_members(self.members, self.interrupts)
 
-    async def _ask_to_leave(self, member: AgentHandle, within: float) -> None:
+    async def _ask_to_leave(self, member: AgentHandle, within_s: float) -> None:
 
         if member.over:
             return
         reason = f"its launcher was ended by {signal.Signals(self.interrupts.signal).name}"
         try:
-            leave = Leave(host=agent_name(member.index), within_s=within, reason=reason)
+            leave = Leave(host=agent_name(member.index), within_s=within_s, reason=reason)
             await self.controller.ask(leave, timeout=ASK_S)
         except AsyncRLError as error:
-            self._refused |= isinstance(error, UsageError)
+            self._drain_refused |= isinstance(error, UsageError)
             self.progress.warn([str(error)])
 
     def _conclude(self, member: AgentHandle) -> int:
-        """Show how a member ended; returns the exit code for it."""
+        """Show how a member ended; returns its exit code, or 1 if its end is unknown or it has left without serving."""
         ended = member.ended
         if ended is None and member.lost:
             self.progress.warn([f"{member.loss_words}; its actors continue with the run"])

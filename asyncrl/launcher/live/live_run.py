@@ -98,7 +98,8 @@ class LiveController(ControllerClient):
     async def ask(self, request: Request, timeout: float | None = None) -> Any:
         """Send a request and return its reply; repeats a request that was refused only for now.
 
-        ``timeout`` (s) covers all repeats. Raises UsageError if it is refused or the run has ended; DeadlineExceeded.
+        ``timeout`` (s), by default network.call_timeout_s, covers all repeats. Raises UsageError if the controller
+        refuses the request or the run has ended, and DeadlineExceeded if a live run does not answer.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + (self._run.config.network.call_timeout_s if timeout is None else timeout)

@@ -47,8 +47,8 @@ class AgentLink(Actor):
         """Incarnation of the controller that answered last; 0 before the first answer."""
 
     async def run(self) -> None:
-        """Request the run's state again and again, until cancelled."""
-        # Only the head's agent passes metrics on.
+        """Request the run's state again and again, until cancelled. After an error, pause for AWAY_S."""
+        # -1 asks for no lines of metrics: only the head's agent passes metrics on.
         no_line = 0 if self.context.index == 0 else -1
         seen, seen_line = -1, no_line
         # A live controller answers within this time even without news, so a missing answer shows its silence early.

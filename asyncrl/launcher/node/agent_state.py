@@ -4,18 +4,18 @@ The caller (host_agent.py) passes each event to a method, which returns the inst
 controller's host, the controller starts first, and the other actors once it has answered. After a death, the restart
 policy decides between a restart and the end of the run. A *condemned* actor must be killed; its death then counts like
 any other. A replica that is *set aside* was given up, and starts again when the controller asks for it. While the
-controller is restarted, the other actors continue. The new controller is its *successor*. It gets every end that it may
-not know, and a request to preempt the run.
+controller is restarted, the other actors continue. The new controller is the *successor* of the old one. This host
+sends it every end that it may not know, and a request to preempt the run if there was one.
 
 Invariants: only the condemned process is killed for that reason. Nothing starts once the run is ending or this host
 leaves. Everything that is left is killed at ``deadline``, at most ``drain_s`` after the run began to end. A preempted
-run is ending at most ``grace_s`` + ``drain_s`` after the request. The reported failure is the first that this host or
-the controller knows. The host is finished only when no process is left.
+run is ending at most ``grace_s`` + ``drain_s`` after the request. The reported failure is the one that the controller
+names, or else the first on this host. The host is finished only when no process is left.
 
-A host is *cut off* after so long without the controller that it may count as lost. Its actors are then started again
-without counting that as a failure. An end with exit code 0 is a death only if the controller did not ask for it, or
-does not answer within VERDICT_S. A host that has never reached the controller leaves the run if the run can
-continue without its actors.
+A host is *cut off* if it had no answer from the controller for so long that the controller may count it as lost. If
+its actors then die, their restarts do not count as failures. An end with exit code 0 is a death only if the controller
+did not ask for it, or does not answer within VERDICT_S. A host that has never reached the controller leaves the run if
+the run can continue without its actors.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Instruction = Spawn | Kill | KillAll | ActorStarted | ActorEnded | StopRun | Res
 class _Unexplained:
     """An end with exit code 0, before the controller has said whether it asked for it."""
 
-    until: float
+    death_at: float
     """Time at which the end counts as a death without the controller's answer."""
     hint: str
     blameless: bool
@@ -122,20 +122,21 @@ class AgentState:
     """Time by which a controller that was started must have answered; None if it has or there is no such limit."""
     _has_run: bool = False
     """Whether the run has left its starting phase."""
-    _answered: float = 0.0
+    _answered_at: float = 0.0
     """Time of the controller's last answer."""
-    _unanswered: int = 0
+    _unanswered_calls: int = 0
     """Calls in a row that the controller has not answered."""
-    _cut_off: set[str] = field(default_factory=set)
+    _lived_while_cut_off: set[str] = field(default_factory=set)
     """Actors that lived while this host was cut off. The controller may have counted them as dead."""
     _launcher_gone: bool = False
     _guard_lost: bool = False
     _stop_asked: bool = False
+    """Whether the run was asked to stop, or to be preempted."""
     _preempted_by: str = ""
     """Name of the asker that preempted the run; empty if it is not preempted."""
     _preempted_until: float | None = None
     """Time by which a preempted run must be ending; None if it is not preempted."""
-    _checkpoint: bool = False
+    _has_checkpoint: bool = False
     """Whether there is a complete checkpoint."""
     _supervisor: Supervisor = field(init=False)
 
@@ -158,9 +159,9 @@ class AgentState:
         return self._spawn(CONTROLLER) if self.is_head else []
 
     def controller_at(self, now: float) -> None:
-        """The controller's address is known. On the head it must now answer within ``_first_answer_s``.
+        """The controller's address is known. On the head the controller must now answer within ``_first_answer_s``.
 
-        Actors start after its first answer, which has the incarnations that theirs must exceed.
+        Actors start after its first answer, because their incarnations must exceed those in the answer.
         """
         # Only the head can kill a controller that does not answer.
         if self.is_head and not self.ending:
@@ -187,7 +188,10 @@ class AgentState:
         return sent if self._preempted_until is None else [*sent, StopRun(reason=self._preempted_by, preempt=True)]
 
     def controller_lost(self, reason: str, now: float) -> list[Instruction]:
-        """The controller cannot be reached, or refuses this agent: this host leaves the run or fails."""
+        """The controller cannot be reached, or refuses this agent: this host leaves the run, or fails and kills all.
+
+        The host leaves only if it has not started its actors and the run can continue without them.
+        """
         if self.leaving and not self.living:
             # The controller refuses an agent whose host has left.
             return []
@@ -201,23 +205,27 @@ class AgentState:
 
     def controller_silent(self, now: float) -> list[Instruction]:
         """A call to the controller was not answered. The head condemns a controller that is silent for too long."""
-        self._unanswered += 1
+        self._unanswered_calls += 1
         if not self.is_head:
             return []
-        silent = self._reachable and self._unanswered >= UNANSWERED and now - self._answered >= self.policy.silence_s
-        return self._condemn(CONTROLLER, f"it did not answer for {now - self._answered:.0f} s") if silent else []
+        silent = (
+            self._reachable
+            and self._unanswered_calls >= UNANSWERED
+            and now - self._answered_at >= self.policy.silence_s
+        )
+        return self._condemn(CONTROLLER, f"it did not answer for {now - self._answered_at:.0f} s") if silent else []
 
     def spawned(self, name: str, incarnation: int) -> list[Instruction]:
         """A process of an actor is started with this incarnation."""
         self.incarnations[name] = incarnation
-        self._cut_off.discard(name)
+        self._lived_while_cut_off.discard(name)
         return [] if name == CONTROLLER else [ActorStarted(name=name, incarnation=incarnation)]
 
     def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
         """A process and all of its group are gone; ``hint`` is the last line of its log.
 
-        Returns its report. While the run continues here, the end counts as a death, but an exit code of 0 only if the
-        controller did not ask for it (``end_noted``).
+        Returns the report on the end, but the controller's own end has none. While the run continues here, the end
+        counts as a death. An exit code of 0 does so only if the controller did not ask for it (``end_noted``).
         """
         self.living.discard(name)
         # For a condemned actor the reason is more useful than the last line of its log.
@@ -225,15 +233,15 @@ class AgentState:
         if name == CONTROLLER:
             return self._controller_exited(exit_code, hint, now)
         if self.ending or self.leaving:
-            return [self._report(name, exit_code, False, "")]
+            return [self._make_report(name, exit_code, "", fatal=False)]
         # A replica that is set aside is not started again now, so it is reported as given up.
         if name in self._set_aside:
-            return [self._report(name, exit_code, True, _join(describe_exit(exit_code), hint))]
-        blameless = name in self._cut_off or self._is_cut_off(now)
+            return [self._make_report(name, exit_code, _join(describe_exit(exit_code), hint), fatal=True)]
+        blameless = name in self._lived_while_cut_off or self._is_cut_off(now)
         if exit_code == 0:
             self._unexplained[name] = _Unexplained(now + VERDICT_S, hint, blameless)
-            return [self._report(name, exit_code, False, _join(describe_exit(exit_code), hint))]
-        return [self._judge(name, exit_code, hint, now, blameless)]
+            return [self._make_report(name, exit_code, _join(describe_exit(exit_code), hint), fatal=False)]
+        return [self._handle_death(name, exit_code, hint, now, blameless)]
 
     def end_noted(self, name: str, incarnation: int, asked: bool, now: float) -> list[Instruction]:
         """The controller has recorded an end. If it had not ``asked`` for it, an exit code of 0 counts as a death."""
@@ -243,24 +251,27 @@ class AgentState:
         if asked:
             self._unexplained.pop(name, None)
             return []
-        return self._died_after_all(name, now)
+        return self._count_as_death(name, now)
 
-    def _died_after_all(self, name: str, now: float) -> list[Instruction]:
+    def _count_as_death(self, name: str, now: float) -> list[Instruction]:
         """Treat an end with exit code 0 as a death, because the controller did not ask for it."""
         end = self._unexplained.pop(name, None)
         if end is None or self.ending or self.leaving:
             return []
-        report = self._judge(name, 0, end.hint, now, end.blameless)
+        report = self._handle_death(name, 0, end.hint, now, end.blameless)
         # The end was reported before, as one that is not fatal.
         return [report] if report.fatal else []
 
-    def _judge(self, name: str, exit_code: int, hint: str, now: float, blameless: bool) -> ActorEnded:
-        """Decide about a death and return its report: plan a restart, set a replica aside, or end the run."""
+    def _handle_death(self, name: str, exit_code: int, hint: str, now: float, blameless: bool) -> ActorEnded:
+        """Handle a death and return its report: plan a restart, set a replica aside, or end the run.
+
+        A ``blameless`` death does not count against the actor.
+        """
         decision = self._supervisor.ended(name, exit_code, now, blameless=blameless)
         if isinstance(decision, Restart):
             reason = _join(describe_exit(exit_code), hint)
             self._restarts[name] = (now + decision.after_s, reason, now)
-            return self._report(name, exit_code, False, reason)
+            return self._make_report(name, exit_code, reason, fatal=False)
         reason = _join(decision.reason, hint)
         if is_set_aside(name, is_healable=exit_code not in UNHEALABLE_EXITS):
             # The controller decides whether the run continues without it.
@@ -268,7 +279,7 @@ class AgentState:
         else:
             self._fail(name, reason, exit_code)
             self._begin_end(now)
-        return self._report(name, exit_code, True, reason)
+        return self._make_report(name, exit_code, reason, fatal=True)
 
     @property
     def _first_answer_s(self) -> float:
@@ -276,8 +287,8 @@ class AgentState:
         return max(FIRST_WORD_S, self.policy.silence_s)
 
     def _controller_exited(self, exit_code: int, hint: str, now: float) -> list[Instruction]:
-        """Plan a restart of the controller. If the run is ending or it is given up, kill everything."""
-        self._reachable, self._unanswered, self._answer_by = False, 0, None
+        """Plan a restart of the controller. Kill everything if the run is ending or the restart policy gives up."""
+        self._reachable, self._unanswered_calls, self._answer_by = False, 0, None
         if not self.ending:
             decision = self._supervisor.ended(CONTROLLER, exit_code, now)
             if isinstance(decision, Restart):
@@ -290,22 +301,23 @@ class AgentState:
     def state(self, state: RunState, now: float) -> list[Instruction]:
         """The controller has sent the run's state: follow it, or end this host's part with the run's result.
 
-        While the run continues, this kills actors that are condemned or set aside, and starts those set aside no more.
+        While the run continues, this kills actors that are condemned or set aside. It starts replicas that the
+        controller no longer sets aside. After missed answers it first sends the ends again.
         """
         # While the controller did not answer, it may have missed reports of ends, which are sent again.
-        instructions: list[Instruction] = list(self._ends.values()) if self._unanswered else []
+        instructions: list[Instruction] = list(self._ends.values()) if self._unanswered_calls else []
         continues = state.phase in ("starting", "running", "preempting")
         if continues and not self._reachable:
-            # The first answer of any controller here. That of a later one comes to ``controller_found`` first.
+            # No controller has answered here before. For a successor, ``controller_found`` is called before this.
             instructions = self.controller_found(now) or instructions
         self._note_answer(now)
-        self._checkpoint |= state.checkpoint >= 0
+        self._has_checkpoint |= state.checkpoint >= 0
         self._has_run |= state.phase in ("running", "preempting")
         if state.phase == "preempting" and not (self._stop_asked or self.ending):
             # This host remembers it, because a successor does not know that the run was preempted.
             self._begin_preemption(state.reason, now)
         if continues:
-            instructions += self._follow_aside(state)
+            instructions += self._apply_set_aside(state)
             for each in state.condemned:
                 if self.incarnations.get(each.name) == each.incarnation:
                     instructions += self._condemn(each.name, each.reason)
@@ -323,7 +335,11 @@ class AgentState:
         return []
 
     def stop(self, reason: str, now: float) -> list[Instruction]:
-        """End the run in order, through the controller. Kill all at a second call, or if the run is still starting."""
+        """End the run in order, through the controller. Kill all if that is impossible, or at a second request.
+
+        It is impossible while the run is starting or the controller is away. An earlier ``preempt`` counts as a first
+        request.
+        """
         if self._stop_asked:
             return self.kill(reason, now)
         self._stop_asked = True
@@ -334,7 +350,10 @@ class AgentState:
         return [StopRun(reason=reason)] if self._reachable and self._has_run else self._kill(now)
 
     def preempt(self, reason: str, now: float) -> list[Instruction]:
-        """Preempt the run: ask the controller for a checkpoint and the end. A run that is still starting is stopped."""
+        """Preempt the run: ask the controller for a checkpoint and the end. A run that is still starting is stopped.
+
+        Does nothing after an earlier request to stop or preempt.
+        """
         if self._stop_asked or self.ending:
             return []
         if not self._has_run:
@@ -356,11 +375,14 @@ class AgentState:
         """Kill everything at once. If there is a checkpoint, the run counts as preempted."""
         if not self.ending:
             self.stopped = reason
-            self.preempted = self._has_run and self._checkpoint
+            self.preempted = self._has_run and self._has_checkpoint
         return self._kill(now)
 
     def leave(self, within_s: float, now: float) -> list[Instruction]:
-        """Leave the run. The controller asks the actors to end within ``within_s``; the rest dies ``drain_s`` later."""
+        """Leave the run. The controller asks the actors to end within ``within_s``; the rest dies ``drain_s`` later.
+
+        The head never leaves.
+        """
         if self.ending or self.leaving or self.is_head:
             return []
         self.leaving = True
@@ -385,18 +407,18 @@ class AgentState:
             return [KillAll()]
         if self._preempted_until is not None and now >= self._preempted_until:
             return self.kill(f"preempted by {self._preempted_by}, and the controller did not end the run in time", now)
-        if self._launcher_gone and self._reachable and now - self._answered >= self.policy.host_grace_s:
+        if self._launcher_gone and self._reachable and now - self._answered_at >= self.policy.host_grace_s:
             return self.controller_lost(f"silent for {self.policy.host_grace_s:g} s, and no launcher", now)
         instructions: list[Instruction] = []
         if self._answer_by is not None and now >= self._answer_by:
             self._answer_by = None
             instructions += self._condemn(CONTROLLER, f"it said nothing for {self._first_answer_s:g} s after its start")
-        for name in [name for name, end in self._unexplained.items() if now >= end.until]:
-            instructions += self._died_after_all(name, now)
+        for name in [name for name, end in self._unexplained.items() if now >= end.death_at]:
+            instructions += self._count_as_death(name, now)
         for name in [name for name, (at, *_) in self._restarts.items() if now >= at]:
-            _, reason, died = self._restarts.pop(name)
+            _, reason, died_at = self._restarts.pop(name)
             died_as = self.incarnations.get(name, 0)
-            restart = RestartEvent(name=name, reason=reason, after_s=now - died, incarnation=died_as)
+            restart = RestartEvent(name=name, reason=reason, after_s=now - died_at, incarnation=died_as)
             instructions += [restart, *self._spawn(name)]
             if name == CONTROLLER and self._all_started:
                 self._answer_by = now + self._first_answer_s
@@ -406,11 +428,11 @@ class AgentState:
         """Return the time at which ``tick`` has something to do if no event comes before; None for never."""
         if self.ending:
             return self.deadline
-        times = [at for at, *_ in self._restarts.values()] + [end.until for end in self._unexplained.values()]
+        times = [at for at, *_ in self._restarts.values()] + [end.death_at for end in self._unexplained.values()]
         if self.deadline is not None:
             times.append(self.deadline)
         if self._launcher_gone and self._reachable:
-            times.append(self._answered + self.policy.host_grace_s)
+            times.append(self._answered_at + self.policy.host_grace_s)
         if self._preempted_until is not None:
             times.append(self._preempted_until)
         if self._answer_by is not None:
@@ -434,17 +456,17 @@ class AgentState:
         return EndedEvent(result="stopped", reason=self.stopped, exit_code=STOPPED_EXIT_CODE)
 
     def _note_answer(self, now: float) -> None:
-        """Note that the controller has answered. If this host was cut off, its actors get into ``_cut_off``."""
+        """Note that the controller has answered. If this host was cut off, note which actors lived meanwhile."""
         if self._is_cut_off(now):
-            self._cut_off |= self.living
-        self._answered, self._unanswered = now, 0
+            self._lived_while_cut_off |= self.living
+        self._answered_at, self._unanswered_calls = now, 0
 
     def _is_cut_off(self, now: float) -> bool:
         """Whether the controller has been silent for so long that it may count this host as lost."""
         cut_off_s = CUT_OFF_SHARE * self.policy.host_lost_s
-        return not self.is_head and self._reachable and now - self._answered >= cut_off_s
+        return not self.is_head and self._reachable and now - self._answered_at >= cut_off_s
 
-    def _follow_aside(self, state: RunState) -> list[Instruction]:
+    def _apply_set_aside(self, state: RunState) -> list[Instruction]:
         """Kill the actors that the controller sets aside, and start those that it no longer does."""
         if self.leaving or self.ending:
             return []
@@ -475,7 +497,8 @@ class AgentState:
         self.living.add(name)
         return [Spawn(name)]
 
-    def _report(self, name: str, exit_code: int, fatal: bool, reason: str) -> ActorEnded:
+    def _make_report(self, name: str, exit_code: int, reason: str, *, fatal: bool) -> ActorEnded:
+        """Return the report on an actor's end, and keep it in ``_ends`` so that it can be sent again."""
         report = ActorEnded(
             name=name,
             incarnation=self.incarnations.get(name, 0),
@@ -501,6 +524,7 @@ class AgentState:
             self.deadline = now + (grace if self._has_run else min(grace, NEVER_RAN_GRACE_S))
 
     def _kill(self, now: float) -> list[Instruction]:
+        """Begin the end, and kill everything without waiting for the deadline."""
         self._begin_end(now)
         self.deadline = None
         return [KillAll()]

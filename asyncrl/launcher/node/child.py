@@ -1,9 +1,9 @@
 """One actor's process: started in its own session, with its own log and environment.
 
 Invariant: after ``wait``, no process of the actor's group or session is left, except those in ``stuck``, which the
-kernel holds. The session includes wardens, the processes that run users' code (workers/warden.py). They become children
-of the agent when the actor dies. They get the signal END first, because only a warden finds what users' code has
-started in other sessions. A process that is left after ``warden.END_S`` is killed.
+kernel holds. The session includes wardens, the processes that run users' code (workers/warden.py). When the actor dies,
+its leftovers become children of the agent. The agent sends them END first, because only a warden finds what users' code
+has started in other sessions. After ``warden.END_S`` the agent kills what is left.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Child:
         """Wait for the process to end, then end and reap its leftovers. Returns its exit code, negative for a signal.
 
         Leftovers are the members of its group and session, which become children of the agent, a subreaper. They get
-        END, and are killed after ``warden.END_S``. ``others`` are the pids of the other actors of this host. No other
-        code may wait for the process.
+        END, and are killed after ``warden.END_S``. Those left after LEFTOVERS_S are recorded in ``stuck``. ``others``
+        are the pids of the other actors of this host. No other code may wait for the process.
         """
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
@@ -127,9 +127,9 @@ class Child:
         os.kill(self.pid, signal.SIGUSR1)
 
     def last_words(self) -> str:
-        """Return the last line of plain text that it wrote, such as the end of a traceback; JSON lines are skipped.
+        """Return the last line of plain text in the process's log, such as the end of a traceback, without JSON lines.
 
-        Empty if it wrote none, or if its log cannot be read.
+        Empty if there is no such line, or if the log cannot be read.
         """
         try:
             with self.log.open("rb") as file:

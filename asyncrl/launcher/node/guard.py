@@ -4,8 +4,8 @@
 
 The guard is a subreaper. When the agent dies, even by SIGKILL, the kernel makes all its descendants children of the
 guard, so no bookkeeping can miss one. The guard then kills its children until none is left, and removes the run's
-private folder. Its exit code is the agent's, or 128 + the signal that killed the agent. The guard kills a frozen agent
-(agent_heartbeat.py), which restarts no actor and obeys no command.
+private folder. Its exit code is the agent's, 128 + the signal that killed the agent, or 1 if a process cannot be ended.
+The guard kills a frozen agent (agent_heartbeat.py), which restarts no actor and obeys no command.
 
 Standard input and output are the agent's. The guard holds them open, so their end means that no process is left. The
 guard and the agent hold the lock of the private folder. The guard ignores signals for the run, which the agent handles.
@@ -52,7 +52,7 @@ def main() -> int:
     silent_s = 0.0
     try:
         if silent_s := HeartbeatWatch(agent, heartbeats).until_end_or_frozen():
-            # It is not reaped, so the pid is still its own. Alive, it could wake up when nothing watches it.
+            # The agent is not reaped, so no other process has its pid. Alive, it could wake up unwatched.
             os.kill(agent, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
     finally:

@@ -1,10 +1,10 @@
 """Runs a node agent: follows the controller and the launcher, and carries out what ``AgentState`` decides.
 
-Exits, states of the run, commands, signals and time become events of ``AgentState``. It answers each with instructions,
-which are carried out before the next event. Actors are spawned from the main thread. A signal preempts
-the run, and a second one kills it; SIGHUP counts as the first only. Only the head's agent starts the controller. It
-reports the controller's address to the launcher, which passes it to the other agents, and writes the record of how the
-run ended.
+Exits, states of the run, commands, signals and time become events of ``AgentState``. For each event it returns
+instructions, and this module carries them out before the next event. Actors are spawned from the main thread. A signal
+preempts the run, and a second one kills it; SIGHUP counts as the first only. Only the head's agent starts the
+controller. It reports the controller's address to the launcher, which passes it to the other agents. At the end it
+writes the record of how the run ended.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ LOOK_FOR_CONTROLLER_S = 0.02
 STACKS_S = 5.0
 """Seconds that an actor has to write its stacks, in addition to four heartbeats."""
 FAREWELL_S = 2.0
+"""Seconds for each of the last steps: stacks, farewell, logs, and the wait for ARRIVED."""
 ASK_STOP_S = 2.0
+"""Seconds that the controller has to answer on a stop."""
 
 
 class HostAgent:
@@ -82,7 +84,7 @@ class HostAgent:
         self._address = ""
         self._address_sent = asyncio.Event()
         """Set once the launcher has sent the controller's address."""
-        self._is_part = (self._run_dir / PART).exists()
+        self._has_own_folder = (self._run_dir / PART).exists()
         """Whether the run folder is this host's alone, so that its logs are sent to the launcher."""
         self._link: AgentLink | None = None
         self._event_came = asyncio.Event()
@@ -107,30 +109,34 @@ class HostAgent:
                 self._tasks.create_task(self._read_commands(commands))
                 self._tasks.create_task(self._find_controller())
                 self._tasks.create_task(self._launcher.beat(self._config.supervision.heartbeat_s))
-                if self._is_part:
+                if self._has_own_folder:
                     self._tasks.create_task(self._launcher.send_logs())
-                self._do(self._state.begin())
+                self._carry_out_and_wake(self._state.begin())
                 while not self._state.finished:
                     await self._wait_for_event()
                     self._event_came.clear()
                     self._carry_out(self._state.tick(time.monotonic()))
                 # The actors' processes are gone, so stacks that are not taken by now will not come.
                 await self._stuck.wait(FAREWELL_S)
-                if self._link is not None and not self._state.is_head and self._has_parted():
+                if self._link is not None and not self._state.is_head and self._owes_farewell():
                     await self._say_farewell(self._link)
                 raise _Finished
         except* _Finished:
             pass
-        if self._is_part:
+        if self._has_own_folder:
             await self._launcher.send_last_logs(FAREWELL_S)
         return self._say_how_it_ended()
 
-    def _has_parted(self) -> bool:
-        """Whether this host ends, the run may continue, and the controller knows the host."""
+    def _owes_farewell(self) -> bool:
+        """Whether the controller must hear that this host has ended: the run may continue, and it knows the host."""
         return not self._state.unreached and (self._state.leaving or self._state.failure is not None)
 
     async def _say_farewell(self, link: AgentLink) -> None:
-        """Report to the controller that all has ended here. A host that leaves also waits for a new controller."""
+        """Report to the controller that all has ended here.
+
+        A host that failed has FAREWELL_S for this. A host that leaves tries for ``host_grace_s``, so that a restarted
+        controller hears it too, or until the run ends.
+        """
         state = self._state
         if state.failure is not None:
             await link.say_farewell(FAREWELL_S)
@@ -149,7 +155,7 @@ class HostAgent:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 await self._event_came.wait()
 
-    def _do(self, instructions: list[Instruction]) -> None:
+    def _carry_out_and_wake(self, instructions: list[Instruction]) -> None:
         """Carry out the instructions for an event, and wake the main loop: the next deadline may have changed."""
         self._carry_out(instructions)
         self._event_came.set()
@@ -192,11 +198,11 @@ class HostAgent:
         self._log.info("signal", number=number.name)
         # The death of the guard comes as SIGTERM (die_with_parent), and leaves this process with another parent.
         if os.getppid() != self._guard:
-            self._do(self._state.guard_lost(now))
+            self._carry_out_and_wake(self._state.guard_lost(now))
         elif not self._first_signal:
-            self._do(self._state.preempt(cause_of(number), now))
+            self._carry_out_and_wake(self._state.preempt(cause_of(number), now))
         elif signal.SIGHUP not in (self._first_signal, number):
-            self._do(self._state.kill(f"ended at once by {number.name} to the agent", now))
+            self._carry_out_and_wake(self._state.kill(f"ended at once by {number.name} to the agent", now))
         if self._first_signal in (0, signal.SIGHUP):
             self._first_signal = number
 
@@ -205,11 +211,13 @@ class HostAgent:
         while line := await commands.readline():
             self._log.info("command", line=line.decode(errors="replace").strip())
             if line == STOP:
-                self._do(self._state.stop("stopped by the launcher", time.monotonic()))
+                self._carry_out_and_wake(self._state.stop("stopped by the launcher", time.monotonic()))
             elif line.startswith(PREEMPT):
-                self._do(self._state.preempt(line.removeprefix(PREEMPT).decode().strip(), time.monotonic()))
+                self._carry_out_and_wake(
+                    self._state.preempt(line.removeprefix(PREEMPT).decode().strip(), time.monotonic())
+                )
             elif line == KILL:
-                self._do(self._state.kill(AT_ONCE, time.monotonic()))
+                self._carry_out_and_wake(self._state.kill(AT_ONCE, time.monotonic()))
             elif line.startswith(CONTROLLER_AT):
                 self._address = line.removeprefix(CONTROLLER_AT).decode().strip()
                 self._address_sent.set()
@@ -220,13 +228,16 @@ class HostAgent:
         self._event_came.set()
 
     async def _find_controller(self) -> None:
-        """Wait for the controller's address and follow the controller; without one in time it counts as lost."""
+        """Wait for the controller's address, then follow the controller.
+
+        If no address comes within ``start_timeout_s``, the controller counts as lost.
+        """
         try:
             async with asyncio.timeout(self._config.supervision.start_timeout_s):
                 await self._learn_address()
         except TimeoutError:
             reason = f"no address after {self._config.supervision.start_timeout_s:g} s"
-            self._do(self._state.controller_lost(reason, time.monotonic()))
+            self._carry_out_and_wake(self._state.controller_lost(reason, time.monotonic()))
             return
         self._link = make_link(
             self._spec,
@@ -234,8 +245,8 @@ class HostAgent:
             self._address,
             self._incarnations.next(agent_name(self._spec.index)),
             on_state=self._on_state,
-            on_silent=lambda: self._do(self._state.controller_silent(time.monotonic())),
-            on_successor=lambda: self._do(self._state.controller_found(time.monotonic())),
+            on_silent=lambda: self._carry_out_and_wake(self._state.controller_silent(time.monotonic())),
+            on_successor=lambda: self._carry_out_and_wake(self._state.controller_found(time.monotonic())),
         )
         self._tasks.create_task(self._follow(self._link))
         self._state.controller_at(time.monotonic())
@@ -263,7 +274,7 @@ class HostAgent:
         try:
             await link.main()
         except AsyncRLError as error:
-            self._do(self._state.controller_lost(str(error), time.monotonic()))
+            self._carry_out_and_wake(self._state.controller_lost(str(error), time.monotonic()))
         finally:
             heartbeat.stop()
             link.stop_measuring()
@@ -289,21 +300,21 @@ class HostAgent:
         now, own = time.monotonic(), agent_name(self._spec.index)
         for leaving in state.leaving:
             if leaving.name == own:
-                self._do(self._state.leave(leaving.within_s, now))
-        self._do(self._state.state(state, now))
+                self._carry_out_and_wake(self._state.leave(leaving.within_s, now))
+        self._carry_out_and_wake(self._state.state(state, now))
 
     # --- instructions ---
 
     def _spawn(self, name: str) -> None:
         """Start the process of an actor under its next incarnation. Raises OSError."""
         incarnation = self._incarnations.next(name)
-        # Even if it cannot be started, its end is reported under this incarnation.
+        # Even if the process cannot be started, its end is reported under this incarnation.
         instructions = self._state.spawned(name, incarnation)
         argv = [*self._spec.argv, name, "--run", self._spec.run_dir, "--incarnation", str(incarnation)]
         if self._spec.host:
             argv += ["--host", self._spec.host, "--private", private_name(self._spec.index)]
         if ROLES[role_of(name)].fixed:
-            # It always uses the keys of its first start, because others know its address without an attempt.
+            # Such an actor always uses the keys of its first start, because others know its address without an attempt.
             argv += ["--attempt", "0"]
             if self._address:
                 # A restarted controller binds to the first one's address, because the others know no other.
@@ -312,16 +323,16 @@ class HostAgent:
             attempt = self._starts.get(name, 0)
             self._starts[name] = attempt + 1
             # Later starts use the last key pair.
-            pair = min(attempt, self._config.supervision.max_restarts)
-            argv += ["--attempt", str(pair), "--controller", self._address]
+            key_pair = min(attempt, self._config.supervision.max_restarts)
+            argv += ["--attempt", str(key_pair), "--controller", self._address]
         log = Path(self._state.logs[name])
         child = Child.spawn(name, incarnation, argv, environment_of(os.environ, self._spec.actors[name]), log)
         self._children[name] = child
         self._carry_out(instructions)
         self._log.info("spawned", actor=name, pid=child.pid, incarnation=incarnation)
-        self._tasks.create_task(self._wait(child))
+        self._tasks.create_task(self._wait_for_end(child))
 
-    async def _wait(self, child: Child) -> None:
+    async def _wait_for_end(self, child: Child) -> None:
         """Wait until a child and its leftovers have ended, and report that to ``AgentState``."""
         exit_code = await child.wait({other.pid for other in self._children.values() if other is not child})
         del self._children[child.name]
@@ -329,30 +340,37 @@ class HostAgent:
             self._log.error("killed but not ended", actor=child.name, pids=child.stuck)
         hint = child.last_words() if exit_code > 0 else ""
         self._log.info("ended", actor=child.name, pid=child.pid, exit_code=exit_code, hint=hint)
-        self._do(self._state.exited(child.name, exit_code, hint, time.monotonic()))
+        self._carry_out_and_wake(self._state.exited(child.name, exit_code, hint, time.monotonic()))
 
     async def _report(self, link: AgentLink, message: ActorStarted | ActorEnded) -> None:
         """Send a report to the controller. Its answer on an end becomes an event."""
         reply = await link.tell(message)
         if isinstance(reply, EndNoted):
-            self._do(self._state.end_noted(message.name, message.incarnation, reply.asked, time.monotonic()))
+            self._carry_out_and_wake(
+                self._state.end_noted(message.name, message.incarnation, reply.asked, time.monotonic())
+            )
 
     async def _ask_stop(self, request: StopRun) -> None:
-        """Ask the controller to stop or preempt the run. If it does not answer on a stop, kill everything."""
+        """Ask the controller to stop or preempt the run. If it does not answer on a stop, kill everything.
+
+        If it does not answer on a preemption, ``AgentState`` asks its successor, and has a deadline.
+        """
         timeout = None if request.preempt else ASK_STOP_S
         asked = self._link is not None and await self._link.tell(request, timeout) is not None
         if not asked and not request.preempt:
-            self._do(self._state.kill(request.reason, time.monotonic()))
+            self._carry_out_and_wake(self._state.kill(request.reason, time.monotonic()))
 
     # --- the end ---
 
     async def leave(self, commands: asyncio.StreamReader) -> None:
         """Remove this host's part of the run folder once the launcher has sent ARRIVED, because it has all logs.
 
-        If the host has joined again meanwhile, its new agent, with a larger index, uses the same folder.
+        Waits for ARRIVED at most FAREWELL_S. Keeps the folder if the host has joined again meanwhile: its new agent,
+        with a larger index, uses the same folder.
         """
-        numbers = [int(path.name.split("-")[1]) for path in self._run_dir.glob("private-*")]
-        if self._is_part and max(numbers, default=0) <= self._spec.index:
+        # A private folder is named private-INDEX.
+        indexes = [int(path.name.split("-")[1]) for path in self._run_dir.glob("private-*")]
+        if self._has_own_folder and max(indexes, default=0) <= self._spec.index:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FAREWELL_S):
                     while line := await commands.readline():

@@ -51,13 +51,13 @@ class StuckActors:
 
     def take_stacks_of(self, stuck: Sequence[Stuck], children: Mapping[str, Child]) -> None:
         """Take the controller's list of stuck actors, and show each report once. ``children``: the actors here."""
-        before, self._reported = self._reported, {}
+        reported_before, self._reported = self._reported, {}
         for actor in stuck:
             key = (actor.name, actor.incarnation, actor.number)
             child = children.get(actor.name)
             if child is not None and child.incarnation == actor.incarnation:
                 self._reported[key] = child
-                if key not in before:
+                if key not in reported_before:
                     self.show(child, actor.report)
 
     def show(self, child: Child, report: str) -> None:
@@ -67,7 +67,7 @@ class StuckActors:
             self._emit(WarningEvent(text=f"watchdog: {report}"))
         key = (child.name, child.incarnation)
         if key not in self._stack_tasks:
-            self._stack_tasks[key] = self._spawn(self._take(child))
+            self._stack_tasks[key] = self._spawn(self._take_stacks(child))
 
     def kill(self, child: Child, reason: str) -> None:
         """Kill an actor. If its stacks are being taken, first wait for them."""
@@ -83,7 +83,7 @@ class StuckActors:
         if self._stack_tasks:
             await asyncio.wait(self._stack_tasks.values(), timeout=timeout_s)
 
-    async def _take(self, child: Child) -> None:
+    async def _take_stacks(self, child: Child) -> None:
         try:
             text = await take_stacks(child, self._patience_s)
         finally:
@@ -99,7 +99,7 @@ async def take_stacks(child: Child, timeout_s: float) -> str:
     """Return a text with the state and the stacks of an actor's process. Waits for at most about ``timeout_s``."""
     pid = child.pid
     state = process_state(pid)
-    stacks = await _py_spy(pid, timeout_s / 2, stopped=_is_stopped(state))
+    stacks = await _stacks_by_py_spy(pid, timeout_s / 2, stopped=_is_stopped(state))
     if not stacks and _is_stopped(state):
         return f"process {pid}: {state}: it was stopped (SIGSTOP) and runs nothing"
     return f"process {pid}: {state}\n{stacks or await _ask_for_stacks(child, timeout_s / 2)}"
@@ -130,7 +130,7 @@ def _find_py_spy() -> str | None:
     return shutil.which("py-spy") or (str(own) if os.access(own, os.X_OK) else None)
 
 
-async def _py_spy(pid: int, timeout_s: float, *, stopped: bool) -> str:
+async def _stacks_by_py_spy(pid: int, timeout_s: float, *, stopped: bool) -> str:
     """Return the output of py-spy on a process; empty if it is not installed, not allowed or too slow."""
     program = _find_py_spy()
     if program is None:
@@ -176,8 +176,9 @@ async def _ask_for_stacks(child: Child, timeout_s: float) -> str:
     until = loop.time() + timeout_s
     text = ""
     gone = False
+    # TASKS_END ends the stacks.
     while loop.time() < until and TASKS_END not in text and not gone:
-        # Checked before the log is read, so that the last lines of a process that ends are not missed.
+        # This comes before the log is read: otherwise the last lines of a process that ends could be missed.
         gone = process_state(child.pid).startswith(("gone", "Z"))
         await asyncio.sleep(LOOK_S)
         text = await asyncio.to_thread(_plain_lines, child.log, start)

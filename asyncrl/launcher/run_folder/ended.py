@@ -139,9 +139,9 @@ def describe_end(folder: RunFolder, ended: EndedEvent, left: RunProgress) -> lis
         hint = "; without a checkpoint, the same command starts a new run"
         hint = hint if left.trained and left.checkpoint is None else ""
         return [*rows, f"ended before the last step: {ended.reason}{hint}"]
-    first, _, rest = ended.reason.partition("\n")
-    rows += [*rest.splitlines(), str(ActorFailed(ended.actor, first, log=ended.log))]
-    if first.startswith(NO_SIGNAL) and left.checkpoint is not None:
+    first_line, _, rest = ended.reason.partition("\n")
+    rows += [*rest.splitlines(), str(ActorFailed(ended.actor, first_line, log=ended.log))]
+    if first_line.startswith(NO_SIGNAL) and left.checkpoint is not None:
         export = f"asyncrl-export {shlex.quote(str(folder.path))} MODEL_DIR"
         rows.append(
             f"training stopped at step {left.trained}, because no prompt group has a signal any more; the checkpoint "

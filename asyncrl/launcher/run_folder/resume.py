@@ -85,7 +85,7 @@ class Resumption:
         return [one.describe(self.checkpoint.path, self.checkpoint.step) for one in damaged]
 
     def begin(self, config: Config) -> list[Path]:
-        """Begin the attempt in the folder, and rename all damaged checkpoints and those newer than ours.
+        """Begin the attempt in the folder, and rename damaged checkpoints and those newer than ``checkpoint``.
 
         Returns their new paths. The caller holds the private folder. Raises CheckpointError or OSError.
         """
@@ -123,7 +123,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
     is_finished, prompts, state = False, None, None
     if found is not None:
         state = read_state(found.path)
-        _compare(config, state)
+        _require_same(config, state)
         if "data" not in config.resume.allow and state.fingerprint:
             prompts = KnownPrompts(fingerprint=state.fingerprint, count=state.prompts)
         exported = not config.checkpoint.export_at_end or exported_model(path) is not None
@@ -198,7 +198,7 @@ def _locate(config: Config, place: Path) -> tuple[Path, Path | None]:
     )
 
 
-def _compare(config: Config, state: CheckpointState) -> None:
+def _require_same(config: Config, state: CheckpointState) -> None:
     """Raise RunChanged or ConfigError if the checkpoint's seed, batches, adapters or backend differ from ``config``."""
     if state.seed != config.run.seed and "seed" not in config.resume.allow:
         raise RunChanged("seed", "run.seed", was=str(state.seed), now=str(config.run.seed))

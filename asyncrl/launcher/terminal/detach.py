@@ -80,7 +80,7 @@ def detach() -> Detached | int:
 
     The child's standard streams lead to /dev/null and the temporary file. Raises OSError.
     """
-    # Otherwise both processes would write what is buffered.
+    # Without this, both processes would write what is buffered.
     _flush()
     output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
     read_end, write_end = os.pipe()
@@ -103,10 +103,15 @@ class _Waiting:
     def __init__(self, child: int, pipe: int, output: IO[bytes]) -> None:
         self._child, self._pipe, self._output = child, pipe, output
         self._offset = 0
+        """Bytes of the output that were shown."""
         self._run: dict[str, str] = {}
+        """Where the run is, by the keys run, log and head; empty before the child's first message."""
 
     def main(self) -> int:
-        """Show the child's output and act on its messages until it is running or ends; return the exit code."""
+        """Show the child's output and act on its messages, until the run is running or the child ends.
+
+        Returns the exit code: 0 for a run that is running, else the child's.
+        """
         for number in PASSED_ON:
             signal.signal(number, self._pass_on)
         rest = b""
@@ -136,7 +141,7 @@ class _Waiting:
 
     def _show_output(self) -> None:
         """Show what the child has written since the last call, on standard error."""
-        # Not read(), because parent and child share the offset of the temporary file.
+        # ``read`` would move the offset of the temporary file, which parent and child share.
         while chunk := os.pread(self._output.fileno(), LONGEST_WORD_BYTES, self._offset):
             self._offset += len(chunk)
             _write_to(chunk.decode(errors="replace"), sys.stderr)

@@ -31,12 +31,15 @@ class Interrupts:
             loop.add_signal_handler(number, self.note, number)
 
     def note(self, number: int) -> None:
-        """Record a signal. The first wakes the waits; so does each later one, unless it or the first is SIGHUP."""
-        before = self.signal
-        if before in (0, signal.SIGHUP):
+        """Record a signal. The first one wakes the waits.
+
+        A later one also wakes the waits, and may be the second, unless it is SIGHUP or only SIGHUP came before.
+        """
+        previous = self.signal
+        if previous in (0, signal.SIGHUP):
             self.signal = number
-        if not before or signal.SIGHUP not in (before, number):
-            self.second = self.second or (number if before else 0)
+        if not previous or signal.SIGHUP not in (previous, number):
+            self.second = self.second or (number if previous else 0)
             self._arrived.set()
 
     def describe_end_at_once(self) -> str:

@@ -75,7 +75,8 @@ class TerminalProgress:
         self._out = out
         self._err = sys.stderr if err is None else err
         self._steps = steps
-        self._live = out.isatty()
+        self._is_terminal = out.isatty()
+        """Whether ``out`` is a terminal, on which one line is rewritten."""
         self._state_text = ""
         """The newest text on the run's state."""
         self._shown = ""
@@ -84,8 +85,10 @@ class TerminalProgress:
         """Texts on what the run waits for, from the controller's newest state."""
         self._died_at: dict[str, float] = {}
         """Time of death (s, monotonic) of each actor that died and is not ready again."""
-        self._lost_hosts: tuple[int, Mapping[str, list[str]]] = 0, {}
-        """The incarnation of the controller that reported the lost hosts, and the actors of each."""
+        self._controller = 0
+        """Incarnation of the controller that reported the newest state."""
+        self._lost_hosts: Mapping[str, list[str]] = {}
+        """Actors by lost host, from that state."""
         self._actors_awaited: int | None = None
         """Number of actors in the last line that showed what the start waits for; None before it."""
         self._stages: dict[str, str] = {}
@@ -96,17 +99,22 @@ class TerminalProgress:
     def show(self, event: Event) -> None:
         """Show an event if it is news: rewrite the state, or add a line that stays."""
         if isinstance(event, StateEvent):
-            if event.controller != self._lost_hosts[0]:
+            if event.controller != self._controller:
                 self._show_ready(CONTROLLER)
             self._show_hosts(event)
-            self._wait(event.waits)
+            self._show_waits(event.waits)
         match event:
             case StateEvent(phase="starting", waiting_for=names):
                 # Without a terminal, write a line only if half as many actors are left, or one of the last few is in
                 # a new stage.
                 stages = {name.split()[0]: name for name in names} if len(names) <= NAMES_SHOWN else {}
                 moved = any(self._stages.get(actor, stage) != stage for actor, stage in stages.items())
-                if self._live or self._actors_awaited is None or moved or len(names) <= self._actors_awaited // 2:
+                if (
+                    self._is_terminal
+                    or self._actors_awaited is None
+                    or moved
+                    or len(names) <= self._actors_awaited // 2
+                ):
                     self._actors_awaited, self._stages = len(names), stages
                     self._set_state(f"starting: waiting for {_listed(names)}" if names else "starting")
             case StateEvent(phase="running"):
@@ -120,10 +128,10 @@ class TerminalProgress:
             case RestartEvent(name=name, reason=reason, after_s=after_s, incarnation=incarnation):
                 self.warn([f"{name} died ({reason}) and is started again"])
                 self.restarts[name] = self.restarts.get(name, 0) + 1
-                self._died_at[name] = died = self._now_s() - after_s
+                self._died_at[name] = died_at = self._now_s() - after_s
                 self.notices.ended(name, incarnation)
                 if role_of(name) == "learner" and self._learner_died is None:
-                    self._learner_died = name, died
+                    self._learner_died = name, died_at
             case ReadyEvent(name=name):
                 self._show_ready(name)
             case WarningEvent(text=text):
@@ -136,7 +144,7 @@ class TerminalProgress:
             case MetricsEvent(line=line) if line.get("kind") == "warm":
                 self._set_state(describe_warm_step(line))
             case MetricsEvent(line=line):
-                self._show_return(line)
+                self._show_learner_return(line)
                 self._show_step(line)
             case _:
                 pass
@@ -148,15 +156,14 @@ class TerminalProgress:
 
     def _show_hosts(self, state: StateEvent) -> None:
         """Show hosts that are newly lost, that are back, or that leave the run while they are lost."""
-        controller, before = self._lost_hosts
         # A restarted controller does not know which hosts its predecessor counted as lost.
-        before = before if controller == state.controller else {}
-        self._lost_hosts = state.controller, state.lost_hosts
+        lost_before = self._lost_hosts if state.controller == self._controller else {}
+        self._controller, self._lost_hosts = state.controller, state.lost_hosts
         for host, actors in state.lost_hosts.items():
-            if host not in before:
+            if host not in lost_before:
                 self.warn([f"host {host} is lost: nothing is heard of it; dead with it: {_listed(actors)}"])
         agents = tuple(f"({name})" for name in state.leaving)
-        for host, actors in before.items():
+        for host, actors in lost_before.items():
             if host in state.lost_hosts:
                 continue
             if host.endswith(agents):
@@ -179,19 +186,19 @@ class TerminalProgress:
         )
         self._losses = losses
 
-    def _show_return(self, line: Line) -> None:
+    def _show_learner_return(self, line: Line) -> None:
         """If ``line`` is a restarted learner's first step, show its delay and the steps that are trained again."""
-        start, before, step = line.get("start", 0), self._learner_start, line.get("step", 0)
+        start, previous_start, step = line.get("start", 0), self._learner_start, line.get("step", 0)
         self._learner_start = start
-        if self._learner_died is not None and start > before > 0:
-            name, died = self._learner_died
+        if self._learner_died is not None and start > previous_start > 0:
+            name, died_at = self._learner_died
             self._learner_died = None
-            text = f"training continues: step {step} {self._now_s() - died:.1f} s after {name} died"
+            text = f"training continues: step {step} {self._now_s() - died_at:.1f} s after {name} died"
             self.say(f"{text}, from {_start_words(step - 1)}; {_retrained_words(step, self.step)}")
 
     def reaching(self, hosts: list[str]) -> None:
         """Show the hosts that have not answered yet; without a terminal, only when half as many are left."""
-        if self._live or not self._hosts_awaited or len(hosts) <= self._hosts_awaited // 2:
+        if self._is_terminal or not self._hosts_awaited or len(hosts) <= self._hosts_awaited // 2:
             self._hosts_awaited = len(hosts)
             self._set_state(
                 f"reaching hosts: waiting for {_listed(hosts)}" if hosts else "reaching hosts: all are there"
@@ -200,14 +207,14 @@ class TerminalProgress:
     def say(self, text: str) -> None:
         """Write a line that stays, above the rewritten one."""
         text = printable(text, keep=_NEWLINE)
-        self._write(f"{text}\n{self._fitted(self._shown)}" if self._live else f"{text}\n")
+        self._write(f"{text}\n{self._fitted(self._shown)}" if self._is_terminal else f"{text}\n")
 
     def warn(self, lines: list[str]) -> None:
         """Write lines that stay to ``err``."""
-        if self._live:
+        if self._is_terminal:
             self._write("")
         PRINTER.print_to(self._err, "".join(f"{printable(line, keep=_NEWLINE)}\n" for line in lines))
-        if self._live:
+        if self._is_terminal:
             self._write(self._fitted(self._shown))
 
     def end(self) -> None:
@@ -215,13 +222,13 @@ class TerminalProgress:
         self._shown = ""
         self._write("")
 
-    def _wait(self, waits: list[str]) -> None:
+    def _show_waits(self, waits: list[str]) -> None:
         """Show what the run waits for."""
         if waits == self._waits:
             return
         self._waits = waits
         # Without a terminal, no line is needed for the end of a wait: the next step shows it.
-        if self._live or waits:
+        if self._is_terminal or waits:
             self._set_state(self._state_text)
 
     def _set_state(self, text: str) -> None:
@@ -232,14 +239,14 @@ class TerminalProgress:
         text = printable(f"waiting for {waits}  {text}".rstrip() if waits else text)
         if text != self._shown:
             self._shown = text
-            self._write(self._fitted(text) if self._live else f"{text}\n")
+            self._write(self._fitted(text) if self._is_terminal else f"{text}\n")
 
     def _fitted(self, text: str) -> str:
         width = shutil.get_terminal_size().columns - 1
         return text if cell_len(text) <= width else set_cell_size(text, width)
 
     def _write(self, text: str) -> None:
-        PRINTER.print_to(self._out, CLEAR_LINE + text if self._live else text)
+        PRINTER.print_to(self._out, CLEAR_LINE + text if self._is_terminal else text)
 
 
 def _start_words(step: int) -> str:
@@ -268,21 +275,23 @@ class RunPace:
 
     def __init__(self, steps: int, began: float) -> None:
         self._steps, self._began = steps, began
-        self._heard: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
+        self._trained: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
+        """The last steps, each with the time at which it was trained."""
 
     def heard(self, step: int, now: float) -> None:
         """Record that ``step`` was trained at ``now`` (s, monotonic)."""
-        if self._heard and step <= self._heard[-1][0]:
-            self._heard.clear()
-        self._heard.append((step, now))
+        # A learner that resumes trains earlier steps again.
+        if self._trained and step <= self._trained[-1][0]:
+            self._trained.clear()
+        self._trained.append((step, now))
 
     def describe(self, now: float) -> str:
         """Return elapsed and remaining time as text; the latter only once two steps are known."""
         words = f"elapsed {clock_words(now - self._began)}"
-        if len(self._heard) < 2:
+        if len(self._trained) < 2:
             return words
-        (first, since), (last, until) = self._heard[0], self._heard[-1]
-        left = max(0, self._steps - last) * (until - since) / (last - first)
+        (first, first_at), (last, last_at) = self._trained[0], self._trained[-1]
+        left = max(0, self._steps - last) * (last_at - first_at) / (last - first)
         return f"{words}  left {clock_words(left)}" if last < self._steps else words
 
 
@@ -328,21 +337,24 @@ class ShownNotices:
         self._ended[actor] = max(incarnation, self._ended.get(actor, 0))
 
     def take(self, event: NoticeEvent, now: float) -> str:
-        """Record a notice, and return the line to show at ``now`` (s, monotonic); empty for none."""
+        """Record a notice, and return the line to show at ``now`` (s, monotonic); empty for none.
+
+        Ignores a notice of an older incarnation, and a new key beyond MOST_NOTICES.
+        """
         key = event.actor, event.key
-        before, is_new_text = self._kept.get(key), True
-        if before is not None:
-            shown = before.shown
-            if event.incarnation < before.event.incarnation:
+        kept, is_new_text = self._kept.get(key), True
+        if kept is not None:
+            shown = kept.shown
+            if event.incarnation < kept.event.incarnation:
                 return ""
             is_new_text = (event.text, event.meanwhile) != (shown.text, shown.meanwhile)
             if event.incarnation > shown.incarnation and not is_new_text:
                 # A restarted actor repeats the notice: count from here, and show nothing.
-                self._kept[key] = _Shown(event, event, before.at)
+                self._kept[key] = _Shown(event, event, kept.at)
                 return ""
             is_news = is_new_text or event.count >= 2 * shown.count
-            if not is_news or now - before.at < NOTICE_S:
-                self._kept[key] = replace(before, event=event)
+            if not is_news or now - kept.at < NOTICE_S:
+                self._kept[key] = replace(kept, event=event)
                 return ""
         elif len(self._kept) >= MOST_NOTICES:
             return ""

@@ -134,8 +134,8 @@ def _steps(first: int, last: int) -> str:
 
 def _untrained(train: Sequence[Line]) -> str:
     """Return the counts of what was not trained as text; counts of a learner are summed over the learner's starts."""
-    newest: dict[int, Line] = {line.get("start", 0): line for line in train}
+    last_line_by_start: dict[int, Line] = {line.get("start", 0): line for line in train}
     counts = {words: int(number_in(train[-1], key) or 0) for key, words in OF_THE_RUN.items()}
     for key, words in OF_A_LEARNER.items():
-        counts[words] = int(sum(number_in(line, key) or 0 for line in newest.values()))
+        counts[words] = int(sum(number_in(line, key) or 0 for line in last_line_by_start.values()))
     return ", ".join(f"{words} {count}" for words, count in counts.items() if count)

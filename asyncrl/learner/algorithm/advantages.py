@@ -1,16 +1,16 @@
 """The built-in advantages: functions from the rewards of a step's groups to one advantage for each turn.
 
 Masked trajectories are included: they belong to the baseline. Every token of a turn has the advantage of its turn.
-Except under ``reinforce``, the advantages of a group are 0 if all its rewards are equal.
+Except under ``reinforce``, the advantages of a group are 0 if all its rewards are equal and every past_it (below) is 0.
 
-The return of turn t of trajectory i is r_i - past_it, where past_it is the reward earned before the turn began. It is
-the reward to go: an action has no part in earlier rewards (policy gradient theorem, Sutton and others, 2000). The
-baseline is that of the trajectory. If every past_it is 0, all turns of a trajectory have the same advantage.
+The return of turn t of trajectory i is r_i - past_it, where past_it is the reward earned before the turn began. The
+return is the reward to go: an action has no part in earlier rewards (policy gradient theorem, Sutton and others, 2000).
+All turns of a trajectory have one baseline, a mean of rewards r. If every past_it is 0, they have one advantage too.
 
 A user's own function returns for each group float64 [n], one advantage for each trajectory, or n arrays [turns].
 
-Fails with ValueError for a group of fewer than two trajectories, or a reward that is not finite; ``checked`` makes that
-a ConfigError.
+Fails with ValueError for a reward that is not finite and, except under ``reinforce``, for a group of fewer than two
+trajectories. ``checked`` turns the error into a ConfigError.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def grpo(groups: Sequence[ScoredGroup]) -> Advantages:
 
     DeepSeekMath (arXiv 2402.03300, section 4.1.2). s is the larger of two numbers. One is std(r) with n - 1, as in verl
     and TRL (the paper does not say which). The other is the spread of the turns, sqrt(sum_i mean_t (r_i - past_it -
-    mean(r))^2 / (n - 1)). They are equal if every past_it is 0. The process supervision of GRPO takes the deviation of
-    all rewards likewise (section 4.1.3). With std(r) alone, nearly equal rewards would blow up different turns a
-    million times.
+    mean(r))^2 / (n - 1)). The two numbers are equal if every past_it is 0. The process
+    supervision of GRPO takes the deviation of all rewards likewise (section 4.1.3). With std(r) alone, nearly equal
+    rewards would blow up different turns a million times.
     """
     advantages = []
     for group in groups:
@@ -107,8 +107,8 @@ def rloo(groups: Sequence[ScoredGroup]) -> Advantages:
     """
     return [
         [
-            centred * (len(group.rewards) / (len(group.rewards) - 1)) - turns
-            for centred, turns in zip(_centred(group), group.past, strict=True)
+            centred * (len(group.rewards) / (len(group.rewards) - 1)) - past
+            for centred, past in zip(_centred(group), group.past, strict=True)
         ]
         for group in groups
     ]
@@ -124,22 +124,22 @@ def reinforce(groups: Sequence[ScoredGroup]) -> Advantages:
     Williams 1992, section 4. REINFORCE++ (arXiv 2501.03262) takes the batch's mean too, and divides by the standard
     deviation. Groups may have a single trajectory.
     """
-    baseline = float(np.mean(np.concatenate([_finite(group) for group in groups])))
+    baseline = float(np.mean(np.concatenate([_finite_rewards(group) for group in groups])))
     return [
-        [reward - baseline - turns for reward, turns in zip(group.rewards, group.past, strict=True)] for group in groups
+        [reward - baseline - past for reward, past in zip(group.rewards, group.past, strict=True)] for group in groups
     ]
 
 
 def _less_past(centred: np.ndarray, group: ScoredGroup) -> list[np.ndarray]:
     """The centred return of each turn: float64 [turns] for each trajectory."""
-    return [value - turns for value, turns in zip(centred, group.past, strict=True)]
+    return [value - past for value, past in zip(centred, group.past, strict=True)]
 
 
 def _scaled(returns: list[np.ndarray], std: float) -> list[np.ndarray]:
-    """Divide centred returns by s of ``grpo``; ``std`` is that of the rewards."""
-    squares = np.array([(turns**2).sum() / len(turns) if len(turns) else 0.0 for turns in returns])
-    spread = max(std, float(np.sqrt(squares.sum() / (len(returns) - 1))))
-    return [turns / (spread + STD_EPSILON) for turns in returns]
+    """Divide centred returns, [turns] for each trajectory, by s of ``grpo``; ``std`` is that of the rewards."""
+    mean_squares = np.array([(values**2).sum() / len(values) if len(values) else 0.0 for values in returns])
+    s = max(std, float(np.sqrt(mean_squares.sum() / (len(returns) - 1))))
+    return [values / (s + STD_EPSILON) for values in returns]
 
 
 def _std(centred: np.ndarray) -> float:
@@ -147,8 +147,8 @@ def _std(centred: np.ndarray) -> float:
 
 
 def _centred(group: ScoredGroup) -> np.ndarray:
-    """Rewards less their mean, float64 [n]; exactly 0 if all are equal."""
-    values = _finite(group)
+    """Rewards less their mean, float64 [n]; exactly 0 if all are equal. Raises ValueError for fewer than 2."""
+    values = _finite_rewards(group)
     if len(values) < 2:
         raise ValueError(f"group {group.uid} has {len(values)} trajectories; this advantage needs at least 2")
     if np.all(values == values[0]):
@@ -158,7 +158,7 @@ def _centred(group: ScoredGroup) -> np.ndarray:
     return centred
 
 
-def _finite(group: ScoredGroup) -> np.ndarray:
+def _finite_rewards(group: ScoredGroup) -> np.ndarray:
     values = np.asarray(group.rewards, dtype=np.float64)
     if not np.isfinite(values).all():
         raise ValueError(f"rewards must be finite, got {values.tolist()} in group {group.uid}")
@@ -192,10 +192,10 @@ def _by_turn(group: ScoredGroup, values: Sequence[np.ndarray]) -> list[np.ndarra
         of = f"for the {len(group.rewards)} trajectories of group {group.uid}"
         raise ValueError(f"it returned {len(values)} advantages {of}")
     arrays = [np.asarray(value, dtype=np.float64) for value in values]
-    for each, turns in zip(arrays, group.past, strict=True):
-        if each.shape not in ((), turns.shape):
-            of = f"shape {each.shape} for a trajectory of {len(turns)} turns in group {group.uid}"
+    for each, past in zip(arrays, group.past, strict=True):
+        if each.shape not in ((), past.shape):
+            of = f"shape {each.shape} for a trajectory of {len(past)} turns in group {group.uid}"
             raise ValueError(f"it returned an advantage of {of}; it must be one number, or one for each turn")
     if not np.isfinite(np.concatenate([each.reshape(-1) for each in arrays])).all():
         raise ValueError(f"it returned an advantage that is not finite for group {group.uid}")
-    return [each if each.ndim else np.full(turns.shape, each) for each, turns in zip(arrays, group.past, strict=True)]
+    return [each if each.ndim else np.full(past.shape, each) for each, past in zip(arrays, group.past, strict=True)]

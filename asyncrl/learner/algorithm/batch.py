@@ -13,11 +13,12 @@ whose next token has a loss. Sequences behind the same prompt may share their be
 work and nothing else.
 
 Every sampled token is trained in exactly one sequence. Context, and tokens repeated from another sequence, are computed
-and have no loss. A sequence without a loss token is not computed. Neither is a sequence whose advantages are all 0, if
-the objective is a multiple of the advantage: its tokens count in the denominator, and its gradient is 0.
+and have no loss. A sequence without a loss token is not computed. If the objective is a multiple of the advantage, a
+sequence whose advantages are all 0 has no gradient. Its tokens count in the denominator, but it is computed only if
+its update has no other sequence.
 
 A masked trajectory (cut by a limit under ``reward.truncated = "mask"``) counts in the baseline of its group, but in no
-loss, no denominator and no statistic of the policy. The same holds for tokens staler than ``staleness.max``, unless
+loss, no denominator and no statistic of the policy. The same holds for a token staler than ``staleness.max``, unless
 ``staleness.late`` is "train".
 
 A step has one update or several, each from its share of the groups. Advantages are those of the whole step; each update
@@ -193,7 +194,7 @@ def build_step(
     not computed, unless the update has no other.
     """
     learner = config.learner
-    # Groups that a checkpoint restored have not passed the check of the intake.
+    # The intake checks groups, but not those that a checkpoint has restored.
     for group in groups:
         if problem := check_group(group):
             raise ValueError(f"group {group.lease.uid} cannot be trained: {problem}")
@@ -207,11 +208,11 @@ def build_step(
         loss_tokens: list[int] = []
         for i in share:
             group = groups[i]
-            for n, (trajectory, of_turns) in enumerate(zip(group.trajectories, advantages[i], strict=True)):
+            for n, (trajectory, turn_advantages) in enumerate(zip(group.trajectories, advantages[i], strict=True)):
                 if masking and is_truncated(trajectory):
                     continue
                 teacher_logprobs = teacher[i][n] if teacher is not None else None
-                trained = _trained_sequences(group, trajectory, of_turns, version, oldest, teacher_logprobs)
+                trained = _trained_sequences(group, trajectory, turn_advantages, version, oldest, teacher_logprobs)
                 if trained:
                     loss_tokens.append(sum(len(sequence.predict) for sequence in trained))
                     weights += [token_weight(learner.aggregation, loss_tokens[-1])] * len(trained)
@@ -228,8 +229,9 @@ def build_step(
                 packed=packed,
                 sharing=sharing.among(computed),
             )
-            chosen = [[[computed[i] for i in row] for row in rank] for rank in rows]
-            ranks = make_micro_batches(sequences, weights, chosen, sharing)
+            # ``rows`` has indices into ``computed``; ``make_micro_batches`` needs indices into ``sequences``.
+            rows = [[[computed[i] for i in row] for row in rank] for rank in rows]
+            ranks = make_micro_batches(sequences, weights, rows, sharing)
             updates.append(
                 UpdatePlan(
                     ranks=ranks,
@@ -279,18 +281,19 @@ def _advantages(groups: Sequence[Group], penalties: Penalties | None, advantage:
         return []
     scored = [scored_group(group) for group in groups]
     if penalties is not None:
-        shares = zip(scored, penalties.total, penalties.past, strict=True)
-        scored = [_charged(group, total, past) for group, total, past in shares]
+        with_penalties = zip(scored, penalties.total, penalties.past, strict=True)
+        scored = [_subtract_penalties(group, total, past) for group, total, past in with_penalties]
     return advantage(scored)
 
 
-def _charged(group: ScoredGroup, total: np.ndarray, past: Sequence[np.ndarray]) -> ScoredGroup:
-    """Subtract penalties from the rewards, ``total`` float64 [n], and from what was earned before each turn.
+def _subtract_penalties(group: ScoredGroup, total: np.ndarray, past: Sequence[np.ndarray]) -> ScoredGroup:
+    """Subtract penalties from the rewards, ``total`` float64 [n], and from the reward earned before each turn.
 
-    ``past`` is the penalty of the earlier turns, so a turn's return does not bear it.
+    ``past`` is the penalty of the earlier turns. A turn's return does not bear this penalty, since it is subtracted
+    from both terms of the return.
     """
-    turns = [earned - lost for earned, lost in zip(group.past, past, strict=True)]
-    return replace(group, rewards=group.rewards - total, past=turns)
+    net_past = [earned - penalty for earned, penalty in zip(group.past, past, strict=True)]
+    return replace(group, rewards=group.rewards - total, past=net_past)
 
 
 def _trained_sequences(
@@ -303,16 +306,17 @@ def _trained_sequences(
 ) -> list[SampledSequence]:
     """The sequences of a trajectory that have a loss token.
 
-    ``advantages`` is float64 [turns] over all its sequences. Tokens of versions before ``oldest`` have no loss.
-    ``teacher`` has log-probs for each sequence.
+    ``advantages`` is float64 [turns] over all its sequences. Tokens of versions before ``oldest`` have no loss; None
+    keeps tokens of all versions. ``teacher`` has log-probs for each sequence.
     """
-    trained, turn = [], 0
+    trained, turns_done = [], 0
     values = advantages.astype(np.float32)
     for number, sequence in enumerate(trajectory.sequences):
-        _, lengths = past_rewards(sequence)
-        of_turns = values[turn : turn + len(lengths)]
-        turn += len(lengths)
+        _, turn_lengths = past_rewards(sequence)
+        turn_advantages = values[turns_done : turns_done + len(turn_lengths)]
+        turns_done += len(turn_lengths)
         spans = list(sampled_spans(sequence))
+        # None means that all sampled tokens have a loss.
         kept = _kept(spans, oldest)
         if spans and (kept is None or len(kept)):
             trained.append(
@@ -320,7 +324,7 @@ def _trained_sequences(
                     SequenceId(group.lease.uid, trajectory.sample, number),
                     _prompt_ids(group, sequence),
                     sequence,
-                    np.repeat(of_turns, lengths),
+                    np.repeat(turn_advantages, turn_lengths),
                     _staleness(spans, version),
                     kept,
                     teacher[number] if teacher is not None else None,
@@ -353,8 +357,8 @@ def _lengths(spans: Sequence[VersionSpan]) -> list[int]:
 class SampledSequence:
     """A sampled sequence, cut and indexed as the learner computes it.
 
-    ``advantages`` float32, ``stale`` int32 and ``teacher`` float32 are [S] for S sampled tokens. ``kept`` are the
-    indices of those with a loss; None means all.
+    ``advantages`` float32, ``stale`` int32 and ``teacher`` float64 are [S] for S sampled tokens. ``kept`` holds the
+    indices of the sampled tokens that have a loss; None means all.
     """
 
     def __init__(
@@ -371,7 +375,7 @@ class SampledSequence:
             return values if kept is None else values[kept]
 
         self.id = name
-        # All of its tokens are sampled and trained: no positions are looked up.
+        # ``last`` is the index of the last trained token. If all tokens are sampled and trained, it needs no search.
         if kept is None and len(sequence.logprobs) == len(sequence.tokens):
             last = len(sequence.tokens) - 1
             self.predict = np.arange(len(prompt_ids) - 1, len(prompt_ids) + last, dtype=np.int32)
@@ -384,6 +388,7 @@ class SampledSequence:
             targets = sequence.tokens[positions]
         self.input_ids = _as(np.concatenate([prompt_ids, sequence.tokens[:last]]), np.int32)
         self.family = name.uid, self.input_ids[: len(prompt_ids)].tobytes()
+        """Group and prompt: sequences with both in common may share their beginning."""
         self.targets = _as(targets, np.int32)
         self.behaviour = _as(chosen(sequence.logprobs), np.float32)
         self.advantages = chosen(advantages)
@@ -399,7 +404,7 @@ class SampledSequence:
 
 
 def _as(values: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
-    """Convert ``values`` to ``dtype``; without a copy if they have that type already."""
+    """Convert ``values`` to ``dtype``, without a copy if their type is ``dtype`` already."""
     return values.astype(dtype, copy=False)
 
 

@@ -3,9 +3,9 @@
 ``check_group`` checks everything that build_step relies on. A group that fails is quarantined with the reason.
 
 ``has_signal`` is dynamic sampling: DAPO (arXiv 2503.14476, section 3.2) leaves out prompts whose answers are all right
-or all wrong. ``learner.signal`` names what is compared: a component, or the reward before the overlong penalty, so that
-one slightly long right answer does not make a group of right answers count. It raises ConfigError if no trajectory has
-the component and no scoring ran out of time.
+or all wrong. ``learner.signal`` names the number that is compared: a component, or the reward before the overlong
+penalty. With the penalty, one slightly long right answer would make a group of right answers differ. ``has_signal``
+raises ConfigError if no trajectory has the component and no scoring ran out of time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _check_tokens(sequence: Sequence) -> str | None:
         return "no tokens"
     if sequence.prompt_ids is not None and not len(sequence.prompt_ids):
         return "its prompt is empty; its first token has nothing to be predicted from"
-    # Each span begins where the one before it ends, and the first at 0.
+    # The ends of the previous spans: the first span begins at 0, and each other one at the end of the previous one.
     ends = [0, *(span.end for span in spans)]
     if ends[-1] != count or any(s.start != end or s.end <= s.start for s, end in zip(spans, ends, strict=False)):
         return f"version spans do not cover its {count} tokens: {[(s.start, s.end) for s in spans]}"
@@ -97,15 +97,15 @@ def has_signal(group: Group, config: LearnerConfig) -> bool:
 
     If the signal is the reward, a difference between the returns of turns (advantages.py) is enough.
     """
-    values = _values(group, config.signal)
+    values = _signals(group, config.signal)
     if _spread(values) > config.signal_tolerance:
         return True
     if config.signal != REWARD:
         return False
-    past = [turns_past(trajectory) for trajectory in group.trajectories]
-    if not any(turns.any() for turns in past):
+    pasts = [turns_past(trajectory) for trajectory in group.trajectories]
+    if not any(past.any() for past in pasts):
         return False
-    returns = np.concatenate([value - turns for value, turns in zip(values, past, strict=True)])
+    returns = np.concatenate([value - past for value, past in zip(values, pasts, strict=True)])
     return _spread(returns) > config.signal_tolerance
 
 
@@ -114,10 +114,11 @@ def turns_past(trajectory: Trajectory) -> np.ndarray:
     return np.concatenate([past_rewards(sequence)[0] for sequence in trajectory.sequences])
 
 
-def _values(group: Group, signal: str) -> np.ndarray:
+def _signals(group: Group, signal: str) -> np.ndarray:
     """Signal of each trajectory: float64 [n].
 
-    If a trajectory lacks the component, it is its reward before the overlong penalty. Raises ConfigError.
+    A trajectory that lacks the component has its reward before the overlong penalty as its signal. Raises ConfigError
+    if all trajectories lack the component, unless the scoring of one ran out of time.
     """
     values = []
     for trajectory in group.trajectories:

@@ -81,7 +81,7 @@ def rollout_metrics(trained: Sequence[Group], filtered: Sequence[Group]) -> dict
 
 
 def _episode_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
-    """Turns, forks by cause, and each stage's share of the episodes' time; empty without episodes."""
+    """Turns, forks by cause, and each stage's share of the time, scoring included; empty without episodes."""
     if not episodes:
         return {}
     turns = np.array([episode.turns for episode in episodes], dtype=np.float64)
@@ -90,17 +90,20 @@ def _episode_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
     for episode in episodes:
         forks.update(episode.forks)
         seconds.update(episode.stage_s | {"score": episode.score_s})
-    life = float(seconds.total())
+    total_s = float(seconds.total())
     return {
         "rollout/turns_mean": float(turns.mean()),
         "rollout/turns_p95": float(np.percentile(turns, 95)),
         **{f"rollout/forks/{cause}": float(number) for cause, number in sorted(forks.items())},
-        **{f"rollout/episode_share/{state}": each / life for state, each in sorted(seconds.items()) if life > 0},
+        **{f"rollout/episode_share/{stage}": each / total_s for stage, each in sorted(seconds.items()) if total_s > 0},
     }
 
 
 def observe_staleness(histograms: Histograms, trained: Sequence[Group], version: int, config: StalenessConfig) -> None:
-    """Add the trained tokens and groups to the histograms of staleness, when the newest version is ``version``."""
+    """Add the trained tokens and groups to the histograms of staleness, when the newest version is ``version``.
+
+    Late tokens that are not trained are left out of ``staleness/tokens``, but count in ``staleness/groups``.
+    """
     for group in trained:
         for trajectory in group.trajectories:
             for stale, tokens in _staleness(trajectory, version):

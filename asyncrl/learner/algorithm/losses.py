@@ -1,18 +1,18 @@
 """The built-in losses: functions of a TokenBatch and its options.
 
 A TokenBatch has one entry for each token that has a loss, and none for context. Tokens of a sequence are side by side.
-Invariant: only ``logprobs`` and ``entropies`` have a gradient, so a value made of the others is a constant. A number
-that is not finite stays so, and the step that it reaches is refused.
+Invariant: only ``logprobs`` and ``entropies`` have a gradient, so a value made of other fields is a constant. A loss
+keeps NaN and infinity, so that the update is refused.
 
-A loss returns its token losses, float32 [N] with a gradient, and named sums over tokens, scalars without one. The sums
-appear as ``loss/NAME``, divided by the number of tokens. objective.py multiplies the token losses by the correction,
-unless the loss corrects itself, weights and sums them, and divides by the step's denominator. A filler is a token of
-weight 0 that only keeps a rank busy (packing.py).
+A loss returns its token losses, float32 [N] with a gradient, and named sums over tokens, scalars without a gradient.
+The sums appear as ``loss/NAME``, divided by the number of tokens. objective.py multiplies the token losses by a factor,
+the correction, weights and sums them, and divides by the denominator. A filler is a token of weight 0 that only keeps a
+rank busy (packing.py).
 
 A user's own loss is such a function too, named by MODULE:FUNCTION. The decorator ``traits`` declares what a loss needs.
 
-pi is the probability of the sampled token under the weights that are trained, pi_prox under those before the first
-update from the batch, pi_b the engine's; A is the advantage; sg stops the gradient.
+pi is the probability of the sampled token under the weights that are trained. pi_prox is that under the weights before
+the first update from the batch, and pi_b the engine's. A is the advantage; sg stops the gradient.
 
 Sources: PPO arXiv 1707.06347; decoupled PPO arXiv 2505.24298; asymmetric clip (DAPO) arXiv 2503.14476; GSPO arXiv
 2507.18071; CISPO arXiv 2506.13585; DPPO arXiv 2602.04879; truncated weights (IMPALA) arXiv 1802.01561; on-policy
@@ -103,7 +103,7 @@ class Traits:
     """The needs of a loss, and how it may be used."""
 
     corrects: bool = False
-    """Whether the loss itself uses the ratio to the engine's log-probs; the objective then adds no correction."""
+    """Whether the loss itself uses the ratio to the engine's log-probs; the objective then adds no such weight."""
     entropy_gradient: bool = False
     """Whether the loss needs entropies with a gradient."""
     reference: bool = False
@@ -125,7 +125,7 @@ class CheckedLoss:
     def __call__(self, batch: TokenBatch) -> TokenLosses:
         """Call the loss. Raises ConfigError if it fails, or returns a wrong shape or wrong names of sums.
 
-        The names must be few, short and the same for every batch.
+        The names must be few, short and the same for every batch. The returned sums have no gradient.
         """
         try:
             values, sums = self._function(batch=batch)
@@ -174,8 +174,9 @@ def traits(**needs: bool) -> Callable[[_Function], _Function]:
 def decoupled(batch: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLosses:
     """Decoupled PPO: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_prox.
 
-    With one update from a batch r is 1 and its gradient that of log pi: no clip acts. Times the correction
-    min(pi_prox / pi_b, C) it is AReaL's objective (eq. 5). ``clip_high`` above ``clip_low`` is DAPO's asymmetric clip.
+    With one update from a batch r is 1 and its gradient that of log pi: no clip acts. Multiplied by the correction
+    min(pi_prox / pi_b, C), the loss is AReaL's objective (eq. 5). ``clip_high`` above ``clip_low`` is DAPO's
+    asymmetric clip.
     """
     return _clipped(batch, log_ratio(batch.logprobs, batch.proximal).exp(), clip_low, clip_high)
 
@@ -261,14 +262,14 @@ def reinforce(batch: TokenBatch, *, clamp: float = 1.02) -> TokenLosses:
 def distill(batch: TokenBatch, *, reward: float = 0.0) -> TokenLosses:
     """On-policy distillation: reverse KL to the teacher at each sampled token, -sg(D) pi / sg(pi).
 
-    D = log pi_teacher - log pi + reward * A. Its mean over the student's samples is minus the KL; the term of a token
-    is its advantage. ``reward`` 0 leaves rewards out.
+    D = log pi_teacher - log pi + reward * A takes the place of the advantage. With ``reward`` 0 rewards have no
+    influence, and the mean of D over the student's samples is minus the KL.
     """
     assert batch.teacher is not None
     gap = batch.teacher - batch.logprobs.detach()
-    # exp(0), whose gradient is that of log pi.
-    policy = (batch.logprobs - batch.logprobs.detach()).exp()
-    return -(gap + reward * batch.advantages) * policy, {"teacher_kl": -(gap * (batch.weights > 0)).sum()}
+    # The value is 1, and its gradient is that of log pi.
+    ratio = (batch.logprobs - batch.logprobs.detach()).exp()
+    return -(gap + reward * batch.advantages) * ratio, {"teacher_kl": -(gap * (batch.weights > 0)).sum()}
 
 
 def supervised(logprobs: Tensor) -> Tensor:
@@ -279,9 +280,9 @@ def supervised(logprobs: Tensor) -> Tensor:
 def _clipped(batch: TokenBatch, ratio: Tensor, low: float, high: float) -> TokenLosses:
     plain = ratio * batch.advantages
     bounded = ratio.clamp(1.0 - low, 1.0 + high) * batch.advantages
-    # The first is taken where both are equal: a minimum would halve its gradient between them.
-    acts = bounded < plain
-    return -torch.where(acts, bounded, plain), {"clipped_fraction": _count(batch, acts)}
+    # Where both are equal, ``plain`` has the whole gradient: torch's minimum would give each of them one half.
+    clipped = bounded < plain
+    return -torch.where(clipped, bounded, plain), {"clipped_fraction": _count(batch, clipped)}
 
 
 def _count(batch: TokenBatch, tokens: Tensor) -> Tensor:

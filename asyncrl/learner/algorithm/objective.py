@@ -4,23 +4,24 @@
 
     objective = factor * loss + kl.coefficient * KL - entropy_bonus * H
 
-for each token (KL only with kl.place = "loss"). It is weighted, summed and divided by the denominator of the step, so
-that the objectives of micro-batches add up to that of the step, and so do the named sums.
+for each token (KL only with kl.place = "loss"). The objective is weighted, summed and divided by the denominator of the
+update. So the objectives of micro-batches add up to that of the update, and so do the named sums.
 
-The factor (``correction``) is constant in the gradient, and 1 for a loss that corrects itself. With rho = pi_prox /
-pi_behaviour, how much likelier the step's first weights make a token than those that sampled it, it is the product of
+The factor (``correction``) is constant in the gradient. rho = pi_prox / pi_behaviour says how much likelier a token is
+under the step's first weights than under the weights that sampled it. The factor is the product of
 
-    weight    min(rho, cap) of the token; or of its sequence, min(product of rho, cap); or 1
+    weight    min(rho, cap) of the token; or of its sequence, min(product of rho, cap); or 1, as for a loss that
+              corrects itself
     mask      0 for a token whose rho is outside [low, high], else 1
     reject    0 for all tokens of a sequence whose mean, sum or largest k exceeds a limit in size, else 1
 
-Tokens of factor 0 stay in the step's denominator: a mask removes a gradient and does not raise the others'.
+Tokens of factor 0 stay in the denominator: a mask removes a gradient and does not raise those of other tokens.
 
 Sources: truncated importance sampling, IMPALA (arXiv 1802.01561), for engines that differ from the trainer
 https://fengyao.notion.site/off-policy-rl; mask, IcePop (arXiv 2510.18855); estimators k1, k2, k3
 http://joschu.net/blog/kl-approx.html.
 
-Fails with ConfigError if the loss would be corrected twice, or has a teacher too many or too few.
+Fails with ConfigError if the loss would be corrected twice, lacks the teacher that it needs, or has one without need.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class TokenSums:
     kl: float = 0.0
     """Sum of r - 1 - log r."""
     clipped: float = 0.0
-    """Number of tokens with r > C."""
+    """Number of tokens with r above the cap."""
     entropy: float = 0.0
     fresh_count: float = 0.0
     """Number of fresh tokens."""
@@ -174,8 +175,8 @@ class TokenSums:
     def add(self, other: TokenSums) -> None:
         """Add the sums of another, disjoint set of tokens."""
         for item in fields(self):
-            ours, theirs = getattr(self, item.name), getattr(other, item.name)
-            setattr(self, item.name, max(ours, theirs) if item.name == "ratio_max" else ours + theirs)
+            own, added = getattr(self, item.name), getattr(other, item.name)
+            setattr(self, item.name, max(own, added) if item.name == "ratio_max" else own + added)
 
     def metrics(self) -> dict[str, float]:
         """Means of the sums, as metrics; empty without tokens.

@@ -116,7 +116,8 @@ class Sizes:
 
     def _firsts(self, row: Sequence[int]) -> np.ndarray:
         """The first sequence of each family in the row."""
-        return np.asarray(row)[np.unique(self._family[row], return_index=True)[1]]
+        _, first_places = np.unique(self._family[row], return_index=True)
+        return np.asarray(row)[first_places]
 
 
 def pack(
@@ -124,9 +125,9 @@ def pack(
 ) -> Ranks:
     """Distribute sequences of these lengths over rows, and the rows over the ranks.
 
-    It uses as few rows as a balanced placement allows: a multiple of ``world_size``, at least one for each rank.
-    Families are cut into more and more parts while that may shorten the time; the fastest placement wins. ``packed``
-    False: one sequence a row, with nothing shared.
+    The number of rows is a multiple of ``world_size``, at least one for each rank. Families are cut into more and more
+    parts while that may shorten the time. Each placement has few rows (``_fit``); the fastest placement wins.
+    ``packed`` False: one sequence a row, with nothing shared.
     """
     assert budget > 0
     assert world_size > 0
@@ -140,7 +141,7 @@ def pack(
     while True:
         units = [unit for family in families for unit in _split(family, sizes, budget, parts)]
         costs = np.array([sizes.cost(unit) for unit in units])
-        # Even without any waits these parts take as long as the best so far, and smaller parts cost more.
+        # Even if no rank waits, these parts take as long as the best placement so far, and smaller parts cost more.
         if costs.sum() >= least * world_size:
             return best
         ranks, time = _deal(_fit(units, costs, sizes, budget, world_size), sizes, world_size)
@@ -154,7 +155,7 @@ def pack(
 def _split(family: list[int], sizes: Sizes, budget: int, parts: int) -> list[list[int]]:
     """Divide a family into ``parts`` units of similar size, or into more, until each fits into a row.
 
-    In the end each unit is one sequence.
+    A unit of one sequence is not divided, although it may be longer than ``budget``.
     """
     order = sorted(family, key=lambda i: (-sizes.own[i], i))
     for count in range(min(parts, len(family)), len(family)):
@@ -170,7 +171,7 @@ def _split(family: list[int], sizes: Sizes, budget: int, parts: int) -> list[lis
 
 
 def _fit(units: list[list[int]], costs: np.ndarray, sizes: Sizes, budget: int, world_size: int) -> list[list[int]]:
-    """Put the units into as few rows of at most ``budget`` tokens as have room."""
+    """Put the units into the fewest rows of at most ``budget`` tokens in which ``_place`` finds room for all."""
     tokens = np.array([sizes.tokens(unit) for unit in units], dtype=np.int64)
     count = _round_up(max(1, -(-int(tokens.sum()) // budget)), world_size)
     while (rows := _place(tokens, costs, budget, count)) is None:
@@ -202,20 +203,20 @@ def _place(sizes: np.ndarray, costs: np.ndarray, budget: int, count: int) -> lis
 def _deal(rows: Sequence[list[int]], sizes: Sizes, world_size: int) -> tuple[Ranks, float]:
     """Give each rank one row of every micro-batch: rows in order of cost, ``world_size`` at a time.
 
-    The costliest goes to the rank with the least work so far. Returns the rows of each rank, and the total cost of the
-    slowest rank of each micro-batch.
+    The costliest row goes to the rank with the least work so far. Returns the rows of each rank, and the sum over
+    micro-batches of the cost of the slowest rank.
     """
-    load = [sizes.cost(row) for row in rows]
-    order = sorted(range(len(rows)), key=lambda r: (-load[r], r))
+    costs = [sizes.cost(row) for row in rows]
+    order = sorted(range(len(rows)), key=lambda r: (-costs[r], r))
     ranks: Ranks = [[] for _ in range(world_size)]
-    done = [0.0] * world_size
+    work = [0.0] * world_size
     for start in range(0, len(order), world_size):
-        idle = sorted(range(world_size), key=lambda rank: (done[rank], rank))
-        for rank, row in zip(idle, order[start : start + world_size], strict=True):
+        by_work = sorted(range(world_size), key=lambda rank: (work[rank], rank))
+        for rank, row in zip(by_work, order[start : start + world_size], strict=True):
             ranks[rank].append(rows[row])
-            done[rank] += load[row]
+            work[rank] += costs[row]
     # Rows are dealt in the order of cost: the first of each micro-batch is its slowest.
-    return ranks, sum(load[row] for row in order[::world_size])
+    return ranks, sum(costs[row] for row in order[::world_size])
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -302,16 +303,17 @@ class Layout:
 @dataclass(slots=True, eq=False)
 class _Piece:
     tokens: np.ndarray
-    before: _Piece | None = None
-    """The piece with the family's common beginning, if this is the rest behind it."""
+    prefix: _Piece | None = None
+    """The piece with the family's common beginning, if this piece is the rest behind it."""
     number: int = -1
+    """Index of the piece in the row; -1 until ``lay_out`` has arranged the pieces."""
     start: int = 0
     """Position in the row of the first token."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of tokens in the piece before, and in this one."""
-        return len(self.before.tokens) if self.before is not None else 0, len(self.tokens)
+        """Number of tokens in the prefix, and in this piece."""
+        return len(self.prefix.tokens) if self.prefix is not None else 0, len(self.tokens)
 
     @property
     def places(self) -> np.ndarray:
@@ -319,23 +321,24 @@ class _Piece:
 
 
 def lay_out(sequences: Sequence[np.ndarray], sharing: SharedPrompts) -> Layout:
-    """Cut sequences, given by their token ids, into pieces, and arrange these in a row.
+    """Cut sequences, given by their token ids, into pieces, and arrange the pieces in a row.
 
-    Pieces of equal length behind equally long prefixes stand side by side, so that attention may take them together.
+    If a beginning is shared, pieces of equal length behind equally long prefixes stand side by side, so that attention
+    may take them together. If none is shared, the pieces have the order of the sequences.
     """
     families = sharing.family.tolist()
     members = Counter(families)
     prefix_pieces: dict[int, _Piece] = {}
     parts = list[list[_Piece]]()
     """Pieces of each sequence."""
-    for family, prefix, tokens in zip(families, sharing.prefix.tolist(), sequences, strict=True):
-        # A beginning that no other sequence of this row has is no piece of its own.
-        if not prefix or members[family] == 1:
+    for family, prefix_length, tokens in zip(families, sharing.prefix.tolist(), sequences, strict=True):
+        # If the row has one sequence of the family alone, that sequence is one piece.
+        if not prefix_length or members[family] == 1:
             parts.append([_Piece(tokens)])
             continue
-        before = prefix_pieces.setdefault(family, _Piece(tokens[:prefix]))
-        rest = tokens[prefix:]
-        parts.append([before, _Piece(rest, before)] if len(rest) else [before])
+        prefix = prefix_pieces.setdefault(family, _Piece(tokens[:prefix_length]))
+        rest = tokens[prefix_length:]
+        parts.append([prefix, _Piece(rest, prefix)] if len(rest) else [prefix])
     pieces = list(dict.fromkeys(piece for part in parts for piece in part))
     if prefix_pieces:
         pieces.sort(key=lambda piece: piece.shape)
@@ -346,7 +349,7 @@ def lay_out(sequences: Sequence[np.ndarray], sharing: SharedPrompts) -> Layout:
     return Layout(
         input_ids=np.concatenate([piece.tokens for piece in pieces]),
         lengths=np.array([len(piece.tokens) for piece in pieces], dtype=np.int32),
-        prefixes=np.array([-1 if p.before is None else p.before.number for p in pieces], dtype=np.int32),
+        prefixes=np.array([-1 if p.prefix is None else p.prefix.number for p in pieces], dtype=np.int32),
         places=[np.concatenate([piece.places for piece in part]) for part in parts],
     )
 

@@ -1,7 +1,7 @@
 """Probe sequences: the learner and the engines score them, and the log-probs must agree.
 
-They are real prompts, and from the first step on responses to them. Invariant: the same step chooses the same
-sequences. Each fits into the smallest context that an engine may have, with room for one sampled token. Pure.
+Before the first step they are the run's prompts, afterwards prompts with responses. Invariant: the same step chooses
+the same sequences. Each fits into the smallest context that an engine may have, with room for one sampled token. Pure.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def from_prompts(prompts: Iterable[np.ndarray], length: int) -> list[ProbeSequen
 
 
 def from_groups(groups: Sequence[Group], length: int) -> list[ProbeSequence]:
-    """Choose SEQUENCES responses, from groups spread over the step; several of a group if there are fewer groups.
+    """Choose up to SEQUENCES responses, from groups spread over the step; several of a group if there are fewer groups.
 
-    Each sequence is the end of a prompt and then its response. A response that does not fit loses its end.
+    Groups without trajectories give none, and no response is chosen twice. Each sequence is the end of a prompt and
+    then its response. A response that does not fit loses its end.
     """
     # The sample's number changes from group to group; a group chosen again gives another sample.
     chosen = {(i * len(groups) // SEQUENCES, i) for i in range(SEQUENCES if groups else 0)}

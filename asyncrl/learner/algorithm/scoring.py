@@ -1,8 +1,8 @@
 """Log-probs of a step's groups before it is planned, and the KL penalty that they give. Pure; torch is not imported.
 
 A scoring pass covers every sampled token, also masked or late ones without a loss, since the rewards of all
-trajectories are in the baseline of their group. Invariant: it gives one value for each sampled token in the order of
-``Sequence.logprobs``, however the pass was cut for the ranks.
+trajectories are in the baseline of their group. Invariant: a pass gives one value for each sampled token in the order
+of ``Sequence.logprobs``, however the pass was cut for the ranks.
 
 With ``learner.kl.place = "reward"`` the divergence from a frozen reference is a part of the reward:
 
@@ -11,7 +11,8 @@ With ``learner.kl.place = "reward"`` the divergence from a frozen reference is a
 pi_b is the policy that sampled the token, as the engine reported it; the mean of each estimator on its own samples is
 KL(pi_b || pi_ref) (k2 nearly; http://joschu.net/blog/kl-approx.html). The penalties of a trajectory are subtracted from
 its reward before the advantages are computed, as in InstructGPT (arXiv 2203.02155, eq. 2; arXiv 1909.08593, section 2),
-so they are in the baseline too. The return of a turn bears all of them, except those of earlier turns of its sequence.
+so the baseline has them too. A turn's return bears every penalty of its trajectory, except those of earlier turns of
+its sequence.
 No gradient passes through the penalty, and dynamic sampling still compares the original rewards.
 
 Fails with NonFiniteStep if a log-prob of the reference is not finite.
@@ -114,17 +115,17 @@ def kl_penalties(
 ) -> Penalties:
     """Compute the penalties of a step from its log-probs under the ``reference``, nats. Raises NonFiniteStep.
 
-    ``past`` of a turn sums the penalties of earlier turns in its sequence.
+    ``past`` of a turn sums the penalties of earlier turns in its sequence. Log-ratios are clamped to LOG_RATIO_LIMIT.
     """
     estimate = ESTIMATORS[config.estimator_used]
     total: list[np.ndarray] = []
     past: list[list[np.ndarray]] = []
     penalty_sum, tokens = 0.0, 0
-    for group, of_group in zip(groups, reference, strict=True):
-        of_trajectories, befores = [], []
-        for trajectory, of_trajectory in zip(group.trajectories, of_group, strict=True):
-            of_turns, before_turns = [np.zeros(0)], [np.zeros(0)]
-            for sequence, scores in zip(trajectory.sequences, of_trajectory, strict=True):
+    for group, group_scores in zip(groups, reference, strict=True):
+        group_totals, group_past = [], []
+        for trajectory, trajectory_scores in zip(group.trajectories, group_scores, strict=True):
+            turn_penalties, past_penalties = [np.zeros(0)], [np.zeros(0)]
+            for sequence, scores in zip(trajectory.sequences, trajectory_scores, strict=True):
                 log_ratio = sequence.logprobs.astype(np.float64) - scores
                 if not np.isfinite(log_ratio).all():
                     raise NonFiniteStep("log-probs by the reference", step=step, uids=[group.lease.uid])
@@ -133,14 +134,14 @@ def kl_penalties(
                 ends = np.cumsum(turn_lengths)
                 # The penalties summed up to the beginning of each turn; the last entry is the sum of all.
                 sums = np.concatenate([np.zeros(1), np.cumsum(values)])[np.concatenate([np.zeros(1, np.int64), ends])]
-                of_turns.append(np.diff(sums))
-                before_turns.append(sums[:-1])
+                turn_penalties.append(np.diff(sums))
+                past_penalties.append(sums[:-1])
                 tokens += len(values)
-            of_trajectories.append(config.coefficient * float(np.concatenate(of_turns).sum()))
-            befores.append(config.coefficient * np.concatenate(before_turns))
-        penalty_sum += sum(of_trajectories)
-        total.append(np.array(of_trajectories))
-        past.append(befores)
+            group_totals.append(config.coefficient * float(np.concatenate(turn_penalties).sum()))
+            group_past.append(config.coefficient * np.concatenate(past_penalties))
+        penalty_sum += sum(group_totals)
+        total.append(np.array(group_totals))
+        past.append(group_past)
     count = sum(map(len, total))
     metrics = {"reward/kl_penalty": penalty_sum / max(1, count)}
     if tokens:

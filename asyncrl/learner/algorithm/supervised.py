@@ -49,6 +49,7 @@ class SupervisedSteps:
         sft = self._config.sft
         if not plan.updates or not sft.weight:
             return plan
+        # The conversations continue behind those of all warm steps.
         number = sft.warm_steps + step
         conversations = self._conversations.of_step(number)
         shares = np.array_split(np.arange(len(conversations)), len(plan.updates))
@@ -87,7 +88,7 @@ class _Demonstration:
         self.input_ids = sequence.ids[: sequence.trained[-1]]
         self.predict = sequence.trained - np.int32(1)
         self.targets = sequence.ids[sequence.trained]
-        # The policy did not sample the sequence, and the supervised loss uses none of these.
+        # Placeholders: the policy did not sample the sequence, and the supervised loss does not use the fields below.
         self.behaviour = self.advantages = np.zeros(count, np.float32)
         self.staleness = np.full(count, -1, np.int32)
         self.teacher = np.empty(0, np.float32)

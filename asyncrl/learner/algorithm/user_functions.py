@@ -1,13 +1,13 @@
 """The loss and the advantage of a run: a built-in function by its name, or the user's own as MODULE:FUNCTION.
 
-A run looks them up once, at its start. Before that the launcher tries them on made-up tokens in a process of its own,
-since the user's code may do anything when it is imported: ``python -m asyncrl.learner.algorithm.user_functions``. It
-reads the section ``learner`` as JSON from standard input, and ``rollout.samples_per_prompt`` from its command line. It
-writes a JSON list of problems, each beginning with its key, to standard output; prints of the user's code go to
-standard error.
+A run looks up both functions once, at its start. Before that the launcher tries them on made-up tokens in a separate
+process, since the user's code may do anything when it is imported: ``python -m
+asyncrl.learner.algorithm.user_functions``. The process reads the section ``learner`` as JSON from standard input, and
+``rollout.samples_per_prompt`` from its command line. It writes a JSON list of problems, each beginning with its key, to
+standard output; prints of the user's code go to standard error.
 
-Fails with ConfigError, which names the key, for a function that does not exist or does not take its options. Both
-functions raise it when they are called and fail, or return something of the wrong shape.
+Fails with ConfigError, which names the key, for a function that does not exist or does not take its options. The
+function itself raises ConfigError when a call fails or returns something of the wrong shape.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def problems_of(config: LearnerConfig, samples: int) -> list[str]:
 
     ``samples`` is the number of trajectories in a group.
     """
-    return [*_of_advantage(config, samples), *_of_loss(config)]
+    return [*_advantage_problems(config, samples), *_loss_problems(config)]
 
 
 class _AnyComponent(dict[str, np.ndarray]):
@@ -109,7 +109,7 @@ class _AnyComponent(dict[str, np.ndarray]):
         return self[name]
 
 
-def _of_advantage(config: LearnerConfig, samples: int) -> list[str]:
+def _advantage_problems(config: LearnerConfig, samples: int) -> list[str]:
     """Call the advantage on two made-up groups. Returns the problems."""
     groups = [
         ScoredGroup(
@@ -128,7 +128,7 @@ def _of_advantage(config: LearnerConfig, samples: int) -> list[str]:
     return []
 
 
-def _of_loss(config: LearnerConfig) -> list[str]:
+def _loss_problems(config: LearnerConfig) -> list[str]:
     """Compute the objective of a made-up batch and its gradient. Returns the problems."""
     import torch
 
@@ -136,19 +136,19 @@ def _of_loss(config: LearnerConfig) -> list[str]:
 
     count = sum(LENGTHS)
     logprobs = torch.linspace(-3.0, -0.1, count, requires_grad=True)
-    others = [logprobs.detach() - 0.05 * n for n in range(1, 5)]
+    other_logprobs = [logprobs.detach() - 0.05 * n for n in range(1, 5)]
     batch = TokenBatch(
         logprobs=logprobs,
         entropies=torch.linspace(0.1, 1.0, count, requires_grad=True),
-        behaviour=others[0],
-        proximal=others[1],
+        behaviour=other_logprobs[0],
+        proximal=other_logprobs[1],
         advantages=torch.linspace(-1.0, 1.0, count),
         weights=torch.ones(count),
         segments=torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)),
         sequences=len(LENGTHS),
         staleness=torch.zeros(count, dtype=torch.int32),
-        reference=others[2],
-        teacher=others[3],
+        reference=other_logprobs[2],
+        teacher=other_logprobs[3],
     )
     try:
         objective, _ = make_objective(config)(batch, float(count))

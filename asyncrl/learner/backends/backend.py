@@ -128,12 +128,12 @@ class Backend(Protocol):
     def publish(
         self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
     ) -> Future[HeldVersion]:
-        """Rank 0: copy the weights, or only the adapters if a version is those, and seal them in segments of shared
-        memory.
+        """Rank 0: copy the weights, or only the adapters if versions hold only these, and seal the copy in segments.
 
-        Returns once every rank has copied its own and the previous version is written; later training does not change
-        the copy. The result holds ``probe``, and its owner releases it; ``on_sealed`` gets each sealed segment. The
-        future ends with OSError if they cannot be written; only this error leaves the ranks in step.
+        Returns once every rank has copied its shards and the previous version is written; later training does not
+        change the copy. The future's result holds ``probe``, and its owner closes it; ``on_sealed`` gets each sealed
+        segment. The future ends with OSError if the segments cannot be written; only this error leaves the ranks in
+        step.
         """
 
     def rest(self) -> None:
@@ -166,7 +166,7 @@ class Backend(Protocol):
         """
 
     def load(self, folder: Path) -> None:
-        """Rank 0: restore on all ranks the state that ``save`` wrote, for any number of ranks that wrote it.
+        """Rank 0: restore on all ranks the state that ``save`` wrote, even on another number of ranks.
 
         Call it after ``setup`` and before anything else. Raises CheckpointError naming a file, on all ranks alike. A
         file that differs from what was written raises DamagedCheckpoint, and nothing was changed.

@@ -76,7 +76,7 @@ class SimTrainer:
         raise AssertionError("there is no reference")
 
     def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:
-        """None: there is no model to ask."""
+        """Return None: there is no model to score the sequences."""
         return None
 
     def publish(
@@ -87,7 +87,7 @@ class SimTrainer:
         return self._background.start(lambda: self._assemble(version, probe, on_sealed))
 
     def _assemble(self, version: int, probe: Probe | None, on_sealed: OnSealed | None) -> HeldVersion:
-        """Write publish_bytes in sealed buckets, within ``learner.sim.gather_s``."""
+        """Write ``learner.sim.publish_bytes`` in sealed buckets, and sleep ``learner.sim.gather_s`` in all."""
         began = time.monotonic()
         buckets: list[Bucket] = []
         descriptors: list[int] = []

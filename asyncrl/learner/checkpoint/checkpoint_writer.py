@@ -7,8 +7,8 @@ one, which waits.
 A checkpoint is not begun if the disk lacks room for it, because a full disk would break metrics and logs too. A task
 then checks the free space, and the writer is ``overdue`` as soon as there is enough.
 
-``restore`` skips damaged checkpoints and fails with CheckpointError. A checkpoint that cannot be written is
-reported, its files are removed, the last complete one stays, and training continues.
+``restore`` passes over damaged checkpoints, and fails with CheckpointError if none is whole. If a checkpoint cannot be
+written, its files are removed, the failure is reported, the last complete checkpoint stays, and training continues.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class CheckpointWriter:
         self._tasks = tasks
         self._clock = clock
         self._idle = asyncio.Event()
+        """Set while no checkpoint is being copied or written."""
         self._idle.set()
 
     @property
@@ -94,7 +95,7 @@ class CheckpointWriter:
         Damaged newer ones are renamed and reported. Comes after ``Backend.setup``. Raises CheckpointError.
         """
         loop = asyncio.get_running_loop()
-        # Before any reading: after the claim, an earlier incarnation of the learner can commit nothing.
+        # The claim comes before any reading: after it, an earlier incarnation of the learner can commit nothing.
         await asyncio.to_thread(self._folder.claim, self._incarnation)
         await loop.run_in_executor(self._thread, self._backend.sees, self._folder.folder)
         search = await asyncio.to_thread(NewestWholeSearch, self._folder)
@@ -128,8 +129,8 @@ class CheckpointWriter:
     ) -> bool:
         """Copy the state and begin to write a checkpoint. Returns False if it was skipped, or failed at once.
 
-        While another one is being written, a ``final`` one waits; any other is skipped. The write calls ``write_lines``
-        before it commits; that returns once all lines about the contents are written. The groups must not change later.
+        While another one is being written, a ``final`` one waits; any other is skipped. The write awaits
+        ``write_lines``, which writes all lines about the contents, before it commits. The groups must not change later.
         """
         if self.busy and not final:
             self.skipped += 1
@@ -142,17 +143,17 @@ class CheckpointWriter:
         self._stop_room_watch()
         self.overdue, self.failed = False, None
         began = self._clock.now()
-        groups = sum(map(_group_bytes, (*buffered, *filtered)))
+        group_bytes = sum(map(_group_bytes, (*buffered, *filtered)))
         # JSON holds the bits of the ledger in base64: 4 characters for 3 bytes.
-        ledger = sum(len(epochs.bits) for epochs in state.ledger.concluded) * 4 // 3
-        needed = self._backend.checkpoint_bytes() + groups + ledger + AROUND_BYTES
+        ledger_bytes = sum(len(epochs.bits) for epochs in state.ledger.concluded) * 4 // 3
+        needed = self._backend.checkpoint_bytes() + group_bytes + ledger_bytes + AROUND_BYTES
         try:
             partial = await asyncio.to_thread(self._begin, state.version, needed)
             loop = asyncio.get_running_loop()
             saving = await loop.run_in_executor(self._thread, self._backend.save, partial / TRAINER)
         except CheckpointError as error:
             try:
-                await self._fail(state, error, needed)
+                await self._report_failure(state, error, needed)
             finally:
                 self._idle.set()
             return False
@@ -176,21 +177,21 @@ class CheckpointWriter:
         self._stop_room_watch()
 
     def _begin(self, version: int, needed: int) -> Path:
+        """Create the folder of a checkpoint. Raises CheckpointError, also if the disk reports less than ``needed``."""
         folder = self._folder.folder
         free = free_bytes(folder)
         if free is not None and free < needed:
             raise CheckpointError(str(folder), no_room(folder, needed=needed), full=errno.ENOSPC)
         return self._folder.begin(version)
 
-    async def _fail(self, state: CheckpointState, error: CheckpointError, needed: int) -> None:
-        """Report a failed checkpoint, whose files are removed already.
+    async def _report_failure(self, state: CheckpointState, error: CheckpointError, needed: int) -> None:
+        """Report a failed checkpoint; its files must be removed before.
 
-        On a full disk, measure what is free and list older checkpoints for the advice. If the disk lacks room, begin to
-        wait for it.
+        On a full disk, measure the free bytes and list older checkpoints for the advice. If the disk lacks room, begin
+        to watch it.
         """
         folder, reason, older, free = self._folder.folder, error.reason, list[str](), None
         if error.full:
-            # Measured after the files of the attempt were removed.
             reason = await asyncio.to_thread(no_room, folder, error.full, needed=needed)
             free = await asyncio.to_thread(free_bytes, folder)
             with contextlib.suppress(CheckpointError):
@@ -240,10 +241,10 @@ class CheckpointWriter:
     ) -> None:
         """Write the contents while the backend writes its part; then commit the checkpoint and remove old ones.
 
-        If any part fails, discard the files and report it.
+        Training continues meanwhile. If any part fails, discard the files and report the failure.
         """
         try:
-            # Both run to their end, also if one fails: no file may be removed while the other still writes.
+            # If one part fails, still wait for the other: no file may be removed while a part writes.
             ended = await asyncio.gather(
                 asyncio.to_thread(write_contents, partial, state, buffered, filtered),
                 asyncio.wrap_future(saving),
@@ -261,7 +262,7 @@ class CheckpointWriter:
             await self._retain()
         except CheckpointError as error:
             await asyncio.to_thread(self._folder.discard, partial)
-            await self._fail(state, error, needed)
+            await self._report_failure(state, error, needed)
         finally:
             self._idle.set()
 

@@ -1,6 +1,6 @@
 """Converts a checkpoint into a folder that transformers and vLLM load, without the run that wrote it.
 
-It runs on the CPU of one host, for a learner of any number of ranks, and needs memory for the weights in float32. The
+The conversion runs on the CPU of one host, for any number of ranks, and needs memory for the weights in float32. The
 model's layout, buffers and tokenizer are those of model.path. The files equal, bit for bit, those that the learner
 would write at that version in that dtype; merged adapters agree to the rounding of a sum in float32.
 

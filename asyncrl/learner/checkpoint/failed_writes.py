@@ -1,7 +1,7 @@
 """Checkpoints and models that cannot be written: the wait for room, and the texts for the user.
 
-A full disk may have room again a moment later, and the last writes of a run are worth waiting for. If the disk reports
-room and still refuses (a quota, an estimate that was too low), another attempt follows after a pause.
+A full disk may have room again a moment later, and the last writes of a run are worth a wait. If the disk reports room
+and still refuses a write (a quota, an estimate that was too low), another attempt follows after a pause.
 
 The texts are pure functions.
 """
@@ -38,7 +38,7 @@ class FailedWrite:
     free: int | None = None
     """Free bytes on the disk after the failure; None if the disk was not full or reports none."""
     older: Sequence[str] = ()
-    """Paths of the complete checkpoints except the newest, which the user may remove."""
+    """Names of the complete checkpoints that the user may remove: all except the newest."""
 
     @property
     def lacks_room(self) -> bool:
@@ -58,7 +58,7 @@ class Kept:
 async def room(failed: FailedWrite, until: Callable[[], float], clock: Clock) -> bool:
     """Wait until another attempt makes sense: there is room, or, if the disk reported room, REFUSED_PAUSE_S are over.
 
-    Returns False at the time ``until()``, which may change meanwhile.
+    Returns False at the time ``until()``, which may change during the wait.
     """
     retry_at = clock.now() + REFUSED_PAUSE_S
     while (left := until() - clock.now()) > 0:

@@ -1,10 +1,10 @@
 """The last writes of a run: its last checkpoint and the exported model, or why one of them is missing.
 
 Both wait for room on a full disk, within ``checkpoint.room_wait_s``, or a share of ``preempt.grace_s`` in a preempted
-run.
+run. The run reports a write that the disk refuses.
 
-An error of the export that is not a full disk restarts the learner if a checkpoint holds the last step: the new learner
-only exports. Without such a checkpoint a restart would train steps twice, so ActorFailed ends the run instead.
+Any other error of the export restarts the learner if a checkpoint holds the last step: the new learner only exports.
+Without such a checkpoint a restart would train steps twice, so ActorFailed ends the run instead.
 """
 
 from __future__ import annotations
@@ -57,13 +57,17 @@ class FinalWrites:
         self._progress = progress
         self._checkpoints, self._writer = checkpoints, writer
         self._room_until = math.inf
+        """Time (s) at which the wait for room ends; ``preempted`` and ``finish`` set it."""
 
     def preempted(self) -> None:
         """Shorten the wait for room to GRACE_SHARE of preempt.grace_s from now."""
         self._room_until = min(self._room_until, self._clock.now() + GRACE_SHARE * self._config.preempt.grace_s)
 
     async def begin(self, *, preempted: bool) -> None:
-        """Begin to write the last checkpoint, if ``preempted``, or the run writes any and none holds the last step."""
+        """Begin to write the last checkpoint. A ``preempted`` run always gets one.
+
+        Any other run gets one if it writes checkpoints and the newest does not hold the last step.
+        """
         kept = self._writer.newest
         is_new = kept is None or kept.step < self._progress.step
         if preempted or (self._config.checkpoint.every_versions and is_new):
@@ -115,9 +119,9 @@ class FinalWrites:
     async def _persist(
         self, what: str, failed: FailedWrite | None, write: Callable[[], Awaitable[FailedWrite | None]]
     ) -> FailedWrite | None:
-        """Repeat a write that ended in ``failed``, each time the disk has room, until the wait is over.
+        """Repeat a write that ended in ``failed`` on a full disk, each time there is room, until the wait is over.
 
-        Returns its last failure, None after a success.
+        Returns the last failure; None after a success. A failure for another reason is returned at once.
         """
         waited = False
         while failed is not None and failed.full and (left := self._room_until - self._clock.now()) > 0:
@@ -147,21 +151,25 @@ class FinalWrites:
         needed = self._backend.export_bytes()
         free = await asyncio.to_thread(free_bytes, folder)
         if free is not None and free < needed:
-            return await self._failed(folder, needed, errno.ENOSPC)
+            return await self._make_failure(folder, needed, errno.ENOSPC)
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._backend.export, folder)
         except Exception as error:
             self._log.error("the model is not exported", error=str(error))
             if isinstance(error, OSError) and not isinstance(error, AsyncRLError):
-                return await self._failed(folder, needed, full_errno(error), in_words(error, folder))
+                return await self._make_failure(folder, needed, full_errno(error), in_words(error, folder))
             if self._last_step_is_kept:
                 raise
-            failed = await self._failed(folder, needed, 0, f"{type(error).__name__}: {error}")
+            failed = await self._make_failure(folder, needed, full=0, reason=f"{type(error).__name__}: {error}")
             reason = end_of_run(None, failed, self._writer.newest, self._run_dir, exported=False)
             raise ActorFailed(self._name, reason) from error
         return None
 
-    async def _failed(self, folder: Path, needed: int, full: int, reason: str = "") -> FailedWrite:
+    async def _make_failure(self, folder: Path, needed: int, full: int, reason: str = "") -> FailedWrite:
+        """Make the record of a failed export. ``full`` is the error number of a full disk, or 0.
+
+        For a full disk, the reason is composed here, with the free bytes.
+        """
         free = await asyncio.to_thread(free_bytes, folder) if full else None
         if full:
             reason = await asyncio.to_thread(lambda: no_room(folder.parent, full, needed=needed))

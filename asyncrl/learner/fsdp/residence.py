@@ -4,7 +4,7 @@ The storage of each tensor is emptied and later filled again. So the tensors sta
 and the views that copy shards for a version keep what they hold. On CPUs the same is done, as a rehearsal.
 
 Invariants: values do not change. Between ``leave`` and ``come_back`` nothing reads the tensors. Fails with torch's
-OutOfMemoryError if the device has no room in time for what comes back.
+OutOfMemoryError if the device does not have room for the tensors in time.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ class Residence:
     """The tensors of one rank that leave its device together."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
-        """``tensors`` returns the present ones. Those that are not on ``device`` stay where they are."""
+        """``tensors`` returns the present tensors. A tensor that is not on ``device`` stays where it is."""
         self._tensors, self._device, self._on_gpu = tensors, device, device.type == "cuda"
         self._away: list[tuple[torch.UntypedStorage, int, int]] = []
-        """Each emptied storage, with its size (bytes) and its place in the host memory."""
+        """Each emptied storage, with its size (bytes) and its offset in the host memory."""
         self._chunks: list[Tensor] = []
         """Host memory, CHUNK_BYTES each. It is kept, because pinned memory is slow to allocate."""
 
     def leave(self) -> None:
         """Copy everything to host memory, and free the memory of the device."""
         assert not self._away, "they are away"
-        at = 0
+        offset = 0
         for storage in self._storages():
             size = storage.nbytes()
-            for host, device in self._pieces(_bytes(storage), at):
+            for host, device in self._pieces(_bytes(storage), offset):
                 host.copy_(device)
-            self._away.append((storage, size, at))
-            at += size
+            self._away.append((storage, size, offset))
+            offset += size
         for storage, _, _ in self._away:
             storage.resize_(0)
         if self._on_gpu:
@@ -52,27 +52,31 @@ class Residence:
     def come_back(self, within_s: float = 0.0) -> None:
         """Allocate the memory on the device again, and copy everything back.
 
-        The memory of an engine that was killed is free a little later; the wait for it lasts at most ``within_s``.
+        An engine that was killed frees its memory with a delay, so an allocation that fails is repeated for up to
+        ``within_s``. Then OutOfMemoryError is raised.
         """
-        until = time.monotonic() + within_s
+        deadline = time.monotonic() + within_s
         while self._away:
-            storage, size, at = self._away[-1]
+            storage, size, offset = self._away[-1]
             try:
                 storage.resize_(size)
             except torch.OutOfMemoryError:
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise
                 time.sleep(LOOK_S)
                 continue
-            for host, device in self._pieces(_bytes(storage), at):
+            for host, device in self._pieces(_bytes(storage), offset):
                 device.copy_(host)
             self._away.pop()
 
-    def _pieces(self, device: Tensor, at: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the pieces of the host memory from byte ``at`` on, each with its piece of ``device`` (uint8)."""
+    def _pieces(self, device: Tensor, offset: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the pieces of the host memory from byte ``offset`` on, each with its piece of ``device`` (uint8).
+
+        A piece ends where a chunk ends. Chunks that do not exist yet are allocated.
+        """
         done = 0
         while done < len(device):
-            chunk, start = divmod(at + done, CHUNK_BYTES)
+            chunk, start = divmod(offset + done, CHUNK_BYTES)
             if chunk == len(self._chunks):
                 self._chunks.append(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._on_gpu))
             size = min(len(device) - done, CHUNK_BYTES - start)
@@ -80,7 +84,7 @@ class Residence:
             done += size
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
-        """Yield each storage once, although tied weights and views share theirs."""
+        """Yield each storage on the device once, although tied weights and views share one; no empty storages."""
         seen = set[int]()
         for tensor in self._tensors():
             part = local(tensor)
@@ -99,10 +103,11 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 def wait_for_room(device: torch.device, share: float, within_s: float) -> None:
     """Wait until ``share`` of a GPU's memory is free, for ``within_s`` at most; returns at once on a CPU.
 
-    The memory of an engine that was killed is free a little later.
+    An engine that was killed frees its memory with a delay. After ``within_s`` the function returns all the same, and
+    a later allocation fails.
     """
-    until = time.monotonic() + within_s
-    while device.type == "cuda" and time.monotonic() < until:
+    deadline = time.monotonic() + within_s
+    while device.type == "cuda" and time.monotonic() < deadline:
         free, total = torch.cuda.mem_get_info(device)
         if free >= share * total:
             return

@@ -16,8 +16,8 @@ def learning_rate(step: int, config: LearnerConfig) -> float:
     """Learning rate of ``step`` (1 to N = ``config.steps``), with W = max(1, warmup_steps) and f = min_lr_ratio.
 
     Warm-up: lr * step / W up to step W, which has the peak. Then x = (step - W) / (N + 1 - W) rises to 1 at step N + 1,
-    one after the last. constant: lr; linear: lr * (1 - (1 - f) x); cosine: lr * (f + (1 - f) (1 + cos(pi x)) / 2).
-    Later steps have the minimum.
+    one after the last, and stays 1. constant: lr; linear: lr * (1 - (1 - f) x); cosine: lr * (f + (1 - f) (1 +
+    cos(pi x)) / 2).
     """
     if step < config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -30,7 +30,11 @@ def learning_rate(step: int, config: LearnerConfig) -> float:
 
 
 def warm_learning_rate(step: int, learner: LearnerConfig, sft: SftConfig) -> float:
-    """Learning rate of a warm step (1 to ``sft.warm_steps``): rises over ``sft.rise_steps``, falls linearly to 0."""
+    """Learning rate of a warm step (1 to ``sft.warm_steps``).
+
+    The rate rises over ``sft.rise_steps`` and falls linearly, to 0 one step after the last. The peak is ``sft.lr``, or
+    ``learner.lr`` if that is None.
+    """
     peak = learner.lr if sft.lr is None else sft.lr
     if step < sft.rise_steps:
         return peak * step / sft.rise_steps

@@ -97,8 +97,8 @@ class Trainer:
         self.warm_steps = 0
         self._config, self._learner, self._rank = config, config.learner, rank
         self._store: TCPStore | None = None
-        self._ranks_met: Ranks | None = None
-        """The ranks, once ``setup`` has met them."""
+        self._joined_ranks: Ranks | None = None
+        """The connection to the other ranks; None before ``setup`` and after ``stop``."""
         self._slices: RankSlices | None = None
         """This rank's side of its GPU, if an engine has the GPU in turn."""
         self._resting = False
@@ -107,8 +107,8 @@ class Trainer:
 
     @property
     def _ranks(self) -> Ranks:
-        assert self._ranks_met is not None, "setup comes first"
-        return self._ranks_met
+        assert self._joined_ranks is not None, "setup comes first"
+        return self._joined_ranks
 
     def open_store(self, host: str) -> tuple[str, int]:
         self._store = open_store(host, self._learner.collective_timeout_s, self._config.network.ports)
@@ -124,7 +124,7 @@ class Trainer:
         shares = limit_memory(device, self._config)
         if self._slices is not None and shares is not None:
             wait_for_room(device, shares.rank, RETURN_SHARE * self._learner.collective_timeout_s)
-        self._ranks_met = Ranks(
+        self._joined_ranks = Ranks(
             self._rank,
             self._learner.ranks,
             host,
@@ -169,7 +169,7 @@ class Trainer:
             yield from (value for value in states.values() if isinstance(value, Tensor))
 
     def _send(self, command: Command) -> None:
-        """Rank 0: let the other ranks take part in a command, and get the GPU back from an engine that has it."""
+        """Rank 0: let the other ranks take part in a command. Ends a rest: takes the GPU back from an engine."""
         self._resting = False
         self._ranks.commands.send(command)
         self._take_gpu()
@@ -206,7 +206,7 @@ class Trainer:
         def frozen(key: str, path: str | None) -> Policy:
             assert path is not None
             policy, scoring = build_frozen(key, path, self._config, self._ranks, self._dtype, packed=self.packed)
-            # It scores the policy's rows, whose shared prefixes are computed once only if it can do that too.
+            # The frozen model scores the policy's rows, so prefixes are shared only if both models support it.
             self.shares_prefixes = self.shares_prefixes and scoring.shared
             self._note_warnings(scoring, key)
             return policy
@@ -229,12 +229,13 @@ class Trainer:
         )
 
     def train(self, plan: StepPlan) -> dict[str, float]:
-        """Rank 0: send the other ranks their micro-batches, and take the step with them. Returns its metrics.
+        """Rank 0: send the other ranks their micro-batches, and take the step with them.
 
-        Raises NonFiniteStep, which names the groups or conversations of a refused update.
+        Returns the step's metrics; empty for a plan without updates, which does nothing. Raises NonFiniteStep, which
+        names the groups or conversations of a refused update.
         """
         if not plan.updates:
-            # An empty step would still move the weights by momentum. So the other ranks get no command.
+            # An optimizer step without a gradient would still move the weights by momentum.
             return {}
         parcels = self._pack([of_step(plan, rank) for rank in range(self._learner.ranks)])
         command = Train(
@@ -265,7 +266,7 @@ class Trainer:
             uids, places = [], list(dict.fromkeys(named or update.supervised.places))
         elif refused.sequences:
             uids = list(dict.fromkeys(update.sequences[i].uid for i in refused.sequences))
-        trained = [uid for before in plan.updates[: refused.update] for uid in before.uids]
+        trained = [uid for earlier in plan.updates[: refused.update] for uid in earlier.uids]
         raise NonFiniteStep(
             refused.what, kind=kind, step=step, uids=uids, places=places, trained=trained, metrics=metrics
         )
@@ -287,8 +288,8 @@ class Trainer:
         name = "scoring by the reference"
         with self._phase(name):
             scored = self._updates.refer(batches, command.temperature)
-            ours = np.concatenate([values.cpu().numpy() for values in scored])
-            return self._ranks.all_gather([*ours.tolist(), *[0.0] * (command.tokens - len(ours))], name)
+            own = np.concatenate([values.cpu().numpy() for values in scored])
+            return self._ranks.all_gather([*own.tolist(), *[0.0] * (command.tokens - len(own))], name)
 
     def _next_step(self, warm: bool) -> tuple[str, int]:
         """Kind of the next step, and its number, counted from 1."""
@@ -371,6 +372,7 @@ class Trainer:
             if isinstance(command, Rest):
                 self._give_gpu()
                 continue
+            # A rank that stops does not need the GPU.
             if not isinstance(command, StopRank):
                 self._take_gpu()
             if isinstance(command, Train):
@@ -411,18 +413,19 @@ class Trainer:
     def interrupt(self) -> None:
         if self._slices is not None:
             self._slices.interrupt()
-        if self._ranks_met is not None:
-            self._ranks_met.commands.interrupt()
+        if self._joined_ranks is not None:
+            self._joined_ranks.commands.interrupt()
 
     def stop(self) -> None:
-        if self._ranks_met is not None:
+        if self._joined_ranks is not None:
             if self._rank == 0:
                 self._ranks.commands.send(StopRank())
+            # ``setup`` may have failed before it made the saver and the assembly.
             if hasattr(self, "_assembly"):
                 self._assembly.close()
                 self._saver.close()
-            self._ranks_met.close()
-            self._ranks_met = None
+            self._joined_ranks.close()
+            self._joined_ranks = None
         if self._slices is not None:
             self._slices.close()
         self._store = None
@@ -468,9 +471,10 @@ class Trainer:
             )
 
     def _step(self, command: Train, batches: Sequence[MicroBatch]) -> StepResult:
-        """All ranks together: take a step with this rank's micro-batches, and count it.
+        """All ranks together: take a step with this rank's micro-batches.
 
-        The result is the same on all ranks. The last warm step and the first step of the run reset the optimizer.
+        The result is the same on all ranks. The step counts unless its first update is refused. The optimizer is reset
+        after the last warm step and before the first step of the run.
         """
         kind, step = self._next_step(command.warm)
         sft = self._config.sft

@@ -9,8 +9,8 @@ If rewards need the reference, ``refer`` scores with it before the step is plann
 
 Invariants: the gradient does not depend on how the batch was cut. The denominator is that of the whole update, over all
 ranks. Each local loss is multiplied by the world size, since FSDP takes the mean of gradients. From the sums every rank
-computes the same loss, gradient norm and metrics, and so takes or refuses the same update. An update is refused if one
-of these is not finite. It changes nothing, and the step ends.
+computes the same loss, gradient norm and metrics, and so takes or refuses the same update. An update is refused if a
+loss or the gradient norm is not finite. A refused update changes nothing, and the step ends; earlier updates stay.
 
 Fails with ConfigError when the user's loss raises.
 """
@@ -74,7 +74,7 @@ Scorer = Policy | WithoutAdapters
 
 @dataclass(frozen=True, slots=True)
 class Scorers:
-    """The frozen models, each None if the objective does not need it."""
+    """The frozen models, each None if neither the objective nor the rewards need it."""
 
     reference: Scorer | None = None
     teacher: Scorer | None = None
@@ -128,14 +128,14 @@ class Updates:
                 rate=rate,
                 temperature=temperature,
                 fresh=fresh and not number,
-                first=not number,
+                is_first=not number,
             )
             if isinstance(outcome, dict):
                 metrics.append(outcome)
             else:
                 what, sequences = outcome
-                return StepResult(_mean(metrics), RefusedUpdate(what, number, sequences))
-        return StepResult(_mean(metrics), None)
+                return StepResult(_combine(metrics), RefusedUpdate(what, number, sequences))
+        return StepResult(_combine(metrics), None)
 
     def refer(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         """Score micro-batches with the reference alone. Returns float32 [N] for each of them, log-probs in nats."""
@@ -191,18 +191,20 @@ class Updates:
         rate: float,
         temperature: float,
         fresh: bool,
-        first: bool,
+        is_first: bool,
     ) -> dict[str, float] | tuple[str, list[int]]:
         """Compute the gradient of one update, exchange the sums, and step the optimizer unless a sum is not finite.
 
         ``members`` are this rank's micro-batches of the policy, ``supervised_members`` the supervised ones. Returns the
         metrics; or, for a refused update, the name of the number that is not finite and the sequences that have it.
-        ``first``: no update of this step came before, so the current policy is the proximal one.
+        ``is_first``: no update of this step came before, so the current policy is the proximal one.
         """
         self._on_phase("forward and backward")
         with self._ranks.waiting(name):
             results = [
-                self._accumulate(*member, shape.policy.denominator, temperature=temperature, fresh=fresh, first=first)
+                self._accumulate(
+                    *member, shape.policy.denominator, temperature=temperature, fresh=fresh, is_first=is_first
+                )
                 for member in members
             ]
             supervised_results = [self._accumulate_supervised(*member, shape) for member in supervised_members]
@@ -214,11 +216,12 @@ class Updates:
             own_sums = _totals([d.statistics.tolist() for d in results])
             self._on_phase("sums of all ranks")
             losses = [_sum([d.loss for d in results]), _sum([d.loss for d in supervised_results])]
+            # Columns of ``of_ranks``: policy's loss, supervised loss, square of the norm, named sums, token sums.
             values = [*losses, float(square), *named, *(getattr(own_sums, item.name) for item in fields(own_sums))]
             of_ranks = self._ranks.all_gather(values, f"the sums of {name}")
         totals = _totals(of_ranks[:, 3 + len(names) :].tolist())
         self._on_phase("optimizer")
-        # The norm sums over the shards of the first replica alone: all replicas have the same gradient.
+        # The norm is that of the first replica alone: all replicas have the same gradient.
         loss, nll, norm = (
             math.fsum(of_ranks[:, 0]),
             math.fsum(of_ranks[:, 1]),
@@ -226,11 +229,13 @@ class Updates:
         )
         try:
             if not math.isfinite(loss):
-                return "loss", self._not_finite(shape.policy, [m[0] for m in members], [d.logprobs for d in results])
+                return "loss", self._find_not_finite(
+                    shape.policy, [m[0] for m in members], [d.logprobs for d in results]
+                )
             if not math.isfinite(nll):
                 assert shape.supervised is not None
                 batches, logprobs = [m[0] for m in supervised_members], [d.logprobs for d in supervised_results]
-                return SUPERVISED_LOSS, self._not_finite(shape.supervised, batches, logprobs)
+                return SUPERVISED_LOSS, self._find_not_finite(shape.supervised, batches, logprobs)
             if not math.isfinite(norm):
                 return "gradient norm", []
             if norm > self._config.max_grad_norm:
@@ -261,11 +266,11 @@ class Updates:
         *,
         temperature: float,
         fresh: bool,
-        first: bool,
+        is_first: bool,
     ) -> _Accumulated:
         """Add the gradient of the policy's loss on one micro-batch."""
         logprobs, entropies = self._policy.score(row, temperature)
-        tokens = self._token_batch(batch, scored, logprobs, entropies, first=first)
+        tokens = self._token_batch(batch, scored, logprobs, entropies, is_first=is_first)
         loss, named = self._objective(tokens, denominator)
         torch.autograd.backward(loss * self._ranks.world_size)
         self._ranks.mark()
@@ -283,7 +288,7 @@ class Updates:
         return _Accumulated(loss.detach(), torch.empty(0), {}, logprobs.detach())
 
     def _token_batch(
-        self, batch: MicroBatch, scored: _Scored, logprobs: Tensor, entropies: Tensor, *, first: bool
+        self, batch: MicroBatch, scored: _Scored, logprobs: Tensor, entropies: Tensor, *, is_first: bool
     ) -> TokenBatch:
         """Put what the loss needs of a micro-batch on the device; in the first update the policy itself is proximal."""
 
@@ -294,7 +299,7 @@ class Updates:
             logprobs=logprobs,
             entropies=entropies,
             behaviour=put(batch.behaviour),
-            proximal=logprobs.detach() if first or scored.proximal is None else scored.proximal,
+            proximal=logprobs.detach() if is_first or scored.proximal is None else scored.proximal,
             advantages=put(batch.advantages),
             weights=put(batch.weights),
             segments=put(batch.segments).long(),
@@ -304,7 +309,9 @@ class Updates:
             teacher=put(batch.teacher) if scored.teacher is None and len(batch.teacher) else scored.teacher,
         )
 
-    def _not_finite(self, shape: TermShape, batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> list[int]:
+    def _find_not_finite(
+        self, shape: TermShape, batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]
+    ) -> list[int]:
         """All ranks together: find the sequences with a token whose loss is not finite. Returns indices, ascending."""
         flags = np.zeros(shape.sequences)
         for batch, values in zip(batches, logprobs, strict=True):
@@ -329,7 +336,7 @@ class _Accumulated:
 
 
 def _split_batches(shapes: Sequence[UpdateShape]) -> tuple[list[range], list[range]]:
-    """Split a rank's list of micro-batches: for each update the indices of the policy's, and of the supervised ones."""
+    """Split a rank's micro-batches: for each update the indices of the policy's, and those of the supervised ones."""
     policy_parts, supervised_parts, start = [], [], 0
     for shape in shapes:
         supervised_start = start + shape.policy.micro_batches
@@ -350,7 +357,7 @@ def _totals(rows: list[list[float]]) -> TokenSums:
     return totals
 
 
-def _mean(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+def _combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Combine the metrics of a step's updates: the mean of each, but the sum of counts and the maximum of maxima."""
     if len(updates) <= 1:
         return dict(*updates)

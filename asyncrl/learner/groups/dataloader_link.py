@@ -2,8 +2,8 @@
 
 After a start of either side the learner first sends the state of the run (``Restored``). Then it reports outcomes in
 order, numbered, and repeats each report until it is acknowledged. If the dataloader acknowledges less than was
-reported, it gets the state of the run again; outcomes in its ledger are not reported a second time. Either side may ask
-for this at any moment, so either may die at any moment.
+reported, it gets the state of the run again. Outcomes in the ledger of that state are not reported a second time. The
+dataloader, too, may request the state at any moment (RestoreNeeded). So either side may die at any moment.
 
 The supply (``Supply``) is the dataloader's report on prompts to come and on open evaluation rounds.
 
@@ -78,7 +78,7 @@ class DataloaderLink:
         self._changed = asyncio.Event()
         self._acknowledged = asyncio.Event()
         self._restoring = asyncio.Lock()
-        self._restored = 0
+        self._restores = 0
         """Number of times that the dataloader has restored the run."""
 
     def changed(self) -> None:
@@ -88,11 +88,12 @@ class DataloaderLink:
     async def restore(self) -> None:
         """Send the dataloader the state of the run until it has restored it. Raises ConfigError if the prompts changed.
 
-        After each missed deadline the next one is longer, since reading the data may take long.
+        Returns without a request if another task restores the dataloader meanwhile. After each missed deadline the next
+        one is longer, since reading the data may take long.
         """
-        restored_before, missed_deadlines = self._restored, 0
+        restores_before, missed_deadlines = self._restores, 0
         async with self._restoring:
-            if self._restored != restored_before:
+            if self._restores != restores_before:
                 # Another task has restored this dataloader during the wait for the lock.
                 return
             with self._awaits.on(DATALOADER, "Restored"):
@@ -107,8 +108,9 @@ class DataloaderLink:
                     except RemoteError as error:
                         if error.code == RunChanged.code:
                             raise ConfigError([error.message]) from error
-                        # It is alive but reads large data, which each request begins again: allow more time.
-                        missed_deadlines += error.code == DEADLINE
+                        # The dataloader is alive but reads large data, from the beginning at each request.
+                        if error.code == DEADLINE:
+                            missed_deadlines += 1
                         self._log.warning("dataloader cannot restore the run", error=str(error))
                         await asyncio.sleep(AWAY_S)
                     else:
@@ -118,7 +120,7 @@ class DataloaderLink:
             self._intake.ledger.first_epoch = resumed.first_epoch
             # A new dataloader numbers its supplies from 0. With -1, it answers the next WatchSupply at once.
             self.supply = Supply(number=-1, exhausted=False, outstanding=0)
-            self._restored += 1
+            self._restores += 1
             self._log.info("dataloader has restored the run", fingerprint=resumed.fingerprint, seed=resumed.seed)
 
     async def sample_prompts(self) -> list[np.ndarray]:
@@ -154,9 +156,10 @@ class DataloaderLink:
     async def report(self) -> None:
         """Report outcomes, each report until it is acknowledged, until cancelled. ``changed`` wakes it."""
         while True:
-            # A restore makes this report obsolete. Taken meanwhile, it could hold outcomes that the sent ledger lacks.
+            # Wait for a restore under way: a report that is taken during it may hold outcomes that the ledger on its
+            # way lacks, and the end of the restore would drop this report.
             async with self._restoring:
-                report, restored = self._intake.outcomes.next_report(), self._restored
+                report, restores_before = self._intake.outcomes.next_report(), self._restores
             if report is None:
                 self._acknowledged.set()
                 self._changed.clear()
@@ -164,7 +167,7 @@ class DataloaderLink:
                 continue
             with self._awaits.on(DATALOADER, "Outcomes"):
                 # After a restore, this report is obsolete: the ledger that was sent has its outcomes.
-                while self._restored == restored:
+                while self._restores == restores_before:
                     try:
                         seen: OutcomesSeen = await self._call(report)
                     except (DeadlineExceeded, RemoteError) as error:
@@ -186,8 +189,8 @@ class DataloaderLink:
     async def watch(self) -> None:
         """Follow the supply until cancelled.
 
-        Each supply is kept and announced. Its evaluation rounds go to ``evals``; its prompts that get no lease count as
-        rejected.
+        Each supply is kept and announced. Its evaluation rounds go to ``evals``. A prompt that gets no lease is
+        rejected: by the intake if it is of training, else by ``evals``.
         """
         while True:
             try:
@@ -199,6 +202,7 @@ class DataloaderLink:
             self.supply = supply
             self._evals.opened(supply.evals)
             for rejected in supply.rejected:
+                # Only uids of evaluations have the "@": NAME@ROUND-INDEX.
                 if "@" in rejected.uid:
                     self._evals.reject(rejected.uid, rejected.reason)
                 else:
@@ -211,6 +215,7 @@ class DataloaderLink:
         """Ask the dataloader whether all evaluation rounds are over. ``supply`` may lack the last outcome."""
         while True:
             try:
+                # With -1 the dataloader answers at once.
                 supply: Supply = await self._call(WatchSupply(seen=-1))
             except (DeadlineExceeded, RemoteError) as error:
                 await self._handle_failure(error)

@@ -32,16 +32,16 @@ from asyncrl.workers.user_code import find_place
 
 
 class ComponentNames:
-    """The names of reward components that a run keeps. ``known`` are those of its checkpoint."""
+    """The names of reward components that a run keeps. ``known`` are the names that its checkpoint kept."""
 
     def __init__(self, config: Config, known: Iterable[str] = ()) -> None:
         learner = config.learner
-        self._always = {PENALTY_COMPONENT, TIMED_OUT_COMPONENT, learner.signal, *_texts(learner.advantage_options)}
+        self._always_kept = {PENALTY_COMPONENT, TIMED_OUT_COMPONENT, learner.signal, *_texts(learner.advantage_options)}
         self._names = dict.fromkeys(list(known)[:MOST_NAMES])
         self._config = config
         self.left_out = 0
         """Number of values that were left out."""
-        self._first = ""
+        self._first_left_out = ""
         """The first name that was left out; empty before."""
 
     @property
@@ -50,16 +50,19 @@ class ComponentNames:
         return list(self._names)
 
     def trim(self, group: Group) -> bool:
-        """Remove from a group the components under names that are not kept. Returns whether it removed any."""
-        before = self.left_out
+        """Admit new names while there is room, and remove the components under all other names from a group.
+
+        Returns whether it removed any.
+        """
+        left_out_before = self.left_out
         for trajectory in group.trajectories:
-            further = [name for name in trajectory.components if not self._is_kept(name)]
-            if further:
-                self._first = self._first or further[0]
-                self.left_out += len(further)
-                kept = trajectory.components.keys() - set(further)
+            surplus = [name for name in trajectory.components if not self._admit(name)]
+            if surplus:
+                self._first_left_out = self._first_left_out or surplus[0]
+                self.left_out += len(surplus)
+                kept = trajectory.components.keys() - set(surplus)
                 trajectory.components = {name: each for name, each in trajectory.components.items() if name in kept}
-        return self.left_out > before
+        return self.left_out > left_out_before
 
     def notice(self) -> str:
         """Compose the text for the user: whose names they are, what follows, and what to do.
@@ -75,12 +78,14 @@ class ComponentNames:
         where = f" ({place})" if place else ""
         return (
             f"{spec}{where} returns rewards with more than {MOST_NAMES} names of components; the first of the others "
-            f"is {self._first!r}. Components under further names are left out of metrics, samples and advantages; "
-            "rewards stay as they are. Return the same few names for every response: a name must not depend on the data"
+            f"is {self._first_left_out!r}. Components under further names are left out of metrics, samples and "
+            "advantages; rewards stay as they are. Return the same few names for every response: a name must not "
+            "depend on the data"
         )
 
-    def _is_kept(self, name: str) -> bool:
-        if name in self._names or name in self._always:
+    def _admit(self, name: str) -> bool:
+        """Keep a new name if there is room. Returns whether the name is kept."""
+        if name in self._names or name in self._always_kept:
             return True
         if len(self._names) < MOST_NAMES:
             self._names[name] = None
@@ -130,8 +135,8 @@ class Deliveries:
     def take(self, group: Group, sender: str) -> bool:
         """Take a group. Returns False for a duplicate.
 
-        A training group goes to the intake, which buffers, filters or quarantines it. Then come the notices, the
-        teacher if it is buffered, and the announcement.
+        An evaluation's group goes to the evaluations. A training group goes to the intake, which buffers, filters or
+        quarantines it. A quarantined group gives no notice, and the teacher scores only buffered groups.
         """
         if self._components.trim(group):
             self._counters["reward/components_left_out"] = self._components.left_out
@@ -170,7 +175,10 @@ class Deliveries:
             self._notify(notice.key, notice.text)
 
     def _notify_components(self) -> None:
-        """Give the notice that components are left out and how many, once its text is composed."""
+        """Give the notice that components are left out, with their present number.
+
+        The first call only composes the text, in a task that calls this again at its end. Calls before that do nothing.
+        """
         notice = self._components_notice
         if notice is None:
             notice = self._tasks.create_task(asyncio.to_thread(self._components.notice))

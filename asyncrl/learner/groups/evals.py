@@ -20,11 +20,13 @@ from asyncrl.messages.trajectories import is_truncated, sampled_tokens, versions
 
 
 class EvalCollector:
-    """Groups of evaluation rounds. ``closed`` are the rounds that a checkpoint names as over."""
+    """Collects the groups of evaluation rounds. ``closed`` are the rounds that a checkpoint names as over."""
 
     def __init__(self, closed: Iterable[str] = ()) -> None:
         self._sizes: dict[str, int] = {}
+        """Number of prompts of each open round."""
         self._groups: dict[str, dict[str, Group]] = {}
+        """Groups by round and uid; also of rounds that the dataloader has not named yet."""
         self._closed = set(closed)
         self._missing_rounds: set[str] = set()
         """Rounds with groups here that were missing in the dataloader's last list of open rounds."""

@@ -3,16 +3,16 @@
 The outcomes are trained, filtered, quarantined and left out; the ledger records them. Invariant (exactly once): a
 prompt that has an outcome, is in training or in the buffer is never taken again. So a group that is delivered twice, by
 any senders, is trained at most once. A group that was taken leaves only by an outcome. Ledger, buffer and pending
-reports change together: ``snapshot`` is consistent at any moment.
+reports change together, so ``snapshot`` is consistent between any two steps.
 
-The groups of a step are those of the oldest leases, so that none waits for ever. Within a step the order is that of
-(epoch, index), not of arrival, so a step is a function of its groups. The buffer is bounded, since the dataloader's
+A step takes the groups of the oldest leases, so that no group waits for ever. Within a step the groups are in the order
+of (epoch, index), not of arrival, so a step is a function of its groups. The buffer is bounded, since the dataloader's
 gate bounds the number of leases.
 
-A group that cannot be trained is quarantined with its reason. Under dynamic sampling a group is filtered if all its
-rewards are equal, and those of its turns too. The groups of a step whose trajectories are all masked are filtered as
-well. Neither outcome counts as a reward of 0. A prompt that a rule of the data excludes before its lease counts as left
-out, which is no failure: ``problem`` ignores it.
+A group that cannot be trained is quarantined with its reason. Under dynamic sampling a group is filtered if its values
+of ``learner.signal`` are equal within a tolerance (``has_signal``). If all trajectories of a step are masked, its
+groups are filtered, too. A filtered or quarantined group does not count as a reward of 0. A prompt that a rule of the
+data excludes before its lease counts as left out. That is no failure, so ``problem`` ignores it.
 """
 
 from __future__ import annotations
@@ -145,46 +145,53 @@ class OutcomeQueue:
         self._pending: list[Outcome] = []
         self._version = -1
         self._trained_at_version = 0
-        self._step: tuple[int, bool] | None = None
+        self._buffered_groups: int | None = None
+        """Groups left in the buffer by the newest step that is not reported; None if no step began since."""
+        self._waited = False
+        """Whether any step that is not reported had to wait for groups."""
         self._finished = False
-        self._dirty = False
+        self._has_news = False
+        """Whether there is something to report."""
 
     def outcome(self, outcome: Outcome) -> None:
         """Add the outcome of a group."""
         self._pending.append(outcome)
-        self._dirty = True
+        self._has_news = True
 
     def published(self, version: int, trained: int) -> None:
         """Add that ``version`` was published, after ``trained`` groups were trained in all."""
         self._version, self._trained_at_version = version, trained
-        self._dirty = True
+        self._has_news = True
 
     def step_began(self, buffered_groups: int, *, waited: bool) -> None:
         """Add that a step has begun.
 
         ``buffered_groups`` are left in the buffer; ``waited`` says whether the step had to wait for groups.
         """
-        # If a report covers two steps, it says ``waited`` if either step waited.
-        self._step = (buffered_groups, waited or (self._step is not None and self._step[1]))
-        self._dirty = True
+        # A report that covers two steps says ``waited`` if either step waited.
+        self._buffered_groups, self._waited = buffered_groups, waited or self._waited
+        self._has_news = True
 
     def finished(self) -> None:
         """Add that no more groups are leased for training."""
-        self._finished = self._dirty = True
+        self._finished = self._has_news = True
 
     def restart(self) -> int:
-        """Drop the pending outcomes, because the dataloader gets the ledger, which has them.
+        """Drop all pending news, because the dataloader gets the state of the run, whose ledger has the outcomes.
 
-        Returns the number before that of the next report. It grows with each call, so that the dataloader knows the
-        later of two ledgers.
+        Returns a number for that state, which grows with each call: the dataloader knows the later of two states by it.
+        The next report has the number after it.
         """
         self._number += 1
-        self._pending, self._step, self._dirty = [], None, False
+        self._clear()
         return self._number
+
+    def _clear(self) -> None:
+        self._pending, self._buffered_groups, self._waited, self._has_news = [], None, False, False
 
     def next_report(self) -> Outcomes | None:
         """Make the next report, which the caller repeats until it is acknowledged; None if there is nothing new."""
-        if not self._dirty:
+        if not self._has_news:
             return None
         self._number += 1
         report = Outcomes(
@@ -192,12 +199,12 @@ class OutcomeQueue:
             version=self._version,
             trained_at_version=self._trained_at_version,
             outcomes=self._pending,
-            buffered_groups=self._step[0] if self._step else 0,
-            waited=self._step[1] if self._step else False,
-            step_began=self._step is not None,
+            buffered_groups=self._buffered_groups or 0,
+            waited=self._waited,
+            step_began=self._buffered_groups is not None,
             finished=self._finished,
         )
-        self._pending, self._step, self._dirty = [], None, False
+        self._clear()
         return report
 
 
@@ -209,7 +216,8 @@ class Intake:
 
     def __init__(self, learner: LearnerConfig, restored: IntakeState | None = None, *, samples: int = 0) -> None:
         self._learner = learner
-        self._samples = self._sample_room = samples
+        self._samples = self._samples_left = samples
+        """Filtered groups whose text is kept between two steps, and how many more until the next step ends."""
         self.ledger = Ledger() if restored is None else Ledger.restore(restored.ledger)
         self.buffer = GroupBuffer()
         self.outcomes = OutcomeQueue()
@@ -283,7 +291,7 @@ class Intake:
         if problem is not None:
             self._quarantine(Quarantined(uid, problem, group))
             return "quarantined"
-        if self._is_flat(group):
+        if self._check_flat(group):
             self.filtered.append(group)
             self._keep_text([group], FLAT)
             self._conclude(uid, "filtered")
@@ -316,7 +324,10 @@ class Intake:
         return groups, filtered
 
     def take_ages(self, now: float) -> list[float]:
-        """Seconds that each group of the step was in the buffer. Each is returned once; unknown after a restore."""
+        """Seconds that each group of the step was in the buffer.
+
+        A group has one age: after its return to the buffer, or after a restore, its age is unknown and left out.
+        """
         return [now - came for uid in self._in_training if (came := self._delivered_at.pop(uid, None)) is not None]
 
     def end_step(self) -> list[int]:
@@ -324,7 +335,7 @@ class Intake:
         for uid in self._in_training:
             self._conclude(uid, "trained")
         self._in_training = {}
-        self._sample_room = self._samples
+        self._samples_left = self._samples
         lengths, self.delivered_lengths = self.delivered_lengths, []
         return lengths
 
@@ -355,35 +366,39 @@ class Intake:
 
     def _keep_text(self, groups: Iterable[Group], reason: str) -> None:
         """Keep groups for samples/, up to ``samples`` of them after each step."""
-        kept = [Filtered(group, reason) for group in groups][: self._sample_room]
-        self._sample_room -= len(kept)
+        kept = [Filtered(group, reason) for group in groups][: self._samples_left]
+        self._samples_left -= len(kept)
         self.filtered_samples += kept
 
     def _restore_counts(self, filtered: Iterable[Group] = ()) -> None:
         """Undo the reset of the counts by ``begin_step``, because the step does not count.
 
-        The groups filtered before it, and those ``filtered`` in it, count with the next step.
+        The groups filtered before the step, and the groups ``filtered`` in it, count with the next step.
         """
-        before, masked, failed = self._counts_before_step
-        own = list(filtered)
-        self.filtered = [*before, *own, *self.filtered]
-        self._masked_groups += masked + len(own)
-        self._quarantined_groups += failed
+        filtered_before, masked_before, quarantined_before = self._counts_before_step
+        masked_now = list(filtered)
+        self.filtered = [*filtered_before, *masked_now, *self.filtered]
+        self._masked_groups += masked_before + len(masked_now)
+        self._quarantined_groups += quarantined_before
 
     def problem(self) -> str | None:
-        """The reason that the run must end, for example too many filtered groups; None if it may continue."""
+        """The reason that the run must end; None if it may continue.
+
+        Reasons: a ``learner.signal`` that does not exist, too many groups filtered or quarantined since the last step,
+        too many prompts quarantined, or too many trajectories dropped. The last two count only from FRACTION_FROM on.
+        """
         learner = self._learner
         if self._signal_problem:
             return self._signal_problem
         if len(self.filtered) + self._quarantined_groups > learner.max_filtered_ratio * learner.groups_per_step:
-            flat = [group for group in self.filtered if self._is_flat(group)]
+            flat = [group for group in self.filtered if self._check_flat(group)]
             has_trained = self.ledger.count("trained") > 0
             masked = len(self.filtered) - len(flat)
             return no_signal(flat, masked, self._quarantined_groups, self._last_problem, has_trained=has_trained)
         quarantined = self.ledger.count("quarantined")
         concluded = quarantined + self.ledger.count("trained") + self.ledger.count("filtered")
         if concluded >= FRACTION_FROM and quarantined > learner.max_quarantined_fraction * concluded:
-            # The last may be in a restored ledger, which holds no reasons.
+            # The last prompt may be in a restored ledger, which holds no reasons.
             last = f"; the last one because: {self._last_problem}" if self._last_problem else ""
             return (
                 f"{quarantined} of {concluded} prompts were quarantined, over learner.max_quarantined_fraction = "
@@ -400,8 +415,8 @@ class Intake:
             )
         return None
 
-    def _is_flat(self, group: Group) -> bool:
-        """Whether dynamic sampling filters this group. If the signal does not exist, record that as a problem."""
+    def _check_flat(self, group: Group) -> bool:
+        """Return whether dynamic sampling filters this group. A signal that does not exist is kept for ``problem``."""
         try:
             return self._learner.dynamic_sampling and not has_signal(group, self._learner)
         except ConfigError as error:

@@ -5,12 +5,14 @@
     GraceWatch        steps take so long that preempt.grace_s is too short
     no_signal         the reason with which a run without a signal ends
 
-A notice that the run cannot learn needs an exact condition over STEPS steps, or as many groups, so a run that learns
-gets none. It is given once. If a line of metrics lacks a number, it changes nothing.
+Each notice of LearningWatch is given once. "No gradient" and "equal rewards" need a condition that holds for STEPS
+steps in a row, or for as many groups, so a run that learns gets neither. A metrics line without the gradient ends the
+row.
 
 A response that is cut has no end: its reward says little, and training makes it no shorter. The share of cut responses
-is taken over the last WINDOW groups, or those of one step if these are more. A notice is given once when the share
-reaches HIGH_TRUNCATION, and another once it has fallen to OVER. A share between the two changes nothing.
+is taken over the last WINDOW groups, or over the groups of one step if a step has more. Fewer groups give no notice.
+One notice is given when the share reaches HIGH_TRUNCATION, and another when the share has fallen to OVER. Between the
+two limits the last notice stays valid.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from asyncrl.observe.metrics_line import HIGH_TRUNCATION, busy_s, number_in
 REWARDS_SHOWN = 5
 """Number of different rewards that the text of ``no_signal`` lists."""
 STEPS = 3
-"""Number of steps in a row that must show a condition; for groups, as many as these steps train."""
+"""Number of steps in a row that must show a condition; conditions of groups need as many groups as these steps."""
 LEAST_GROUPS = 32
 """Smallest number of groups with equal rewards that gives a notice: in fewer it may be chance."""
 FILTERED_SHARE = 0.5
@@ -58,7 +60,7 @@ class LearningWatch:
         """Notices about a configuration under which nothing can be learned, before the first step."""
         notices: list[Notice] = []
         for obstacle in self._obstacles:
-            notices += self._once(obstacle.key, f"{obstacle.key}: {obstacle.detail}. To do: {obstacle.fix}")
+            notices += self._give_once(obstacle.key, f"{obstacle.key}: {obstacle.detail}. To do: {obstacle.fix}")
         return notices
 
     def after_step(self, line: Mapping[str, Any]) -> list[Notice]:
@@ -67,7 +69,7 @@ class LearningWatch:
         self._zero_gradients = self._zero_gradients + 1 if number_in(line, "policy/grad_norm") == 0.0 else 0
         if self._zero_gradients < STEPS:
             return []
-        return self._once(
+        return self._give_once(
             "no gradient",
             f"the gradient was exactly 0 in the last {STEPS} steps, up to {step}: they changed nothing that is "
             "learnt. Either all rewards of each group are equal (learner.dynamic_sampling = false trains such groups, "
@@ -79,10 +81,13 @@ class LearningWatch:
 
         ``filtered`` is the number of groups filtered since the last step because their rewards are equal.
         """
-        return [*self._equal_rewards(rewards), *self._mostly_filtered(filtered)]
+        return [*self._count_equal_rewards(rewards), *self._check_filtered(filtered)]
 
-    def _equal_rewards(self, rewards: np.ndarray) -> list[Notice]:
-        """Count groups in a row with one and the same reward; give the notice at enough of them."""
+    def _count_equal_rewards(self, rewards: np.ndarray) -> list[Notice]:
+        """Count the groups in a row whose rewards are all equal within a tolerance; give the notice if they suffice.
+
+        A group with equal rewards that differ from those before it begins a new row. Unequal rewards end the row.
+        """
         low, high = float(rewards.min()), float(rewards.max())
         if self._equal_groups and max(high, self._high) - min(low, self._low) <= self._learner.signal_tolerance:
             self._equal_groups, self._low, self._high = (
@@ -96,7 +101,7 @@ class LearningWatch:
             self._equal_groups = 0
         if self._equal_groups < max(LEAST_GROUPS, STEPS * self._learner.groups_per_step):
             return []
-        return self._once(
+        return self._give_once(
             "equal rewards",
             f"every reward of the last {self._equal_groups} groups is {fixed(high, 3)}: nothing is learnt from equal "
             "rewards. Either reward.function gives this to every response (call it by hand on a right and a wrong "
@@ -105,11 +110,12 @@ class LearningWatch:
             "others, which are left out",
         )
 
-    def _mostly_filtered(self, filtered: int) -> list[Notice]:
+    def _check_filtered(self, filtered: int) -> list[Notice]:
+        """Give the notice that the run may end, once FILTERED_SHARE of the allowed groups are filtered."""
         limit = self._learner.max_filtered_ratio * self._learner.groups_per_step
         if filtered < FILTERED_SHARE * limit:
             return []
-        return self._once(
+        return self._give_once(
             "mostly filtered",
             f"{filtered} groups were filtered since the last step, as all rewards in each of them are equal; the run "
             f"ends once {limit:g} (learner.max_filtered_ratio times groups_per_step) are passed, with those that are "
@@ -117,7 +123,7 @@ class LearningWatch:
             "(data.path), more rollout.samples_per_prompt or a finer reward.function give a signal",
         )
 
-    def _once(self, key: str, text: str) -> list[Notice]:
+    def _give_once(self, key: str, text: str) -> list[Notice]:
         if key in self._given_keys:
             return []
         self._given_keys.add(key)
@@ -227,8 +233,8 @@ class GraceWatch:
 def no_signal(flat: Sequence[Group], masked: int, failed: int, last_problem: str, *, has_trained: bool) -> str:
     """Compose why a run without a signal ends and what to do, the largest part first.
 
-    ``flat`` have equal rewards, ``masked`` groups had no token to train, ``failed`` were quarantined. ``has_trained``:
-    the run trained a group before.
+    The groups ``flat`` have equal rewards; ``masked`` groups had no token to train, and ``failed`` were quarantined.
+    ``has_trained``: the run trained a group before, so the user can look at samples.
     """
     rewards = Counter(round(float(t.reward or 0.0), 4) for group in flat for t in group.trajectories)
     see = "asyncrl-top --samples and reward.function" if has_trained else "reward.function"

@@ -83,12 +83,13 @@ class ServedTeacher:
         requests = [self._ask(group, sequence) for _, sequence in sampled_sequences([group])]
         results = await asyncio.gather(*requests, return_exceptions=True)
         failed = next((each for each in results if isinstance(each, BaseException)), None)
-        # The step that awaited the future was cancelled, which cancelled the future.
+        # Only a cancelled future is done here: the step that awaited it was cancelled.
         if answer.done():
             return
         if failed is not None:
             answer.set_exception(failed)
-            # Mark it as retrieved: the step that needs the group raises it; if no step does, it does no harm.
+            # Mark the error as retrieved, so that asyncio logs nothing if no step needs the group. A step that needs
+            # the group still raises the error.
             answer.exception()
         else:
             (scores,) = by_group([group], [each for each in results if isinstance(each, np.ndarray)])
@@ -99,7 +100,7 @@ class ServedTeacher:
         """Log-probs of a sequence's sampled tokens, float64 [S]; repeats requests that may succeed."""
         prompt = group.lease.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
         positions = sampled_positions(sequence) + len(prompt)
-        # Tokens behind the last sampled one change none of the log-probs.
+        # Tokens behind the last sampled token change no log-prob, so they are not sent.
         ids = np.concatenate([prompt, sequence.tokens])[: int(positions[-1]) + 1].tolist()
         for attempt in range(1, self._config.tries + 1):
             try:

@@ -81,9 +81,10 @@ class TeacherClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def model(self) -> tuple[str, int | None]:
-        """The configured model, or the only one of the server. Raises TeacherFailed.
+        """Ask the server for the configured model, or for its only one; later requests name this model.
 
-        Returns its name, and the longest sequence that the server accepts, None if it does not say.
+        Returns its name and the longest sequence that the server accepts, None if the server does not say. Raises
+        TeacherFailed.
         """
         models: _Models = _read(await self._ask("GET", f"{self.url}/models"), _Models, f"{self.url}/models")
         named = [each for each in models.data if self._model in (None, each.id)]

@@ -1,19 +1,20 @@
 """Waits for the groups of each step and plans it.
 
-The learner waits for groups, never for a replica or a disk. The wait ends when all groups of a step are in the buffer,
-or when the run is preempted. Meanwhile an overdue version is tried again, at times that no other event postpones.
+The wait ends when all groups of a step are in the buffer, and scored if a teacher on a server scores them. It also ends
+when the run is preempted. Meanwhile an overdue version is tried again, at times that no other event postpones. In time
+slices the engines get the GPUs during the wait, once the parameter server has the newest version (``rest``).
 
 A step is planned when it begins, or early, while the step before is trained. Its groups are chosen when it begins. So
 an early plan is a guess: it takes the groups that would be chosen now, and is made again if older groups come. Early
 planning takes at most half of the time.
 
 Invariant: an early plan is used only if the step begins with the very same groups under the same version. A plan is a
-function of these, so every step is the same as without early plans. If a model has to score the groups first, nothing
-is planned early.
+function of groups and version, so every step is the same as without early plans. If a model has to score the groups
+first, nothing is planned early.
 
-An error of an early plan is raised in the step that uses the plan. If no step does, its groups are planned again later,
-and fail there. Fails with CannotLearn when too many groups cannot be trained, and with ActorFailed when no version can
-be published for too long. Otherwise fails as build_step, scoring.py and the backend say.
+An error of an early plan is raised in the step that uses the plan. If no step uses the plan, its groups are planned
+again later, and fail there. Fails with CannotLearn when too many groups cannot be trained, and with ActorFailed when no
+version can be published for too long. Otherwise fails as build_step, scoring.py and the backend say.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class PlanInputs:
         return (
             (self.step, self.version, self.fresh) == (other.step, other.version, other.fresh)
             and len(self.groups) == len(other.groups)
-            and all(ours is theirs for ours, theirs in zip(self.groups, other.groups, strict=True))
+            and all(group is other_group for group, other_group in zip(self.groups, other.groups, strict=True))
         )
 
 
@@ -122,9 +123,9 @@ def plan_step(
 ) -> StepPlan:
     """Plan step ``step``, counted from 1: its updates, and the supervised term.
 
-    If its KL is part of the reward, the reference scores the groups first. If ``needs_scores(config)``, call this
-    function on the backend's thread. The other arguments are those of build_step. Raises
-    NonFiniteStep or ConfigError.
+    If ``learner.kl`` is part of the reward, the reference scores the groups first. If ``needs_scores(config)``, call
+    this function on the backend's thread. The other arguments are those of build_step. Raises NonFiniteStep or
+    ConfigError.
     """
     plan = build_step(
         groups,
@@ -163,7 +164,9 @@ def _penalties(groups: Sequence[Group], step: int, config: Config, backend: Back
 
 
 @dataclass(frozen=True, slots=True)
-class _Early:
+class _EarlyPlan:
+    """A plan that was begun before its step, and the inputs that the step must have to use it."""
+
     inputs: PlanInputs
     plan: asyncio.Future[StepPlan]
 
@@ -198,15 +201,18 @@ class StepPlanner:
         self._advantage, self._supervised, self._teacher = advantage, supervised, teacher
         self._next: NextStep | None = None
         """The step to plan early, or None."""
-        self._changed = progress.news.listen()
-        self._rests = config.placement.share == "time_slice"
-        self._early: _Early | None = None
+        self._plan_again = progress.news.listen()
+        """Event that wakes ``run``: groups or versions came, or another step is to be planned."""
+        self._in_time_slices = config.placement.share == "time_slice"
+        self._early: _EarlyPlan | None = None
+        """The newest early plan; None if it was used or discarded."""
         self._early_thread = ThreadPoolExecutor(1, thread_name_prefix="plan")
 
     async def wait(self) -> bool:
         """Wait until the next step's groups are in the buffer and scored.
 
-        Returns False if the run is preempted, after a limited wait for groups under way.
+        Returns False if the run is preempted, after a limited wait for groups under way. Raises CannotLearn, and
+        ActorFailed if an overdue version cannot be published for too long.
         """
         with self._awaits.on("rollouter", "groups"):
             return await self._wait()
@@ -216,16 +222,17 @@ class StepPlanner:
 
         The parameter server gets the newest version first: engines load what it holds when they wake.
         """
-        if self._rests:
+        if self._in_time_slices:
             await self._schedule.handed_over()
             await asyncio.get_running_loop().run_in_executor(self._thread, self._backend.rest)
 
     async def _wait(self) -> bool:
+        """Do what ``wait`` says; while a version is overdue, try it again every ``retry_at``."""
         intake = self._intake
         self._track.enter("wait for groups", step=self._progress.step + 1)
         wanted = self._begin_wait()
         # In time slices every step waits, and a higher staleness would not change that.
-        self.waited = not self._rests and len(intake.buffer) < wanted
+        self.waited = not self._in_time_slices and len(intake.buffer) < wanted
         give_up_at, retry_at = self._schedule.give_up_at, self._schedule.next_try
         while True:
             self._news.clear()
@@ -241,7 +248,7 @@ class StepPlanner:
                 await self._news.wait()
                 continue
             try:
-                # ``retry_at`` is fixed, so that frequent news does not postpone the version.
+                # The timeout ends at a fixed time, so that frequent news does not postpone the version.
                 async with asyncio.timeout(max(0.0, retry_at - self._clock.now())):
                     await self._news.wait()
             except TimeoutError:
@@ -270,6 +277,7 @@ class StepPlanner:
         limit_s, dataloader = LAST_GROUPS_SHARE * self._config.preempt.grace_s, self._dataloader
         try:
             async with asyncio.timeout(limit_s):
+                # ``outstanding`` also counts the groups in the buffer, since no outcome of these is reported.
                 while not (dataloader.supply.exhausted and dataloader.supply.outstanding <= len(self._intake.buffer)):
                     self._news.clear()
                     await self._news.wait()
@@ -279,30 +287,33 @@ class StepPlanner:
     def plan_early(self, step: NextStep | None) -> None:
         """Set the step that is planned early from now on; None for no early plans."""
         self._next = step if not needs_scores(self._config) else None
-        self._changed.set()
+        self._plan_again.set()
 
     async def run(self) -> None:
         """Make early plans until cancelled; after each, pause for as long as it took."""
         clock = asyncio.get_running_loop().time
         while True:
-            await self._changed.wait()
-            self._changed.clear()
+            await self._plan_again.wait()
+            self._plan_again.clear()
             began = clock()
             inputs = self._next.inputs(self._intake.buffer, self._config) if self._next is not None else None
             if inputs is not None and not (self._early is not None and self._early.inputs.make_same_plan(inputs)):
-                self._discard()
+                self._discard_early_plan()
                 # asyncio.wait does not raise the plan's error; the step that uses the plan raises it.
                 await asyncio.wait([self._begin_early_plan(inputs)])
             await asyncio.sleep(clock() - began)
 
     async def plan(self, inputs: PlanInputs) -> StepPlan:
-        """The plan of the step that begins: the early one if its inputs are the same, else a new one."""
+        """Return the plan of the step that begins: the early plan if its inputs are the same, else a new plan.
+
+        A new plan waits for the scores of a teacher on a server. Raises the errors of ``plan_step``, and ActorFailed.
+        """
         if self._early is not None and self._early.inputs.make_same_plan(inputs):
-            # Clear it before the await: during the await ``run`` may discard ``_early``.
+            # Clear ``_early`` before the await: during the await ``run`` may begin another plan.
             early, self._early = self._early, None
             self._counters.add("learner/plans_ahead")
             return await early.plan
-        self._discard()
+        self._discard_early_plan()
         teacher = await self._teacher.scores(inputs.groups) if self._teacher is not None else None
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._make, inputs, teacher)
 
@@ -316,10 +327,11 @@ class StepPlanner:
         plan = asyncio.get_running_loop().run_in_executor(self._early_thread, self._make, inputs, None)
         # Retrieve the error, so that asyncio logs nothing about a plan that no step uses.
         plan.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        self._early = _Early(inputs, plan)
+        self._early = _EarlyPlan(inputs, plan)
         return plan
 
     def _make(self, inputs: PlanInputs, teacher: Sequence[GroupScores] | None) -> StepPlan:
+        """Make a plan, on the backend's thread or the thread of early plans."""
         return plan_step(
             inputs.groups,
             version=inputs.version,
@@ -332,7 +344,7 @@ class StepPlanner:
             supervised=self._supervised,
         )
 
-    def _discard(self) -> None:
+    def _discard_early_plan(self) -> None:
         if self._early is not None:
             self._counters.add("learner/plans_discarded")
             self._early = None

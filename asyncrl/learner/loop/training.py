@@ -2,19 +2,21 @@
 
 Supervised warm steps come first: version 0 holds the weights after them.
 
-The loop waits for groups, never for a replica, the parameter server or a disk. A version is assembled while the next
-step is trained, one at a time. version_schedule.py retries versions that cannot be published; checkpoint_writer.py
-handles checkpoints that cannot be written.
+The loop waits for groups, never for a replica or a checkpoint. In time slices it also waits, for a limited time, until
+the parameter server holds the newest version. Versions are assembled one at a time, while the next step is trained.
+version_schedule.py retries versions that cannot be published; checkpoint_writer.py handles checkpoints that cannot be
+written.
 
 A version boundary is the moment between two steps at which all trained steps are published. A preempted run takes the
-groups that rollouters still deliver, stops at a version boundary and writes a checkpoint. If the version there cannot
-be published, the checkpoint holds its steps, and the resumed run publishes them.
+groups that rollouters still deliver, trains no further step, publishes the steps so far and writes a checkpoint. If
+they cannot be published, the checkpoint holds these steps, and the resumed run publishes them.
 
 If every trajectory of a step is masked, the step does not count: the optimizer, the step number and the version do not
 change. Its groups are filtered, and others take their places.
 
-Fails with ActorFailed, which ends the run, when a step is not finite. Fails with CannotLearn when there is no signal,
-after all steps were published.
+Fails with NonFiniteStep, which ends the run, when a step is not finite and may not be skipped. Fails with ActorFailed
+when no version can be published for too long, and with CannotLearn when there is no signal, after all steps were
+published.
 """
 
 from __future__ import annotations
@@ -88,6 +90,7 @@ class Training:
         self._lines, self._checkpoints, self._group_log = lines, checkpoints, group_log
         self._track, self._supervised, self._teacher = track, supervised, teacher
         self._first_version = -1
+        """Version that this learner published at its start; -1 before."""
         self._planner = StepPlanner(
             config,
             services,
@@ -114,8 +117,8 @@ class Training:
     async def warm_up(self) -> bool:
         """Take the supervised warm steps that the restored checkpoint lacks. Returns whether it took any.
 
-        A preempted run stops between two of them, and continues there when it is resumed. A run that has trained a step
-        takes no more, even if its configuration now asks for more.
+        A preempted run stops between two warm steps, and continues there when it is resumed. A run that has trained a
+        step takes no more warm steps, even if its configuration now asks for more.
         """
         steps, taken_before = self._config.sft.warm_steps if not self._progress.step else 0, self._backend.warm_steps
         while self._backend.warm_steps < steps and not self._progress.preempted:
@@ -144,8 +147,8 @@ class Training:
     async def run(self) -> None:
         """Train to the last step, or to the version boundary at which a preempted run stops.
 
-        Versions and checkpoints follow when they are due. Then all steps are published; a preempted run tries that
-        once.
+        Begins versions and checkpoints when they are due. At the end all steps are published; a preempted run tries
+        this once. Raises NonFiniteStep, ActorFailed, and CannotLearn after it has published all steps.
         """
         learner, progress = self._config.learner, self._progress
         last_boundary = progress.step
@@ -155,7 +158,7 @@ class Training:
                 if not await self._planner.wait():
                     break
             except CannotLearn as problem:
-                # The last checkpoint needs a version boundary.
+                # The caller writes the last checkpoint, which needs a version boundary.
                 try:
                     await self._publish_the_rest()
                 except ActorFailed as failed:
@@ -166,17 +169,17 @@ class Training:
                 continue
             progress.step += 1
             progress.unpublished += 1
-            boundary = False
+            at_boundary = False
             if self._schedule.is_due:
                 publish_began = self._clock.now()
-                boundary = await self._schedule.publish()
+                at_boundary = await self._schedule.publish()
                 step.line.update(self._versions.metrics)
                 step.line["time/publish_s"] = self._clock.now() - publish_began
             step.line["weights/version"] = progress.version
             step.line["time/step_s"] = self._clock.now() - began
             await self._lines.put(step)
             self._mark_progress()
-            if boundary:
+            if at_boundary:
                 # After the last step FinalWrites writes the checkpoint.
                 if progress.step < learner.steps and self._checkpoint_is_due(last_boundary):
                     self._states.enter("checkpointing")
@@ -197,8 +200,8 @@ class Training:
     async def finish(self) -> None:
         """Wait for the last evaluations, after the last step.
 
-        Their leases go only to engines that serve the last version, so this waits until the parameter server has it. If
-        no engine can load that version, it is published again. A preempted run does not wait.
+        Engines get leases of these evaluations only once they serve the last version. If no engine can load that
+        version, it is published again; raises ActorFailed if that fails for too long. A preempted run does not wait.
         """
         self._progress.finished = True
         self._intake.outcomes.finished()
@@ -221,7 +224,8 @@ class Training:
         """Train one step: take its groups, get the plan, train, conclude the groups, compose the line of metrics.
 
         The wait for the groups began at ``began`` (s). Returns None if the step does not count: its groups were
-        filtered or quarantined.
+        filtered, or an update was not finite and none was taken before. Raises NonFiniteStep if such an update may not
+        be skipped (learner.on_nonfinite), or if it is supervised.
         """
         learner, intake, version = self._config.learner, self._intake, self._progress.version
         groups, filtered = intake.begin_step()
@@ -243,7 +247,7 @@ class Training:
                 self._filter_step(groups)
                 return None
             self._track.enter("train", step=step.step, version=version, **_sampling_versions(groups))
-            trained, metrics = await asyncio.gather(
+            train_metrics, group_metrics = await asyncio.gather(
                 self._on_thread(lambda: self._backend.train(plan)),
                 asyncio.to_thread(step_metrics, groups, filtered, version, self._config),
             )
@@ -258,10 +262,10 @@ class Training:
             if not error.trained:
                 self._dataloader.changed()
                 return None
-            trained = dict(error.metrics)
+            train_metrics = dict(error.metrics)
             groups = [group for group in groups if group.lease.uid in error.trained]
             plan = _trained_part(plan, error.trained)
-            metrics = step_metrics(groups, filtered, version, self._config)
+            group_metrics = step_metrics(groups, filtered, version, self._config)
         await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
         train_ended = self._clock.now()
         take_gpu_s = self._backend.gpu_wait_s - gpu_wait_s
@@ -272,14 +276,14 @@ class Training:
             self._teacher.keep(intake.claims)
         self._group_log.write(TRAINED, step=step.step, version=version, uids=[group.lease.uid for group in groups])
         self._dataloader.changed()
-        self._update_counters(metrics, plan, trained)
+        self._update_counters(group_metrics, plan, train_metrics)
         line = {
             "kind": "train",
             "step": step.step,
             "weights/version": version,
-            **metrics,
+            **group_metrics,
             **plan.metrics,
-            **trained,
+            **train_metrics,
             "rollout/granted_length_mean": sum(lengths) / len(lengths) if lengths else None,
             "staleness/limit": self._dataloader.limit,
             "buffer/groups": len(intake.buffer),
@@ -293,19 +297,19 @@ class Training:
             line["time/take_gpu_s"] = take_gpu_s
         return TrainedStep(line=line, train_began=train_wall, train_ended=self._clock.wall(), groups=groups)
 
-    def _update_counters(self, metrics: dict[str, float], plan: StepPlan, trained: dict[str, Any]) -> None:
+    def _update_counters(self, group_metrics: dict[str, float], plan: StepPlan, train_metrics: dict[str, Any]) -> None:
         hard = self._config.staleness.hard
         late = "staleness/late_masked_groups" if hard else "staleness/late_trained_groups"
-        self._counters.add(late, metrics["staleness/late_groups"])
+        self._counters.add(late, group_metrics["staleness/late_groups"])
         self._counters["ledger/trained"] = self._intake.ledger.count("trained")
         self._counters.add("learner/tokens", plan.tokens)
-        if "perf/mfu" in trained:
-            self._counters["perf/mfu"] = trained["perf/mfu"]
+        if "perf/mfu" in train_metrics:
+            self._counters["perf/mfu"] = train_metrics["perf/mfu"]
 
     def _filter_step(self, groups: list[Group]) -> None:
         """Filter the groups of a step without a token to train, and notify the user.
 
-        To train it all the same would move the weights by momentum alone.
+        An optimizer step without a token would move the weights by momentum alone.
         """
         self._track.leave()
         self._intake.filter_step()
@@ -320,10 +324,15 @@ class Training:
         self._mark_progress()
 
     async def _publish_the_rest(self) -> None:
+        """Publish until all steps are in an assembled version. Raises ActorFailed if that fails for too long.
+
+        A preempted run tries once and accepts a failure.
+        """
         give_up_at = self._schedule.give_up_at
         while self._progress.unpublished or not await self._versions.settled():
             if self._progress.preempted:
-                # No engine will load it, and the checkpoint, which must be in time, holds the steps.
+                # No engine will load this version. The checkpoint holds the steps, and must not be late. With math.inf
+                # a failure raises no error.
                 await self._schedule.retry(math.inf)
                 return
             await self._schedule.insist(give_up_at)

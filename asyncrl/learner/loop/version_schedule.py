@@ -2,7 +2,7 @@
 
 A version that cannot be begun or assembled, for example on a full disk, is reported and becomes overdue: it is tried
 again. Training continues with the groups that the last version admits. The run ends only when no group is left to train
-and no version could be published for ``checkpoint.room_wait_s``.
+and no version could be published for ``checkpoint.room_wait_s``. The version at the start is tried once.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class VersionSchedule:
 
     @property
     def next_try(self) -> float:
-        """Time (s) of the next attempt at an overdue version, if it fails now."""
+        """Time (s) of the next attempt at an overdue version, if the wait for that begins now."""
         return self._clock.now() + (RETRY_IN_TURN_S if self._config.placement.share == "time_slice" else RETRY_S)
 
     async def handed_over(self) -> None:
-        """Wait until the parameter server holds the newest version, or cannot; for weights.deadline_s at most."""
+        """Wait until the parameter server holds the newest version, or it is spoiled; weights.deadline_s at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.weights.deadline_s):
                 await self._versions.handed_over()
@@ -85,7 +85,7 @@ class VersionSchedule:
     @property
     def give_up_at(self) -> float:
         """Time (s) at which a run that has nothing left to train gives up, if it begins to wait for a version now."""
-        # The same key as at the end of the run: in both cases it waits for room, and may lose trained steps.
+        # The same key as for the last checkpoint: in both cases the run waits for room and may lose trained steps.
         return self._clock.now() + self._config.checkpoint.room_wait_s
 
     async def first(self) -> None:
@@ -94,9 +94,9 @@ class VersionSchedule:
             raise ActorFailed(self._name, f"the weights at the start cannot be published: {self._reason}")
 
     async def publish(self) -> bool:
-        """Begin a version of the present weights. Returns False if that fails; then it is reported and overdue.
+        """Begin a version of the present weights. If that fails, report it and return False: the version is overdue.
 
-        The assembly needs nothing from here.
+        The version is assembled in a task of VersionMaker, which reports to ``assembled`` or ``failed``.
         """
         self._states.enter("publishing")
         try:
@@ -110,7 +110,8 @@ class VersionSchedule:
         progress = self._progress
         progress.version, progress.unpublished = version, 0
         progress.trained_at_version = self._intake.ledger.count("trained")
-        # This may precede the parameter server's copy: the gate counts by the versions that engines serve.
+        # The parameter server may not hold the version yet. That does no harm: the gate counts by the versions that
+        # engines serve.
         self._intake.outcomes.published(version, progress.trained_at_version)
         self._published(version)
         self._dataloader.changed()
@@ -138,7 +139,10 @@ class VersionSchedule:
             await asyncio.sleep(RETRY_S)
 
     def failed(self, error: OSError) -> None:
-        """Report a version that could not be begun or assembled: counter, log, notice to the user."""
+        """Report a version that could not be begun or assembled: counter, log, notice to the user.
+
+        Without an assembled version there is no notice: the run ends with the reason (``first``).
+        """
         self._reason, self._error = why_not_published(error), error
         self._counters.add("weights/not_published")
         self._log.error("no version published; training continues as long as it can", error=str(error))

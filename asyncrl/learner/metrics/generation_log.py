@@ -28,8 +28,11 @@ class Tokens:
 
 @dataclass(slots=True)
 class _Source:
+    """A rollouter, as of its last report."""
+
     incarnation: int
     tokens: Tokens
+    """Tokens since the start of its incarnation."""
     last_report: float
     idle: bool = False
     """Whether its last report says that it generates nothing."""
@@ -46,8 +49,8 @@ class _Report:
 
     def joined(self, following: _Report) -> _Report:
         """Join this report and the next one of its rollouter."""
-        ours, theirs = self.tokens, following.tokens
-        both = Tokens(ours.sampled + theirs.sampled, ours.reprefill + theirs.reprefill)
+        earlier, later = self.tokens, following.tokens
+        both = Tokens(earlier.sampled + later.sampled, earlier.reprefill + later.reprefill)
         return _Report(self.name, both, self.since, following.until)
 
     def within(self, start: float, end: float) -> float:
@@ -77,10 +80,10 @@ class GenerationLog:
         """Take the statistics that a rollouter sent; they came at the time ``now``."""
         source, tokens = self._sources.get(name), Tokens(stats.sampled_tokens, stats.reprefill_tokens)
         if source is None or source.incarnation != incarnation:
-            # A new incarnation counts from 0. One that an earlier learner knew counts from this report on.
-            counted = Tokens(0, 0) if source is not None or not self.succeeds else tokens
+            # A new incarnation counts from 0. A rollouter that an earlier learner knew counts from this report on.
+            counted_before = Tokens(0, 0) if source is not None or not self.succeeds else tokens
             began = now - _extent(stats.sampling)
-            source = self._sources[name] = _Source(incarnation, counted, began)
+            source = self._sources[name] = _Source(incarnation, counted_before, began)
         new_tokens = Tokens(tokens.sampled - source.tokens.sampled, tokens.reprefill - source.tokens.reprefill)
         self._reports.append(_Report(name, new_tokens, source.last_report, now))
         source.tokens, source.last_report, source.idle = tokens, now, stats.idle
@@ -99,7 +102,10 @@ class GenerationLog:
         )
 
     def take_tokens(self, start: float, end: float) -> Tokens | None:
-        """Tokens sampled in [start, end); None if that is unknown. Forgets reports that end by ``end``."""
+        """Tokens sampled in [start, end); None if no report ends after ``start`` and no rollouter is idle.
+
+        Forgets reports that end by ``end``.
+        """
         reports = [each for each in self._reports if each.until > start]
         self._reports = [each for each in reports if each.until > end]
         if not reports and not any(source.idle for source in self._sources.values()):
@@ -126,12 +132,12 @@ def in_pairs(reports: Sequence[_Report]) -> list[_Report]:
     found: list[_Report] = []
     single: dict[str, _Report] = {}
     for report in reports:
-        first = single.pop(report.name, None)
-        if first is not None and first.until == report.since:
-            found.append(first.joined(report))
+        earlier = single.pop(report.name, None)
+        if earlier is not None and earlier.until == report.since:
+            found.append(earlier.joined(report))
             continue
-        if first is not None:
-            found.append(first)
+        if earlier is not None:
+            found.append(earlier)
         single[report.name] = report
     return [*found, *single.values()]
 

@@ -1,8 +1,8 @@
 """Writes records of groups that are not trained, and the results of evaluation rounds.
 
 Prompts that were left out or quarantined, and the text of filtered groups, are written as they come. When the last
-group of a round is here, its line is written first and its outcomes are reported afterwards. Outcomes end the round,
-and those of the last round the run.
+group of a round is here, the round's line is written first and its outcomes are reported afterwards. The outcomes end
+the round, and the end of the last round ends the run.
 
 Invariant: lines are written in order, one task at a time, so that all lines of a checkpoint are written before it is
 complete.
@@ -23,7 +23,7 @@ from asyncrl.observe.group_log import EVALUATED, NOT_TRAINED, GroupLog
 
 
 class GroupRecords:
-    """Writes these records with ``lines`` and to the group log."""
+    """Writes the records of groups with ``lines`` and to the group log."""
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class GroupRecords:
                 await self._lines.samples("filtered", each.reason, step, version, [each.group])
 
     async def _conclude_rounds(self) -> None:
+        """Write the line and the samples of each complete round, then report its outcomes to the dataloader."""
         for round, groups in self._evals.complete():
             name, step = round.rpartition("@")[0], self._progress.step
             metrics = eval_metrics(name, groups, self._config.eval[name].pass_at)

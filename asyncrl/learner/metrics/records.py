@@ -171,7 +171,7 @@ def _sample(step: int, version: int, group: Group, kind: SampleKind) -> dict[str
 def _sequence(sequence: TokenSequence) -> dict[str, Any]:
     """A sequence as JSON; without ``prompt_ids`` its prompt is that of the group.
 
-    Spans are [version, start, end, role], turns [start, end, past reward]; log-probs are those of the sampled tokens.
+    A span is [version, start, end, role], and a turn [start, end, past reward]. Only sampled tokens have log-probs.
     """
     prompt = {} if sequence.prompt_ids is None else {"prompt_ids": sequence.prompt_ids.tolist()}
     return prompt | {

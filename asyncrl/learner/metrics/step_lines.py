@@ -1,10 +1,11 @@
 """Writes the lines of metrics.jsonl, the samples of steps and quarantined prompts, in order and off the training path.
 
-A step's line waits for a limited time until the rollouters have reported on its training. The lines of weight updates
-that ended since then follow it. No other line of a step comes before its own: the first line of a restarted learner
-voids earlier lines of that step and later ones. Sampled tokens count from the end of one step's training to the end of
-the next, and are left out if a report is missing. A line that cannot be written waits in memory (records.py) and is
-tried again every RETRY_S, before a checkpoint and at the end. The user gets a notice; training does not wait.
+A step's line waits for a limited time until the rollouters have reported on its training. ``tell`` gets no other line
+of a step before the step's own line: the first step's line of a restarted learner voids earlier lines of that step and
+of later ones. In the file, the lines of weight updates and evaluations may come before the step's line. Sampled tokens
+count from the end of one step's training to the end of the next, and are left out if a report is missing. A line that
+cannot be written waits in memory (records.py) and is tried again every RETRY_S, before a checkpoint and at the end. The
+user gets a notice; training does not wait.
 """
 
 from __future__ import annotations
@@ -80,10 +81,11 @@ class StepLines:
         self._line_written = asyncio.Event()
         self._thread_lock = threading.Lock()
         self._write_lock = asyncio.Lock()
+        """Two locks: a write whose task was cancelled has left this one, but its thread still holds the other."""
         self._reported: tuple[bool, int] = False, 0
         """Whether lines wait, and how many are lost, at the last call of ``notify``."""
         self._unreported: list[dict[str, Any]] = []
-        """Written lines to report later, after the line of their step."""
+        """Written lines that ``tell`` gets later, after the line of their step."""
 
     def stats(self, name: str, incarnation: int, stats: RolloutStats) -> None:
         """Take the statistics that a rollouter sent."""
@@ -100,7 +102,7 @@ class StepLines:
         await self._steps.put(step)
 
     async def emit(self, line: dict[str, Any]) -> None:
-        """Write a line other than a step's at once."""
+        """Write a line other than a step's at once; ``tell`` gets it after the line of its step."""
         await self._write(lambda: self._records.metrics(line))
         if line["step"] > self._written:
             self._unreported.append(line)
@@ -185,15 +187,19 @@ class StepLines:
 
     async def _write_step(self, step: TrainedStep, *, complete: bool) -> None:
         updates = self._generation.take_updates()
-        sampling = self._sampling_metrics(step)
+        # Taken even if it is not used, so that the next step does not count these tokens.
+        sampling = self._take_sampling_metrics(step)
         line = step.line | (sampling if complete else {}) | update_metrics([times for _, times in updates])
         update_lines = await self._write_updates(updates, line["step"])
         await self._write(lambda: self._records.metrics(line))
         self._report_lines([line, *update_lines])
         await self.samples(TRAINED, "", line["step"], line["weights/version"], step.groups)
 
-    def _sampling_metrics(self, step: TrainedStep) -> dict[str, float]:
-        """Tokens sampled since the last step, and the overlap with this step's training; empty if unknown."""
+    def _take_sampling_metrics(self, step: TrainedStep) -> dict[str, float]:
+        """Tokens sampled since the last step, each counted once, and the overlap of sampling and training.
+
+        Empty if unknown.
+        """
         end, start = step.train_ended, self._counted_until
         if start is None:
             # The first step of this learner counts from the beginning of its wait for groups.
@@ -219,7 +225,8 @@ class StepLines:
             waits, lost = records.waiting > 0, records.lost
         if (waits, lost) == self._reported:
             return
-        lost_more, self._reported = lost > self._reported[1], (waits, lost)
+        (_, lost_before), self._reported = self._reported, (waits, lost)
+        lost_more = lost > lost_before
         self._counters["records/lost"] = lost
         if waits or lost_more:
             self._log.error("records are not written", waiting=records.waiting, lost=lost, error=str(records.error))
@@ -227,6 +234,6 @@ class StepLines:
 
     def _write_exclusively(self, write: Callable[[], None]) -> None:
         """Run ``write`` in this thread while no other write runs, not even one whose task was cancelled."""
-        # A write that fails truncates the file to its old length, and would cut off what another has appended.
+        # A write that fails truncates the file to its old length, and would cut off lines of another write.
         with self._thread_lock:
             write()

@@ -2,11 +2,11 @@
 
 A bucket is a sealed segment of shared memory with some of the weights. A version is announced to the parameter server
 when its first bucket is sealed; engines generate until then. When every member of the broadcast group has paused, a
-thread sends the sealed buckets and then the rest. So one bucket is gathered while the one before is sent. The training
-thread hands its buckets over and waits for nothing.
+thread sends the sealed buckets and then the rest. So one bucket is gathered while the one before is sent. The thread
+that assembles the version hands its buckets over and waits for nothing.
 
 Invariants: one version at a time is announced or sent; a version that comes meanwhile goes by shm or stream. This
-module duplicates each descriptor and keeps its own open until the send is over. A send that fails is logged and
+module duplicates each descriptor and keeps the duplicate open until the send is over. A send that fails is logged and
 reported to the parameter server; the version then goes by shm or stream. A send stops when the parameter server says
 that the broadcast is broken.
 """
@@ -43,7 +43,10 @@ if TYPE_CHECKING:
 
 
 def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | None:
-    """Backend of broadcasts; None for no broadcasts. ``on_gpu``: the learner's weights are on GPUs."""
+    """Backend of broadcasts; None for no broadcasts. ``on_gpu``: the learner's weights are on GPUs.
+
+    Transport "auto" broadcasts only whole weights, and only if both learner and engines are on GPUs.
+    """
     transport = config.weights.transport
     if transport in ("nccl", "gloo"):
         return transport
@@ -66,13 +69,13 @@ class BucketQueue:
         self.problem = ""
         """Why no further bucket may be sent; empty if there is no reason."""
         self._loop = asyncio.get_running_loop()
-        self._begun = asyncio.Event()
+        self._begun_or_failed = asyncio.Event()
 
     async def begun(self) -> bool:
         """Wait until the first bucket is put. Returns False if the queue fails or none comes in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._begun.wait()
+                await self._begun_or_failed.wait()
         except TimeoutError:
             self.fail(f"the learner waited {self._timeout_s:g} s for its own bucket 0")
         return not self.problem
@@ -80,7 +83,8 @@ class BucketQueue:
     def put(self, bucket: Bucket, descriptor: int) -> None:
         """Add the next sealed bucket. Returns at once.
 
-        If it is not as announced or its descriptor cannot be copied, only the broadcast fails.
+        A bucket that is not as announced, or whose descriptor cannot be copied, fails only the broadcast. After a
+        failure buckets are ignored.
         """
         with self._changed:
             if self.problem:
@@ -98,7 +102,7 @@ class BucketQueue:
             self._sealed.append((bucket, own))
             self._changed.notify_all()
             if not index:
-                self._loop.call_soon_threadsafe(self._begun.set)
+                self._loop.call_soon_threadsafe(self._begun_or_failed.set)
 
     def gathered(self) -> None:
         """Note that the version is complete and will be published, so that the last bucket may be sent."""
@@ -112,13 +116,12 @@ class BucketQueue:
             if not self.problem:
                 self.problem = reason
                 self._changed.notify_all()
-                self._loop.call_soon_threadsafe(self._begun.set)
+                self._loop.call_soon_threadsafe(self._begun_or_failed.set)
 
     def buckets(self) -> Iterator[tuple[Bucket, int]]:
-        """Yield the buckets in order, each as soon as it is put. Raises BroadcastFailed.
+        """Yield the buckets in order, each as soon as it is put. Raises BroadcastFailed, also if one is late.
 
-        It waits with the last bucket until the version is complete: no engine may serve a version that is never
-        published.
+        The last bucket waits until the version is complete: no engine may serve a version that is never published.
         """
         for index in range(len(self.layouts)):
             self._wait(lambda: index < len(self._sealed), f"waited {{}} for its own bucket {index}")  # noqa: B023
@@ -127,6 +130,7 @@ class BucketQueue:
             yield self._sealed[index]
 
     def _wait(self, condition: Callable[[], bool], problem: str) -> None:
+        """Wait for a condition. At the timeout, fail with ``problem``, in which ``{}`` stands for the seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.problem or condition(), self._timeout_s):
                 self.fail("the learner " + problem.format(f"{self._timeout_s:g} s"))
@@ -187,7 +191,8 @@ class Broadcaster:
     def begin(self, version: int, probe: Probe | None, tasks: asyncio.TaskGroup) -> BucketQueue:
         """Return a queue for a version's buckets, and start the task that announces and sends them.
 
-        The queue is closed, and nothing sent, for the first version and while another one is being sent.
+        Three cases close the queue at once, so that nothing is sent: no backend, the first version (its layout is not
+        known), and another version that is announced or sent. A closed queue ignores buckets.
         """
         queue = BucketQueue(version, self._layouts, self._config.weights.broadcast_timeout_s)
         sender = self._sender
@@ -231,9 +236,10 @@ class Broadcaster:
     async def _broadcast(self, queue: BucketQueue, sender: Sender, announcement: AnnounceBroadcast) -> None:
         """Announce the version once its first bucket is here, then send to the group, watched by ``_watch``.
 
-        A failed send is reported to the parameter server.
+        If the first bucket is late, or the parameter server refuses or calls the broadcast off, nothing is sent. A
+        failed send is reported to the parameter server.
         """
-        announced = await self._decided_state(announcement) if await queue.begun() else None
+        announced = await self._call_until_decided(announcement) if await queue.begun() else None
         if announced is not None and (group := announced.group) is not None:
             watch = WatchBroadcast(version=queue.version, epoch=group.epoch)
             async with asyncio.TaskGroup() as tasks:
@@ -241,8 +247,8 @@ class Broadcaster:
                 error = await self._send(queue, sender, group)
                 watching.cancel()
             if error:
-                await self._decided_state(FailBroadcast(version=queue.version, epoch=group.epoch, error=error))
-        # Its descriptors may be the last of a version, and the kernel takes its time to get the memory back.
+                await self._call_until_decided(FailBroadcast(version=queue.version, epoch=group.epoch, error=error))
+        # On a thread: if these descriptors are the last of a version, the kernel takes long to get the memory back.
         await self._on_thread(queue.close)
         self._queue = None
 
@@ -259,15 +265,15 @@ class Broadcaster:
 
     async def _watch(self, queue: BucketQueue, sender: Sender, watch: WatchBroadcast) -> None:
         """Stop the send when the parameter server reports that the broadcast is broken."""
-        state = await self._decided_state(watch)
+        state = await self._call_until_decided(watch)
         if state is not None and state.error:
             queue.fail(state.error)
             sender.abort(state.error)
 
-    async def _decided_state(
+    async def _call_until_decided(
         self, request: AnnounceBroadcast | WatchBroadcast | FailBroadcast
     ) -> BroadcastState | None:
-        """The answer once it is decided, however late; None when the parameter server refuses."""
+        """Repeat a request until its answer is decided, however late; None when the parameter server refuses."""
         while True:
             try:
                 state: BroadcastState = await self._call(request)

@@ -1,16 +1,16 @@
 """Makes the versions of the weights: number, probe, copy, assembly. Publishes them to the parameter server.
 
-``make`` takes as long as every rank needs to copy its own shards, and waits for no other actor. The copies are
-assembled during the training, one version after the other. Then the publisher gives the version to the parameter
-server. If versions are broadcast, the broadcaster sends sealed buckets while the rest is still being gathered. A number
-is durable before any other process hears of it, and is used up even if nothing comes of it.
+``make`` waits until the version before is assembled and every rank has copied its own shards, but for no other actor.
+The copies are assembled during the training, one version after the other. Then the publisher gives the version to the
+parameter server. If versions are broadcast, the broadcaster sends sealed buckets while the rest is still being
+gathered. A number is durable before any other process hears of it, and is used up even if its version fails.
 
 The publisher repeats the call for a version until the parameter server acknowledges it. Then it keeps a call waiting
 there. If another parameter server takes over, that call returns, and the same version is published again from the same
 segments. A version is spoiled if no engine can load it: it could not be assembled, or its bytes in memory have changed.
 Then the weights need a new version. A version stays open while it is the newest, the last acknowledged one, or part of
-a call; at most these three are held. A thread closes the others, since the kernel takes a tenth of a second for each
-gigabyte that it gets back.
+a call; at most these three are held. A thread closes all others, since the kernel takes a tenth of a second to free a
+gigabyte.
 
 Fails with RemoteError when the parameter server refuses a version. OSError says that a version cannot be begun, for
 example on a full disk; another can be tried. If a version cannot be assembled, for example without memory,
@@ -81,7 +81,7 @@ class VersionMaker:
         self.whole = -1
         """The newest version that was assembled; -1 before the first."""
         self.metrics: dict[str, float] = {}
-        """``weights/gather_s`` and ``weights/publish_bytes`` of that version; empty before the first."""
+        """``weights/gather_s`` and ``weights/publish_bytes`` of version ``whole``; empty before the first."""
         self._broadcaster = Broadcaster(
             collective_backend(config, on_gpu=backend.on_gpu), config, host, call=call, log=log
         )
@@ -144,7 +144,7 @@ class VersionMaker:
     async def _assemble(self, version: int, assembly: Future[HeldVersion], queue: BucketQueue) -> None:
         """Wait until a version is assembled and give it to the publisher.
 
-        An OSError is reported as a failed version; others are raised.
+        An OSError of the system is reported as a failed version. Any other error is raised: the ranks are out of step.
         """
         self._assemblies.enter(f"gather v{version}", version=version)
         try:
@@ -211,9 +211,9 @@ class Publisher:
 
     def offer(self, version: HeldVersion) -> None:
         """Make this the newest version, which ``run`` publishes next. An older one that was not sent is skipped."""
-        before, self._newest = self._newest, version
+        replaced, self._newest = self._newest, version
         self.spoiled = False
-        self._close_unused(before)
+        self._close_unused(replaced)
         self._offered.set()
 
     async def run(self) -> None:
@@ -235,15 +235,18 @@ class Publisher:
         self._release_thread.shutdown()
 
     async def _publish(self, version: HeldVersion) -> None:
-        # The call continues when a newer version comes. Otherwise a fast learner would get no version through.
-        self._sending, before = version, self._acknowledged
+        """Publish a version, which counts as acknowledged if the parameter server answers.
+
+        The call continues when a newer version comes. Otherwise a fast learner would get no version through.
+        """
+        self._sending, acknowledged_before = version, self._acknowledged
         try:
             if await self._reply_of(self._call(Publish(manifest=version.manifest))) is not None:
                 self._acknowledged = version
                 self.news.set()
         finally:
             self._sending = None
-            self._close_unused(version, before)
+            self._close_unused(version, acknowledged_before)
 
     async def _watch_published(self, version: HeldVersion) -> None:
         """Keep a call waiting until the parameter server no longer holds the version, or a newer one is offered.

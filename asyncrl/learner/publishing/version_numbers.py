@@ -7,7 +7,7 @@ starts anew in the same folder. A number that was given and never published is l
 The highest numbers are in a file, the mark. It may get lost, come from a backup, or be damaged. So it is never trusted
 alone: other durable files hold version numbers too (``find_used``), and new numbers are above all of them.
 
-Fails with ConfigError naming the file if this user may not read it. Fails with OSError if a number cannot be made
+Fails with ConfigError naming the mark if it exists and cannot be read. Fails with OSError if a number cannot be made
 durable; do not use the number then.
 """
 
@@ -48,9 +48,10 @@ class VersionNumbers:
         """Problem with the mark, for the user; empty if it has none."""
         is_new_run = self.problem == _MISSING and used == Used()
         if is_new_run:
+            # Only a new run may lack the mark.
             self.problem = ""
         elif used.version > mark.version or used.start > mark.start:
-            # The notice puts the name of the file in front of this text.
+            # A missing or damaged mark keeps its own problem. The notice puts the file's name in front of the text.
             self.problem = self.problem or f"is older than the run: it holds version {mark.version}"
         self.version = max(mark.version, used.version)
         """The highest number given so far; -1 before the first."""
@@ -72,7 +73,10 @@ class VersionNumbers:
         self.version, self.start = mark.version, mark.start
 
     def _read(self) -> tuple[Used, str]:
-        """Read the mark. Returns its numbers, and its problem or an empty text. Raises ConfigError."""
+        """Read the mark. Returns its numbers, and its problem or an empty text. Raises ConfigError.
+
+        A missing or damaged mark gives the numbers before any start.
+        """
         try:
             mark = msgspec.json.decode(self._path.read_bytes(), type=Used)
         except FileNotFoundError:
@@ -96,7 +100,7 @@ def find_used(run_dir: Path, checkpoints: Path) -> Used:
     """Find the highest numbers in the names of checkpoints and in metrics.jsonl. Raises CheckpointError or OSError."""
     version, start = CheckpointFolder(checkpoints).highest_version(), 0
     for line in _last_lines(run_dir / "metrics.jsonl"):
-        # The first line of the tail may be cut, and the last one incomplete because its writer died.
+        # Skip lines that cannot be read: the tail may begin inside a line, and a dead writer leaves the last one torn.
         with contextlib.suppress(msgspec.DecodeError):
             numbers = msgspec.json.decode(line, type=_Line)
             version, start = max(version, -1 if numbers.version is None else numbers.version), max(start, numbers.start)

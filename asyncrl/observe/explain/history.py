@@ -48,7 +48,10 @@ def explain(run_dir: Path, uid: str) -> str:
 
 
 def verdict(events: list[GroupEvent]) -> str:
-    """Find the outcome of the group, in a few words: look back from the last event until one decides it."""
+    """Find the outcome of the group, in a few words: look back from the last event until one decides it.
+
+    ``delivered`` and ``given_up`` hold an outcome for the case that no earlier event decides.
+    """
     delivered = given_up = ""
     for event in reversed(events):
         match event.what:
@@ -59,10 +62,10 @@ def verdict(events: list[GroupEvent]) -> str:
             case "evaluation":
                 return "with the learner; its round of evaluation is not complete"
             case "delivered" | "settled":
-                # It reached the learner, whose decision should be among the earlier events.
+                # The group reached the learner, so an earlier event may have the learner's decision.
                 delivered = "delivered; what the learner did with it is unknown"
             case "given up":
-                # It may have reached the learner all the same, so look further back.
+                # The group may have reached the learner all the same, so look further back.
                 given_up = f"given up by {event.actor}; nothing is known since"
             case "orphaned" | "running" if delivered:
                 continue
@@ -88,19 +91,22 @@ def read_history(run_dir: Path, uid: str) -> list[GroupEvent]:
         )
     if not log_files(run_dir):
         raise UsageError(f"{run_dir} holds no logs/attempt_*/*.log: is it the folder of a run?")
-    events = list(_undo(_events_of(lines_on(run_dir, uid), uid)))
+    events = list(_with_lost_outcomes(_events_of(lines_on(run_dir, uid), uid)))
     if not any(event.what != "undone" for event in events):
-        raise UsageError(_nothing_known(run_dir, uid))
+        raise UsageError(_error_without_events(run_dir, uid))
     return events
 
 
 def _events_of(lines: list[LogLine], uid: str) -> list[GroupEvent]:
-    """Returns the events of the group in ``lines``, in order of attempt and time; unreadable events are skipped."""
+    """Returns the events of the group in ``lines``, in order of attempt and time.
+
+    An unreadable event is skipped, with the later events of its line.
+    """
     events: dict[tuple[object, ...], GroupEvent] = {}
     for line in lines:
-        # A lease whose reply was lost is logged again; the earliest line counts.
         with suppress(KeyError, TypeError, ValueError):
             for event in words_of(line, uid):
+                # A lease whose reply was lost is logged again with the same text; the earliest counts.
                 key = (event.attempt, event.text) if event.what == "leased" else (len(events),)
                 events[key] = min(event, events.get(key, event), key=lambda each: each.wall)
     return sorted(events.values(), key=lambda event: (event.attempt, round(event.wall, 6), _RANKS.get(event.what, 1)))
@@ -118,28 +124,28 @@ _RANKS = {
 """Rank of an event among those with equal times; 1 for others."""
 
 
-def _undo(events: list[GroupEvent]) -> Iterator[GroupEvent]:
+def _with_lost_outcomes(events: list[GroupEvent]) -> Iterator[GroupEvent]:
     """Yield the events, without the starts of the learner ("undone") that do not change the group's outcome.
 
-    A learner that starts from a checkpoint has lost later outcomes; ``standing`` is the last outcome that is not lost.
-    If the start loses it, the event says so. If the checkpoint holds the group in the buffer, the start becomes a
-    "buffered" event.
+    A learner that starts from a checkpoint has lost the outcomes after that checkpoint. ``standing`` is the last
+    outcome that no start has lost so far. If a start loses it, the text of the start says so. If the checkpoint holds
+    the group in the buffer, the start becomes a "buffered" event.
     """
     standing: GroupEvent | None = None
     for at, event in enumerate(events):
-        if event.what in _STANDS_AS:
+        if event.what in _OUTCOME_WORDS:
             standing = event
         if event.what != "undone":
             yield event
         elif standing is not None and event.facts["held"]:
             standing = replace(event, what="buffered", text=f"{event.text}, which holds it in the buffer")
             yield standing
-        elif standing is not None and _is_undone(standing, event, events[at:]):
-            yield replace(event, text=f"{event.text}: it is not {_STANDS_AS[standing.what]} any more")
+        elif standing is not None and _is_lost(standing, event, events[at:]):
+            yield replace(event, text=f"{event.text}: it is not {_OUTCOME_WORDS[standing.what]} any more")
             standing = None
 
 
-_STANDS_AS = {
+_OUTCOME_WORDS = {
     "trained": "trained",
     "buffered": "in the buffer",
     "filtered": "filtered",
@@ -150,35 +156,38 @@ _STANDS_AS = {
 }
 
 
-def _is_undone(standing: GroupEvent, start: GroupEvent, later: list[GroupEvent]) -> bool:
-    """Whether a learner that starts (``start``) does not have the outcome ``standing``; ``later`` begins with it."""
+def _is_lost(standing: GroupEvent, start: GroupEvent, later: list[GroupEvent]) -> bool:
+    """Whether a start of the learner loses the outcome ``standing``. ``later`` has the events from ``start`` on."""
     if standing.what == "trained":
         return bool(standing.facts["step"] > start.facts["step"])
-    # If its checkpoint did not hold the outcome, the group was leased again later.
+    # The checkpoint does not hold the group in the buffer: ``_with_lost_outcomes`` has checked that. For other outcomes
+    # a later lease shows that the checkpoint did not hold the outcome.
     return standing.what == "buffered" or any(event.what == "leased" for event in later)
 
 
-def _nothing_known(run_dir: Path, uid: str) -> str:
-    """Write the error for a group without events: it names groups that were leased instead."""
-    kind = _kind(uid)
-    ends: dict[str, tuple[str, str]] = {}
+def _error_without_events(run_dir: Path, uid: str) -> str:
+    """Write the error for a group without events. As a hint it names the first and last groups that were leased."""
+    kind = _evaluation_of(uid)
+    first_and_last: dict[str, tuple[str, str]] = {}
+    """Uids by name of the evaluation; empty for training."""
     for attempt, path in log_files(run_dir):
         for line in lines_of(path, attempt, LEASED):
             for one in line.uids if line.event == LEASED else ():
-                ends[_kind(one)] = ends.get(_kind(one), (one, ""))[0], one
-    if not ends:
+                first, _ = first_and_last.get(_evaluation_of(one), (one, ""))
+                first_and_last[_evaluation_of(one)] = first, one
+    if not first_and_last:
         return f"the logs of {run_dir} have no prompt group: nothing was leased, or log.level was above info"
     text = f"nothing is known of prompt group {uid} in {run_dir}: it was not leased. "
-    if kind in ends:
-        first, last = ends[kind]
+    if kind in first_and_last:
+        first, last = first_and_last[kind]
         text += f"The first{f' of {kind}' if kind else ''} that was is {first}, the last {last}"
     else:
-        known = ", ".join(each or "training" for each in sorted(ends))
+        known = ", ".join(each or "training" for each in sorted(first_and_last))
         text += f"Nothing of {kind or 'training'} was; of {known} something was"
     quarantine = run_dir / "quarantine.jsonl"
     return f"{text}; {quarantine} has the prompts that never were" if quarantine.exists() else text
 
 
-def _kind(uid: str) -> str:
-    """The evaluation of a group; empty for a training group."""
+def _evaluation_of(uid: str) -> str:
+    """Name of the evaluation in a uid; empty for a training group."""
     return uid.partition("@")[0] if "@" in uid else ""

@@ -1,7 +1,8 @@
 """Reads the log lines of one prompt group; see history.py.
 
-Text that does not decode as such a line is skipped. If clocks of hosts differ a little, effects are moved after their
-causes. A sample begins after its lease, and the learner takes a group after its last score. Logs are read line by line.
+Text that does not decode as such a line is skipped. If the clocks of hosts differ by less than CLOCK_SLACK_S, effects
+are moved after their causes: a sample begins after its lease, and the learner takes a group after its last score. Logs
+are read line by line.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from asyncrl.observe.snapshots.recording import entries_of
 
 CLOCK_SLACK_S = 5.0
 """Largest difference between two clocks that is corrected (s)."""
-_EARLIER = ((b'"event":"granted"', b'"event":"leased"'), (b'"grants":', b'"leases":'), (b'"grant":', b'"lease":'))
+_RENAMED = ((b'"event":"granted"', b'"event":"leased"'), (b'"grants":', b'"leases":'), (b'"grant":', b'"lease":'))
 """Names in logs of earlier versions, and the present ones."""
 _ATTEMPT = re.compile(r"attempt_([0-9]{1,9})")
 
@@ -94,7 +95,7 @@ def lines_of(path: Path, attempt: int, *words: str) -> Iterator[LogLine]:
     quoted = [f'"{word}"'.encode() for word in words]
     with path.open("rb") as file:
         for data in file:
-            for old, new in _EARLIER:
+            for old, new in _RENAMED:
                 data = data.replace(old, new)
             if any(word in data for word in quoted):
                 try:
@@ -114,23 +115,27 @@ def lines_on(run_dir: Path, uid: str) -> list[LogLine]:
 def aligned(lines: list[LogLine]) -> list[LogLine]:
     """Set ``shift`` (s) of the lines, which corrects the clocks of their hosts, and return them.
 
-    So rollouters' lines come after their lease, and the learner's after the last sample event. A rollouter's newest
-    line on a lease repeats the events of the others, so only that one is returned.
+    A rollouter's line moves after its lease. The lines of a learner in an attempt move together, after the last sample
+    event of the group. A rollouter's newest line on a lease repeats the events of the earlier ones, so only the newest
+    is returned.
     """
     newest = {line.key: line for line in sorted(lines, key=lambda line: line.wall) if line.event == GENERATED}
     lines = [line for line in lines if line.event != GENERATED or newest[line.key] is line]
     leases = [line for line in lines if line.event == LEASED]
-    leased = {(line.attempt, line.to, number): line.wall for line in leases for number, *_ in line.leases}
-    ends: dict[tuple[int, str], float] = {}
+    leased_at = {(line.attempt, line.to, number): line.wall for line in leases for number, *_ in line.leases}
+    ended_at: dict[tuple[int, str], float] = {}
+    """Time of the last sample event, by attempt and rollouter."""
     for line in lines:
         if line.event == GENERATED:
-            line.shift = _seconds_too_early(leased.get((line.attempt, line.actor, line.lease)), line.since)
-            # The earliest, if the rollouter had the group more than once.
-            ends[line.attempt, line.actor] = min(line.last_event, ends.get((line.attempt, line.actor), line.last_event))
+            line.shift = _seconds_too_early(leased_at.get((line.attempt, line.actor, line.lease)), line.since)
+            # If the rollouter had the group more than once, the earliest time counts.
+            key = line.attempt, line.actor
+            ended_at[key] = min(line.last_event, ended_at.get(key, line.last_event))
     shifts: dict[tuple[int, str], float] = {}
+    """Shift of all lines of a learner, by attempt and actor."""
     for line in lines:
         if line.event == TAKEN:
-            shift = _seconds_too_early(ends.get((line.attempt, line.by)), line.wall)
+            shift = _seconds_too_early(ended_at.get((line.attempt, line.by)), line.wall)
             shifts[line.attempt, line.actor] = max(shift, shifts.get((line.attempt, line.actor), 0.0))
     for line in lines:
         line.shift = max(line.shift, shifts.get((line.attempt, line.actor), line.shift))
@@ -138,5 +143,5 @@ def aligned(lines: list[LogLine]) -> list[LogLine]:
 
 
 def _seconds_too_early(cause: float | None, effect: float) -> float:
-    """Seconds by which an effect must move to come after its cause; 0 if it does, or beyond CLOCK_SLACK_S."""
+    """Seconds by which an effect must move to come after its cause; 0 if it comes after, or from CLOCK_SLACK_S on."""
     return cause - effect if cause is not None and 0 < cause - effect < CLOCK_SLACK_S else 0.0

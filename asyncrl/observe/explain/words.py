@@ -45,6 +45,7 @@ class GroupEvent:
     """Attempt of the run: the number of its folder of logs."""
     actor: str
     what: str
+    """Kind of the event, by which history.py finds the outcome."""
     text: str
     sample: int = -1
     """Number of the sample; -1 for the whole group."""
@@ -103,6 +104,7 @@ def words_of(line: LogLine, uid: str) -> Iterator[GroupEvent]:
 
 
 def _asked(call: int, version: int, waited: float, cause: str, parent: int | None, tokens: int, new: int) -> str:
+    """Text on a call; ``cause`` is "fork:CAUSE" for a fork. ``parent`` is the turn before it; None for the first."""
     kind, _, fork = cause.partition(":")
     why = FORKS.get(fork, fork) if kind == "fork" else "the first" if parent is None else f"continues turn {parent}"
     context = f"{tokens} tokens of context, {new} of them new"

@@ -1,9 +1,9 @@
 """The charts of a report, made from the lines of metrics.jsonl and from recorded spans. Pure.
 
 Each chart function returns panels; an empty list without data. In long runs neighbouring points are joined, by mean or
-by maximum, so no curve has more than MOST_POINTS. A *span* is the time between two neighbouring snapshots. In each span
-the shares of the states of all resources of a kind add up to 1. Spans across two attempts of a run are left out:
-nothing ran in between.
+by maximum, so no curve over steps or versions has more than MOST_POINTS. A *span* is the time between two neighbouring
+snapshots. In each span the shares of the states of all resources of a kind add up to 1. Spans across two attempts of a
+run are left out, because nothing ran between the attempts.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def reward(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
         x, y = _thinned([(step, value) for step, value, _ in points], mean)
         if x:
             colour, notes = OTHERS[(index + 1) % len(OTHERS)], [note for *_, note in points]
+            # A joined point stands for several evaluations, so it has no note.
             notes = notes if len(notes) == len(x) else []
             name = key.removesuffix("/mean")
             curves.append(Curve(name=name, colour=colour, x=x, y=y, marks="line and dots", notes=notes))
@@ -134,22 +135,27 @@ class _StepsOfVersions:
 
     def __init__(self, train: Sequence[Line]) -> None:
         known = [line for line in train if "weights/version" in line]
-        # Versions ascend: voided lines are left out, and no version is used twice.
+        # Versions never descend, because voided lines are left out and no learner reuses a version.
         self._versions = [line["weights/version"] for line in known]
         self._lines = known
 
     def of(self, line: Line) -> float:
-        """Find the step that made the newest version that an eval line used; the line's own step if unknown."""
+        """Find the step that made the newest version that an eval line used.
+
+        Returns the line's own step if the version is unknown, and the last known step if the version is newer than all.
+        """
         served = served_versions(line)
         if served is None or not self._lines:
             return float(line["step"])
-        at = bisect_left(self._versions, served[1])
+        _, newest = served
+        at = bisect_left(self._versions, newest)
         if at == len(self._lines):
             return float(self._lines[-1]["step"])
-        first = self._lines[at]
-        # A version that no step has published is that of the learner's start, one step before its first.
-        made = self._versions[at] == served[1] and "weights/gather_s" in first
-        return float(first["step"] if made else max(0, first["step"] - 1))
+        line_of_version = self._lines[at]
+        # A line has weights/gather_s if its step published the version. Else the learner had the version from its start
+        # on, which is one step before its first line.
+        is_published = self._versions[at] == newest and "weights/gather_s" in line_of_version
+        return float(line_of_version["step"] if is_published else max(0, line_of_version["step"] - 1))
 
 
 def learning(train: Sequence[Line]) -> list[Panel]:
@@ -351,7 +357,7 @@ class Span:
 
 
 def spans(snapshots: Iterable[Snapshot]) -> list[Span]:
-    """Makes a span for each two neighbouring snapshots of one attempt, in order of time."""
+    """Makes a span for each two neighbouring snapshots of one attempt, except where the Unix clock was set back."""
     made: list[Span] = []
     older: Snapshot | None = None
     for newer in snapshots:

@@ -1,9 +1,9 @@
 """A report of a run as one HTML page that needs nothing else: no network, no other file.
 
 It is made from the run folder, during the run or after it: metrics.jsonl, config.json and the recorded snapshots. The
-page names missing or unreadable parts. All text of the run is escaped, and the page's security policy forbids loading
-anything. Its script only shows values under the pointer and zooms. Raises UsageError without a run or if the file
-cannot be there, and OSError if the page cannot be written.
+page names missing or unreadable parts, except evaluations and episodes, which a run need not have. All text of the run
+is escaped, and the page's security policy forbids loading anything. Its script only shows values under the pointer and
+zooms. Raises UsageError without a run or if the file cannot be there, and OSError if the page cannot be written.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def _page(run_dir: Path, *, lives: bool) -> str:
     name = html.escape(run_dir.resolve().name)
     no_lines = "metrics.jsonl has no such lines."
     no_recording = f"{'Too few' if snapshots else 'No'} snapshots of this run were recorded."
+    # Arguments of ``_section``: title, panels, text without panels, note.
     sections = [
         (
             "Reward",
@@ -104,7 +105,7 @@ def _page(run_dir: Path, *, lives: bool) -> str:
 
 
 def _read_config(run_dir: Path) -> tuple[dict[str, Any], str]:
-    """The configuration and an empty text; if it cannot be read, an empty one and the reason."""
+    """Return the configuration and an empty text; if it cannot be read, an empty configuration and the reason."""
     try:
         return read_json_object(run_dir / "config.json"), ""
     except ValueError as error:
@@ -115,7 +116,10 @@ KINDS_OF_LINES = ("train", "eval", "update")
 
 
 def _snapshots(run_dir: Path) -> list[Snapshot]:
-    """At most MOST_SNAPSHOTS recorded snapshots, evenly over time. Reads the recording twice to hold only these."""
+    """Return at most MOST_SNAPSHOTS recorded snapshots, evenly over time.
+
+    Reads the recording twice, first the times alone, so that the memory never holds all snapshots.
+    """
     chosen = set(evenly([wall for wall, _ in read_bodies(run_dir)], MOST_SNAPSHOTS))
     decoded = (decode(body) for index, (_, body) in enumerate(read_bodies(run_dir)) if index in chosen)
     return [snapshot for snapshot in decoded if snapshot is not None]
@@ -160,7 +164,7 @@ def _figures(train: Sequence[Line]) -> str:
     rates = [number_in(line, "rollout/tokens_per_s") for line in timed]
     if steps_s:
         rows.append(("mean step", f"{fixed(mean(steps_s))} s"))
-    # Weighted by the time of each step: tokens of all these steps over their time.
+    # The mean is weighted by the time of each step: it is the tokens of all these steps over the time of the steps.
     if known := [(rate, step_s) for rate, step_s in zip(rates, steps_s, strict=True) if rate is not None]:
         mean_rate = sum(rate * step_s for rate, step_s in known) / sum(step_s for _, step_s in known)
         rows.append(("mean throughput", f"{exact(mean_rate)} tokens/s"))
@@ -187,7 +191,7 @@ def _events(events: Iterable[Event]) -> str:
 
 
 def _config(config: Mapping[str, Any], problem: str) -> str:
-    """Make the HTML of the configuration: the keys of EXCERPT, then all of it; or the ``problem`` of reading it."""
+    """Make the HTML of the configuration: the keys of EXCERPT, then the whole; or only the ``problem`` of its read."""
     if problem:
         return f"<section><h2>Configuration</h2><p class=none>{html.escape(problem)}</p></section>"
     rows = ""
@@ -218,9 +222,9 @@ def check_writable(path: Path) -> None:
 def write_user_file(path: Path, text: str) -> None:
     """Write ``text`` (UTF-8) to a path that a user has named, whole or not at all.
 
-    A file that it replaces keeps its permissions. A link is followed. A target that is no regular file, such as a
-    device or a folder, is left alone. Raises UsageError if no file can be there, and OSError with the user's path as
-    ``filename``.
+    The new file has the permissions of the one that it replaces. A link is followed. Raises UsageError for a target
+    that is not a regular file, such as a device or a folder, and if no file can be there. Raises OSError with the
+    user's path as ``filename``.
     """
     mode = _mode(path)
     target = Path(os.path.realpath(path))

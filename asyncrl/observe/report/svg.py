@@ -104,8 +104,9 @@ def ticks(low: float, high: float, most: int, steps: Iterable[float] = ()) -> li
     if step is None:
         power = 10.0 ** math.floor(math.log10(least))
         step = next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= 0.999999 * least)
-    first = math.ceil(low / step - 1e-9)
-    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+    # 1e-9 lets a multiple of ``step`` count that is outside only by rounding.
+    lowest, highest = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(lowest, highest + 1)]
 
 
 def _bounded(value: float) -> float:
@@ -113,7 +114,7 @@ def _bounded(value: float) -> float:
 
 
 def _tops(panel: Panel) -> list[list[float]]:
-    """Compute the y values to draw of each curve; in a stack, added to those of the curves before it."""
+    """Compute the y values to draw for each curve. In a stack, a curve stands on the sum of the curves before it."""
     tops: list[list[float]] = []
     for curve in panel.curves:
         below = tops[-1] if tops and panel.stack else [0.0] * len(curve.y)
@@ -127,7 +128,7 @@ def _frame_x(panel: Panel) -> _Frame:
     if panel.widths:
         return _around(min(values) - panel.widths[0] / 2, max(values) + panel.widths[-1] / 2)
     frame = _around(min(values), max(values))
-    # Margin, so that the border does not cut a dot.
+    # The margin keeps the border from cutting a dot.
     room = (frame.high - frame.low) / 100
     return _Frame(frame.low - room, frame.high + room)
 
@@ -140,7 +141,7 @@ def _frame_y(panel: Panel, tops: Sequence[Sequence[float]]) -> _Frame:
     frame = _around(min(values), max(values))
     if panel.zero or panel.stack:
         frame = _Frame(min(0.0, frame.low), max(0.0, frame.high))
-    # Margin, so that no value touches the border.
+    # The margin keeps values away from the border.
     room = (frame.high - frame.low) / 20
     return _Frame(frame.low - (room if frame.low < 0.0 else 0.0), frame.high + room)
 

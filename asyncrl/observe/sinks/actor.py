@@ -1,8 +1,8 @@
 """The actor of the sinks: asks the controller for metrics and passes them to the thread of each sink.
 
-Invariant: at most one request is open, and the actor waits for no sink. When the run drains, it takes the last lines,
-and the sinks have ``FLUSH_S`` to write their queues. If a sink fails, its thread opens it again and the user gets a
-notice; the actor does not fail.
+Invariant: at most one request is open, and the actor waits for no sink before the run drains. Then it waits at most
+``LAST_LINES_S`` for the last lines, and the sinks have ``FLUSH_S`` to write their queues. If a sink fails, its thread
+opens it again and the user gets a notice; the actor does not fail.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Sinks(Actor):
 
     async def setup(self) -> None:
         """Start the thread of each sink, which opens it."""
-        # Raise to NICENESS, not by it: os.nice adds to the present niceness.
+        # Raise the niceness to NICENESS: os.nice adds to the present one.
         os.nice(max(0, NICENESS - os.nice(0)))
-        self._temporary = await asyncio.to_thread(_own_temporary_files, self.context.credentials.run_id)
+        self._temporary = await asyncio.to_thread(_make_temporary_folder, self.context.credentials.run_id)
         self._threads = [SinkThread(sink) for sink in self._sinks()]
         for thread in self._threads:
             thread.start()
@@ -71,7 +71,7 @@ class Sinks(Actor):
         return sinks
 
     async def run(self) -> None:
-        """Take metrics until the last, and let the sinks write them."""
+        """Take metrics until the run drains, wait at most LAST_LINES_S for the last ones, and flush the sinks."""
         self.tasks.create_task(self._report_regularly())
         taking = self.tasks.create_task(self._take())
         await self.drained()
@@ -109,7 +109,7 @@ class Sinks(Actor):
     async def _flush(self) -> None:
         """Let the sinks write their queues for at most FLUSH_S, and report those that did not."""
         until = time.monotonic() + FLUSH_S
-        # End all before the first wait, so that they share the time.
+        # End all threads before the first wait, so that FLUSH_S is enough for all together.
         for thread in self._threads:
             thread.end()
         for thread in self._threads:
@@ -142,7 +142,7 @@ class Sinks(Actor):
         }
 
 
-def _own_temporary_files(run_id: str) -> str:
+def _make_temporary_folder(run_id: str) -> str:
     """Make a folder for the temporary files of this process, and remove those of earlier processes.
 
     Libraries remove their files only at a regular end of the process, which an actor may not have.

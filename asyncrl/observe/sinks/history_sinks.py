@@ -1,8 +1,8 @@
 """The sinks with a history: TensorBoard and Weights & Biases, which write each line of metrics at its step.
 
 TensorBoard: event files under RUN/tensorboard, one for each process of the sinks. Invariant: a record is written as a
-whole or not at all; a torn one is cut off. When a learner resumes from a checkpoint, an event makes TensorBoard drop
-the later steps. Raises OSError.
+whole, or cut off again. An event before the first train line of each start of the learner makes TensorBoard drop that
+step and later ones, because the learner may train them again. Raises OSError.
 
 Weights & Biases, offline or online: one W&B run for a run and all of its resumes. RUN/monitor/wandb.json holds the id.
 ``step`` is a metric and the axis of all others, because a learner that resumes from a checkpoint repeats steps. W&B
@@ -79,7 +79,8 @@ class HistoryEntry(NamedTuple):
 
     step: int
     again: bool
-    """Whether the learner was restarted, so that this entry voids earlier ones of its step and later steps."""
+    """Whether this is the first train line of a start of the learner, or of this process: it voids earlier entries of
+    its step and of later steps."""
     values: dict[str, float]
 
 
@@ -87,7 +88,8 @@ class Entries:
     """Makes a history entry of each metrics line. A train line's entry includes ``run/*`` of the newest snapshot.
 
     A step's train line comes before the lines of its updates and evaluations. The first train line of each start of
-    the learner voids its step and all later ones. A restarted sinks actor cannot know whether they were written.
+    the learner voids earlier entries of its step and of later steps. So does the first train line after a restart of
+    the sinks actor, which does not know the entries that it wrote before.
     """
 
     def __init__(self) -> None:
@@ -108,7 +110,7 @@ class Entries:
             case "update":
                 values = dict(update_numbers(line))
             case "eval":
-                # Without weights/version, which is that of the engines and not the trained one.
+                # Leave out weights/version: here it is the engines' version, in train lines the trained one.
                 values = {name: value for name, value in numbers(line) if name.startswith("eval/")}
             case kind:
                 values = dict(numbers(line)) | self._run
@@ -176,7 +178,7 @@ class WandbSink:
         self._run_dir, self._wandb, self._config = run_dir, wandb, config
         self._entries = Entries()
         self._run: Any = None
-        self._made_id = secrets.token_hex(4)
+        self._new_id = secrets.token_hex(4)
         self.address = ""
 
     def open(self) -> None:
@@ -216,7 +218,7 @@ class WandbSink:
         try:
             run.finish()
         finally:
-            # It raises if the service is dead, but resets the library's state in any case.
+            # ``teardown`` raises if the service is dead, but resets the library's state in any case.
             with contextlib.suppress(Exception):
                 wandb.teardown()
 
@@ -228,5 +230,5 @@ class WandbSink:
         # If the file cannot be written, a later attempt becomes another W&B run.
         with contextlib.suppress(OSError):
             path.parent.mkdir(exist_ok=True)
-            replace_file(path, json.dumps({"id": self._made_id, "project": self._wandb.project}) + "\n")
-        return self._made_id
+            replace_file(path, json.dumps({"id": self._new_id, "project": self._wandb.project}) + "\n")
+        return self._new_id

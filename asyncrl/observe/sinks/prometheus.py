@@ -74,8 +74,8 @@ def prometheus_name(name: str) -> str:
 def families_of(lines: Iterable[Mapping[str, Any]], snapshot: Snapshot | None) -> dict[str, Family]:
     """Makes the families by name, from the newest lines and the newest snapshot.
 
-    ``lines`` has the newest line of each kind, evaluation and replica (rollouter). Update lines of replicas that have
-    left the run, and so are not in the snapshot, are skipped.
+    ``lines`` has the newest line of each kind, evaluation and replica (rollouter). The update line of a replica that is
+    not in the snapshot is skipped, because the replica has left the run. Without a snapshot none is skipped.
     """
     families = _Families()
     present = {actor.name for actor in snapshot.actors} if snapshot is not None else None
@@ -102,14 +102,15 @@ class _Families:
         family.values[tuple(sorted(labels.items()))] = float(value)
 
     def add_histogram(self, name: str, value: Histogram, metric: Metric, **labels: str) -> None:
+        """Add a histogram, unless its number of buckets is not the declared one, as in an actor of another release."""
         if len(value.counts) == len(metric.edges) + 1:
-            made = Family("histogram", metric.text, edges=metric.edges)
-            family = self._family(name, made)
+            family = self._family(name, Family("histogram", metric.text, edges=metric.edges))
             family.histograms[tuple(sorted(labels.items()))] = value
 
-    def _family(self, name: str, made: Family) -> Family:
-        family = self.by_name.setdefault(prometheus_name(name), made)
-        assert family.kind == made.kind, f"{name} is a {made.kind}, and its name that of a {family.kind}"
+    def _family(self, name: str, new: Family) -> Family:
+        """Return the family of this name, ``new`` at the first call. Both must be of one kind."""
+        family = self.by_name.setdefault(prometheus_name(name), new)
+        assert family.kind == new.kind, f"{name} is a {new.kind}, and its name that of a {family.kind}"
         return family
 
 
@@ -196,7 +197,7 @@ class PrometheusSink:
         self.address = ""
 
     def open(self) -> None:
-        """Bind, and write the address file."""
+        """Bind, serve in a thread, and write the address file if possible. Raises OSError if it cannot bind."""
         from prometheus_client import CollectorRegistry
 
         registry = CollectorRegistry(auto_describe=False)
@@ -265,7 +266,7 @@ def _buckets(edges: Sequence[float], counts: Sequence[int]) -> list[tuple[str, f
 
 
 def _make_server(host: str, port: int, registry: Any) -> WSGIServer:
-    """prometheus_client's own server, bound, with limits on the number and the time of connections."""
+    """Bind the server of prometheus_client, with limits on the number and the duration of connections."""
     from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
 
     class ScrapeServer(ThreadingWSGIServer):
@@ -292,7 +293,7 @@ def _make_server(host: str, port: int, registry: Any) -> WSGIServer:
             return True
 
         def shutdown_request(self, request: Any) -> None:
-            """Forget the connection."""
+            """Close the connection, and make room for another one."""
             if (timer := self.clients.pop(request, None)) is not None:
                 timer.cancel()
             super().shutdown_request(request)

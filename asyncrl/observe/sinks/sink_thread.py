@@ -1,8 +1,8 @@
 """The thread and the queue of one sink: a sink that blocks or fails does not delay the others.
 
 The thread opens the sink, writes each record and closes it. If the sink raises, the record is lost and counted. The
-thread then closes the sink and opens it again after a pause that grows with each failure. Lines beyond ROOM are dropped
-and counted. Only the newest snapshot is queued, because snapshots are large.
+thread then closes the sink and opens it again after a pause that grows with each failure. Lines beyond ROOM, and update
+lines beyond half of it, are dropped and counted. Only the newest snapshot is queued, because snapshots are large.
 """
 
 from __future__ import annotations
@@ -97,8 +97,9 @@ class SinkThread:
     def _run(self) -> None:
         """Open the sink, write records until the end, and close it; after a failure, pause and open it again.
 
-        ``failures`` counts failures in a row. After a failed write they end with the next written line
-        (``takes_lines``). A written snapshot does not end them, because some sinks only keep it in memory.
+        ``failures`` counts failures in a row. A failed write sets ``takes_lines`` to False, and the next written line
+        sets it to True again. A written record resets ``failures`` only while ``takes_lines`` is True. A snapshot does
+        not set it, because some sinks only keep snapshots in memory. At the end of the run there is one retry at most.
         """
         is_open, failures, takes_lines = False, 0, True
         while True:
@@ -120,8 +121,7 @@ class SinkThread:
                 is_open, failures = False, failures + 1
                 pause_s = backoff(FIRST_PAUSE_S, failures - 1, LONGEST_PAUSE_S)
                 if self._ending.wait(pause_s) and failures > 1:
-                    # At the end of the run there is no time for more than one retry.
-                    self._give_up()
+                    self._lose_queue()
                     return
             else:
                 takes_lines = takes_lines or not isinstance(record, Snapshot)
@@ -141,13 +141,13 @@ class SinkThread:
                 return snapshot
             return self._lines.popleft() if self._lines else None
 
-    def _give_up(self) -> None:
+    def _lose_queue(self) -> None:
         with self._news:
             self.lost += len(self._lines)
             self._lines.clear()
 
     def _close_quietly(self) -> None:
-        # Only the failure before this one is reported.
+        # The caller reports the failure before, so an error of the close adds nothing.
         with contextlib.suppress(Exception, SystemExit):
             self._sink.close()
 

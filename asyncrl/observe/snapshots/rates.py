@@ -1,8 +1,9 @@
 """Changes between two snapshots: rates of counters, shares of states. Pure.
 
 The metrics of an actor are as old as its last heartbeat, so a rate divides by the time between two heartbeats.
-Invariant: an unknown rate or share is missing, never 0. Rates are unknown without a value, without a heartbeat between
-the snapshots, and after a restart of the actor. Shares are unknown without the resource's earlier times.
+Invariant: an unknown rate or share is missing, never 0. A rate is unknown without a value, without a heartbeat between
+the snapshots, and after a restart of the actor. Shares leave out a resource whose times inside the interval are unknown
+(``seconds_by_state``).
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ class Interval:
         value, before = actor.metrics.get(name), self.before(actor)
         if value is None or before is None:
             return None
+        # ``heard_s`` is the age of the last heartbeat. Below 0.1 s, both snapshots have the same heartbeat.
         seconds = self.seconds - actor.heard_s + before.heard_s
         return max(0.0, value - before.metrics.get(name, 0.0)) / seconds if seconds > 0.1 else None
 
     def seconds_by_state(self, actor: ActorView, resource: Resource) -> dict[str, float]:
         """Return the seconds that a resource spent in each state in the interval, or since its start.
 
-        If the older snapshot lacks a resource that is older than the interval, the time before the interval is
-        subtracted from its state "starting". If the sum still exceeds the interval, the result is empty.
+        If the older snapshot lacks a resource that is older than the interval, its state "starting" loses the time
+        before the interval. If the sum still exceeds the interval, the result is empty: the times are unknown.
         """
         before = self.before(actor)
         earlier: Mapping[str, float] = {}
@@ -53,9 +55,9 @@ class Interval:
         if sum(spent.values()) < sum(earlier.values()) - 1e-6:
             earlier = {}
         if not earlier and 0.0 < self.seconds < (age := sum(spent.values())):
-            left = max(0.0, spent.get("starting", 0.0) - (age - self.seconds))
-            spent_here = {**spent, "starting": left}
-            # Equal up to rounding.
+            starting_s = max(0.0, spent.get("starting", 0.0) - (age - self.seconds))
+            spent_here = {**spent, "starting": starting_s}
+            # Rounding may make the sum a little larger than the interval.
             return _without_zeros(spent_here) if sum(spent_here.values()) <= self.seconds + 1e-6 else {}
         return _without_zeros({state: seconds - earlier.get(state, 0.0) for state, seconds in spent.items()})
 
@@ -69,7 +71,10 @@ class Interval:
         return {state: seconds / whole for state, seconds in sums.items()} if whole > 0 else {}
 
     def histogram(self, actor: ActorView, name: str) -> Histogram | None:
-        """Return the values that a histogram counted in the interval; None if the actor has no such histogram."""
+        """Return the values that a histogram counted in the interval; None if the actor has no such histogram.
+
+        Without the same process or the same buckets in the older snapshot, all values count.
+        """
         after, before = actor.histograms.get(name), self.before(actor)
         if after is None:
             return None
@@ -85,13 +90,13 @@ def _without_zeros(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def total(values: Iterable[float | None]) -> float | None:
-    """Sum of the known values, if any."""
+    """Sum of the known values; None without any."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of the known values, if any."""
+    """Mean of the known values; None without any."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
@@ -109,6 +114,6 @@ def time_mean(moments: Sequence[tuple[float, float | None]]) -> float | None:
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Median of the known values, if any."""
+    """Median of the known values; None without any."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None

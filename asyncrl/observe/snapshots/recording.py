@@ -1,10 +1,11 @@
 """The recorded snapshots of a run, for its replay: RUN/monitor/snapshots-ATTEMPT-SEGMENT.msgpack.
 
 A segment is a stream of MessagePack arrays [wall (Unix, s), body]. The body is a snapshot in MessagePack, compressed
-with Zstandard. If all segments together exceed ``most_bytes``, two neighbouring segments are merged, and every second
-snapshot of the two is dropped. The pair with the shortest time between snapshots is merged first, and the oldest among
-equals. So the recording covers a run of any length, its past more coarsely. Invariant: in a segment with a torn end,
-every snapshot before it can be read. Raises OSError if a write fails; the reader skips unreadable parts.
+with Zstandard. If the complete segments together exceed ``most_bytes``, two neighbouring segments are merged, and every
+second snapshot of the two is dropped. The pair with the shortest time between snapshots is merged first, and the oldest
+among equal pairs. So the recording covers a run of any length, its past more coarsely. Invariant: in a segment with a
+torn end, every snapshot before that end can be read. Raises OSError if a write fails; the reader skips unreadable
+parts.
 """
 
 from __future__ import annotations
@@ -79,18 +80,21 @@ class Recorder:
         self._compressor = zstandard.ZstdCompressor(level=LEVEL)
         self._packer = msgpack.Packer()
         self._path: Path | None = None
+        """The open segment; None if the next snapshot begins one."""
         self._size = 0
-        self._sizes: dict[Path, int] = {}
+        """Size of the open segment (bytes)."""
+        self._complete_sizes: dict[Path, int] = {}
         """Sizes of the complete segments (bytes)."""
         self._strides: dict[Path, float] = {}
+        """Results of ``_stride``, because each costs a read of the segment."""
 
     @property
     def size(self) -> int:
         """Size of all segments (bytes)."""
-        return self._size + sum(self._sizes.values())
+        return self._size + sum(self._complete_sizes.values())
 
     def record(self, wall: float, snapshot: bytes) -> None:
-        """Append a snapshot in MessagePack, taken at ``wall``; end the segment if it is large enough, and thin.
+        """Append a snapshot in MessagePack, taken at ``wall``; end the segment if it is large enough, and ``_thin``.
 
         Raises OSError; the recording then lacks this snapshot.
         """
@@ -101,7 +105,7 @@ class Recorder:
         _append(self._path, body)
         self._size += len(body)
         if self._size > self._most_bytes // SEGMENTS:
-            self._sizes[self._path] = self._size
+            self._complete_sizes[self._path] = self._size
             self._path, self._size = None, 0
             self._thin()
 
@@ -109,33 +113,33 @@ class Recorder:
         """Begin a segment with the next free number, and read the sizes of all others. Raises OSError."""
         self._folder.mkdir(exist_ok=True)
         known = segments(self._run_dir)
-        self._sizes = {segment.path: segment.path.stat().st_size for segment in known}
+        self._complete_sizes = {segment.path: segment.path.stat().st_size for segment in known}
         number = max((segment.number for segment in known if segment.attempt == self._attempt), default=-1) + 1
         self._path = self._folder / f"snapshots-{self._attempt:03}-{number:06}.msgpack"
         self._path.touch(exist_ok=False)
         self._size = 0
 
     def _thin(self) -> None:
-        """Merge pairs of segments, with every second snapshot, until all fit into ``most_bytes``."""
-        while sum(self._sizes.values()) > self._most_bytes and len(self._sizes) > 2:
-            paths = sorted(self._sizes)
-            # The newest keeps all of its snapshots.
+        """Merge pairs of complete segments, with every second snapshot, until all fit or two segments are left."""
+        while sum(self._complete_sizes.values()) > self._most_bytes and len(self._complete_sizes) > 2:
+            paths = sorted(self._complete_sizes)
+            # The newest complete segment keeps all of its snapshots.
             pairs = pairwise(paths[:-1])
-            first, second = min(pairs, key=lambda pair: self._stride(pair[0]) + self._stride(pair[1]))
-            entries = [entry for path in (first, second) for entry in _entries(path)]
-            replace_file(first, b"".join(self._packer.pack([wall, body]) for wall, body in entries[::2]))
-            # Last: if the writer dies before, some snapshots are there twice, and none is lost.
-            second.unlink()
-            for path in (first, second):
+            older, newer = min(pairs, key=lambda pair: self._stride(pair[0]) + self._stride(pair[1]))
+            entries = [entry for path in (older, newer) for entry in _entries(path)]
+            replace_file(older, b"".join(self._packer.pack([wall, body]) for wall, body in entries[::2]))
+            # ``newer`` goes last: if the writer dies before, some snapshots are there twice, and none is lost.
+            newer.unlink()
+            for path in (older, newer):
                 self._strides.pop(path, None)
-                del self._sizes[path]
-            self._sizes[first] = first.stat().st_size
+                del self._complete_sizes[path]
+            self._complete_sizes[older] = older.stat().st_size
 
     def _stride(self, path: Path) -> float:
         """Mean seconds between two snapshots of a segment."""
         if path not in self._strides:
             walls = [wall for wall, _ in _entries(path)]
-            # Absolute, because the Unix clock may have been set back.
+            # ``abs``, because the Unix clock may have been set back.
             seconds = sum(abs(later - earlier) for earlier, later in pairwise(walls))
             self._strides[path] = seconds / (len(walls) - 1) if len(walls) > 1 else 0.0
         return self._strides[path]
@@ -169,7 +173,7 @@ def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
         newest = max([newest, *(wall for wall, _ in parts[-1])])
         if parts[-1] and parts[-1][0][0] < newest - seconds:
             break
-    # By wall, so that a snapshot which a dead writer left twice counts once.
+    # The keys are walls, so that a snapshot which a dead writer left twice counts once.
     backwards = dict(chain.from_iterable(map(reversed, parts)))
     return list(backwards.items())[::-1]
 
@@ -185,7 +189,7 @@ def last_recorded(run_dir: Path, attempt: int) -> Snapshot | None:
 
 
 def decode(body: bytes) -> Snapshot | None:
-    """A recorded snapshot; None if it is damaged or of another schema."""
+    """A recorded snapshot; None if it is damaged, too large or of another schema."""
     try:
         if zstandard.frame_content_size(body) > LARGEST_SNAPSHOT_BYTES:
             return None
@@ -210,9 +214,10 @@ def ended(last: Snapshot, *, lives: bool) -> Snapshot:
 
 
 def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
-    """Return the last snapshot of a run that is not alive: the newer one of the recorded ones and ``seen``.
+    """Return the last snapshot of a run that is not alive: the newer one of the last recorded one and ``seen``.
 
-    A run without a recorded end counts as failed. None without any snapshot. Blocks.
+    A recorded snapshot of another run than that of ``seen`` does not count. A run without a recorded end counts as
+    failed. None without any snapshot. Blocks.
     """
     last = seen
     try:

@@ -137,10 +137,10 @@ class Engine(Protocol):
     async def load(self, weights: HeldVersion | BroadcastPart, *, recompute_kv: bool) -> None:
         """Replace all weights of the paused engine. The caller keeps staged weights open until it returns.
 
-        With ``recompute_kv`` the engine drops its KV cache, and requests kept over the pause compute theirs again under
-        the new weights. Without it these requests continue with old keys and values, and the spans of their further
-        tokens are marked ``mixed_kv``. Raises WeightsCorrupt, or BroadcastFailed if the broadcast broke; the caller
-        then repeats the whole load.
+        With ``recompute_kv`` the engine drops its KV cache, and requests kept over the pause compute their keys and
+        values again under the new weights. Without ``recompute_kv`` the kept requests continue with old keys and
+        values, and the spans of their further tokens are marked ``mixed_kv``. Raises WeightsCorrupt, or BroadcastFailed
+        if the broadcast broke; the caller then repeats the whole load.
         """
 
     async def resume(self) -> None:
@@ -153,9 +153,9 @@ class Engine(Protocol):
         """Take the memory again. The engine is paused, and has no weights before the next load."""
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-prob (nats, temperature 1) of each token of ``ids`` except the first, given those before it.
+        """Return the log-prob (nats, temperature 1) of each token of ``ids`` but the first, given the tokens before.
 
-        It runs before requests that wait.
+        A score runs before requests that wait.
         """
 
     async def checksum(self) -> str:
@@ -177,7 +177,7 @@ class DeltaStream:
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, delta: TokenDelta) -> None:
-        """Add a delta to the one not fetched yet, and wake the reader. Nothing follows after a finish reason."""
+        """Add a delta to the pending delta, and wake the reader. Put nothing after a finish reason."""
         held = self._pending
         if held is not None:
             delta = TokenDelta(

@@ -39,11 +39,11 @@ class SimEngine:
         self._sim = config.rollout.sim
         self._seed = config.run.seed
         self._batch = Batch(
-            self._sim, self._seed, config.rollout.stream_interval, _lifetime(self._sim.crash_probability)
+            self._sim, self._seed, config.rollout.stream_interval, _draw_crash_step(self._sim.crash_probability)
         )
         self._streams: dict[str, DeltaStream] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0
+        self._timer_at = 0.0
         """Time for which ``_timer`` is set; uvloop's handles do not always know it."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drained: asyncio.Future[None] | None = None
@@ -133,7 +133,7 @@ class SimEngine:
             self._batch.stop_admitting(self._now())
             self._step()
             if self._batch.running:
-                # Ends because every request does, or with the engine.
+                # This wait ends, because every request ends and ``_die`` sets the future.
                 self._drained = self._loop.create_future()  # type: ignore[union-attr]
                 await self._drained
                 self._require_alive()
@@ -172,7 +172,7 @@ class SimEngine:
             try:
                 checksums = await asyncio.to_thread(self._receive, weights)
             except BroadcastFailed:
-                # After a close the engine is gone, and the broadcast is not to blame.
+                # If the engine was closed, that ended the broadcast: raise EngineDied.
                 self._require_alive()
                 raise
             self._require_alive()
@@ -222,17 +222,17 @@ class SimEngine:
             self._drained.set_result(None)
         due = batch.next_event()
         if self._timer is not None:
-            if due is not None and now < self._due <= due:
-                # The timer may come too early; this function then sets it again.
+            if due is not None and now < self._timer_at <= due:
+                # The timer is kept: it comes no later than ``due``, and then this function sets the next one.
                 return
             self._timer.cancel()
             self._timer = None
         if due is not None:
-            self._timer, self._due = self._loop.call_at(due, self._tick), due
+            self._timer, self._timer_at = self._loop.call_at(due, self._tick), due
 
 
-def _lifetime(crash_probability: float) -> int | None:
-    """Draw the decoding step at which the engine crashes, where each one does with this probability; None: never."""
+def _draw_crash_step(crash_probability: float) -> int | None:
+    """Draw the decoding step at which the engine crashes; None: never. Each step crashes with this probability."""
     if crash_probability <= 0.0:
         return None
     if crash_probability >= 1.0:

@@ -1,10 +1,10 @@
 """Timing model of continuous batching. Pure: time is an argument, nothing waits.
 
-Each decode step samples one token for every running request, and takes longer the more requests run. The batch
-processes the prompt of a request when it admits it, except for the beginning that is in the prefix cache. An earlier
-turn of the conversation, or a request with the same prompt, has left that there. A request reserves the KV cache of its
-whole final context, so none is ever preempted. Requests that do not fit wait, lower priority numbers first, then in
-order of arrival.
+Each decode step samples one token for every running request, and takes longer the more requests run. When the batch
+admits a request, it processes the prompt, except for the beginning that is in the prefix cache. An earlier turn of the
+conversation, or a request with the same prompt, has left that beginning there. A request reserves the KV cache of its
+whole final context, so no request is ever preempted. Requests that do not fit wait, lower priority numbers first, then
+in order of arrival.
 
 The model computes only at events: a request ends, tokens are due for their readers, or the engine crashes. Call
 ``advance`` at the time that ``next_event`` returns; earlier calls do no harm. A response and its length depend only on
@@ -65,8 +65,8 @@ class PrefixCache:
 
     def put(self, blocks: Sequence[int]) -> None:
         """Add the blocks of a context, and drop those used longest ago if the cache is full."""
-        # From the last block to the first, so that the last one is dropped first: without the blocks before it, it has
-        # no use.
+        # From the last block to the first, so that the last block is dropped first: it has no use without the blocks
+        # before it.
         for name in reversed(blocks):
             self._blocks[name] = None
             self._blocks.move_to_end(name)
@@ -80,7 +80,7 @@ class PrefixCache:
 
 @dataclass(slots=True)
 class _SimRequest:
-    """A request; ``submit`` has decided how many tokens it samples, and where they come from."""
+    """A request; ``submit`` has decided how many tokens it samples, and from which place of the tables."""
 
     id: str
     prompt: Sequence[int]
@@ -248,7 +248,7 @@ class Batch:
         self.advance(now)
         self._flush()
         self._frozen, self._admitting = True, False
-        # The rest of the prompts that are being processed.
+        # Time left for the prompts that are being processed.
         self._prefill_left_s = max(0.0, self._next_step_at - now) if self._running else 0.0
 
     @property
@@ -290,7 +290,7 @@ class Batch:
         while self._running and not self._frozen and not self.crashed:
             step = self._step_s()
             # 1e-6, because a timer may come slightly early. ``step`` is 0 if a single request runs and only further
-            # requests cost time; then it runs to its end at once.
+            # requests cost time; then the request runs to its end at once.
             done = math.floor((now - self._next_step_at) / step + 1e-6) if step > 0 else self._next_end() - self._steps
             due = self._steps + max(0, done)
             boundary = self._steps + self._interval - self._steps % self._interval
@@ -344,6 +344,7 @@ class Batch:
             self._arrivals += 1
 
     def _flush(self) -> None:
+        """Make a delta for each running request that has sampled tokens since its last delta."""
         for run in self._running.values():
             sampled = self._steps - run.first_step
             if sampled > run.sent:

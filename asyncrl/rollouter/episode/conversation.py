@@ -9,12 +9,12 @@ A call of the policy takes three steps here, and everything that takes time lies
 3. ``commit`` makes the answer sampled for that prompt a node (nodes.py).
 
 A prompt that does not continue its parent token by token is a *fork*. Calls may overlap, since nodes are only added and
-never change. Sampled tokens are never encoded again where the messages continue them. If a rendering gives an answer's
-tokens only in part, or differently, that answer is not on the new path. So each sampled token keeps the context it was
-sampled in.
+never change. Where the messages continue an answer, its sampled tokens are not encoded again. If a rendering gives an
+answer's tokens only in part, or differently, that answer is not on the new path. So each sampled token keeps the
+context it was sampled in.
 
-Invariants: those of nodes.py; a sealed conversation never changes. Raises EpisodeOver once sealed, InvalidRequest on a
-reward for a node that was not answered, or that is not finite.
+Invariants: those of nodes.py; a sealed conversation never changes. Raises EpisodeOver once sealed. Raises
+InvalidRequest for a reward of a turn that was not answered, and for a reward that is not finite or too large.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ResolvedCall:
     """The result of ``resolve``: where a call's messages belong in the conversation."""
 
     messages: Sequence[Message]
-    """All messages, to be rendered, with the policy's answers as it gave them: agents drop reasoning, rewrite JSON."""
+    """All messages, to be rendered; answers as the policy gave them, because agents drop reasoning and rewrite JSON."""
     parent: Node | None
     """The policy's last answer in the messages; None without any."""
     tail: Sequence[Message]
@@ -78,7 +78,7 @@ class ResolvedCall:
     fork: Cause
     """Cause of the fork, if the prompt turns out to be one."""
     before: tuple[Node, ...]
-    """Answers to the longest prefix of the messages that an earlier call had; this call comes after them."""
+    """Answers that this call comes after: those to the longest prefix of its messages that an earlier call had."""
     root: bytes
     """Digest of the call's tools and template options, which names a root of the message tree."""
     point: Point | None
@@ -147,7 +147,7 @@ class Conversation:
         """An integer for each node, whose bits are the ids of the node itself and of all nodes before it."""
         self._forks: Counter[str] = Counter()
         self._prompts = itertools.count()
-        self._context = self._sampled = self._linear = 0
+        self._context_tokens = self._sampled_tokens = self._linear_tokens = 0
 
     def resolve(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
@@ -164,14 +164,14 @@ class Conversation:
         places = [place for place in known if place.node]
         parent = places[-1].node if places else None
         tail = messages[places[-1].depth :] if places else messages
-        answered = any(is_answer(message) for message in tail)
+        assistant_follows = any(is_answer(message) for message in tail)
         unknown = messages[len(known) :]
         return ResolvedCall(
             messages=[*(_as_given(place) for place in known), *unknown],
             parent=parent,
             tail=tail,
-            extends=parent is not None and not answered,
-            fork=self._fork(root, parent, unknown, answered),
+            extends=parent is not None and not assistant_follows,
+            fork=self._fork_cause(root, parent, unknown, assistant_follows),
             before=_preceding_answers(known, len(messages)),
             root=root,
             point=point,
@@ -179,11 +179,13 @@ class Conversation:
             digests=digests[len(known) :],
         )
 
-    def _fork(self, root: bytes, parent: Node | None, unknown: Sequence[Message], answered: bool) -> Cause:
-        """Find the cause that a fork would have. ``answered``: an assistant message follows after ``parent``."""
+    def _fork_cause(
+        self, root: bytes, parent: Node | None, unknown: Sequence[Message], assistant_follows: bool
+    ) -> Cause:
+        """Find the cause that a fork would have. ``assistant_follows``: an assistant message follows ``parent``."""
         if not self._tree.has_root(root):
             return "fork:root" if self.nodes else "root"
-        if parent is not None and not answered:
+        if parent is not None and not assistant_follows:
             if parent.finish != "stop":
                 return "fork:cut"
             return "fork:history" if self._history == "template" else "fork:no-extension"
@@ -201,12 +203,12 @@ class Conversation:
         return self._prompt(ids.tolist(), resolved.parent, "extend", shared, resolved)
 
     def branch(self, resolved: ResolvedCall, ids: Sequence[int]) -> Prompt:
-        """Make the prompt from ``ids``, the rendering of all messages. It may still continue an answer's tokens."""
+        """Make the prompt from ``ids``, the rendering of all messages, which may still continue an answer's tokens."""
         assert len(ids) > 0, "a prompt has tokens"
         parent, shared = shared_prefix(np.array(ids, np.int32), self._children, None, resolved.parent)
         continues = parent is not None and parent is resolved.parent
-        answered = any(is_answer(message) for message in resolved.tail)
-        cause: Cause = "extend" if continues and not answered else resolved.fork
+        assistant_follows = any(is_answer(message) for message in resolved.tail)
+        cause: Cause = "extend" if continues and not assistant_follows else resolved.fork
         return self._prompt(list(ids), parent, cause, shared, resolved)
 
     def _prompt(self, ids: list[int], parent: Node | None, cause: Cause, shared: int, resolved: ResolvedCall) -> Prompt:
@@ -275,31 +277,32 @@ class Conversation:
         self._children.setdefault(node.parent, []).append(node)
         point = self._tree.add(resolved.root, resolved.point, resolved.unknown, resolved.digests, node)
         self._points.append(point)
-        line = 1 << node.id
+        lineage = 1 << node.id
         for earlier in (node.parent, *resolved.before):
-            line |= self._lineage[earlier.id] if earlier else 0
-        self._lineage.append(line)
+            lineage |= self._lineage[earlier.id] if earlier else 0
+        self._lineage.append(lineage)
         kind, _, cause = node.cause.partition(":")
         if kind == "fork":
             self._forks[cause] += 1
         context = len(prompt.ids) - prompt.shared
         longest = max((earlier.length for earlier in resolved.before), default=0)
-        self._context += context
-        self._sampled += len(node.ids)
-        # At most ``context``, which was computed: another branch may share more tokens than the calls before this one.
-        self._linear += min(context, max(len(prompt.ids) - longest, 0)) + len(node.ids)
+        self._context_tokens += context
+        self._sampled_tokens += len(node.ids)
+        # At most ``context``, the tokens computed: another branch may share more tokens than the calls before this one.
+        self._linear_tokens += min(context, max(len(prompt.ids) - longest, 0)) + len(node.ids)
 
     def reward(self, node: int | None, value: float) -> int:
-        """Set the reward of a turn, by default the newest trained one, and return the turn's number.
+        """Set the reward of a turn, and return the turn's number.
 
-        A second value replaces the first. Raises InvalidRequest, EpisodeOver.
+        ``node`` None means the newest trained turn, or the newest turn if none is trained. A second value replaces the
+        first. Raises InvalidRequest, EpisodeOver.
         """
         self._require_open()
-        # This form also refuses nan.
+        # ``not ... <=`` also refuses nan.
         if not abs(value) <= LARGEST:
             raise InvalidRequest(f"the reward of a turn is {value:g}; a finite number up to {LARGEST:g} is expected")
         if node is None:
-            newest = self._newest()
+            newest = self._newest_trained()
             if newest is None:
                 raise InvalidRequest("a reward came before the first answer; there is no turn to credit")
             node = newest.id
@@ -327,8 +330,8 @@ class Conversation:
         """Return, for each trained answer that no other answer follows, the messages up to it; leaves out ``last``."""
         # Bits of the answers that another answer follows.
         followed = 0
-        for node, line in zip(self.nodes, self._lineage, strict=True):
-            followed |= line & ~(1 << node.id)
+        for node, lineage in zip(self.nodes, self._lineage, strict=True):
+            followed |= lineage & ~(1 << node.id)
         ends = [node for node in self.nodes if node.trained and node is not self.last and not followed >> node.id & 1]
         return [self._messages_to(node) for node in ends]
 
@@ -347,12 +350,12 @@ class Conversation:
         return ConversationFigures(
             turns=len(self.nodes),
             forks=dict(self._forks),
-            sampled_tokens=self._sampled,
-            context_tokens=self._context,
-            linear_tokens=self._linear,
+            sampled_tokens=self._sampled_tokens,
+            context_tokens=self._context_tokens,
+            linear_tokens=self._linear_tokens,
         )
 
-    def _newest(self) -> Node | None:
+    def _newest_trained(self) -> Node | None:
         return next((node for node in reversed(self.nodes) if node.trained), self.nodes[-1] if self.nodes else None)
 
     def _require_open(self) -> None:
@@ -361,10 +364,10 @@ class Conversation:
 
 
 def _preceding_answers(known: Sequence[Point], messages: int) -> tuple[Node, ...]:
-    """Find the answers that a call with ``messages`` messages comes after; ``known`` are the known points of these.
+    """Find the answers that a call comes after. ``messages`` counts its messages, ``known`` are their known points.
 
-    From the deepest point upwards: at an answer in the messages, it is that one. At a point where the policy answered
-    earlier calls, these are all the answers there.
+    The search begins at the deepest point. It ends at an answer that is in the messages, and returns that answer. It
+    also ends at a point where the policy answered earlier calls, and returns all answers there.
     """
     for point in reversed(known):
         if point.node:

@@ -49,7 +49,7 @@ class EpisodeFigures:
         self._tools: dict[str, str] = {}
         """The states of the tools that are reported apart, and OTHER_TOOLS."""
         self._computed = self._linear = 0
-        """Tokens computed in all ended episodes, and those that conversations without forks would have taken."""
+        """Tokens computed in all ended episodes, and tokens that conversations without forks would have taken."""
 
     def prompted(self, tokens: int) -> None:
         """Count a call whose prompt has ``tokens`` tokens."""
@@ -99,7 +99,7 @@ class EpisodeFigures:
         return gauges
 
     def _reported_name(self, state: str) -> str:
-        """Return the name under which a state is reported."""
+        """Return the name under which a state is reported; OTHER_TOOLS for a new tool after MOST_TOOLS others."""
         if not state.startswith(TOOL):
             return state
         if state not in self._tools and len(self._tools) >= MOST_TOOLS:

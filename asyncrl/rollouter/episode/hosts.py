@@ -27,7 +27,7 @@ class EpisodeHosts(Protocol):
     """The hosts, as sessions and their player call them."""
 
     def choose(self, at: Mapping[str, int], *, prefer: str, avoid: Collection[str]) -> str:
-        """Choose the host ``prefer`` if it can be used, else a host not in ``avoid`` if there is one.
+        """Choose the host ``prefer`` if it can be used, else a host not in ``avoid``, else the rollouter's own host.
 
         ``at`` counts the rollouter's open episodes at each host.
         """
@@ -100,14 +100,15 @@ def choose(
 ) -> str:
     """Choose the host for one more episode. Among equally full hosts ``own`` comes first, then the first of ``shared``.
 
-    ``shared`` has the number of episodes that the rollouter may have at each shared host, and ``room`` that at its own.
-    ``open`` counts those that it has. Only ``living`` hosts can be chosen, and ``prefer`` is chosen if it can be. Hosts
-    in ``avoid`` are chosen only if there is no other; ``own`` is the last resort.
+    ``shared`` has the number of episodes that the rollouter may have at each shared host, ``room`` the number at its
+    own host. ``open`` counts the rollouter's open episodes by host. Only ``living`` hosts that are not full can be
+    chosen, and ``prefer`` is chosen if it can be. If only hosts in ``avoid`` are left, ``own`` is chosen, even if it
+    cannot be used.
     """
     rooms = {own: room, **{host: share for host, share in shared.items() if open.get(host, 0) < share}}
-    able = [host for host in rooms if host in living]
-    if prefer in able:
+    candidates = [host for host in rooms if host in living]
+    if prefer in candidates:
         return prefer
-    able = [host for host in able if host not in avoid] or [own]
+    candidates = [host for host in candidates if host not in avoid] or [own]
     # Fractions are exact: floats of equal quotients may differ, and the tie would not go to the first.
-    return min(able, key=lambda host: Fraction(2 * open.get(host, 0) + 1, rooms[host]))
+    return min(candidates, key=lambda host: Fraction(2 * open.get(host, 0) + 1, rooms[host]))

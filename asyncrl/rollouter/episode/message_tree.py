@@ -59,7 +59,7 @@ def is_answer(message: Message) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Point:
-    """A place in the tree, after ``message``; a root has no message."""
+    """A place in the tree, after ``message``. A root has no message and no parent."""
 
     parent: Point | None
     message: Message | None
@@ -107,8 +107,8 @@ class MessageTree:
             return None
         reached = [start]
         for message, identity in zip(messages, digests, strict=True):
-            # Answers of equal text stand at different points, and the next messages may follow any of them: all are
-            # walked.
+            # Answers of equal text are at different points. The next message may follow any of them, so the walk takes
+            # all.
             following = [point for place in reached for point in self._next(place, message, identity)]
             if not following:
                 break
@@ -118,7 +118,8 @@ class MessageTree:
     def _next(self, point: Point, message: Message, identity: bytes) -> Iterator[Point]:
         """Yield the points to which ``message`` leads from ``point``: answers of the policy first, best match first.
 
-        Among answers of the same text: exactly equal before equal without blanks, then trained ones, then newer ones.
+        Among answers of the same text, an exactly equal one comes before one that is equal without blanks. Among these,
+        trained answers come first, then newer ones.
         """
         if is_answer(message):
             if calls := message.get("tool_calls"):
@@ -132,7 +133,7 @@ class MessageTree:
             yield context
 
     def _answer_by_calls(self, calls: Sequence[Mapping[str, Any]]) -> Point | None:
-        """Return the answer that made all of these tool calls, and perhaps others; None without one."""
+        """Return the answer that made all given tool calls, and perhaps others; None without such an answer."""
         answers = [self._answer_by_call(call) for call in calls]
         return answers[0] if all(answer is answers[0] for answer in answers) else None
 
@@ -171,7 +172,7 @@ def _answers_with_text(answers: Sequence[Point], text: str) -> list[Point]:
     """Return the answers without tool calls that have this text, without surrounding blanks; best match first."""
     stripped = text.strip()
     same = []
-    # The newest first, which the stable sort below keeps among those that are equal otherwise.
+    # The newest first: the stable sort below keeps this order among equal matches.
     for answer in reversed(answers):
         node = answer.node
         assert node is not None

@@ -31,7 +31,7 @@ _NOT_SAMPLED = -1
 
 
 def sequences_of(nodes: Sequence[Node], past_rewards: Mapping[int, float]) -> list[TokenSequence]:
-    """Make the sequences to be trained, one for each leaf whose path has a trained answer in no earlier sequence.
+    """Make the sequences to be trained: one for each leaf whose path has a trained answer that no earlier one has.
 
     ``nodes`` are all nodes of a conversation, parents first; ``past_rewards`` is Turn.past_reward by the node's id.
     """
@@ -85,18 +85,18 @@ def past_rewards(rewards: Mapping[int, float], lineage: Iterable[int]) -> dict[i
     ``rewards`` are by node. ``lineage`` has an integer for each node, whose bits are the ids of the node itself and of
     all nodes before it.
     """
-    lines = list(lineage)
+    lineages = list(lineage)
     total = sum(rewards.values())
-    # For each node: its reward and those of the nodes after it.
-    due = [0.0] * len(lines)
+    # For each node: its own reward and those of the nodes after it.
+    own_and_later = [0.0] * len(lineages)
     for rewarded, value in rewards.items():
-        line = lines[rewarded]
-        while line:
-            # Takes the bits of ``line`` from the lowest to the highest.
-            lowest = line & -line
-            due[lowest.bit_length() - 1] += value
-            line ^= lowest
-    return {node: total - brought for node, brought in enumerate(due)}
+        bits = lineages[rewarded]
+        while bits:
+            # The loop takes the bits from the lowest to the highest.
+            lowest = bits & -bits
+            own_and_later[lowest.bit_length() - 1] += value
+            bits ^= lowest
+    return {node: total - subtracted for node, subtracted in enumerate(own_and_later)}
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -191,9 +191,9 @@ def shared_prefix(
 ) -> tuple[Node | None, int]:
     """Find the longest path of a node that is a prefix of ``ids``, among ``parent`` and its descendants.
 
-    Returns that node (None: no path is), and the length of the longest prefix that ``ids`` shares with any path, which
-    may end within a node. The path of ``parent`` must be a prefix. Among paths of equal length ``preferred`` is taken,
-    else a trained node, else the first.
+    Returns that node (None: no path is a prefix), and the length of the longest prefix that ``ids`` shares with any
+    path. This shared prefix may end within a node. The path of ``parent`` must be a prefix (None: all nodes are
+    searched). Among paths of equal length ``preferred`` wins, else a trained node, else the first.
     """
     best, shared = parent, parent.length if parent else 0
     open_nodes = [parent]
@@ -233,6 +233,6 @@ def common_length(one: np.ndarray, other: np.ndarray) -> int:
     """Length of the common prefix."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
-    # argmax is 0 also if nothing differs.
+    # argmax is 0 also without a difference.
     first = int(differ.argmax()) if length else 0
     return first if length and differ[first] else length

@@ -84,7 +84,11 @@ class EpisodePlayer:
             return await self._play(lease, account)
 
     async def _play(self, lease: Lease, account: SampleAccount) -> Trajectory:
-        """Start the episode, again and at other hosts if hosts or workers die, until it gives a trajectory."""
+        """Start the episode until it gives a trajectory: again, and at other hosts, if hosts or workers die.
+
+        After the death of a worker it prefers the same host, at most RETURNS times. It avoids each tried host until all
+        hosts were tried.
+        """
         pauses = backoffs(self._config.rollout.retry_backoff_s, LONGEST_AWAY_S)
         # The host of the last attempt is avoided: it may hang, and so be the reason that a deadline passed.
         prefer, avoid, deaths = "", {account.host}, 0
@@ -107,7 +111,7 @@ class EpisodePlayer:
             except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
                 if _is_full(error):
                     account.failed(f"episode: {host} is full; begun elsewhere, no attempt is counted")
-                    # Without a pause: the search ends at the latest at the own host, which is never full.
+                    # No pause is needed: the search ends at the latest at the own host, which is never full.
                     continue
                 if isinstance(error, RemoteError) and not error.retryable:
                     raise
@@ -146,7 +150,8 @@ class EpisodePlayer:
     async def _run_to_end(self, session: Session) -> EpisodeDone:
         """Have the host play the episode, and wait until it ends, by itself or by a deadline.
 
-        Raises EpisodeFailed after a deadline, HostAway, and the errors of a call.
+        Returns an empty EpisodeDone if a limit has ended the episode, or if the session has failed. Raises
+        EpisodeFailed after another deadline, HostAway, and the errors of a call.
         """
         lease = session.lease
         messages, tools = first_messages(self._config, lease)
@@ -177,15 +182,18 @@ class EpisodePlayer:
                 raise HostAway(expired.text)
             if expired is not None and expired.outcome is None:
                 raise EpisodeFailed(expired.text, "start" if expired.stage == "start" else "turn")
-            # A limit has ended the episode, or its session has failed, which the caller checks.
+            # A limit has ended the episode, or the session has failed. The caller checks ``session.failure``.
             return EpisodeDone()
         finally:
             watch.cancel()
-            # The host then ends the episode and everything that it has started.
+            # At a cancelled call the host ends the episode and everything that the episode has started.
             call.cancel()
 
     async def _wait_for_deadline(self, session: Session) -> Expired | None:
-        """Wait until a deadline ends the episode, and return it; None if the session has failed or lost its host."""
+        """Wait until a deadline ends the episode, and return it; None if the session has failed or lost its host.
+
+        After the deadline ``episode`` the code may still close, so the wait continues.
+        """
         while session.failure is None and not session.is_orphan:
             # Cleared before the deadlines are read, so that a later change ends the wait below.
             session.changed.clear()
@@ -253,7 +261,7 @@ def first_messages(config: Config, lease: Lease) -> tuple[list[Message], list[To
 
 
 def total_reward(said: float | None, of_turns: Collection[float]) -> float | None:
-    """Add up the reward ``said`` for the whole episode and those of its turns; None if the code gave no reward."""
+    """Add up the reward ``said`` for the whole episode and the rewards of its turns; None if the code gave none."""
     if said is None and not of_turns:
         return None
     return (said or 0.0) + sum(of_turns)

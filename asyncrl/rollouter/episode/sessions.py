@@ -4,7 +4,7 @@
 it parses the answer and adds it to the session's conversation as a node. The caller does not notice weight updates and
 deaths of engines meanwhile.
 
-Invariants: a call is answered once. A repeated call waits for the first one and gets the same answer. The repeat of a
+Invariants: a call is answered once. A repeated call waits for the first call and gets the same answer. The repeat of a
 cancelled call continues after the tokens sampled so far. Nothing is added to a session that has ended. Fails with
 EpisodeOver if the session has ended or belongs to another host, and with ChatRefused for a request that the policy
 cannot answer. The agent receives both errors.
@@ -189,7 +189,7 @@ class Sessions:
         return session
 
     def seal(self, session: Session, reason: str) -> None:
-        """End a session, so that nothing is added to it any more, and count the time that it spent in each state."""
+        """End a session: refuse further calls and rewards, and count the time that it spent in each state."""
         session.conversation.seal(reason)
         session.stages.end(self._clock.now())
         session.note()
@@ -258,7 +258,7 @@ class Sessions:
         rewards = session.conversation.rewards
         known = len(rewards)
         turn = session.conversation.reward(node, value)
-        # Repeated rewards of 0, as of environments that reward only the last step, are not recorded as events.
+        # A repeated reward of 0 is no event: environments that reward only the last step send many.
         if value or len(rewards) == known:
             session.account.credited(turn, value)
         return turn
@@ -283,7 +283,7 @@ class Sessions:
                 self._require_renderable(session, messages)
                 async with session.rendering:
                     prompt = await self._prompt(session, messages, tools, options)
-                    room = self._room(session, prompt)
+                    room = self._require_room(session, prompt)
                     call.response = Response(
                         max_tokens=min(room, request.max_tokens or room),
                         stops=with_strings(self._stops, request.stop, self._tokenizer),
@@ -302,7 +302,9 @@ class Sessions:
                 call.prompt.ids,
                 call.response,
                 call.key,
-                _SessionWatch(session, request, self._clock, self._hosts, self._text_of(request, tools, call.response)),
+                _SessionWatch(
+                    session, request, self._clock, self._hosts, self._streamed_text(request, tools, call.response)
+                ),
             )
             parsed = await self._in_thread(self._renderer.parse, call.response.tokens, tools, options)
             reply = self._commit(session, call, request, parsed)
@@ -325,7 +327,7 @@ class Sessions:
     async def _prompt(
         self, session: Session, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
     ) -> Prompt:
-        """Render a call's messages: only the new ones if the template can extend the last answer, else all of them."""
+        """Render a call's messages: only the new messages if the template can extend the last answer, else all."""
         conversation, renderer = session.conversation, self._renderer
         resolved = conversation.resolve(messages, tools, options)
         if resolved.extends:
@@ -343,7 +345,7 @@ class Sessions:
         return conversation.branch(resolved, ids)
 
     def _require_renderable(self, session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse messages too long to render: tens of megabytes take minutes of a thread. Raises EpisodeOver."""
+        """End the attempt if messages are too long to render: tens of megabytes take minutes. Raises EpisodeOver."""
         longest = self._config.longest_context(session.lease.purpose)
         characters = sum(len(message.get("content") or "") for message in messages)
         if characters > longest * MOST_CHARACTERS:
@@ -352,8 +354,11 @@ class Sessions:
                 "(episode.max_context_tokens)"
             )
 
-    def _room(self, session: Session, prompt: Prompt) -> int:
-        """Return the longest answer (tokens) that the run allows after this prompt. Raises EpisodeOver if it is 0."""
+    def _require_room(self, session: Session, prompt: Prompt) -> int:
+        """Return the longest answer (tokens) that the run allows after this prompt.
+
+        If the context leaves no token, it ends the attempt by the limit ``length`` and raises EpisodeOver.
+        """
         longest = self._config.longest_context(session.lease.purpose)
         room = longest - len(prompt.ids)
         if room < 1:
@@ -396,11 +401,11 @@ class Sessions:
             stop_sequence=stop if stop in request.stop else "",
         )
 
-    def _text_of(self, request: Chat, tools: Sequence[Any], response: Response) -> GrowingText | None:
+    def _streamed_text(self, request: Chat, tools: Sequence[Any], response: Response) -> GrowingText | None:
         """Return a decoder if the answer's text is sent while it is sampled; None if only the whole answer is sent.
 
-        Only the whole is sent if the agent did not ask to stream, or if the answer may have tool calls, reasoning or
-        stop strings.
+        The agent gets only the whole answer if it did not ask to stream, or if the answer may have tool calls,
+        reasoning or stops of its own.
         """
         if not request.stream or tools or response.stops != Stops() or self._renderer.report.reasoning_parser != "none":
             return None
@@ -413,25 +418,25 @@ class Sessions:
 class GrowingText:
     """Decodes a growing list of tokens piece by piece; together the pieces are the text of all tokens.
 
-    A character may need several tokens. Until the last one arrives, it decodes to a replacement character, which is
-    held back.
+    A character may need several tokens. Until its last token arrives, the character decodes to a replacement character,
+    which is held back.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._context = 0
-        """Index of the first token that is decoded; before ``_read``, because the text depends on earlier tokens."""
+        """Index of the first token to decode. It is below ``_read``, because the text depends on earlier tokens."""
         self._read = 0
         """Number of tokens, counted from the first, whose text ended with a whole character and was returned."""
         self._returned = 0
-        """Number of characters returned of the text of the tokens after these."""
+        """Number of characters returned of the text of the tokens after ``_read``."""
 
     def more(self, tokens: Sequence[int]) -> str:
         """Return the text that was not returned before. ``tokens`` are all tokens so far."""
-        before = len(self._decode(tokens[self._context : self._read])) + self._returned
+        known = len(self._decode(tokens[self._context : self._read])) + self._returned
         text = self._decode(tokens[self._context :])
         whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        new = whole[before:]
+        new = whole[known:]
         if len(whole) == len(text):
             self._context, self._read, self._returned = self._read, len(tokens), 0
         else:
@@ -440,7 +445,7 @@ class GrowingText:
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """Cut the text at its first stop string; returns the text before it and that string, "" without one.
+    """Cut the text at its first stop string; returns the text before it, and the stop string ("" without one).
 
     The agent does not see the stop string, but its tokens were sampled and are trained.
     """

@@ -6,12 +6,12 @@ given tokens, which the engine scores, and a few that it samples under the run's
 weights. Sampled ones also show what an engine does to its logits before it samples: a temperature, a cut of the
 distribution, a penalty.
 
-The first set gives the root mean square of the differences. There one token that is far off shows as much as many that
-are a little off. In the second set one rounding error would dominate a square, so its mean absolute difference
-counts. The drift is the larger of the two, so neither set hides the other.
+The first set gives the root mean square of the differences: one token that is far off shows as much as many tokens that
+are a little off. In the second set one rounding error would dominate a square. So there the mean absolute difference
+counts, scaled by NORMAL. The drift is the larger of both, so neither set hides the other.
 
 A probe's requests are few and short, are sent at once, and run before requests that wait. Fails with EngineDied as the
-engine does; a token that is not sampled, because the engine is paused, is left out.
+engine does. A token that is not sampled, because the engine is paused, is left out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def probe_engine(engine: Engine, probe: Probe, *, version: int, temperatur
     ]
     work = [engine.score(tokens) for tokens in sequences], [_sample(engine, request) for request in requests]
     scores, samples = await asyncio.gather(*(asyncio.gather(*each, return_exceptions=True) for each in work))
-    # Raised only here, when no request runs any more: an engine that dies fails them all.
+    # Errors are raised only now, when no request runs any more: a dead engine fails all requests.
     for outcome in (*scores, *samples):
         if isinstance(outcome, BaseException):
             raise outcome
@@ -120,7 +120,7 @@ def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequ
             sample[1] - float(logprobs[at])
             for sample, tokens, logprobs in zip(samples, probe.likeliest, probe.likeliest_logprobs, strict=True)
             if sample is not None
-            # No match if the learner sent no log-prob of the token; then it is left out.
+            # Without a match the learner sent no log-prob of the token, and the token is left out.
             for at in np.flatnonzero(tokens == sample[0])
         ],
         np.float64,

@@ -3,8 +3,8 @@
 Requests wait here for their turn (turns.py), and while the engine does not serve. To *commit* an update is to resume
 the engine under its weights and admit submissions again.
 
-In time slices (gpu/slices.py) the engine sleeps while the learner has the GPU. What sleeps has no weights and no keys
-and values, so it serves nothing before its next update, like a new engine.
+In time slices (gpu/slices.py) the engine sleeps while the learner has the GPU. A sleeping engine has no weights, keys
+and values. So it serves nothing before its next update, like a new engine.
 
 Invariants: nothing is submitted between a pause and the commit of its update. The cache salt of a submission is that of
 the served version. After a failed update the engine stays paused until the whole update is repeated or the engine is
@@ -67,7 +67,7 @@ class Reprefill:
         held = self._held[id]
         if not held.tokens:
             held.tokens = held.prompt
-            # Not those that another request has put into the prefix cache under the new weights.
+            # Without the tokens that another request has put into the prefix cache under the new weights.
             self.tokens += max(0, held.lost - cached)
         held.tokens += tokens
 
@@ -76,8 +76,8 @@ class Reprefill:
         del self._held[id]
 
     def dropped(self) -> None:
-        """Count all tokens of the submissions, because a load drops their keys and values and they continue."""
-        # An engine does not report how much of kept requests its prefix cache still has.
+        """Count all tokens of the kept submissions, because a load drops their keys and values."""
+        # All tokens count: an engine does not report how many tokens of kept requests its prefix cache still has.
         self.tokens += sum(held.tokens for held in self._held.values())
 
 
@@ -103,7 +103,7 @@ class EngineHost:
         """The wait that is reported to the controller while submissions run; each delta renews it."""
         self._engine: Engine | None = None
         self._closing: asyncio.Future[None] | None = None
-        """The end of an engine, which goes on if the call that waits for it is cancelled."""
+        """The task that ends an engine; it continues if the call that waits for it is cancelled."""
         self.is_half_loaded = False
         """Whether the engine may hold half of a version, after a load that failed or was cancelled."""
         self._open = asyncio.Event()
@@ -148,14 +148,14 @@ class EngineHost:
         self._states.enter("waiting", "weights")
 
     async def close(self) -> None:
-        """End the engine."""
+        """End the engine, then give its GPU to the learner. A cancelled call does not stop the end; call it again."""
         self._stop_admitting()
         if self._engine is not None:
             self._closing = self._closing or asyncio.ensure_future(self._engine.close())
             await asyncio.shield(self._closing)
             self._engine = self._closing = None
         if self.slices is not None:
-            # Not before the engine has ended: until then it has the memory.
+            # Only after the engine has ended, because until then it has the memory.
             self.slices.give()
 
     async def replace(self) -> None:
@@ -193,6 +193,7 @@ class EngineHost:
         self._states.enter("waiting", "weights")
 
     async def _take_gpu(self, slices: EngineSlices) -> None:
+        """Wait, without a deadline, until the learner gives the GPU to the engine."""
         self._states.enter("asleep", LEARNER)
         with self._awaits.on(LEARNER, "the GPU", idle=True):
             await slices.take()
@@ -251,7 +252,7 @@ class EngineHost:
             self._leave(lease.uid)
 
     async def abort(self, id: str) -> None:
-        """End one request early; its stream gets a last delta, or EngineDied."""
+        """End one request early; its stream gets a last delta, or EngineDied. Does nothing to a dead engine."""
         engine = self._engine
         if engine is None or self.died.is_set():
             return
@@ -316,7 +317,7 @@ class EngineHost:
         The engine stays paused: call ``commit`` next, or ``load`` again after a failure.
         """
         rollout = self._config.rollout
-        # Only kept requests may go on with keys and values of the old weights.
+        # Only kept requests may continue with keys and values of the old weights.
         recompute = rollout.on_update != "keep" or rollout.keep_kv == "recompute"
         began = self._clock.now()
         # A failed load leaves no complete version with which the engine could resume.
@@ -335,9 +336,10 @@ class EngineHost:
     async def commit(self, probe: Probe | None = None, stop: float = 0.0) -> tuple[float, Drift | None]:
         """Resume the engine under the loaded weights and admit submissions.
 
-        With a probe it first measures the drift (drift.py). If that is ``stop`` (nats) or more, the engine is paused
-        again and WeightsCorrupt raised: repeat the load. With a probe, requests kept over the pause are aborted before,
-        and are submitted again. Returns the seconds until the engine admits, and the drift (None without a probe).
+        With a probe it first aborts the requests kept over the pause, which are submitted again after the commit. Then
+        it measures the drift (drift.py). At ``stop`` (nats) or more it pauses the engine again and raises
+        WeightsCorrupt: repeat the load. Returns the seconds until the engine admits, and the drift (None without a
+        probe).
         """
         version, rollout = self._loaded, self._config.rollout
         assert version is not None, "nothing complete is loaded"
@@ -384,6 +386,7 @@ class EngineHost:
         return await probe_engine(self.engine, probe, version=self._loaded, temperature=temperature)
 
     def _admit(self) -> None:
+        """Admit submissions. Requests kept over the pause open a sampling interval at once."""
         self._open.set()
         if self._running:
             self._sampling_since = self._clock.wall()
@@ -400,14 +403,14 @@ class EngineHost:
 
     @property
     def kv_use(self) -> float | None:
-        """Share of the engine's KV cache in use; None where it cannot say."""
+        """Share of the engine's KV cache in use; None if it is not known."""
         # Called by the heartbeat's thread, while the engine may be replaced.
         engine = self._engine
         return engine.kv_use if engine is not None else None
 
     @property
     def load_now(self) -> EngineLoad | None:
-        """The engine's load; None where the engine cannot say, and while it does not serve."""
+        """The engine's load; None if it is not known, and while the engine does not serve."""
         return self._engine.load_now if self._engine is not None and self._open.is_set() else None
 
     def take_sampling(self) -> list[tuple[float, float]]:
@@ -420,6 +423,7 @@ class EngineHost:
         return taken
 
     def _enter(self, lease: Lease) -> None:
+        """Note that a submission enters the engine."""
         if not self._running:
             self._token_wait.begin()
         self._running[lease.uid] += 1

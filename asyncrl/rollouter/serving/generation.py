@@ -5,12 +5,13 @@
 ``PolicyCall.generate`` hides weight updates, pauses and deaths of engines: it returns when the response is finished. A
 response consists of one or more *submissions*, requests to engines. Each continues after the tokens of those before it.
 
-Invariants: tokens, log-probs and version spans always cover the same positions. Every token keeps the log-prob and the
-version that sampled it, over aborts, resumes and the death of an engine. There are never more than ``max_tokens``. A
-received token is dropped only if its version is unknown: see ``Response.cut_submission``.
+Invariants: after each submission, tokens, log-probs and version spans cover the same positions. Every token keeps the
+log-prob and the version that sampled it, over aborts, resumes and the death of an engine. There are never more than
+``max_tokens``. Received tokens are dropped only beyond ``max_tokens``, after a stop string, or if their version is
+unknown (``Response.cut_submission``).
 
 Fails with TrajectoryFailed when engines have died of the prompt too often (``after_death``). Any other death does not
-count as an attempt, and costs no received token: the next engine continues after these.
+count as an attempt, and the next engine continues after the kept tokens.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Response:
         return self.max_tokens - len(self.tokens)
 
     def lost(self, version: int) -> int:
-        """Number of tokens that the engine computed under weights older than ``version``."""
+        """Number of tokens that the engine must compute again, because it computed them under an older version."""
         return self.computed if self.computed_at < version else 0
 
     def submitted(self, version: int) -> None:
@@ -92,7 +93,7 @@ class Response:
         In that case it drops the tokens after the one that completes the stop string.
         """
         assert len(tokens) == len(logprobs)
-        before = len(self.tokens)
+        old_count = len(self.tokens)
         room = self.remaining
         self.tokens.extend(tokens[:room])
         self.logprobs.extend(logprobs[:room])
@@ -101,11 +102,11 @@ class Response:
             return False
         # The window reaches back over earlier submissions, because a stop string may begin in one. It is limited, so
         # that the work does not grow with the response.
-        start = self._window(before, decode)
+        start = self._window_start(old_count, decode)
         if not _contains(decode(self.tokens[start:]), strings):
             return False
         # Bisect for the shortest prefix whose text has a stop string; the text only grows with the tokens.
-        low, high = before + 1, len(self.tokens)
+        low, high = old_count + 1, len(self.tokens)
         while low < high:
             middle = (low + high) // 2
             if _contains(decode(self.tokens[start:middle]), strings):
@@ -117,8 +118,12 @@ class Response:
         self.finish_reason = "stop"
         return True
 
-    def _window(self, end: int, decode: Decode) -> int:
-        """Return the index from which to decode, to find every stop string that ends after the first ``end`` tokens."""
+    def _window_start(self, end: int, decode: Decode) -> int:
+        """Return the index from which to decode, to find every stop string that ends after the first ``end`` tokens.
+
+        The text from there up to ``end`` is at least as long as the longest stop string and MARGIN, or is the whole
+        text.
+        """
         wanted = max(map(len, self.stops.strings)) + MARGIN
         count = wanted
         while count < end and len(decode(self.tokens[end - count : end])) < wanted:
@@ -137,15 +142,15 @@ class Response:
         if not spans:
             spans = [VersionSpan(self._submission_version, 0, end - start)]
         for span in spans:
-            # Spans cover every sampled token, also those that a stop string or the limit has cut off.
-            first, last = start + span.start, min(start + span.end, end)
-            if first >= last:
+            # ``spans`` also cover the sampled tokens that a stop string or the limit has cut off.
+            span_start, span_end = start + span.start, min(start + span.end, end)
+            if span_start >= span_end:
                 continue
             previous = self.spans[-1] if self.spans else None
             if previous and previous.version == span.version and previous.mixed_kv == span.mixed_kv:
-                self.spans[-1] = VersionSpan(span.version, previous.start, last, span.mixed_kv)
+                self.spans[-1] = VersionSpan(span.version, previous.start, span_end, span.mixed_kv)
             else:
-                self.spans.append(VersionSpan(span.version, first, last, span.mixed_kv))
+                self.spans.append(VersionSpan(span.version, span_start, span_end, span.mixed_kv))
         assert (self.spans[-1].end if self.spans else 0) == end, "spans must cover the response"
         if self.finish_reason is None:
             if reason == "stop":
@@ -156,9 +161,9 @@ class Response:
     def cut_submission(self, known: int) -> None:
         """End a submission that got no version spans, because the engine died or the call was cancelled.
 
-        The first ``known`` tokens of the response arrived before any load, so they have the version that the submission
-        began with. The tokens after them are dropped, since it is unknown whether they were sampled before or after the
-        load. There are such tokens only if the engine continues requests over a load (on_update = keep).
+        The first ``known`` tokens of the response arrived before any load, so their version is that of the submission's
+        beginning. The tokens after ``known`` are dropped, since it is unknown whether the engine sampled them before or
+        after the load. There are such tokens only if the engine continues requests over a load (on_update = keep).
         """
         if known < len(self.tokens):
             self.finish_reason = None
@@ -223,7 +228,7 @@ class PolicyCall:
             self._require_not_failed()
             self._watch.entered("queue" if self._host.serves else "paused")
             async with self._host.turn(lease) as version:
-                # Again: the engine may have died of another sample of this lease during the wait.
+                # Checked again: the engine may have died of another sample of this lease during the wait.
                 self._require_not_failed()
                 self._watch.entered("engine")
                 response.submitted(version)
@@ -258,7 +263,7 @@ class PolicyCall:
                         stopped = response.extend(delta.tokens, delta.logprobs, self._tokenizer.decode)
                         version = delta.spans[-1].version if delta.spans else self._host.version
                         response.computed, response.computed_at = prompt + len(response.tokens), version
-                        # Without a load since it began, all tokens of the submission have the version of its beginning.
+                        # Without a load since the submission began, all its tokens have the version of its beginning.
                         if self._host.loads == loads:
                             known = len(response.tokens)
                         self._watch.sampled(response)
@@ -277,6 +282,7 @@ class PolicyCall:
         return ended
 
     def _require_not_failed(self) -> None:
+        """Raise TrajectoryFailed if engines have died of the prompt too often."""
         failure = self._host.turns.failure(self._lease)
         if failure is not None:
             raise TrajectoryFailed(failure)
@@ -337,9 +343,9 @@ class ServedPolicy:
             if loads != self._host.loads:
                 loads = self._host.loads
                 self._concurrency.engine_reloaded(load)
-            before = self.slots.size
+            old_limit = self.slots.size
             limit = self._concurrency.look(load, running=self.slots.taken)
-            if limit != before:
+            if limit != old_limit:
                 self._log.debug("concurrency", limit=limit, kv_use=load.kv_use, preemptions=load.preemptions)
                 self.slots.resize(limit)
                 self.places.resize(self._config.episodes_open(limit))

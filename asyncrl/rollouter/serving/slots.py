@@ -61,6 +61,7 @@ class Concurrency:
         self._preemptions = load.preemptions
 
     def _cut(self, running: int) -> None:
+        """Cut the limit, unless the calls that run have not come down to the last cut yet."""
         if self._settling:
             return
         # Cut from the slots in use: unused ones did not cause the pressure.
@@ -81,6 +82,7 @@ class Slots:
         self.taken = 0
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._returned: list[int] = []
+        """Heap of the numbers that were given back."""
         self._unused = 0
         """The lowest number that was never given out."""
 
@@ -93,14 +95,14 @@ class Slots:
     async def take(self) -> AsyncIterator[int]:
         """Wait for a free slot and hold it inside the ``async with``; yields its number."""
         await self._enter()
-        number = self._number()
+        number = self._take_number()
         try:
             yield number
         finally:
             heapq.heappush(self._returned, number)
             self._leave()
 
-    def _number(self) -> int:
+    def _take_number(self) -> int:
         if self._returned:
             return heapq.heappop(self._returned)
         self._unused += 1
@@ -121,7 +123,7 @@ class Slots:
                 with suppress(ValueError):
                     self._waiters.remove(waiter)
             else:
-                # It was given a slot at the same moment.
+                # ``_admit`` gave the caller a slot just before the cancellation.
                 self._leave()
             raise
 
@@ -130,6 +132,7 @@ class Slots:
         self._admit()
 
     def _admit(self) -> None:
+        """Give the free slots to waiters, in the order of asking."""
         while self._waiters and self.taken < self.size:
             waiter = self._waiters.popleft()
             if not waiter.done():

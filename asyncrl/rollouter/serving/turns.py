@@ -1,10 +1,13 @@
 """Decides when a lease may have a request in the engine, and counts engine deaths by lease. Pure, except for futures.
 
-A *turn* is the right of a lease to have one submission in the engine. Many leases have turns at once. A *suspect*, a
-prompt that was in an engine when it died (messages/groups.py), has the engine alone. It waits until all others are
-done, and leases that ask after it wait. Turns are given in the order of asking, so neither starves. The samples of a
-lease that runs alone run together, until all are done or the engine dies. Invariants: while a lease runs alone no other
-is in the engine; each that asks gets a turn once those before it are done.
+A *turn* is the right of a lease to have one submission in the engine. Many leases have turns at once. A *suspect* is a
+prompt that was in an engine when the engine died (messages/groups.py). After ALONE_FROM deaths a suspect has the engine
+alone: it waits until all others are done, and leases that ask later wait for the suspect. Turns are given in the order
+of asking, so no lease starves. The samples of a lease that runs alone run together, until all are done or the engine
+dies.
+
+Invariants: while a lease runs alone, no other lease is in the engine. Each lease gets a turn once the leases that asked
+before are done.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class EngineTurns:
         """Uid of the lease of the last excused death; "" once a submission has ended normally since."""
         self.excused = False
         """Whether the last death is blamed on a prompt that ran alone, and so does not count against the engine. If
-        different prompts die one after another and no submission ends normally between, the engine is to blame."""
+        engines die of different prompts, one after another, and no submission ends normally between, the engine is at
+        fault."""
         self._inside: Counter[str] = Counter()
         """Number of submissions in the engine by uid."""
         self._waiting: dict[asyncio.Future[None], Lease] = {}
@@ -74,9 +78,9 @@ class EngineTurns:
         self._give_turns()
 
     def _give_turns(self) -> None:
-        """Give turns to the leases that wait, in order, up to a suspect.
+        """Give turns to the leases that wait, in order, up to a suspect that must run alone.
 
-        A suspect gets the engine once it is empty; then all of its own samples that wait may enter with it.
+        Such a suspect gets the engine once the engine is empty; then all waiting samples of the suspect enter together.
         """
         while self.lone is None and self._waiting:
             turn, lease = next(iter(self._waiting.items()))
@@ -84,8 +88,8 @@ class EngineTurns:
             if turn.cancelled() or not runs_alone(self.deaths(lease)):
                 self._enter(turn)
             elif self._inside:
-                # Running requests are not aborted for it: under on_update = drain a response must have one version.
-                # After a death, when leases become suspect, the engine is empty anyway.
+                # Running requests are not aborted for the suspect: under on_update = drain a response must have one
+                # version. After a death, when leases become suspect, the engine is empty anyway.
                 return
             else:
                 self.lone = lease.uid
@@ -96,8 +100,9 @@ class EngineTurns:
                 self._enter(turn)
 
     def _enter(self, turn: asyncio.Future[None]) -> None:
+        """Take a turn out of the queue, and give it unless it was cancelled."""
         lease = self._waiting.pop(turn)
-        # The task that waited may have been cancelled and not have run since.
+        # A cancelled task may not have run yet: then its turn is still in the queue.
         if not turn.cancelled():
             self._inside[lease.uid] += 1
             turn.set_result(None)

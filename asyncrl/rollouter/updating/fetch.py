@@ -2,13 +2,13 @@
 
 Under ``shm`` the segments of another process of this host are opened and verified. Under ``stream`` segments of this
 process are filled chunk by chunk. The chunks come from the replicas that the offer names, nearest first, and at last
-from the parameter server. A fetch leaves another source for good when a call to it fails, when its bytes are wrong, and
-when it is alive but has had nothing new for IDLE_SHARE of ``weights.deadline_s``.
+from the parameter server. A fetch leaves a replica for good when a call to it fails, when its bytes are wrong, and when
+it is alive but no new chunk has come for IDLE_SHARE of ``weights.deadline_s``.
 
-The relay passes on a version that this replica fetches for its host. The next host gets each chunk as soon as it is
-verified. The other replicas of this host open the version when it is whole. The relay keeps a version, by its own
-descriptors, until a newer one is whole here, even after the update has ended. It holds at most one whole version and
-one that is arriving.
+The relay passes on a version that this replica fetches for its host. The next host gets each chunk as soon as the chunk
+is verified. The other replicas of this host open the version when it is whole. The relay keeps a version, by its own
+descriptors, until a newer one is whole or committed here, even after the update has ended. It holds at most one whole
+version and one that is arriving.
 
 Invariants:
 
@@ -125,7 +125,7 @@ async def _in_thread(work: Callable[..., T], *arguments: Any) -> T:
 class _Shared:
     """A fetch that opens and verifies the memory of a process on this host.
 
-    A cancellation takes effect after the bucket that is being verified.
+    A cancellation takes effect once the present bucket is verified.
     """
 
     source = PARAMETER_SERVER
@@ -234,7 +234,7 @@ class _Stream:
         close_all(list(self._sealed.values()))
 
     async def _fetch_chunks(self) -> None:
-        """Fetch chunks until none is left; several tasks run this. Each chunk is requested until it arrives.
+        """Fetch chunks until none is left; several tasks run this. Each requests a chunk until it arrives verified.
 
         Raises WeightsCorrupt if a chunk arrives corrupt CORRUPT_ATTEMPTS times.
         """
@@ -279,7 +279,7 @@ class _Stream:
         return ""
 
     def _corrupt(self, request: FetchChunk, source: str, problem: str) -> str:
-        """Leave the source of a corrupt chunk, log the problem and return it."""
+        """Leave the source of a corrupt chunk unless it is the parameter server; log the problem and return it."""
         self._leave(source, problem)
         self._log.warning(
             "chunk is corrupt; it is fetched again",
@@ -294,7 +294,7 @@ class _Stream:
         """Handle a failed call: leave the source, pause before the next call, or raise an error that will not pass."""
         code = error.code if isinstance(error, RemoteError) else ""
         if source != PARAMETER_SERVER:
-            # NotHere: the source is alive and waits for the chunk itself, so it is kept for a while.
+            # After NotHere the source is alive and waits for the chunk itself, so it is kept for a while.
             if code != NotHere.code or self._now() - self._last_progress >= IDLE_SHARE * self._weights.deadline_s:
                 self._leave(source, str(error))
             return
@@ -407,8 +407,8 @@ class Relay:
         if location is None:
             where = f"bucket {request.bucket} at {request.offset}"
             raise NotHere(f"the chunk of version {request.version}, {where}, has not arrived within {park_s:.1f} s")
-        # A copy of the descriptor, because the version may be dropped while the thread reads. The thread pops and
-        # closes it; if the thread never starts, the ``finally`` does.
+        # A copy of the descriptor, because the version may be dropped while the thread reads. The thread pops the copy
+        # and closes it; if the thread never starts, the ``finally`` does so.
         own = [os.dup(location[0])]
         try:
             data = await asyncio.to_thread(_read, own, request)

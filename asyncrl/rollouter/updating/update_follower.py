@@ -7,9 +7,9 @@ load. To *commit* a version is to resume the engine under it and admit requests.
 
 Invariants:
 
-- An engine loads only verified bytes, and resumes only after it has loaded a complete version.
-- After a failed load it stays paused until one succeeds. After ``weights.max_attempts`` failures in a row it is
-  replaced.
+- An engine loads only verified bytes, and resumes only under a complete version.
+- After a failed load the engine stays paused until a load succeeds. After ``weights.max_attempts`` failed loads in a
+  row it is replaced.
 - The pause for a broadcast ends at once if the broadcast is called off.
 - No wait for another replica is longer than the parameter server allows.
 
@@ -63,6 +63,7 @@ from asyncrl.rpc.services import ActorServices
 from asyncrl.weights.held_version import HeldVersion
 
 ASKED = "the learner asks for the GPU"
+"""Reason of an update that fails because the engine must sleep."""
 ASKED_S = 0.5
 """In time slices, longest time for which a drain does not see that the learner asks for the GPU."""
 PROBE_S = 30.0
@@ -125,7 +126,7 @@ class UpdateFollower:
 
     async def _follow(self) -> None:
         """Wait for offers and take them one after another, until the engine dies."""
-        # Checked, because a cancellation may be lost if several tasks end at once.
+        # The loops also check ``died``, because a cancellation may be lost if several tasks end at once.
         slices = self._host.slices
         while not self._host.died.is_set():
             if self._must_sleep():
@@ -135,7 +136,7 @@ class UpdateFollower:
                 while self._current_offer is None and not self._host.died.is_set():
                     if slices is None:
                         self._current_offer = await self._next_offer()
-                    elif not await self._offer_or_request(slices):
+                    elif not await self._wait_for_offer(slices):
                         break
             if self._current_offer is not None:
                 await self._take(self._current_offer)
@@ -144,7 +145,7 @@ class UpdateFollower:
                 self._current_offer = None
 
     async def _start_engine(self) -> None:
-        """Start the engine when the learner lets it; replace it if that fails."""
+        """Start the engine once it may have the GPU; replace the engine if the start fails."""
         try:
             await self._host.start()
         except EngineDied as error:
@@ -177,8 +178,11 @@ class UpdateFollower:
                 self._failed_loads = 0
                 return
 
-    async def _offer_or_request(self, slices: EngineSlices) -> bool:
-        """Wait for the next offer; returns False if the learner asks for the GPU before one comes."""
+    async def _wait_for_offer(self, slices: EngineSlices) -> bool:
+        """Wait for the parameter server's next answer, and store its offer (None: no newer version).
+
+        Returns False if the learner asks for the GPU before the answer.
+        """
         asking = asyncio.create_task(slices.asked.wait())
         offering = asyncio.create_task(self._next_offer())
         try:
@@ -191,8 +195,8 @@ class UpdateFollower:
                 task.cancel()
             await asyncio.gather(asking, offering, return_exceptions=True)
 
-    def _patience(self, seconds: float) -> float:
-        """Time for which a drain waits before the follower looks whether it must end."""
+    def _drain_timeout_s(self, seconds: float) -> float:
+        """Time (s) for which a drain waits before the follower checks whether the learner asks for the GPU."""
         return seconds if self._host.slices is None else min(seconds, ASKED_S)
 
     def _must_sleep(self) -> bool:
@@ -200,9 +204,9 @@ class UpdateFollower:
         return self._host.slices is not None and self._host.slices.asked.is_set()
 
     async def _sleep(self) -> None:
-        """Let the learner have the GPU. An engine that fails at it is declared dead."""
+        """Let the learner have the GPU. An engine that cannot sleep is declared dead, and so frees the GPU too."""
         if self._host.is_half_loaded:
-            # vLLM cannot put it to sleep.
+            # vLLM cannot put a half-loaded engine to sleep.
             self._host.lost("the learner asks for the GPU after a failed load")
             return
         self._track.enter("asleep")
@@ -214,12 +218,12 @@ class UpdateFollower:
             self._track.leave()
 
     async def _next_offer(self) -> Offer | None:
-        """Ask the parameter server for a version newer than the served one; None without one."""
+        """Ask the parameter server for a version newer than the served one; None without one, or if the call failed."""
         request = NextUpdate(
             serving=self._host.version,
             host=self._place,
             workers=self._host.engine.workers,
-            # In time slices the engine sleeps while the learner publishes.
+            # In time slices an engine joins no NCCL group, because it sleeps while the learner publishes.
             joins_nccl=self._config.rollout.on_gpu
             and self._host.slices is None
             and "learner/0" not in sharers().values(),
@@ -240,10 +244,10 @@ class UpdateFollower:
         except VersionGone as error:
             self._log.info("version is gone", version=offer.version, error=str(error))
         except EngineDied as error:
-            # The task that replaces the engine reports it.
+            # ``run`` then replaces the engine, and reports the failure.
             self._host.lost(str(error))
         except BroadcastFailed as error:
-            # Any member may have caused it. This engine stays paused until it loads the version by shm or stream.
+            # Any member may have caused the failure, so it does not count. The engine stays paused until the next load.
             await self._report_failure(offer, str(error))
         except WeightsCorrupt as error:
             self._failed_loads += 1
@@ -270,7 +274,7 @@ class UpdateFollower:
         """
         weights, manifest = self._config.weights, offer.manifest
         assert manifest is not None, "an offer has a manifest or a broadcast"
-        limits = self._limits(manifest.buckets)
+        limits = self._drift_limits(manifest.buckets)
         began = self._clock.now()
         self._track.enter(f"stage v{offer.version}", version=offer.version, transport=offer.transport)
         relay = self.relay if offer.share else None
@@ -289,7 +293,7 @@ class UpdateFollower:
         try:
             await self._accept(fetched)
             if self._must_sleep():
-                # Loaded now, it would be lost in the sleep.
+                # The sleep would discard a version that is loaded now.
                 await self._report_failure(offer, ASKED)
                 return
             stage_s = self._clock.now() - began
@@ -297,7 +301,8 @@ class UpdateFollower:
             request = RequestLoad(version=offer.version, paths=paths)
             granted = await self._may_load(request)
             # The parameter server withdraws the permission after weights.deadline_s; a new request restarts that time.
-            while granted and not await self._host.quiesced(self._patience(weights.deadline_s / 3)):
+            # A drain may take longer, so the request is repeated after each third of it.
+            while granted and not await self._host.quiesced(self._drain_timeout_s(weights.deadline_s / 3)):
                 if self._must_sleep():
                     await self._report_failure(offer, ASKED)
                     return
@@ -314,11 +319,11 @@ class UpdateFollower:
                 self._track.enter(f"pause v{offer.version}", version=offer.version)
                 pause_s = await self._host.pause(offer.version)
                 times = msgspec.structs.replace(times, pause_s=pause_s)
-                done = await self._load(fetched, times, manifest.probe, limits)
+                loaded = await self._load(fetched, times, manifest.probe, limits)
         finally:
             # On a thread, because the kernel takes 0.1 s to free a gigabyte.
             await asyncio.to_thread(fetched.close)
-        await self._conclude(offer, manifest.probe, limits, *done)
+        await self._conclude(offer, manifest.probe, limits, *loaded)
 
     async def _accept(self, fetched: HeldVersion) -> None:
         """Check that the version has all weights of the engine's model. Raises ActorFailed."""
@@ -333,11 +338,14 @@ class UpdateFollower:
     # --- by broadcast ---
 
     async def _take_broadcast(self, offer: Offer, part: BroadcastPart) -> None:
-        """Take a version by broadcast: pause, wait for permission, load, commit. Raises the errors of loading."""
+        """Take a version by broadcast: pause, wait for permission, load, commit. Raises the errors of loading.
+
+        Without the permission the engine resumes under its old weights, unless a load has failed since.
+        """
         weights = self._config.weights
-        limits = self._limits(part.buckets)
+        limits = self._drift_limits(part.buckets)
         self._track.enter(f"pause v{offer.version}", version=offer.version, transport=offer.transport)
-        while not await self._host.quiesced(self._patience(weights.deadline_s)):
+        while not await self._host.quiesced(self._drain_timeout_s(weights.deadline_s)):
             if self._must_sleep():
                 await self._report_failure(offer, ASKED)
                 return
@@ -353,8 +361,8 @@ class UpdateFollower:
             version=offer.version, transport=offer.transport, pause_s=pause_s, bytes=size, encoded_bytes=size
         )
         async with asyncio.timeout(weights.deadline_s):
-            done = await self._load(part, times, part.probe, limits)
-        await self._conclude(offer, part.probe, limits, *done)
+            loaded = await self._load(part, times, part.probe, limits)
+        await self._conclude(offer, part.probe, limits, *loaded)
 
     # --- both ---
 
@@ -416,7 +424,7 @@ class UpdateFollower:
             self._log.warning("drift not measured: the engine is busy", waited_s=PROBE_S)
             return None
 
-    def _limits(self, buckets: Sequence[Bucket | BucketLayout]) -> DriftLimits:
+    def _drift_limits(self, buckets: Sequence[Bucket | BucketLayout]) -> DriftLimits:
         """Find the drift limits. They depend on the engine's dtype and the learner's, which is that of its weights."""
         learner = {spec.dtype for bucket in buckets for spec in bucket.tensors}
         float32 = learner | {engine_dtype(self._config)} == {"float32"}
@@ -438,6 +446,7 @@ class UpdateFollower:
         self._notify("drift", text, count=self.drifts.warnings, meanwhile="The run goes on")
 
     async def _report_failure(self, offer: Offer, error: str, *, corrupt: bool = False) -> None:
+        """Report that an offer was not loaded, and end it; ``corrupt``: its bytes are not those of the version."""
         self._log.warning("update failed", version=offer.version, transport=offer.transport, error=error)
         times = UpdateTimes(version=offer.version, transport=offer.transport)
         report = ReportUpdate(version=offer.version, committed=False, times=times, error=error, corrupt=corrupt)

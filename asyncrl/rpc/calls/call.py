@@ -4,8 +4,8 @@ The peer's *credit* is the number of calls that may be unanswered at once. A cal
 A large payload is *under way* until the peer says that it has it, even if its caller no longer waits.
 
 ``SendQueue`` is pure. Invariants: no more calls are out than the credit allows. The large payloads under way sum to at
-most BUDGET_BYTES, or there is only one. Small calls keep their order, and so do large calls. A small call never waits
-for a large one. The queue cannot fail: each call has a deadline of its own.
+most BUDGET_BYTES, or there is only one. Small calls keep their order, and so do large calls. A small call goes before
+every queued large one, and waits for credit only. The queue cannot fail: each call has a deadline of its own.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class CallFuture(asyncio.Future[Any]):
     size: int
     """Bytes of body and buffers."""
     times: int
-    """Number of times that the timer has asked after the call or sent it again."""
+    """Number of times that the timer has asked this incarnation of the peer after the call or sent the call again."""
     silence: float
-    """Longest time in which the peer neither says that it has the call nor that it is being set up (s)."""
+    """Longest time without word from the peer that it has the call or is being set up (s)."""
     heard: float
-    """Time at which the peer last said one of these; at first the start of the call (s)."""
+    """Time at which the peer last said that it has the call or is being set up; before that the call's start (s)."""
     tick: int
     """Tick (deadlines.py) at which the timer looks at the call next: to ask, to repeat or to end it."""
 

@@ -5,9 +5,9 @@ answer, this says HELLO again with exponential backoff and full jitter. Meanwhil
 of the peer. An actor that learns elsewhere that a peer was replaced calls ``adopt``. From then on messages of older
 incarnations are ignored.
 
-The peer is *unreached* from the first HELLO without an answer, or the loss of the connection, to the next WELCOME. On
-some network paths only small packets get through: the WELCOME comes, and then the connection is lost. Such a connection
-does not count as reached. A connection is *proven* once any other message than the WELCOME has come over it.
+The peer is *unreached* from the first attempt to connect, or the loss of the connection, to the next WELCOME. On some
+network paths only small packets get through: the WELCOME comes, and then the connection is lost. Such a connection does
+not end the time unreached. A connection is *proven* once any other message than the WELCOME has come over it.
 
 The subclass (peer.py) sends and receives the messages. Fails with OSError if no connection can be opened.
 """
@@ -67,7 +67,7 @@ class PeerConnection(ABC):
         """Set while the peer is ready."""
         self._unreached_since: float | None = None
         """Time at which the peer last became unreached (s); None if it never was, or no connection is wanted."""
-        self._welcomed = 0.0
+        self._welcomed_at = 0.0
         """Time of the newest WELCOME (s)."""
         self._is_proven = False
         """Whether a message other than a WELCOME has come over the present connection."""
@@ -105,7 +105,7 @@ class PeerConnection(ABC):
                 self._record.address, routing_id, self._receive, self._lost, self.name
             )
         except OSError:
-            # The next call tries again, maybe much later; until then the peer does not count as unreached.
+            # The next call connects again, maybe much later; until then the peer does not count as unreached.
             self._unreached_since = None
             raise
         self._hellos = 0
@@ -119,9 +119,9 @@ class PeerConnection(ABC):
         return self.ready
 
     def adopt(self, incarnation: int) -> None:
-        """Accept only messages of ``incarnation`` or a newer one from now on.
+        """Accept only messages of ``incarnation`` or a newer one from now on. An older one changes nothing.
 
-        Drops a connection to an older incarnation and looks for the new one. Idempotent calls in flight go there.
+        Drops a connection to an older incarnation and looks for the new one, which gets the idempotent calls in flight.
         """
         assert not self.is_fixed, "a peer of a fixed address has no older incarnation elsewhere"
         if incarnation <= self._adopted:
@@ -195,7 +195,7 @@ class PeerConnection(ABC):
             return False
         self._stop_hello()
         self._hellos = 0
-        self._welcomed, self._is_proven = self._loop.time(), False
+        self._welcomed_at, self._is_proven = self._loop.time(), False
         # Another incarnation may be reached by another network path, whose quality is not known yet.
         self._flaps = self._flaps and self._incarnation in (0, body.incarnation)
         self._incarnation = body.incarnation
@@ -212,7 +212,10 @@ class PeerConnection(ABC):
             self._resolving = self._endpoint.owner.spawn(self._resolve())
 
     async def _resolve(self) -> None:
-        """Ask the registry until it knows a newer incarnation, and connect to it; stop if the peer is ready again."""
+        """Ask the registry until it knows a newer incarnation, and connect to it; stop if the peer is ready again.
+
+        Asks again after a pause while the controller is away. If no connection can be opened, waiting calls fail.
+        """
         try:
             while not self._closed and not self.ready:
                 # The registry returns an incarnation above ``above``, and the adopted one itself is good enough.
@@ -242,7 +245,7 @@ class PeerConnection(ABC):
         """Note that the peer is not ready, and begin the time unreached unless it has begun."""
         now = self._loop.time()
         if self.ready:
-            self._flaps = not self._is_proven and now - self._welcomed < PROVEN_S
+            self._flaps = not self._is_proven and now - self._welcomed_at < PROVEN_S
             # A connection that was never proven did not end the time unreached, so its start stays.
             if not self._flaps:
                 self._unreached_since = now
@@ -266,6 +269,6 @@ class PeerConnection(ABC):
             return 0.0
         # ``_mark_unreached`` writes the time first and ``ready`` last. Read in the other order, the time of an absence
         # that ended long ago could be taken for the present one.
-        is_reached = self.ready and (not self._flaps or now - self._welcomed >= PROVEN_S)
+        is_reached = self.ready and (not self._flaps or now - self._welcomed_at >= PROVEN_S)
         missed = self._unreached_since
         return 0.0 if missed is None or is_reached else now - missed

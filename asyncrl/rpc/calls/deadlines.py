@@ -4,9 +4,9 @@ Nearly every call ends long before its deadline, and a timer of the event loop f
 deadlines are rounded up to *ticks* of TICK_S. An item that is over is removed from its tick. One timer waits for the
 earliest tick that is not empty.
 
-Invariant: each item that is not removed is passed to ``expire`` once, at most TICK_S late. It comes no earlier than a
-timer of the loop may fire. This also holds if ``expire`` raises for another item. The error reaches the loop's
-exception handler after all due items have expired and the timer is set again.
+Invariant: each item that is not removed is passed to ``expire`` once. This happens no earlier than a timer of the loop
+may fire for the item, and at most TICK_S later. An error of ``expire`` for one item does not stop the others. It
+reaches the loop's exception handler after all due items have expired and the timer is set again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Deadlines(Generic[T]):
         self._expire = expire
         self._ticks: dict[int, dict[T, None]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._armed: float = math.inf
+        self._armed_tick: float = math.inf
         """The tick that the timer waits for."""
 
     def add(self, item: T, when: float) -> int:
@@ -41,7 +41,7 @@ class Deadlines(Generic[T]):
         items = self._ticks.get(tick)
         if items is None:
             items = self._ticks[tick] = {}
-            if tick < self._armed:
+            if tick < self._armed_tick:
                 self._arm(tick)
         items[item] = None
         return tick
@@ -65,12 +65,12 @@ class Deadlines(Generic[T]):
     def _arm(self, tick: int) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._armed = tick
+        self._armed_tick = tick
         self._timer = self._loop.call_at(tick * TICK_S, self._run)
 
     def _run(self) -> None:
         """Expire the items of all ticks that are due, and set the timer for the earliest tick that is left."""
-        self._timer, self._armed = None, math.inf
+        self._timer, self._armed_tick = None, math.inf
         now = self._loop.time() / TICK_S
         errors = []
         for tick in sorted(tick for tick in self._ticks if tick <= now + EARLY_TICKS):
@@ -81,7 +81,7 @@ class Deadlines(Generic[T]):
                 except Exception as error:
                     errors.append(error)
         # ``expire`` may have added an item, and thus have set the timer already.
-        if self._ticks and (earliest := min(self._ticks)) < self._armed:
+        if self._ticks and (earliest := min(self._ticks)) < self._armed_tick:
             self._arm(earliest)
         if errors:
             raise ExceptionGroup("deadlines that could not expire", errors)

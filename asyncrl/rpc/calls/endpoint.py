@@ -15,7 +15,7 @@ from asyncrl.rpc.wire.keys import Credentials
 from asyncrl.rpc.wire.transport import Transport
 
 CREDIT = 4096
-"""Calls that a peer may leave unanswered on one connection."""
+"""Largest number of calls without an answer on one connection."""
 NOT_READY = "not_ready"
 """Code of the answer to a call that came before the actor was set up. The caller's Peer repeats the call by itself."""
 

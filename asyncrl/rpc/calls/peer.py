@@ -7,9 +7,10 @@ the same for any size, and a large payload or answer is never queued twice. A bu
 to one peer (call.py); other large calls wait for their turn within their deadlines.
 
 When a new incarnation replaces the peer, calls go to it at once if they are idempotent or were not sent. All others
-fail with PeerRestarted. Every call ends: with its reply, RemoteError, PeerRestarted, Refused, OSError if no connection
-can be opened, or DeadlineExceeded. The latter names the waiting actor, the peer, the call, and the state of the
-connection. Cancelling the awaited future cancels the handler on the other side.
+fail with PeerRestarted. Every call ends: with its reply, cancelled, or with RemoteError, PeerRestarted, Refused,
+MessageTooLarge, ProtocolError for a wrong reply, OSError if no connection can be opened, or DeadlineExceeded.
+DeadlineExceeded also ends calls beyond MOST_CALLS and calls of a closed peer. It names the waiting actor, the peer, the
+call, and the state of the connection. Cancelling the awaited future cancels the handler on the other side.
 
 A reply may have arrived just before its sender is known to be replaced; ``answered_by`` of its call is the incarnation
 that sent it.
@@ -101,7 +102,10 @@ class Peer(PeerConnection):
         return future
 
     def cast(self, message: Message) -> int:
-        """Send a one-way message. Returns its size in bytes, or 0 if it was dropped, as without a connection."""
+        """Send a one-way message. Returns its size in bytes, or 0 if it was dropped.
+
+        Without a connection it is dropped, and a connection is opened for the next one. Raises MessageTooLarge.
+        """
         if not self.ready:
             # If no connection can be opened, the calls to this peer fail with the reason.
             with contextlib.suppress(OSError):
@@ -116,7 +120,7 @@ class Peer(PeerConnection):
         return size if is_sent else 0
 
     def close(self) -> None:
-        """Disconnect; calls in flight fail."""
+        """Disconnect for good. Calls in flight, and all later ones, end with DeadlineExceeded."""
         super().close()
         for future in list(self._pending.values()):
             self._finish(future).set_exception(self._expired(future))
@@ -141,7 +145,7 @@ class Peer(PeerConnection):
         return [Wait(self.name, kind.__name__, now - since, kind.idle) for kind, since in oldest.items()]
 
     def forget(self, future: CallFuture, *, cancel: bool) -> None:
-        """Stop waiting for a call, and with ``cancel`` send CANCEL to the peer."""
+        """Stop waiting for a call, and with ``cancel`` send CANCEL to the peer. Does nothing if the call is over."""
         if self._pending.get(future.id) is future:
             # Before ``_finish``: a payload under way keeps its budget until it is known to have arrived.
             self._queue.abandon(future.id)
@@ -165,7 +169,10 @@ class Peer(PeerConnection):
     # --- messages ---
 
     def _transmit(self, future: CallFuture) -> None:
-        """Send a call whose turn it is, or only an ASK for it if the peer may have it already."""
+        """Send a call whose turn it is, or only an ASK for it if the peer may have it already.
+
+        An ASK follows a large call at once: the HELD that answers it frees the budget of the payload.
+        """
         assert self._client is not None
         if future.placed:
             self._ask(future.id)
@@ -179,7 +186,6 @@ class Peer(PeerConnection):
         future.sent, future.placed = True, self._next_id
         self._client.send([header, *future.frames])
         if future.size >= LARGE_BYTES:
-            # HELD comes when the whole payload has arrived, and frees its budget.
             self._ask(future.id)
 
     @property
@@ -196,7 +202,10 @@ class Peer(PeerConnection):
         self._client.send([header, NIL])
 
     def _on_timer(self, future: CallFuture) -> None:
-        """End a call whose time is over; else connect, send the call again, or ask after it, and set the next timer."""
+        """End a call whose time is over; else connect, send the call again, or ask after it, and set the next timer.
+
+        If the call still waits for its turn, ask instead after the payloads under way that are over.
+        """
         now = self._loop.time()
         if now >= future.deadline or now >= future.heard + future.silence:
             # Before ``forget`` removes the call from the queue: the text says whether its turn has come.
@@ -216,7 +225,7 @@ class Peer(PeerConnection):
             future.lacked = False
             self._transmit(future)
         else:
-            # Payloads of calls that are over may delay its turn: ask whether they have arrived.
+            # Payloads of calls that are over may delay the turn of this call: ask whether they have arrived.
             for id in self._queue.abandoned:
                 self._ask(id)
 
@@ -281,7 +290,10 @@ class Peer(PeerConnection):
         self._send_queued()
 
     def _on_ask_answer(self, header: Header) -> None:
-        """Handle the answer to an ASK: HELD frees the call's budget, NOT_HELD has the call sent again."""
+        """Handle the answer to an ASK: HELD frees the call's budget, NOT_HELD has the call sent again.
+
+        The call is sent at once after the first NOT_HELD, and by the timer after the second in a row.
+        """
         self._unready = False
         future = self._pending.get(header.in_reply_to)
         if future is None or future.id not in self._queue:
@@ -291,7 +303,7 @@ class Peer(PeerConnection):
             future.heard = self._loop.time()
             self._queue.arrived(future.id)
         elif header.id >= future.placed:
-            # An answer to an ASK from before the last sending is ignored: it says nothing about that sending.
+            # Any other answer is ignored: its ASK was sent before the call was last sent.
             future.placed = 0
             if future.lacked:
                 # The second NOT_HELD in a row: sending at once would fail again, so the timer sends it later.
@@ -314,7 +326,7 @@ class Peer(PeerConnection):
 
     def _on_error(self, header: Header, body: ErrorBody) -> None:
         """Say HELLO if the server asks for it, retry later if it is full or not set up, else fail the call."""
-        # The server may answer every call in flight so. The first answer makes this side say HELLO and not ready.
+        # Each call in flight may get this answer. The first one makes this side say HELLO, and it is not ready then.
         if body.code == "hello_required":
             if self.ready:
                 self._say_hello()
@@ -361,7 +373,7 @@ class Peer(PeerConnection):
         self._unreached_since = None
         self._endpoint.counters.add("wire/refused_by_peer")
         for future in list(self._pending.values()):
-            # The peer wrote it from its own side: its "ours" is our "theirs".
+            # The peer wrote the body: its "ours" is the value of the peer, which is "theirs" for this side.
             self._finish(future).set_exception(Refused(self.name, body.code, ours=body.theirs, theirs=body.ours))
 
     def _send_queued(self) -> None:

@@ -24,6 +24,7 @@ LONGEST_S = 60.0
 MOST_DOUBLINGS = 64
 """Bound of the exponent, so that the power never overflows a float; the pause exceeds every limit long before."""
 DOUBLINGS = 3
+"""Largest number of times that ``pause`` doubles."""
 CANCELLED = "cancelled"
 """Code of the answer to a call that an actor cannot carry out because it is ending."""
 DEADLINE = "deadline"
@@ -44,7 +45,10 @@ def backoffs(first_s: float, longest_s: float = LONGEST_S) -> Iterator[float]:
 
 
 def pause(first_s: float, times: int, draw: float) -> float:
-    """Seconds to pause after ``times`` earlier pauses, with full jitter: ``draw`` is a random number from [0, 1)."""
+    """Seconds to pause after ``times`` earlier pauses, with full jitter: above 0, up to ``first_s`` doubled each time.
+
+    The upper end doubles DOUBLINGS times at most. ``draw`` is a random number from [0, 1).
+    """
     return backoff(first_s, times, first_s * 2.0**DOUBLINGS) * (1.0 - draw)
 
 

@@ -1,11 +1,12 @@
 """The serving side: HELLO, then calls and casts to typed handlers.
 
-Only HELLO is served on a connection before its WELCOME. A peer is refused if it belongs to another run, if its key is
-another actor's, or if a newer incarnation has replaced it. A message that the role of its sender may not send is
-refused as well (messages/__init__.py).
+Only HELLO is served on a connection before its WELCOME. A peer is refused if it speaks another protocol, belongs to
+another run, or has another secret or another actor's key. A peer that is dead or was replaced is refused too, and so is
+one beyond a limit on names or connections. A message that the role of its sender may not send gets an ERROR
+(messages/__init__.py).
 
-A caller may send the same call again. It is ignored while the first one's handler runs. The reply to a call that is not
-idempotent is stored until the caller has it, and sent again instead of a second run. A caller without an answer asks
+A caller may send the same call again. The server ignores the repeat while the handler of the call runs. The reply to a
+call that is not idempotent is stored until the caller has it, and answers each repeat. A caller without an answer asks
 whether the server has its call (ASK). The answer is HELD while the handler runs, else NOT_HELD, and then the caller
 sends the call again. These answers queue behind a reply to the same caller, so nothing is done or sent twice meanwhile.
 
@@ -13,9 +14,9 @@ No handler runs before its actor is set up: calls are answered with ERROR ``not_
 failure of a handler becomes an ERROR for its caller. Malformed frames are counted and change nothing.
 
 All state is bounded for any messages: names, connections, calls, stored replies, and the time for which a call is
-parked. Four counters count messages that are not served. ``wire/early``:
-messages before the setup. ``wire/strangers``: rejected connections, and messages without WELCOME. ``wire/refused``:
-HELLOs and messages of wrong, foreign or dead senders, and forbidden messages. ``wire/malformed``: unreadable messages.
+parked. Four counters count messages that are not served. ``wire/early``: messages before the setup. ``wire/strangers``:
+rejected connections, and messages without WELCOME. ``wire/refused``: HELLOs and messages of wrong, foreign or dead
+senders, and forbidden messages. ``wire/malformed``: unreadable messages.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ LONGEST_CALL_S = 7 * 86400.0
 MOST_UNEXPECTED, UNEXPECTED_WINDOW_S = 64, 600.0
 """Number of unexpected failures of a connection within so many seconds that are retryable; further ones are final."""
 UNEXPECTED_MOMENT_S = 0.2
-"""Failures that are no further apart than this count once, since all calls of a connection may fail together (s)."""
+"""A failure within this time after the last one that counted does not count: all calls may fail together (s)."""
 LONGEST_ERROR = 16384
 """Most characters of an error's text, which may quote a long message."""
 
@@ -150,7 +151,10 @@ class CallServer:
     # --- receiving ---
 
     def _receive(self, routing_id: bytes, frames: Frames, owner: str | None) -> None:
-        """Check a message and dispatch it by its kind. ``owner`` is the actor that owns the key; None without CURVE."""
+        """Check a message and dispatch it by its kind. Ignores all messages once the actor is ending.
+
+        ``owner`` is the actor that owns the key; None without CURVE.
+        """
         if self._endpoint.ending:
             return
         try:
@@ -192,15 +196,15 @@ class CallServer:
 
     def _on_hello(self, routing_id: bytes, header: Header, hello: Hello, owner: str | None) -> None:
         """Refuse the caller, with the reason; or open a session, drop replaced ones, and answer WELCOME."""
-        ours = self._endpoint.credentials
+        credentials = self._endpoint.credentials
         refusal: tuple[str, str, str] | None = None
-        if hello.run_id != ours.run_id:
-            refusal = ("run_id", ours.run_id, hello.run_id)
-        elif not hmac.compare_digest(hello.secret.encode(), ours.secret.encode()):
+        if hello.run_id != credentials.run_id:
+            refusal = ("run_id", credentials.run_id, hello.run_id)
+        elif not hmac.compare_digest(hello.secret.encode(), credentials.secret.encode()):
             refusal = ("secret", "the run's", "another")
         elif hello.name != header.sender or hello.incarnation != header.incarnation:
             refusal = ("name", header.sender, hello.name)
-        elif ours.curve and owner != hello.name:
+        elif credentials.curve and owner != hello.name:
             refusal = ("key", f"the key of {owner}", hello.name)
         elif hello.incarnation < (newest := self._newest.get(hello.name, 0)):
             refusal = ("incarnation", str(newest), str(hello.incarnation))
@@ -210,17 +214,17 @@ class CallServer:
             refusal = ("incarnation", str(VIEWER_INCARNATION), str(hello.incarnation))
         elif hello.name not in self._newest and len(self._newest) >= MAX_NAMES:
             refusal = ("name", f"one of {MAX_NAMES} known actors", hello.name)
-        # Last, because it drops the connections that are not in use.
-        elif hello.name in SHARED and not self._has_room(hello.name, routing_id):
+        # Last, because ``_make_room`` drops connections that are not in use.
+        elif hello.name in SHARED and not self._make_room(hello.name, routing_id):
             refusal = (CROWDED, f"at most {SHARED[hello.name]} at once", "one more")
         if refusal is not None:
             self._refuse(routing_id, header.id, *refusal)
             return
-        replaced = self._newest.get(hello.name, hello.incarnation)
+        incarnation_before = self._newest.get(hello.name, hello.incarnation)
         self._newest[hello.name] = hello.incarnation
         self._drop_sessions(hello.name, hello.incarnation, routing_id)
-        if replaced < hello.incarnation:
-            self._owner.note_death(hello.name, replaced)
+        if incarnation_before < hello.incarnation:
+            self._owner.note_death(hello.name, incarnation_before)
         known = self._sessions.get(routing_id)
         # A HELLO that is said again keeps the session, with its running calls and stored replies.
         if known is None or (known.name, known.incarnation) != (hello.name, hello.incarnation):
@@ -229,7 +233,7 @@ class CallServer:
             session = _Session(routing_id, hello.name, hello.incarnation, hello.max_message_bytes, self._loop.time())
             self._sessions[routing_id] = self._by_name.setdefault(hello.name, {})[routing_id] = session
         welcome = Welcome(
-            run_id=ours.run_id,
+            run_id=credentials.run_id,
             name=self._endpoint.name,
             incarnation=self._endpoint.incarnation,
             max_message_bytes=self._endpoint.max_message_bytes,
@@ -238,7 +242,7 @@ class CallServer:
         self._send(routing_id, Kind.WELCOME, "Welcome", header.id, self._endpoint.codec.encode(welcome))
 
     def _drop_sessions(self, name: str, incarnation: int, but: bytes) -> None:
-        """Drop the sessions of other incarnations of ``name``, and the oldest ones of this beyond the limit.
+        """Drop the sessions of other incarnations of ``name``, and the oldest ones of ``incarnation`` beyond the limit.
 
         ``but`` is the routing id of the connection that says HELLO now; its session stays.
         """
@@ -249,8 +253,8 @@ class CallServer:
         for session in [s for s in others if s.incarnation != incarnation] + current[: 1 - limit]:
             self._drop(session)
 
-    def _has_room(self, name: str, routing_id: bytes) -> bool:
-        """Whether a shared name may have one more connection. Drops its unused connections if there is no room."""
+    def _make_room(self, name: str, routing_id: bytes) -> bool:
+        """Drop the unused connections of a shared name if it has no room for one more. Returns whether it has room."""
         others = self._others_of(name, routing_id)
         if len(others) < SHARED[name]:
             return True
@@ -286,7 +290,7 @@ class CallServer:
         if header.id in session.stored:
             self._transmit(session.routing_id, session.stored[header.id])
             return
-        if self._is_full(session, header.id):
+        if self._reject_if_full(session, header.id):
             return
         handler = self._handlers.get(header.type)
         if handler is None or not handler.answered:
@@ -303,7 +307,7 @@ class CallServer:
             self._error(session.routing_id, header.id, "forbidden", reason)
             return
         # Before the body is decoded, because it may be large.
-        if self._is_early(session, header.id):
+        if self._reject_if_early(session, header.id):
             return
         try:
             request = self._endpoint.codec.decode(handler.request, frames[1], frames[2:])
@@ -338,8 +342,8 @@ class CallServer:
         self._forget_answered(session, header)
         if id in session.running:
             self._answer_ask(session, Kind.HELD, header)
-        # A stored reply is sent when its call comes again. ``_is_full`` and ``_is_early`` answer with an ERROR.
-        elif id in session.stored or not (self._is_full(session, id) or self._is_early(session, id)):
+        # A stored reply is sent when its call comes again.
+        elif id in session.stored or not (self._reject_if_full(session, id) or self._reject_if_early(session, id)):
             self._answer_ask(session, Kind.NOT_HELD, header)
 
     @staticmethod
@@ -352,15 +356,15 @@ class CallServer:
         header = self._endpoint.header(kind, "", id=ask.id, in_reply_to=ask.in_reply_to)
         self._transmit(session.routing_id, [header, NIL])
 
-    def _is_full(self, session: _Session, id: int) -> bool:
-        """Whether the connection has no room for another call; if so, answers call ``id`` with an ERROR."""
+    def _reject_if_full(self, session: _Session, id: int) -> bool:
+        """Answer call ``id`` with an ERROR if the connection has no room for it. Returns whether that is so."""
         if len(session.running) < session.credit and len(session.stored) < MAX_STORED:
             return False
         self._error(session.routing_id, id, "over_credit", "too many calls unanswered", retryable=True)
         return True
 
-    def _is_early(self, session: _Session, id: int) -> bool:
-        """Whether the actor is not set up yet; if so, answers call ``id`` with an ERROR."""
+    def _reject_if_early(self, session: _Session, id: int) -> bool:
+        """Answer call ``id`` with an ERROR if the actor is not set up yet. Returns whether that is so."""
         if self._owner.ready:
             return False
         self._endpoint.counters.add(EARLY)
@@ -376,7 +380,7 @@ class CallServer:
             self._failed(session, header, error)
 
     def _expire(self, running: asyncio.Future[Any]) -> None:
-        # Remembered for ``_call_over``, because a cancelled task does not know why.
+        # Remembered for ``_call_over``, because a cancelled task does not know the reason.
         self._expired.add(running)
         running.cancel()
 
@@ -401,8 +405,8 @@ class CallServer:
         """Forget a handler that has ended. If it was cancelled, answer the call with the reason."""
         self._deadlines.remove(task, tick)
         del session.running[header.id]
-        # Cancelled by its caller, which no longer waits, by its deadline, or by the end of this actor.
         if task.cancelled():
+            # By its caller, which no longer waits, by its deadline, or by the end of this actor.
             code, message = CANCELLED, "the call was cancelled"
             if task in self._expired:
                 code, message = DEADLINE, "the handler ran past the caller's deadline"
@@ -410,7 +414,10 @@ class CallServer:
         self._expired.discard(task)
 
     def _on_cast(self, session: _Session, header: Header, frames: Frames) -> None:
-        """Run the handler of a cast. Drops the cast if its sender may not send it or the actor is not set up."""
+        """Run the handler of a cast. Drops and counts a forbidden cast, or one before the actor is set up.
+
+        Raises ProtocolError if there is no such handler or the body cannot be read.
+        """
         handler = self._handlers.get(header.type)
         if handler is None or handler.answered:
             raise ProtocolError(f"no handler of the cast {header.type!r}")
@@ -446,18 +453,21 @@ class CallServer:
         self._transmit(session.routing_id, message)
 
     def _failed(self, session: _Session, header: Header, error: BaseException) -> None:
-        """Answer a call with the exception of its handler. One of our own errors says itself if it is retryable."""
+        """Answer a call with the exception of its handler. An AsyncRLError says itself whether it is retryable."""
         if isinstance(error, AsyncRLError):
             retryable = bool(getattr(error, "retryable", False))
         else:
             self._owner.handler_failed(header.type, error)
-            retryable = self._may_try_again(session)
+            retryable = self._note_unexpected(session)
         # From the class: an instance's own ``code``, as of RemoteError or Refused, came from another peer.
         code = getattr(type(error), "code", type(error).__name__)
         self._error(session.routing_id, header.id, code, str(error) or repr(error), retryable=retryable)
 
-    def _may_try_again(self, session: _Session) -> bool:
-        """Whether an unexpected failure counts as retryable; False after too many within UNEXPECTED_WINDOW_S."""
+    def _note_unexpected(self, session: _Session) -> bool:
+        """Note an unexpected failure. Returns whether it counts as retryable: not after too many within the window.
+
+        Failures within UNEXPECTED_MOMENT_S of the last one that was noted are not noted again.
+        """
         now, failures = self._loop.time(), session.unexpected
         too_often = len(failures) == failures.maxlen and now - failures[0] < UNEXPECTED_WINDOW_S
         if not failures or now - failures[-1] >= UNEXPECTED_MOMENT_S:

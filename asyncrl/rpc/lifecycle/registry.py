@@ -140,7 +140,10 @@ def _take_in(known: dict[str, T], values: Mapping[str, T], most: int, is_sound: 
 
 
 def _bounded(heartbeat: Heartbeat, actor: str) -> Heartbeat:
-    """Returns a heartbeat without the values that ``Entry`` keeps by name, with long texts cut and bad values out."""
+    """Returns a heartbeat without the values that ``Entry`` keeps by name, and within all limits.
+
+    Long texts are cut, invalid items of lists are left out, and invalid numbers become 0.
+    """
     return msgspec.structs.replace(
         heartbeat,
         counters={},
@@ -214,7 +217,7 @@ class Registry:
     """Number of changes in ``newest`` and ``generations``."""
     _reasons: dict[str, str] = field(default_factory=dict)
     """By gang, the reason for the end of its last generation that is over."""
-    _looked: float = 0.0
+    _looked_at: float = 0.0
     _shortest_s: float = math.inf
     """Shortest limit on silence of all callers."""
     _listening_since: float = 0.0
@@ -264,14 +267,14 @@ class Registry:
         return True
 
     def ended(self, name: str, incarnation: int, now: float, *, asked: bool = False) -> bool:
-        """Note the end of the process of this incarnation, and with it of every older one.
+        """Note the end of the process of this incarnation, and thus the end of every older one.
 
-        Unless the controller had ``asked`` it to end, this also ends its gang's generation. Returns whether the newest
-        known incarnation of the name has ended.
+        This also ends the generation of its gang, unless the controller ``asked`` the actor to end. Returns whether the
+        newest known incarnation of the name has ended.
         """
         entry = self.entries.get(name)
         if incarnation >= self.newest.get(name, 0) and (entry is None or incarnation > entry.record.incarnation):
-            # It ended before any message from it came. Its late messages are refused.
+            # The process ended before any message from it came. With an entry, its late messages are refused.
             record = ActorRecord(name=name, incarnation=incarnation, address="")
             entry = self._enter(Entry(record, since=now, heard=now))
         if entry is not None and incarnation == entry.record.incarnation:
@@ -294,7 +297,7 @@ class Registry:
         for name in names:
             entry = self.entries.get(name)
             if entry is None and name in self.newest:
-                # Only an earlier registry knew it, and it may be alive on the lost host.
+                # Only an earlier registry knew this actor, and it may be alive on the lost host.
                 record = ActorRecord(name=name, incarnation=self.newest[name], address="")
                 entry = self._enter(Entry(record, since=now, heard=now, spoken=False))
             if entry is not None and not entry.ended:
@@ -342,11 +345,11 @@ class Registry:
         After a long gap between two calls, all silence counts from the second call only. This process or its host was
         stopped meanwhile, and messages from that time are still unread.
         """
-        # All callers share ``_looked``, so the shortest limit decides for all.
+        # All callers share ``_looked_at``, so the shortest limit decides for all.
         self._shortest_s = min(self._shortest_s, silence_s)
-        if now - self._looked > LONGEST_GAP * self._shortest_s:
+        if now - self._looked_at > LONGEST_GAP * self._shortest_s:
             self._listening_since = now
-        self._looked = now
+        self._looked_at = now
 
     def silent(self, now: float, silence_s: float) -> list[Condemned]:
         """The living actors that were silent for ``silence_s``. Calls ``listen``, so call it as regularly."""
@@ -359,7 +362,7 @@ class Registry:
         ]
 
     def resolve(self, name: str, above: int = 0, *, unready: bool = False) -> ActorRecord | None:
-        """Returns the record of the living incarnation if it is larger than ``above`` and has an address, else None.
+        """Returns the record of the living incarnation if that is larger than ``above`` and has an address, else None.
 
         With ``unready`` a record without an address counts too, if it has facts.
         """
@@ -416,12 +419,15 @@ class Registry:
         if gang := self.gang_of(name):
             self._end_generations(gang, generation + 1, f"{name} {what}, and all of {gang} start again together")
 
-    def _end_generations(self, gang: str, before: int, reason: str) -> None:
-        """End all generations of a gang below ``before``, and condemn their living actors for ``reason``."""
-        if before <= self.generations.get(gang, -1):
+    def _end_generations(self, gang: str, below: int, reason: str) -> None:
+        """End all generations of a gang below ``below``, and condemn their living actors for ``reason``.
+
+        Does nothing if all of these generations are over.
+        """
+        if below <= self.generations.get(gang, -1):
             return
-        self.generations[gang], self._reasons[gang] = before, reason
+        self.generations[gang], self._reasons[gang] = below, reason
         self.changes += 1
         for name, entry in self.entries.items():
-            if self.gang_of(name) == gang and entry.heard_of and entry.record.incarnation < before:
+            if self.gang_of(name) == gang and entry.heard_of and entry.record.incarnation < below:
                 entry.condemned = reason

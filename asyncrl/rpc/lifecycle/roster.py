@@ -20,9 +20,9 @@ class Roster:
     """One actor's view of the members. ``names`` are the actors of the start."""
 
     def __init__(self, names: Iterable[str], credentials: Credentials, transport: Transport) -> None:
-        self._first = tuple(names)
+        self._initial = tuple(names)
         self._credentials, self._transport = credentials, transport
-        self.actors = self._first
+        self.actors = self._initial
         """All actors of the run, in the order in which they came."""
         self.number = 0
         """Number of the newest Members message that was applied."""
@@ -35,7 +35,7 @@ class Roster:
             return []
         self.number = members.number
         gone = {dead.name for dead in members.gone}
-        self.actors = tuple(name for name in (*self._first, *members.serving) if name not in gone)
+        self.actors = tuple(name for name in (*self._initial, *members.serving) if name not in gone)
         if self._credentials.curve:
             known = self._credentials.peers | members.keys
             self.peers = {name: keys for name, keys in known.items() if name not in gone}

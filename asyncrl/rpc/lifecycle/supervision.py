@@ -1,8 +1,8 @@
 """Decides how soon and how often a node agent restarts an actor that has ended.
 
-Invariant: an actor is restarted at most ``max_restarts`` times within any ``window_s`` seconds. Each pause before a
-restart is twice as long as the one before. After that the actor is given up, with a reason that can be printed. Deaths
-that are not its own fault do not count. Pure: the caller passes the time.
+Invariant: an actor is restarted at most ``max_restarts`` times within any ``window_s`` seconds. Then it is given up,
+with a reason that can be printed. The pause before a restart doubles with each restart within the window, up to
+LONGEST_S (calls/retry.py). Deaths that are not the actor's own fault do not count. Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -70,25 +70,27 @@ class Supervisor:
     window_s: float
     backoff_s: float
     _budgets: dict[str, RestartBudget] = field(default_factory=dict)
-    _counts: dict[str, int] = field(default_factory=dict)
+    _restarts: dict[str, int] = field(default_factory=dict)
+    """Number of restarts of each actor."""
 
     def ended(self, name: str, exit_code: int, now: float, *, blameless: bool = False) -> Restart | GiveUp:
         """Decide about a process that ended at ``now`` (monotonic, s) without being asked to.
 
-        If the end is not the actor's fault (``blameless``), it does not count and the actor is always restarted.
+        An actor with an exit code of UNHEALABLE_EXITS is given up at once. If any other end is not the actor's fault
+        (``blameless``), it does not count, and the actor is restarted after the shortest pause.
         """
         what = describe_exit(exit_code)
         if exit_code in UNHEALABLE_EXITS:
             return GiveUp(f"ended with {what}, which a restart would not mend")
         if blameless:
-            self._counts[name] = self._counts.get(name, 0) + 1
-            return Restart(self.backoff_s, self._counts[name])
+            self._restarts[name] = self._restarts.get(name, 0) + 1
+            return Restart(self.backoff_s, self._restarts[name])
         budget = self._budgets.setdefault(name, RestartBudget(self.max_restarts, self.window_s, self.backoff_s))
         pause_s = budget.next(now)
         if pause_s is None:
             return GiveUp(f"{what}, after {self.max_restarts} restarts within {self.window_s:g} s")
-        self._counts[name] = self._counts.get(name, 0) + 1
-        return Restart(pause_s, self._counts[name])
+        self._restarts[name] = self._restarts.get(name, 0) + 1
+        return Restart(pause_s, self._restarts[name])
 
     def forgive(self, name: str) -> None:
         """Forget the counted deaths of an actor, as after it was set aside for a while."""

@@ -11,8 +11,8 @@ CURVE a server accepts frames of at most PIECE_BYTES, and a client *cuts* a mess
 is then a table: MARK, and the number of pieces of each frame (uint32, little-endian). The pieces of all frames follow
 in order. Invariant: ``join`` restores the frames that ``cut`` was given.
 
-Fails with ProtocolError when a body does not fit its type or an array its frame; ``join`` with ValueError if a table
-does not fit what follows it.
+Fails with ProtocolError when a body does not fit its type or an array its frame. ``join`` fails with ValueError or
+struct.error if a table does not fit the pieces.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Codec:
     def encode(self, message: Any) -> list[Any]:
         """Returns the frames to send: the body, then one buffer for each array.
 
-        Raises ProtocolError for an integer beyond 64 bits.
+        Raises ProtocolError for an integer beyond 64 bits, and TypeError for a value that no message may hold.
         """
         try:
             return [self._encoder.encode(message), *self._outgoing]
@@ -131,7 +131,7 @@ def _is_size(value: Any) -> bool:
 
 
 def cut(frames: Sequence[Any]) -> Sequence[Any]:
-    """Returns a table and pieces if any frame is over PIECE_BYTES, else the frames themselves; see the module."""
+    """Returns a table and pieces if any frame is over PIECE_BYTES, else the frames themselves."""
     views = [memoryview(frame) for frame in frames]
     if all(view.nbytes <= PIECE_BYTES for view in views):
         return frames
@@ -142,7 +142,7 @@ def cut(frames: Sequence[Any]) -> Sequence[Any]:
         data = view.cast("B") if view.nbytes else b""
         # An empty frame is one piece, so no count is 0.
         starts = range(0, max(1, len(data)), PIECE_BYTES)
-        pieces += [data[at : at + PIECE_BYTES] for at in starts]
+        pieces += [data[start : start + PIECE_BYTES] for start in starts]
         counts.append(len(starts))
     return [MARK + struct.pack(f"<{len(counts)}I", *counts), *pieces]
 
@@ -150,7 +150,8 @@ def cut(frames: Sequence[Any]) -> Sequence[Any]:
 def join(frames: Sequence[Any], most_bytes: int) -> list[Any]:
     """Restores frames that were cut: header and body as bytes, then the buffers.
 
-    Raises ValueError if the table does not fit the pieces, or if these have more than ``most_bytes`` in all.
+    Raises ValueError or struct.error if the table does not fit the pieces, and ValueError if the pieces have more than
+    ``most_bytes`` in all.
     """
     table, *pieces = frames
     counts = struct.unpack(f"<{(len(table) - 1) // 4}I", table[1:])
@@ -159,9 +160,10 @@ def join(frames: Sequence[Any], most_bytes: int) -> list[Any]:
     if sum(len(piece) for piece in pieces) > most_bytes:
         raise ValueError(f"more than {most_bytes} bytes in pieces")
     joined: list[Any] = []
-    at = 0
+    start = 0
     for count in counts:
-        own = pieces[at : at + count]
-        at += count
-        joined.append(own[0] if count == 1 and len(joined) > 1 else b"".join(own))
+        frame_pieces = pieces[start : start + count]
+        start += count
+        # A buffer in one piece needs no copy; header and body must be bytes.
+        joined.append(frame_pieces[0] if count == 1 and len(joined) > 1 else b"".join(frame_pieces))
     return joined

@@ -53,11 +53,13 @@ class Door:
     """
 
     def __init__(self, now: float) -> None:
-        self._left = float(BURST)
-        self._looked = now
+        self._tokens = float(BURST)
+        """Number of connections that may begin now."""
+        self._counted_at = now
+        """Time of the last connection (s)."""
 
     def begin(self, now: float) -> float:
         """Count a connection that has begun. Returns the time until which to shut the socket (s); ``now`` if not."""
-        self._left = min(BURST, self._left + PER_S * (now - self._looked)) - 1
-        self._looked = now
-        return now if self._left >= 1 else now + (REOPENS_WITH - self._left) / PER_S
+        self._tokens = min(BURST, self._tokens + PER_S * (now - self._counted_at)) - 1
+        self._counted_at = now
+        return now if self._tokens >= 1 else now + (REOPENS_WITH - self._tokens) / PER_S

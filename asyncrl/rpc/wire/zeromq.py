@@ -176,7 +176,7 @@ class _ZmqSocket:
     next one, because waking ZeroMQ's thread for each would be most of its cost.
     """
 
-    _plain: int
+    _plain_frames: int
     """Number of frames of a message without arrays."""
 
     def __init__(self, socket: RawSocket, closed: Callable[[_ZmqSocket], None]) -> None:
@@ -232,13 +232,16 @@ class _ZmqSocket:
         return parts
 
     def _send(self, frames: Frames) -> bool:
-        """Send a message now, or with others in the next turn of the loop. False if the queue is known to be full."""
+        """Send a message now, or with others in the next turn of the loop.
+
+        Returns False if the socket is closed or the queue is known to be full.
+        """
         if self._closed:
             return False
         if not self._read_scheduled:
             self._schedule_read()
             return self._put(frames)
-        # It counts as sent. If the queue is full later, the message is lost as on the way, and its caller asks again.
+        # The message counts as sent. If the queue is full later, the message is lost, and its caller asks again.
         self._outgoing.append(frames)
         if len(self._outgoing) >= SEND_BATCH:
             self._flush()
@@ -253,7 +256,7 @@ class _ZmqSocket:
         """Pass a message to ZeroMQ. False if its queue is full; a message to a peer that is gone is dropped."""
         try:
             # A message without arrays is cheaper to copy than to track until ZeroMQ is done with it.
-            send, copy, last = self._put_frame, len(frames) <= self._plain, len(frames) - 1
+            send, copy, last = self._put_frame, len(frames) <= self._plain_frames, len(frames) - 1
             # Only the first frame can raise: ZeroMQ accepts the rest of a message that it has begun.
             for index, frame in enumerate(frames):
                 send(frame, NOW if index == last else NOW_AND_MORE, copy)
@@ -275,9 +278,9 @@ class _ZmqSocket:
 
 
 class ZmqServer(_ZmqSocket):
-    """A ROUTER. ``pieces`` is the limit on the size of a message in pieces (bytes); None without CURVE."""
+    """A ROUTER. ``max_joined_bytes`` limits a message whose pieces are joined (bytes); None without CURVE."""
 
-    _plain = 3
+    _plain_frames = 3
 
     def __init__(
         self,
@@ -326,7 +329,7 @@ class ZmqServer(_ZmqSocket):
             self._listening.shut()
             self._turned_away()
         else:
-            # It was on its way when the socket was shut. It counts too, so the socket opens later.
+            # This connection was on its way when the socket was shut. It counts too, so the socket opens later.
             self._opening.cancel()
         self._opening = self._loop.call_at(shut_until, self._open_door, self._listening)
 
@@ -347,7 +350,7 @@ class ZmqServer(_ZmqSocket):
             owner = header.get("User-Id")
             frames = self._rest([header.bytes], 2)
             if frames[0][:1] == MARK:
-                # If it cannot be joined, the receiver counts it as malformed, because a table is no header.
+                # The receiver counts a message that cannot be joined as malformed, because a table is no header.
                 with contextlib.suppress(ValueError, struct.error):
                     frames = join(frames, self._max_joined_bytes)
         self._on_message(routing_id, frames, owner)
@@ -367,7 +370,7 @@ class ZmqServer(_ZmqSocket):
 class ZmqClient(_ZmqSocket):
     """A DEALER. With ``in_pieces`` it cuts messages with large frames (codec.py)."""
 
-    _plain = 2
+    _plain_frames = 2
 
     def __init__(
         self,

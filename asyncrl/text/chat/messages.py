@@ -337,7 +337,10 @@ def _merge_reasoning(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _row_calls(given: Any, field: str, prefix: str) -> list[dict[str, Any]]:
-    """Check the calls in a row's message, and give an id to each that has none: ``prefix`` and its number."""
+    """Check the calls in a row's message, and give an id to each call without one: ``prefix`` and its number.
+
+    ``given`` is a list or its JSON text. Raises ChatRefused.
+    """
     listed = read_json(given) if isinstance(given, str) else given
     if not isinstance(listed, list):
         raise ChatRefused(field, "must be a list of calls, or the JSON text of one")
@@ -360,8 +363,9 @@ def _row_calls(given: Any, field: str, prefix: str) -> list[dict[str, Any]]:
 def _take_answered_call(message: Mapping[str, Any], unanswered: list[tuple[str, str]], where: str) -> Any:
     """Find the call that a tool's message answers. Removes it from ``unanswered`` and returns its id.
 
-    ``unanswered`` has (id, name) of each call. A message without an id answers the first call, of its name if it has
-    one. Raises ChatRefused if it answers none.
+    ``unanswered`` has (id, name) of each call. A message without an id answers the first call, or the first call of its
+    name if it has a name; without such a call, raises ChatRefused. An unknown id is returned as it is:
+    ``normalise_messages`` checks ids.
     """
     id, name = message.get("tool_call_id"), message.get("name")
     for index, (open_id, open_name) in enumerate(unanswered):

@@ -1,9 +1,9 @@
 """Renders chats with the package ``renderers`` (PyPI) in place of the chat template.
 
 A renderer of the package is Python code that does the work of the chat template of one family of models. There are some
-twenty families. The configuration names the family; it is never guessed. Invariant: as Renderer has it; an extension is
-the tokens that the package's bridge adds after an answer. Fails with ConfigError if the package or the family is
-missing.
+twenty families. The configuration names the family; it is never guessed. An extension is the tokens that the package's
+bridge adds after an answer. Invariant: it keeps the sampled ids. The check of kinds of turns is only reported: the
+bridge decides which turns are extended. Fails with ConfigError if the package or the family is missing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class PackageRenderer:
         last_ids: Sequence[int],
         finish: FinishReason,
     ) -> list[int] | None:
-        """See Renderer. The package bridges from a made-up question and the answer to the new messages."""
+        """See Renderer. The package bridges from a made-up question and the answer to the new messages.
+
+        None also if the bridge changes the tokens before the new messages.
+        """
         if not messages or not last_ids:
             return None
         prompt = self.render([QUESTION], tools, options)
@@ -75,10 +78,10 @@ class PackageRenderer:
         except Exception as error:
             # The package raises errors of any type for a conversation that a family does not support.
             raise ChatRefused("messages", f"the renderer refuses them: {error}") from None
-        before = [*prompt, *last_ids]
-        if bridged is None or list(bridged.token_ids[: len(before)]) != before:
+        context = [*prompt, *last_ids]
+        if bridged is None or list(bridged.token_ids[: len(context)]) != context:
             return None
-        return list(bridged.token_ids[len(before) :])
+        return list(bridged.token_ids[len(context) :])
 
     def answer(
         self, before: Sequence[Message], answer: Message, tools: Sequence[Tool], options: Mapping[str, Any]
@@ -151,7 +154,10 @@ class PackageRenderer:
             raise ChatRefused("messages", f"the renderer refuses them: {error}") from None
 
     def _examine(self, shape: Shape) -> TurnCheck:
-        """Check one kind of turn: compare an answer with its extension to a single render (probe.py)."""
+        """Check one kind of turn: compare an answer with its extension to a single render (probe.py).
+
+        With reasoning, a difference is still ``extend``: the extension keeps the reasoning of earlier answers.
+        """
         before, answer, tail = example(shape)
         tools = TOOLS if shape.with_tools else ()
         try:

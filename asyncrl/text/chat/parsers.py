@@ -91,7 +91,7 @@ class ThinkParser:
 class JsonCallParser:
     """Parser of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, the form of Hermes and Qwen.
 
-    The tag may also hold a list of such calls.
+    The tag may also hold a list of such calls. A tag without its end reaches to the end of the text.
     """
 
     markers: frozenset[str] | None = frozenset((CALL, END_CALL))
@@ -114,12 +114,17 @@ class JsonCallParser:
 
 
 class Both:
-    """Combines two parsers: the first reads the reasoning, the second the calls in the rest."""
+    """Combines two parsers: the first reads the reasoning, the second the calls in the rest.
+
+    An answer that ends within its reasoning has no calls.
+    """
 
     def __init__(self, reasoning: AnswerParser, calls: AnswerParser) -> None:
         self._reasoning, self._calls = reasoning, calls
-        first, second = reasoning.markers, calls.markers
-        self.markers: frozenset[str] | None = None if first is None or second is None else first | second
+        of_reasoning, of_calls = reasoning.markers, calls.markers
+        self.markers: frozenset[str] | None = (
+            None if of_reasoning is None or of_calls is None else of_reasoning | of_calls
+        )
 
     def __call__(
         self,
@@ -130,16 +135,17 @@ class Both:
         ids: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Parsed:
-        first = self._reasoning(text, tools, thinking=thinking, ids=ids, options=options)
-        if first.unfinished:
-            return first
-        left = ids if first.content == text else ()
-        second = self._calls(first.content, tools, ids=left, options=options)
+        split = self._reasoning(text, tools, thinking=thinking, ids=ids, options=options)
+        if split.unfinished:
+            return split
+        # ``ids`` belong to the whole text, so they fit only if no reasoning was removed.
+        ids_of_rest = ids if split.content == text else ()
+        rest = self._calls(split.content, tools, ids=ids_of_rest, options=options)
         return replace(
-            second,
-            reasoning=first.reasoning if first.reasoning is not None else second.reasoning,
-            calls=[*first.calls, *second.calls],
-            malformed=first.malformed + second.malformed,
+            rest,
+            reasoning=split.reasoning if split.reasoning is not None else rest.reasoning,
+            calls=[*split.calls, *rest.calls],
+            malformed=split.malformed + rest.malformed,
         )
 
 
@@ -167,7 +173,7 @@ def make_call(name: Any, arguments: Any) -> ParsedCall | None:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         f"{name}{written}".encode()
     except ValueError:
-        # A number that JSON does not have, or half of a surrogate pair, escaped: no text that could be sent.
+        # No message can hold NaN, infinity or half of a surrogate pair.
         return None
     return ParsedCall(name, written)
 

@@ -96,7 +96,8 @@ class TurnCheck:
 def examine(template: ChatTemplate, shape: Shape, history: History, options: Mapping[str, Any]) -> TurnCheck:
     """Check one kind of turn after several beginnings of a conversation, and with several endings of the answer.
 
-    Returns the first verdict that is not ``extend``. Beginnings that the template refuses are left out.
+    Returns the first verdict that is not ``extend``, or else ``extend`` with the last reason that a check gave.
+    Beginnings that the template refuses are left out; if it refuses all, the verdict is ``refused``.
     """
     tools = TOOLS if shape.with_tools else ()
     result: TurnCheck | None = None
@@ -135,8 +136,9 @@ def _known_endings(template: ChatTemplate) -> list[str]:
 def _judge(template: ChatTemplate, turn: ChatTurn, shape: Shape, history: History) -> TurnCheck:
     """Decide whether the next prompt can extend the sampled tokens of this turn, or has to fork into a new sequence.
 
-    The engine never sees the whole text encoded at once. It has three parts: the prompt, the sampled answer, and the
-    end token with the text after it. The prompt extends if their tokens, one after another, are those of the whole.
+    The engine gets three parts: the prompt, the sampled answer, and the end token with the text after it. The verdict
+    is ``extend`` if the tokens of the parts, one after another, are those of the whole text. An ended answer without an
+    end token forks. With ``history = "template"``, an answer whose reasoning a single render drops forks too.
     """
     if shape.ended and not turn.end:
         return TurnCheck("fork", "the template writes no token behind an answer that ends it for the model")
@@ -155,10 +157,12 @@ def _judge(template: ChatTemplate, turn: ChatTurn, shape: Shape, history: Histor
 def extension_ids(template: ChatTemplate, turn: ChatTurn, *, ended: bool, close: str = "") -> list[int]:
     """Return the context tokens after a sampled answer.
 
-    If it was cut (not ``ended``), they begin with ``close``, such as the end of its reasoning, and its end token.
+    The model has sampled the end token of an ended answer. For a cut answer (not ``ended``) the tokens begin with
+    ``close``, such as the end of its reasoning, and the end token.
     """
     if ended:
-        # Encoded with the end token in front, so that the tokenizer does not see the rest as the beginning of a text.
+        # The end token stands in front, so that the tokenizer does not see the rest as the beginning of a text; [1:]
+        # removes the end token.
         return template.ids(turn.end + turn.after)[1:]
     return template.ids(close + turn.end + turn.after)
 

@@ -132,7 +132,8 @@ class PromptEncoder:
         self._shown.require(messages, tools, field=field, tools_field=tools_field, system=len(messages) > own_count)
         if messages[-1]["role"] != "assistant":
             return self._template.text(messages, tools)
-        # As transformers does under continue_final_message: the template's text up to the end of the last content.
+        # As under continue_final_message of transformers, the text ends with the last content. A made-up word marks
+        # that place.
         *before, last = messages
         marked = last | {"content": last["content"] + CONTINUED}
         text, found, _ = self._template.text([*before, marked], tools, generate=False).rpartition(CONTINUED)
@@ -195,10 +196,14 @@ class ShownCheck:
             raise ChatRefused(f"{tools_field}{path}", problem)
         if system and index == 0:
             raise ChatRefused("data.system", problem)
+        # With a system message in front, the row's own messages begin at index 1.
         raise ChatRefused(f"{field}[{index - system}]{path}", problem)
 
     def _first_missing(self, marked: _Marked) -> Missing | None:
-        """Render marked messages, and return the first part whose mark the text lacks; None if all are shown."""
+        """Render marked messages, and return the first part whose mark the text lacks; None if all are shown.
+
+        None also if the template refuses the marked messages.
+        """
         for index, message in enumerate(marked.messages):
             if message.get("tool_calls") and not self._writes_calls:
                 return index, ".tool_calls", CALLS_LEFT_OUT

@@ -1,10 +1,11 @@
 """Renders messages to tokens by the chat template, extends the context after sampled answers, parses answers.
 
 An extension is the tokens between a sampled answer and the next one. It begins with the seam, the text that the
-template writes between the end of an answer and the next message. Invariant: an extension is returned only for kinds of
-turns that the check of the template (probe.py) found exact. Then the answer's own ids and the extension equal a single
-render of the conversation. Otherwise the caller renders the conversation again. Sampled ids are never encoded again.
-Thread-safe. Raises ChatRefused for a conversation that the template refuses, and ConfigError at the start.
+template writes between the end of an answer and the next message. Invariant: TemplateRenderer returns an extension only
+for kinds of turns that the check of the template (probe.py) found exact. Then the answer's own ids and the extension
+equal a single render of the conversation, apart from reasoning that is kept. Otherwise the caller renders the
+conversation again. Sampled ids of an extended context are never encoded again. Thread-safe. Raises ChatRefused for a
+conversation that the template refuses, and ConfigError at the start.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class TemplateRenderer:
         self._template = template
         self._parsers = parsers
         self._history: History = chat.history
-        # The key has the options as JSON text. Two threads may do the same check at once: neither waits for the other.
+        # A key has the options as JSON text. Two threads may do the same check at once.
         self._cached_check = lru_cache(KEPT)(self._examine)
         self._cached_opens_reasoning = lru_cache(KEPT)(self._prompt_opens_reasoning)
         keep = parsers.parser.markers
@@ -140,9 +141,10 @@ class TemplateRenderer:
         ended = last_ids[-1] in self._template.end_ids
         parsed = self.parse(last_ids, tools, options)
         if parsed.unfinished and (ended or self._history == "template"):
-            # A single render would close the reasoning within this answer, which the sampled tokens do not.
+            # A single render would close the reasoning of this answer; the sampled tokens leave it open.
             return None
-        # Even if this answer has no reasoning, earlier ones may have some.
+        # Under "template" the check includes reasoning, because earlier answers may have some. Under "sampled" the
+        # context keeps all reasoning.
         thinks = self._parsers.thinks and self._history == "template"
         shape = Shape.of(messages, reasoning=thinks, ended=ended, with_tools=bool(tools))
         if self._cached_check(shape, _key(options)).verdict != "extend":
@@ -236,9 +238,9 @@ def choose_parsers(template: ChatTemplate, chat: ChatConfig, engine_parsers: Eng
     if engine_tools and engine_reasoning:
         # Some models have one parser for both.
         return Parsers(tools, reasoning, engine, tuple(notes))
-    first = engine if engine_reasoning else ThinkParser() if reasoning == "think" else NoParser()
-    second = engine if engine_tools else JsonCallParser() if tools == "json" else NoParser()
-    return Parsers(tools, reasoning, Both(first, second), tuple(notes))
+    reasoning_parser = engine if engine_reasoning else ThinkParser() if reasoning == "think" else NoParser()
+    call_parser = engine if engine_tools else JsonCallParser() if tools == "json" else NoParser()
+    return Parsers(tools, reasoning, Both(reasoning_parser, call_parser), tuple(notes))
 
 
 def _recognise_calls(template: ChatTemplate) -> tuple[str, str]:

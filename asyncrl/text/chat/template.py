@@ -71,8 +71,9 @@ class ChatTemplate:
         self._as_parts = _NAME not in self._try_text([_MARKED], ()) and _NAME in self._try_text([asked_in_parts], ())
         asked = [_USER, _call("call_0_0")]
         answered = [*asked, _result("call_0_0")]
+        # Try arguments as objects and as text, and long and short ids. Keep the first form that the template takes.
         for self._arguments_as_text, self._short_ids in product((False, True), repeat=2):
-            # Without tojson a template writes Python's text of an object.
+            # A template without tojson writes an object as Python does; such a template needs text.
             if (text := self._try_text(answered)) and "{'q': 'q'}" not in text:
                 break
         else:
@@ -106,9 +107,9 @@ class ChatTemplate:
         generate: bool = True,
     ) -> str:
         """Render a conversation as the model sees it. Raises ChatRefused."""
-        shown = [self._shown(message) for message in messages]
+        converted = [self._convert(message) for message in messages]
         try:
-            return self.tokenizer.render_chat(shown, tools, options, generate=generate)
+            return self.tokenizer.render_chat(converted, tools, options, generate=generate)
         except ConfigError:
             raise
         except ValueError as error:
@@ -126,7 +127,7 @@ class ChatTemplate:
         found = [(at, -len(end), end) for end in self.ends if (at := text.find(end)) >= 0]
         return (min(found)[0], min(found)[2]) if found else None
 
-    def _shown(self, message: Message) -> Message:
+    def _convert(self, message: Message) -> Message:
         """Convert a message to the form that this template takes, as ``_learn`` has found it."""
         calls = message.get("tool_calls")
         if calls and not self.writes_calls:
@@ -137,7 +138,7 @@ class ChatTemplate:
         elif self._short_ids and "tool_call_id" in message:
             message = message | {"tool_call_id": _shorten(message["tool_call_id"])}
         if self._arguments_as_text and "tool_calls" in message:
-            message = message | {"tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+            message = message | {"tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
         if self._reasoning_key != REASONING[0] and REASONING[0] in message:
             message = dict(message)
             message[self._reasoning_key] = message.pop(REASONING[0])
@@ -167,7 +168,7 @@ def _shorten(id: str) -> str:
     return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
 
 
-def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """Return the call with its arguments as JSON text."""
     function = call["function"]
     if isinstance(function["arguments"], str):

@@ -1,14 +1,14 @@
 """Learns how a template writes an answer and the text after it, from a rendered conversation. Pure.
 
-``learn_turn`` learns it from made-up words. ``answer_ids`` gives the tokens of a written answer, such as one of a
-dataset, as the policy would sample them after its context. Invariant: these follow the generation prompt and end with
-the token that ends an answer, so training matches the contexts that the model will see. Only the template writes that
-token: an answer with its text is refused.
+``learn_turn`` learns both from made-up words. ``answer_ids`` gives the tokens of a written answer, such as one of a
+dataset, as the policy would sample them after its context. Invariant: the tokens of ``answer_ids`` follow the
+generation prompt and end with the token that ends an answer, so training matches the contexts that the model will see.
+Only the template writes that token: an answer with its text is refused.
 
 A conversation with made-up words in known places is rendered twice: up to the question, and with the answer and the
-messages after it. If the first text begins the second, the rest of the second has three parts. They are the words that
-the model samples, the token that ends them, and the context of the next answer. An answer's frame is the text that the
-template writes around its words.
+messages after it. If the first text begins the second, the rest of the second has three parts: the words that the model
+samples, the token that ends them, and the context of the next answer. An answer's frame is the text that the template
+writes around its words.
 
 Raises ChatRefused, which names the part of the message, if the template refuses the conversation. ``learn_turn``
 returns the reason if it does not find the answer in the text.
@@ -91,13 +91,14 @@ def learn_turn(
     if index < 0:
         return "the template leaves the answer out"
     dropped = ""
-    # The generation prompt may begin the answer, as by <think> (``opening``). A template may leave that out of earlier
-    # answers.
+    # ``opening`` is the part of the generation prompt that begins the answer, such as <think>. A template may leave it
+    # out of earlier answers.
     if rest.startswith(opening):
         rest, index = rest[len(opening) :], index - len(opening)
     else:
         dropped = opening
-    thought = _dropped_thought(opening, "reasoning_content" in answer, rest[:index], dropped != "")
+    thinks = "reasoning_content" in answer
+    thought = _dropped_thought(opening, rest[:index], thinks=thinks, opening_is_dropped=dropped != "")
     words = answer["content"] or ANSWER
     if not rest.startswith(words, index):
         # The template has removed blanks at the end.
@@ -110,7 +111,11 @@ def learn_turn(
 
 
 def _plain_head(text: Any, before: Sequence[Message], tail: Sequence[Message], base: str) -> str:
-    """Return the text between ``base`` and the words of an answer that has neither reasoning nor calls."""
+    """Return the text between ``base`` and the words of an answer without reasoning and calls.
+
+    The messages of ``tail`` that are no results of tools follow the answer, or else a made-up one. If the template
+    refuses them, no message follows.
+    """
     plain: Message = {"role": "assistant", "content": ANSWER}
     later = [message for message in tail if message["role"] != "tool"] or [{"role": "user", "content": NEXT}]
     try:
@@ -127,14 +132,14 @@ def _common_head(prompt: str, head: str) -> str | None:
     return prompt if head.startswith(prompt) else None
 
 
-def _dropped_thought(opening: str, thinks: bool, lead: str, is_dropped: bool) -> str:
+def _dropped_thought(opening: str, lead: str, *, thinks: bool, opening_is_dropped: bool) -> str:
     """Return the reasoning that the model samples, with its tags, if the template leaves it out; else an empty string.
 
-    ``opening`` is the beginning of the answer in the generation prompt; ``is_dropped``: whether the template leaves it
-    out. ``thinks``: whether the answer has reasoning. ``lead`` is the text before the answer's words.
+    ``opening`` is the beginning of the answer in the generation prompt; ``opening_is_dropped``: whether the template
+    leaves it out. ``lead`` is the text before the answer's words. ``thinks``: whether the answer has reasoning.
     """
     opened = THINK in opening and END_THINK not in opening.rpartition(THINK)[2]
-    if THOUGHT in lead or not (thinks or (opened and is_dropped)):
+    if THOUGHT in lead or not (thinks or (opened and opening_is_dropped)):
         return ""
     return f"{'' if opened else THINK + chr(10)}{THOUGHT}\n{END_THINK}\n\n"
 
@@ -153,7 +158,7 @@ def _split_answer(
         return rest[: index + at], end, rest[index + at + len(end) :]
     if not answer.get("tool_calls"):
         return rest[:index], "", rest[index:]
-    # An answer without calls shows the frame; what is written before the frame in this answer belongs to the call.
+    # An answer without calls shows the frame. The text before the frame in this answer belongs to the call.
     plain = text([*before, {"role": "assistant", "content": ANSWER}], generate=False)
     called = text([*before, answer], generate=False)
     frame = plain[plain.rfind(ANSWER) + len(ANSWER) :]
@@ -188,7 +193,7 @@ def answer_ids(
         at, end = found
         words, last = rest[:at], [template.ends[end]]
     else:
-        # The template writes no end token, so any will do: take the smallest.
+        # The template writes no end token, so the engine stops at any of them: take the smallest id.
         words, last = _without_frame(template, rest, options), sorted(template.end_ids)[:1]
     return [*continuation(template.tokenizer, template.ids(asked), asked, words), *last]
 
@@ -212,14 +217,13 @@ def _text_after_prompt(asked: str, whole: str, answer: Message) -> str | None:
     """Return the text that follows the generation prompt; None if ``whole`` does not continue ``asked``.
 
     If the generation prompt opens the reasoning, and the template leaves reasoning out, the answer's reasoning is
-    added.
+    added. Raises ChatRefused if the answer then has none.
     """
     if whole.startswith(asked):
         return whole[len(asked) :]
     head, opens, tail = asked.rpartition(THINK)
     if not opens or tail.strip() or not whole.startswith(head):
         return None
-    # The generation prompt opens the reasoning, and the template leaves it out of an answer.
     thought, rest = answer.get("reasoning_content", "").strip("\n"), whole[len(head) :]
     if not thought:
         problem = f"has no reasoning, and the generation prompt opens it by {THINK}; give the message reasoning_content"

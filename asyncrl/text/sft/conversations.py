@@ -52,8 +52,9 @@ class Conversations:
     def of_step(self, number: int) -> list[TokenizedRow]:
         """Return the conversations of supervised step ``number``, which counts from 1, warm steps included."""
         order = EpochOrder(self.fingerprint, self.seed, len(self.rows))
-        first = (number - 1) * self.batch
-        return [self.rows[order.at(position)[1]] for position in range(first, first + self.batch)]
+        begin = (number - 1) * self.batch
+        places = (order.at(position) for position in range(begin, begin + self.batch))
+        return [self.rows[index] for _, index in places]
 
     def epochs(self, number: int) -> float:
         """Return the number of epochs trained after supervised step ``number``, as a fraction."""
@@ -70,9 +71,10 @@ def make_encoder(config: Config, tokenizer: Tokenizer) -> Encoder:
 def load_conversations(
     config: Config, tokenizer: Tokenizer | None = None, *, goes_on: Callable[[], bool] = lambda: True
 ) -> Conversations:
-    """Read and encode the rows of sft.data, in order, until ``goes_on`` returns False. Raises DataError or ConfigError.
+    """Read and encode the rows of sft.data, in order, until ``goes_on`` returns False after a usable row.
 
-    An unusable row raises DataError, or is skipped and counted under sft.on_bad_row = "skip".
+    An unusable row raises DataError, or is skipped and counted under sft.on_bad_row = "skip". Raises DataError without
+    a usable row, and ConfigError.
     """
     sft = config.sft
     assert sft.data is not None

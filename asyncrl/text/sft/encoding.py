@@ -1,9 +1,9 @@
 """Encodes a row of ``sft.data`` as sequences of tokens, with the positions that have a loss. Pure.
 
 A conversation is laid out as the rollouter lays out an episode of the policy: an answer's tokens follow the generation
-prompt. The context of the next answer continues from them if the chat template allows it; otherwise another sequence
-begins, in which earlier answers are context. Invariant: each answer of the assistant is trained once, from its first
-token to the one that ends it.
+prompt. The context of the next answer extends these tokens if the chat template allows it. Otherwise another sequence
+begins, in which earlier answers are context. Invariant: each answer with a weight of 1 is trained once, from its first
+token to its end token, unless sft.on_long cuts it.
 
 Fails with BadConversation, which names the problem of the row.
 """
@@ -81,7 +81,10 @@ class Encoder:
         return self._template == "plain"
 
     def _plain(self, row: Mapping[str, Any]) -> list[Encoded]:
-        """Encode a prompt and its completion as plain text: one sequence, or none if the completion has no tokens."""
+        """Encode a prompt and its completion as plain text: one sequence, or none if the completion has no tokens.
+
+        A completion without an end token gets the smallest one.
+        """
         prompt, completion = row["prompt"], row["completion"]
         for key, value in (("prompt", prompt), ("completion", completion)):
             if not isinstance(value, str):
@@ -89,9 +92,9 @@ class Encoder:
         ids = self._tokenizer.encode_prompt(prompt)
         if not ids:
             raise BadConversation("prompt: has no tokens")
-        # Without the tokens that a tokenizer adds in front: they are no part of the text.
-        bare = self._tokenizer.encode(prompt)
-        answer = continuation(self._tokenizer, bare, prompt, completion)
+        # ``continuation`` encodes prompt and completion without the tokens that a tokenizer adds in front.
+        bare_ids = self._tokenizer.encode(prompt)
+        answer = continuation(self._tokenizer, bare_ids, prompt, completion)
         ends = self._tokenizer.eos_ids
         if ends and answer[-1:] and answer[-1] not in ends:
             answer = [*answer, min(ends)]
@@ -109,7 +112,7 @@ class Encoder:
         messages = conversation(row_messages, self._system)
         added = len(messages) - len(row_messages)
         self._shown.require(messages, tools, field="messages", tools_field="tools", system=added > 0)
-        return _lay_out(self._renderer, messages, [1] * added + weights, tools, first=added)
+        return _lay_out(self._renderer, messages, [1] * added + weights, tools, added=added)
 
     def _fit(self, whole: Encoded) -> Encoded:
         """Return the sequence, cut to the longest length if sft.on_long allows it. Raises LongConversation."""
@@ -134,18 +137,19 @@ def _shown_check(config: Config, tokenizer: Tokenizer, renderer: Renderer) -> Sh
 
 
 def _lay_out(
-    renderer: Renderer, messages: Sequence[Message], weights: Sequence[int], tools: Sequence[Tool], *, first: int
+    renderer: Renderer, messages: Sequence[Message], weights: Sequence[int], tools: Sequence[Tool], *, added: int
 ) -> list[Encoded]:
     """Lay a conversation out as sequences. Raises ChatRefused.
 
     For each answer, the tokens between it and the last answer extend the sequence if the renderer can extend it.
     Otherwise a new sequence begins with the rendered messages before the answer. Then the answer's tokens follow; they
-    are trained if the message's entry in ``weights`` is 1. ``first`` is the index of the row's own first message.
+    are trained if the message's entry in ``weights`` is 1. ``added`` messages stand in front of the row's own.
     """
     sequences: list[Encoded] = []
     ids: list[int] = []
     trained: list[int] = []
     last_answer: list[int] = []
+    # Index of the last answer; -1 before the first.
     last_at = -1
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -163,7 +167,7 @@ def _lay_out(
         try:
             last_answer = renderer.answer(messages[:number], message, tools, {})
         except ChatRefused as error:
-            raise ChatRefused(f"messages[{number - first}]", error.problem) from None
+            raise ChatRefused(f"messages[{number - added}]", error.problem) from None
         if weights[number]:
             trained += range(len(ids), len(ids) + len(last_answer))
         ids, last_at = [*ids, *last_answer], number

@@ -20,7 +20,7 @@ every packing, and one more for shared beginnings. A layer that asks for more th
 
 Fails with NotImplementedError for other attention than causal dot-product, soft-capped or not (sinks, a bidirectional
 layer), and for a model that does not pass the lengths on. The checks at start (startup_check.py, sharded_check.py) try
-both before they are used.
+both implementations before training uses one.
 """
 
 from __future__ import annotations
@@ -69,18 +69,19 @@ def connect(lengths: Sequence[int] | np.ndarray, prefixes: Sequence[int] | np.nd
     ``prefixes`` has for each piece the index of its prefix among the pieces, or -1; None if no piece has a prefix.
     """
     own = np.asarray(lengths, np.int64)
-    before = np.full(len(own), -1) if prefixes is None else np.asarray(prefixes)
+    prefix = np.full(len(own), -1) if prefixes is None else np.asarray(prefixes)
     starts = np.cumsum(own) - own
-    # For -1, ``own[before]`` is the last length; ``where`` replaces it by 0.
-    skipped = np.where(before >= 0, own[before], 0)
+    # Without a prefix (-1), ``own[prefix]`` is the last length; ``where`` replaces it by 0.
+    prefix_lengths = np.where(prefix >= 0, own[prefix], 0)
     index: np.ndarray | None = None
-    if (before >= 0).any():
-        seen = [at for pair in zip(before.tolist(), range(len(own)), strict=True) for at in pair if at >= 0]
-        index = np.concatenate([np.arange(starts[at], starts[at] + own[at]) for at in seen])
+    if (prefix >= 0).any():
+        # For each piece its prefix, if it has one, and then the piece itself.
+        seen = [piece for pair in zip(prefix.tolist(), range(len(own)), strict=True) for piece in pair if piece >= 0]
+        index = np.concatenate([np.arange(starts[piece], starts[piece] + own[piece]) for piece in seen])
     return Pieces(
         lengths=tuple(own.tolist()),
-        key_lengths=tuple((own + skipped).tolist()),
-        positions=np.arange(own.sum()) - np.repeat(starts - skipped, own),
+        key_lengths=tuple((own + prefix_lengths).tolist()),
+        positions=np.arange(own.sum()) - np.repeat(starts - prefix_lengths, own),
         key_index=index,
     )
 

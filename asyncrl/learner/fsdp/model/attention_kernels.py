@@ -156,7 +156,8 @@ def kernel_problem(device: torch.device, dtype: torch.dtype, heads: attention.He
         results = _with_gradients(attention.varlen_attention, module, values, arguments)
         expected = _with_gradients(attention.packed_attention, module, [x.float() for x in values], arguments)
         distances = [
-            float((ours.float() - truth).norm() / truth.norm()) for ours, truth in zip(results, expected, strict=True)
+            float((result.float() - truth).norm() / truth.norm())
+            for result, truth in zip(results, expected, strict=True)
         ]
     except Exception as error:
         # A package that compiles its kernel at the first call raises errors of any type, and the device reports some of

@@ -113,7 +113,10 @@ class _ScoreHidden(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor, of_entropies: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the logits again, chunk by chunk, and the gradients; ``of_x`` is the loss's gradient by x."""
+        """Compute the logits again, chunk by chunk, and the gradients.
+
+        ``of_x`` is the gradient of the loss with respect to x.
+        """
         hidden, weight, bias, targets, entropies, normalisers = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
         of_weight, of_bias = (

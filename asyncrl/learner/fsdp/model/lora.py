@@ -6,8 +6,8 @@ A begins Kaiming-uniform and B at zero, as in PEFT (https://huggingface.co/docs/
 training begins at the model itself. A and B are additional float32 parameters of their layer, whose own keep their
 names; FSDP shards all of them, and computes in the compute type. Embedding and head get no adapters.
 
-Invariant: A depends only on run.seed and the names of the layers, so it is the same for every number of ranks. The
-frozen weights are never written.
+Invariant: A depends only on run.seed and on the order and shapes of the adapted layers, so it is the same for every
+number of ranks. The frozen weights are never written.
 
 Fails with ConfigError naming lora.targets when a target matches no linear layer of the decoder.
 """
@@ -46,8 +46,8 @@ class LoraLinear(nn.Linear):
 
     def first_a(self, generator: torch.Generator) -> Tensor:
         """Draw the initial value of the whole matrix A from ``generator``."""
-        first = torch.empty(self.lora_A.shape)
-        return nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)
+        initial = torch.empty(self.lora_A.shape)
+        return nn.init.kaiming_uniform_(initial, a=math.sqrt(5), generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
@@ -70,17 +70,17 @@ def add_adapters(policy: Policy, lora: LoraConfig, *, seed: int) -> None:
     The model is not sharded yet. On device "meta" the adapters get no values.
     """
     layers = _linear_layers(policy)
-    chosen = _chosen(list(layers), lora)
+    chosen = _choose_names(list(layers), lora)
     policy.requires_grad_(False)
     for name in chosen:
         adapted = LoraLinear(layers[name], rank=lora.rank, alpha=lora.alpha)
         parent, _, own = name.rpartition(".")
         setattr(policy.model.get_submodule(parent), own, adapted.train(policy.training))
     with torch.no_grad():
-        for name, first in first_adapters(policy, seed=seed):
+        for name, initial in first_adapters(policy, seed=seed):
             matrix = policy.get_parameter(name)
             if not matrix.is_meta:
-                matrix.copy_(first)
+                matrix.copy_(initial)
 
 
 def first_adapters(policy: Policy, *, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -141,7 +141,7 @@ def _linear_layers(policy: Policy) -> dict[str, nn.Linear]:
     return {name: module for name, module in named if type(module) is nn.Linear and name.startswith(prefixes)}
 
 
-def _chosen(names: list[str], lora: LoraConfig) -> list[str]:
+def _choose_names(names: list[str], lora: LoraConfig) -> list[str]:
     """Return those of ``names`` that ``lora.targets`` matches. Raises ConfigError if a target matches none."""
     known = ", ".join(sorted({_own_name(name) for name in names})) or "none"
     if lora.targets == "all-linear":

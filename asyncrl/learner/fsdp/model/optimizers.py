@@ -70,11 +70,11 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrix: Tensor) -> Tensor:
     """Approximate U V^T of a matrix U S V^T (singular value decomposition), of the same shape and type.
 
-    Newton-Schulz iterations bring all singular values to between 0.7 and 1.2.
+    Newton-Schulz iterations bring singular values to between 0.7 and 1.2, unless they are tiny beside the norm.
     """
     a, b, c = COEFFICIENTS
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    # No singular value is larger than the norm. A matrix of zeros stays one.
+    # Divided by the norm, no singular value is above 1. The clamp keeps a matrix of zeros as it is.
     iterate: Tensor = wide / wide.float().norm().clamp(min=torch.finfo(torch.float32).tiny)
     for _ in range(ITERATIONS):
         gram = iterate @ iterate.T
@@ -114,6 +114,7 @@ class MuonWithAdamW:
         self.matrices = {parameter for group in muon.param_groups for parameter in group["params"]}
         """The parameters that Muon trains."""
         self.param_groups: list[dict[str, Any]] = [*muon.param_groups, *adamw.param_groups]
+        # Both optimizers write into one dict, by parameter.
         self.state = muon.state = adamw.state
 
     def step(self) -> None:

@@ -100,7 +100,8 @@ class Policy(nn.Module):
     def forward(self, row: PackedRow, temperature: float, likeliest: Likeliest | None = None) -> tuple[Tensor, ...]:
         """Compute the log-prob of each target with logits divided by ``temperature``, and the entropy at its position.
 
-        Returns two float32 [N], nats. With ``likeliest`` also returns the results of ``likeliest.find``.
+        Returns two float32 [N], nats. With ``likeliest`` also returns the results of ``likeliest.find``. Raises
+        NotImplementedError for a row with shared beginnings, unless the attention is VARLEN or PACKED.
         """
         arguments: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": row.position_ids, "use_cache": False}
         implementation = self.model.config._attn_implementation

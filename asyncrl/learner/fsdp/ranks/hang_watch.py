@@ -63,14 +63,16 @@ class Others:
     world_size: int
     _seen: dict[int, Position] = field(default_factory=dict)
     _heard_at: dict[int, float] = field(default_factory=dict)
+    """Time at which each rank's position was first seen with its present beat."""
     _asked_at: float | None = None
+    """Time at which the present read of positions began; None outside of a read."""
 
     def ask(self, now: float) -> None:
-        """Record that the caller begins to read the positions from the store."""
+        """Record that the caller begins to read the positions; a read that has not ended keeps its time."""
         self._asked_at = now if self._asked_at is None else self._asked_at
 
     def note(self, positions: dict[int, Position], now: float) -> None:
-        """Record the positions that were read, by rank."""
+        """Record the positions that were read, by rank, and that the read has ended."""
         self._asked_at = None
         for rank, position in positions.items():
             known = self._seen.get(rank)
@@ -126,7 +128,8 @@ def end_process(error: DeadlineExceeded) -> NoReturn:
 @dataclass(slots=True)
 class _Wait:
     what: str
-    began: float
+    progress_at: float
+    """Time of the last progress, at first that of the beginning."""
 
 
 class HangWatch:
@@ -148,11 +151,13 @@ class HangWatch:
         self._rank, self._world_size, self._store = rank, world_size, store
         self._on_cuda, self._timeout_s = device.type == "cuda", timeout_s
         self._others = Others(rank, world_size)
-        self._watched = threading.get_ident()
+        self._watched_thread = threading.get_ident()
         self._lock = threading.Lock()
         self._waits: list[_Wait] = []
-        self._begun = 0
+        """The present waits, the innermost last."""
+        self._waits_begun = 0
         self._marks: deque[torch.cuda.Event] = deque()
+        """Marks that the device may not have reached, the oldest first."""
         self._stopped = threading.Event()
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
@@ -163,20 +168,23 @@ class HangWatch:
 
     @contextmanager
     def wait(self, what: str) -> Iterator[None]:
-        """Context that names a wait; on any thread but the watched one it does nothing. Contexts may be nested."""
-        if threading.get_ident() != self._watched:
+        """Context that names a wait; on any thread but the watched one it does nothing.
+
+        Contexts may be nested: the end of an inner wait is progress of the outer one.
+        """
+        if threading.get_ident() != self._watched_thread:
             yield
             return
         with self._lock:
             self._waits.append(_Wait(what, time.monotonic()))
-            self._begun += 1
+            self._waits_begun += 1
         try:
             yield
         finally:
             with self._lock:
                 self._waits.pop()
                 if self._waits:
-                    self._waits[-1].began = time.monotonic()
+                    self._waits[-1].progress_at = time.monotonic()
 
     def mark(self) -> None:
         """Record progress within a wait: now, and again once the device has done the work queued so far."""
@@ -189,12 +197,12 @@ class HangWatch:
 
     def blamed(self) -> list[str]:
         """Return texts on the ranks to blame for the present wait; empty on any thread but the watched one."""
-        return self._blame() if threading.get_ident() == self._watched else []
+        return self._blame() if threading.get_ident() == self._watched_thread else []
 
     def _blame(self) -> list[str]:
         with self._lock:
             what = self._waits[-1].what if self._waits else ""
-            return self._others.blame(self._begun, what, time.monotonic())
+            return self._others.blame(self._waits_begun, what, time.monotonic())
 
     def stop(self) -> None:
         """End both threads; one that waits for the store ends with the process."""
@@ -206,18 +214,21 @@ class HangWatch:
         """Restart the clock of the innermost wait."""
         with self._lock:
             if self._waits:
-                self._waits[-1].began = time.monotonic()
+                self._waits[-1].progress_at = time.monotonic()
 
     def _exchange_positions(self) -> None:
-        """Thread: write this rank's position every BEAT_S; in a long wait also read those of the others."""
+        """Thread: write this rank's position every BEAT_S; in a long wait also read those of the others.
+
+        The thread ends when the store fails: rank 0 is gone or ending.
+        """
         beat = 0
         while not self._stopped.wait(BEAT_S):
             beat += 1
             with self._lock:
-                own = Position(beat, self._begun, self._waits[-1].what if self._waits else "")
+                own = Position(beat, self._waits_begun, self._waits[-1].what if self._waits else "")
             try:
                 self._store.set(f"position/{self._rank}", msgspec.msgpack.encode(own))  # type: ignore[arg-type]
-                # Only in a long wait, or the store would always be busy.
+                # Not in short waits: reads of all ranks would keep the store busy.
                 if self._waited_s() > self._timeout_s * ASK_FROM:
                     with self._lock:
                         self._others.ask(time.monotonic())
@@ -225,7 +236,6 @@ class HangWatch:
                     with self._lock:
                         self._others.note(positions, time.monotonic())
             except (DistNetworkError, DistStoreError) as error:
-                # Rank 0 is gone or ending.
                 _LOG.debug("the ranks' store: %s", error)
                 return
 
@@ -241,7 +251,7 @@ class HangWatch:
     def _waited_s(self) -> float:
         """Seconds without progress in the present wait."""
         with self._lock:
-            return time.monotonic() - self._waits[-1].began if self._waits else 0.0
+            return time.monotonic() - self._waits[-1].progress_at if self._waits else 0.0
 
     def _watch_clock(self) -> None:
         """Thread: every BEAT_S record the marks that the device has reached, and end the process if it hangs."""

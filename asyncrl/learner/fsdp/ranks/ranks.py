@@ -123,6 +123,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
 
     folder: str
     renew: bool
+    """Whether the ranks first create a new process group for saves."""
 
 
 class LoadCheckpoint(msgspec.Struct, frozen=True, tag=True):
@@ -252,10 +253,10 @@ class Ranks:
     def all_gather(self, values: Sequence[float], what: str) -> np.ndarray:
         """Exchange equally many numbers among all ranks. Returns float64 [world size, len(values)] on each."""
         with self.waiting(what):
-            ours = torch.tensor(values, dtype=torch.float64)
-            everyone = [torch.empty_like(ours) for _ in range(self.world_size)]
-            dist.all_gather(everyone, ours)
-            return torch.stack(everyone).numpy()
+            own = torch.tensor(values, dtype=torch.float64)
+            gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+            dist.all_gather(gathered, own)
+            return torch.stack(gathered).numpy()
 
     def agree(self, problem: str | None, what: str) -> list[str]:
         """Exchange problems, each rank its own or None. Returns those of all ranks, in order of rank, on each rank."""
@@ -287,8 +288,8 @@ class Ranks:
     def exchange(self, data: bytes, group: dist.ProcessGroup | None, what: str, timeout_s: float) -> list[bytes]:
         """All ranks together, from any thread: exchange ``data``. Returns that of every rank, in order of rank.
 
-        ``group`` was created by ``another_group`` with ``timeout_s``. Nothing else may use it meanwhile, but the
-        collectives of the training, on another thread, may run at the same time.
+        ``group`` was created by ``another_group`` with ``timeout_s``; nothing else may use the group meanwhile. The
+        collectives of the training may run at the same time on another thread.
         """
         if group is None:
             assert self.world_size == 1
@@ -296,17 +297,17 @@ class Ranks:
         with self.waiting(what, timeout_s):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
             dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
-            # all_gather needs tensors of one size: each is padded to the longest.
+            # all_gather needs tensors of one size, so the data of each rank are padded to the longest.
             longest = max(int(size) for size in sizes)
-            ours = torch.zeros(longest, dtype=torch.uint8)
-            ours.numpy()[: len(data)] = np.frombuffer(data, dtype=np.uint8)
-            everyone = [torch.empty_like(ours) for _ in range(self.world_size)]
-            dist.all_gather(everyone, ours, group=group)
-            return [bytes(got[: int(size)].numpy()) for got, size in zip(everyone, sizes, strict=True)]
+            own = torch.zeros(longest, dtype=torch.uint8)
+            own.numpy()[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+            gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+            dist.all_gather(gathered, own, group=group)
+            return [bytes(padded[: int(size)].numpy()) for padded, size in zip(gathered, sizes, strict=True)]
 
     @contextmanager
     def waiting(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Context around collectives, which ``what`` names: it watches for hangs, and names the ranks in errors.
+        """Context around collectives, which ``what`` names: watches for hangs, and names the ranks in errors.
 
         A timeout becomes DeadlineExceeded. ``timeout_s`` is given if the process group has another limit than
         learner.collective_timeout_s.
@@ -317,7 +318,7 @@ class Ranks:
                 try:
                     yield
                 except RuntimeError:
-                    # Asked here, because this rank is still in the wait.
+                    # Read here: the watch answers for the present wait, which ends with this block.
                     blamed = self._watch.blamed() if self._watch is not None else []
                     raise
         except RuntimeError as error:
@@ -381,6 +382,7 @@ class CommandLine:
         self._rank, self._world_size = rank, world_size
         self._client, self._interrupter = client, interrupter
         self._count = 0
+        """Number of the newest command that this rank has sent, or has begun to wait for."""
         self._interrupted = threading.Event()
 
     def send(self, command: Command) -> None:
@@ -403,10 +405,10 @@ class CommandLine:
                 body = bytes(self._client.get(key))
                 # The receiver deletes the key: rank 0 does not wait until a command is received.
                 self._client.delete_key(key)
-                # An empty value is that of ``interrupt``.
+                # ``interrupt`` sets an empty value.
                 return DECODER.decode(body) if body else None
             except DistStoreError:
-                # No command yet: wait again.
+                # The wait of IDLE_WAIT_S has ended without a command: wait again.
                 continue
             except DistNetworkError as error:
                 raise ActorFailed("learner/0", f"gone while learner/{self._rank} awaited its next command") from error
@@ -415,8 +417,8 @@ class CommandLine:
     def interrupt(self) -> None:
         """From any thread: let ``next`` return None, at once if it is waiting."""
         self._interrupted.set()
-        # A key is set only if rank 0 has not set it, so that no command is lost. ``next`` counts up before it waits. So
-        # it either waits for the first of these two keys, or is about to wait for the second.
+        # ``compare_set`` keeps a command that rank 0 has set, so that no command is lost. ``next`` counts up before it
+        # waits. So it either waits for the first of the two keys, or is about to wait for the second.
         for count in (self._count, self._count + 1):
             self._interrupter.compare_set(_key(self._rank, count), "", "")
 

@@ -116,7 +116,7 @@ def _judge_folder(config: ModelConfig, judge: Callable[[Collection[str], Mapping
         settings = json.loads((folder / "config.json").read_text())
         return judge([file.name for file in folder.iterdir()], settings)
     except (OSError, ValueError, AttributeError):
-        # Loading raises a better error.
+        # Loading the model raises an error that says more.
         return None
 
 
@@ -164,7 +164,7 @@ def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
             )
             _keep_own_rows(model, mesh)
             if info is not None:
-                # Weights of other groups count as missing in each group; really missing are those in no group.
+                # Each group counts the weights of other groups as missing. A weight is missing if all groups count it.
                 group_info.missing_keys &= info.missing_keys
                 group_info.unexpected_keys |= info.unexpected_keys
                 group_info.mismatched_keys |= info.mismatched_keys
@@ -177,7 +177,10 @@ def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
 
 
 class _Slice:
-    """A tensor in a file, with the interface that transformers reads; each read copies, to read the file once."""
+    """A tensor in a file, with the interface that transformers reads.
+
+    Each read copies out of the mapped file, so that the file is read once.
+    """
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -185,7 +188,7 @@ class _Slice:
 
     def __getitem__(self, index: Any) -> Tensor:
         read: Tensor = self._source[index]
-        # Any other type is cast, which copies.
+        # transformers casts any other type to float32, which copies.
         return read.clone() if read.dtype == torch.float32 else read
 
 

@@ -114,7 +114,10 @@ def head_shape(model: Any) -> attention.Heads:
 
 
 def long_length(window: int | None, *, longest: int, parameters: int, device: str) -> int:
-    """Choose the length of the long sequence: past the window, but within FLOPS and the ``longest`` of training."""
+    """Choose the length of the long sequence: past the window, but within FLOPS and the ``longest`` of training.
+
+    The length is at least STRETCH, also if a limit is lower.
+    """
     # A forward pass takes about 2 operations a parameter for each token.
     affordable = int(FLOPS[device] / (2 * parameters))
     wanted = LONG if window is None else window + PAST
@@ -137,7 +140,7 @@ class _Check:
         self._is_trained = is_trained
         self._policy, self._choice, self._config, self._ranks = policy, choice, config, ranks
         self._dtype = dtype
-        self._exact = dtype == torch.float32
+        self._is_float32 = dtype == torch.float32
         self._where = f"in {str(dtype).removeprefix('torch.')} on {ranks.device.type}"
         self._seed = config.run.seed
         self._window = attention_window(policy.model.config.get_text_config())
@@ -151,13 +154,14 @@ class _Check:
     def run(self, path: str) -> Scoring:
         """Try logits in chunks, then the ways for several sequences a row. Return the fastest way that agrees.
 
-        The truth is one sequence a row, for the short sequences with the model's own logits.
+        The truth is one sequence a row: the short sequences with the model's own logits, the long ones with logits in
+        chunks if these agree.
         """
         choice, warnings = self._choice, list(self._choice.warnings)
         tokens = short_tokens(self._policy, self._seed)
         short = make_batch(tokens, self._ranks.device)
         whole = self._score(short.single, choice.single, chunked=False)
-        rounding = self._rounding(whole, path)
+        rounding = self._measure_rounding(whole, path)
         bounds = self._bounds(short.single, whole, rounding)
 
         chunked = choice.chunked
@@ -190,7 +194,7 @@ class _Check:
             return self._distance(self._score([row], implementation, chunked=chunked), truth, bounds)
 
         results: dict[Attention, Distance] = {}
-        ways = self._ways(warnings)
+        ways = self._ways_to_try(warnings)
         for implementation in ways:
             results[implementation] = result = compare(batch.packed, implementation)
             if not result.agrees:
@@ -208,16 +212,16 @@ class _Check:
 
     def _bounds(self, rows: Sequence[PackedRow], scores: Tensor, rounding: float) -> Tensor:
         """Return the bound of each position of ``rows``, nats; the policy still scores as it did for ``scores``."""
-        if not self._exact:
+        if not self._is_float32:
             return torch.full_like(scores, ROUNDINGS * max(rounding, torch.finfo(torch.float32).eps))
         self._ranks.mark()
         return measure_rounding(self._policy, rows, scores, self._dtype)
 
-    def _ways(self, warnings: list[str]) -> list[Attention]:
+    def _ways_to_try(self, warnings: list[str]) -> list[Attention]:
         """Return the attention to try for several sequences a row, fastest first.
 
-        VARLEN is among them if it works on the devices of all ranks; else a warning is added. Where PACKED does not
-        agree, VARLEN is not tried: it supports less.
+        VARLEN comes first if it works on the devices of all ranks; else a warning is added. If PACKED does not agree,
+        or the device is not CUDA, VARLEN is left out without a warning: it supports less.
         """
         ways, device = self._choice.packed, self._ranks.device
         if "packed" not in ways or device.type != attention.DEVICE:
@@ -245,7 +249,7 @@ class _Check:
             return ways
         return ["varlen", *ways]
 
-    def _rounding(self, whole: Tensor, path: str) -> float:
+    def _measure_rounding(self, whole: Tensor, path: str) -> float:
         """Return the root mean square of the distance from the first part's log-probs, nats. Raises ConfigError."""
         loaded = torch.tensor(self._choice.truth, device=whole.device)
         rounding = self._worst_of_ranks(float((whole - loaded).square().mean().sqrt()))
@@ -262,9 +266,12 @@ class _Check:
         return score_rows(self._policy, rows)
 
     def _distance(self, scores: Tensor, truth: Tensor, bounds: Tensor) -> Distance:
-        """Return the distance from the truth, the worst of all ranks: of a position in float32, else of a stretch."""
+        """Return the distance from the truth: of a position in float32, else of a stretch.
+
+        The ratio is the worst of all ranks, the difference in nats that of this rank.
+        """
         result = distance(scores, truth, bounds)
-        if not self._exact:
+        if not self._is_float32:
             squares = ((scores - truth) / bounds).double().square()
             stretches = squares.tensor_split(max(1, len(squares) // STRETCH))
             result = Distance(result.nats, float(torch.stack([stretch.mean() for stretch in stretches]).max().sqrt()))

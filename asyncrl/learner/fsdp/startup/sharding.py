@@ -139,7 +139,7 @@ def build_policy(
         add_adapters(policy, lora, seed=config.run.seed)
     for parameter in policy.parameters():
         if not parameter.requires_grad:
-            # No small steps are added to a frozen weight.
+            # A frozen weight needs no float32, since no small steps are added to it.
             parameter.data = parameter.data.to(dtype)
     checkpointing = plan_memory(policy, choice.scoring, config, ranks, dtype, shares)
     offload = _offload(ranks) if config.learner.offload else OffloadPolicy()
@@ -327,16 +327,16 @@ def wrap_forward(
 ) -> Callable[..., Any]:
     """Wrap a layer's ``forward`` in activation checkpointing of this ``kind``, and in torch.compile if ``compiled``."""
 
-    def again(forward: Callable[..., Any], kind: Checkpointing) -> Callable[..., Any]:
+    def recomputed(forward: Callable[..., Any], kind: Checkpointing) -> Callable[..., Any]:
         return functools.partial(checkpoint, forward, use_reentrant=False, **checkpoint_contexts(kind))
 
     if compiled and kind == "selective" and device.type == attention.DEVICE:
         # Compiling replaces the operators that are to be kept, so checkpointing must be inside of the compiled graph.
         # That works where attention does not break the graph.
-        return torch.compile(again(forward, kind), dynamic=True)
+        return torch.compile(recomputed(forward, kind), dynamic=True)
     if compiled:
         forward = torch.compile(forward, dynamic=True)
-    return forward if kind == "off" else again(forward, kind)
+    return forward if kind == "off" else recomputed(forward, kind)
 
 
 def shape_of(policy: Policy) -> ModelShape:
@@ -375,9 +375,10 @@ def plan_memory(
 ) -> Checkpointing:
     """All ranks together: the kind of activation checkpointing; under "auto" that of the rank with least room.
 
-    On a GPU rank 0 also logs the memory that a rank will need, and the keys to change if a device has too little. The
-    memory of a model without attention, or with layers of different sizes, is not estimated, which is logged. Then auto
-    is full, as for experts, whole logits and attention that is not ours, whose activations the estimate does not know.
+    On a CPU "auto" is off. On a GPU rank 0 also logs the memory that a rank will need, and the keys to change if a
+    device has too little. The memory of a model without attention, or with layers of different sizes, is not estimated,
+    which is logged; "auto" is then full. "auto" is also full for experts, whole logits, and attention that is not ours
+    or is soft-capped: the estimate does not know their activations.
     ``shares`` divides this rank's GPU, if an engine uses it too.
     """
     learner = config.learner
@@ -389,20 +390,20 @@ def plan_memory(
     own_bytes = torch.cuda.get_device_properties(ranks.device).total_memory
     own_bytes = int(own_bytes * shares.rank) if shares is not None else own_bytes
     available = int(ranks.all_gather([float(own_bytes)], "the memory of each rank's device").min())
-    own, shape, load = asked or "full", None, None
+    own_kind, shape, load = asked or "full", None, None
     try:
         shape = shape_of(policy)
         load = training_shape(config, shape, dtype.itemsize)
         # A configuration of other types fails here.
         estimate(shape, load)
         if asked is None and is_estimated(policy, scoring):
-            # The engine on the GPU was promised what this kind leaves.
-            own = shares.checkpointing if shares is not None else choose_checkpointing(shape, load, available)
+            # The engine's share of the GPU is what the rank leaves under this kind.
+            own_kind = shares.checkpointing if shares is not None else choose_checkpointing(shape, load, available)
     except Exception as error:
         # The configuration's class may be code of the model, which raises errors of any type.
         _LOG.info("memory of the learner: not estimated: %s: %s", type(error).__name__, error)
         shape = None
-    chosen = ranks.all_gather([float(KINDS.index(own))], "the activation checkpointing of each rank")
+    chosen = ranks.all_gather([float(KINDS.index(own_kind))], "the activation checkpointing of each rank")
     kind = KINDS[int(chosen.max())]
     if ranks.rank == 0 and shape is not None and load is not None:
         load = replace(load, checkpointing=kind)

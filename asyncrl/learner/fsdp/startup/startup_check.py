@@ -42,7 +42,7 @@ _CPU = torch.device("cpu")
 FOR_PACKED_ROWS: tuple[Attention, ...] = ("packed", "loaded", "plain")
 """Attention for several sequences a row, fastest first."""
 OURS: Attention = "packed"
-"""The only one of these that can compute a common beginning of sequences once; VARLEN (attention.py) can too."""
+"""The only attention of FOR_PACKED_ROWS that computes a shared beginning once; VARLEN (attention.py) also does."""
 
 
 class Scoring(msgspec.Struct, frozen=True):
@@ -230,7 +230,10 @@ def short_tokens(policy: Policy, seed: int) -> list[np.ndarray]:
 
 
 def make_batch(tokens: Sequence[np.ndarray], device: torch.device) -> CheckBatch:
-    """Lay these sequences out in rows in three ways; common beginnings are the first COMMON tokens."""
+    """Lay these sequences out in rows in three ways; all score the same positions.
+
+    Sequences whose first COMMON tokens are equal share the longest beginning that all of them have.
+    """
     inputs, targets = [t[:-1] for t in tokens], np.concatenate([t[1:] for t in tokens])
     lengths = [len(t) for t in inputs]
     layout = lay_out(inputs, find_sharing(inputs, [tuple(t[:COMMON].tolist()) for t in inputs]))

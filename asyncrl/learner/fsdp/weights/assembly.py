@@ -105,7 +105,7 @@ class Assembly:
         return begun
 
     def close(self) -> None:
-        """Wait up to STOP_WAIT_S for the assembly under way; a longer one is left behind and logged."""
+        """Wait up to STOP_WAIT_S for the assembly under way; a longer one is abandoned and logged."""
         try:
             self._background.wait(STOP_WAIT_S)
         except DeadlineExceeded:
@@ -194,27 +194,28 @@ def gather_buckets(
     """All ranks of the first replica together: gather the copied ``units`` on rank 0, bucket by bucket.
 
     Yields for each bucket the whole weights by checkpoint name on rank 0, and an empty dict on the other ranks. The
-    next bucket is gathered meanwhile. The tensors are in host memory and may share it with the copies, so they are
-    valid until the next bucket. ``group`` is from ``Ranks.another_group``, and nothing else uses it meanwhile.
+    next bucket is gathered meanwhile. The tensors are in host memory that may be that of the copies, so they are valid
+    until the next bucket. ``group`` is from ``Ranks.another_group``, and nothing else uses it meanwhile.
     """
     pending: tuple[list[Unit], _Gather] | None = None
     with ranks.waiting("gathering the weights"):
         plan = fill_buckets([sum(weight.size for weight in unit.weights) for unit in units], bucket_bytes)
-        # Each turn starts one gather and yields the previous one.
+        # Each turn starts one gather and yields the result of the previous one; the last turn starts none.
         for bucket in [*plan, None]:
-            ready = pending
+            previous = pending
             if bucket is not None:
                 members = [units[i] for i in bucket]
                 pending = (members, _Gather([weight for unit in members for weight in unit.weights], ranks, group))
-            if ready is None:
+            if previous is None:
                 continue
-            full = ready[1].wait()
+            previous_units, gather = previous
+            full = gather.wait()
             if ranks.rank:
                 yield {}
                 continue
             bucket_tensors: dict[str, Tensor] = {}
             values = iter(full)
-            for unit in ready[0]:
+            for unit in previous_units:
                 bucket_tensors |= unit.named(values)
             yield bucket_tensors
 

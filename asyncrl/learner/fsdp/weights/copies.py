@@ -6,8 +6,8 @@ fused weights split again. A weight with an adapter appears with the adapter add
 under the names of asyncrl/weights/lora.py.
 
 Invariants: a copy is of one moment, and the model is only read. An adapter is B A times a scale (model/lora.py). It is
-added in float32, and the sum is cast. Each rank has the same rows of W and B, but needs the whole of A. So the ranks
-exchange their parts of A, which are small.
+added in float32, and the sum is cast. A rank's rows of W need the same rows of B, which the rank has, and the whole of
+A. So the ranks exchange their parts of A, which are small.
 
 Fails with torch's errors when host memory does not suffice.
 """
@@ -87,7 +87,7 @@ class ShardCopies:
     def __init__(self, live: list[Unit], ranks: Ranks, dtype: torch.dtype) -> None:
         self._live, self._ranks, self._dtype = live, ranks, dtype
         self.units: list[Unit] = []
-        """The copies, in the order of the live units; empty before the first ``take``."""
+        """The copies, in the order of the live units; empty before the first ``take``, and on further replicas."""
         self._twins: list[Weight] = []
         """Further copies, which each ``take`` fills too; empty without ``share``."""
 
@@ -120,8 +120,8 @@ class ShardCopies:
     def take(self) -> None:
         """All ranks together: copy the weights as they are now. The previous copy must have been read to its end."""
         live = self._weights
-        # This is a collective of all ranks, also of those that copy nothing.
-        whole = _gather_a([weight.adapter.a for weight in live if weight.adapter is not None], self._ranks)
+        # All ranks take part in this collective, also those of further replicas, which copy nothing.
+        whole_as = _gather_a([weight.adapter.a for weight in live if weight.adapter is not None], self._ranks)
         if self._ranks.replica:
             return
         self.units = self.units or [replace(unit, weights=[*map(self._empty, unit.weights)]) for unit in self._live]
@@ -129,7 +129,7 @@ class ShardCopies:
         copies = (weight for unit in self.units for weight in unit.weights)
         twins: Iterable[Weight | None] = self._twins or itertools.repeat(None, len(live))
         for weight, copy, twin in zip(live, copies, twins, strict=True):
-            part = weight.part if weight.adapter is None else _merged(weight, weight.adapter, next(whole))
+            part = weight.part if weight.adapter is None else _merged(weight, weight.adapter, next(whole_as))
             on_gpu |= part.is_cuda
             copy.part.copy_(part, non_blocking=part.is_cuda)
             if twin is not None:
@@ -243,7 +243,10 @@ def flat(weights: list[Weight], shards: int) -> Tensor:
 
 
 def joined(weights: list[Weight], received: list[Tensor]) -> list[Tensor]:
-    """Put whole weights together from the buffers that ``flat`` made on each rank; ``received`` is in order of rank."""
+    """Put whole weights together from the buffers that ``flat`` made on each rank; none if there are no buffers.
+
+    ``received`` is in order of rank.
+    """
     shards = len(received)
     full, offsets = [], [0] * shards
     for weight in weights if received else []:

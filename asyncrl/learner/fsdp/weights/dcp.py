@@ -13,8 +13,9 @@ ranks exchange MessagePack by ``Ranks.exchange`` instead; loading needs no excha
 Invariants: the files hold the state of the moment when ``StagedState`` was made, which copies every tensor. A file is
 compared with its checksum before its content is used.
 
-Fails with CheckpointError naming the file, on all ranks alike when loading and on rank 0 when writing. After a failed
-load the weights are of no use, but after DamagedCheckpoint, which comes before anything is changed, they are as before.
+Fails with CheckpointError naming the file, on all ranks if loading fails or one rank cannot write its files, on rank 0
+alone if it cannot write the metadata. DamagedCheckpoint comes before a load changes anything. After any other error of
+a load the weights are of no use.
 """
 
 from __future__ import annotations
@@ -121,11 +122,11 @@ class StagedState:
 
 
 def expected_bytes(policy: nn.Module, optimizer: Optimizer) -> int:
-    """Bytes that all ranks together write of the trained weights and their optimizer, about."""
+    """Estimate the bytes that all ranks together write: the trained weights and the optimizer's states."""
     total = 0
     for parameter in _trained(policy).values():
         names = state_names(optimizer, parameter)
-        # The weights, and each state but the step, which is of no size.
+        # The weights, and each state except ``step``, which is one number.
         total += (1 + len(names) - ("step" in names)) * parameter.numel() * parameter.element_size()
         total += (1 + len(names)) * AROUND_TENSOR_BYTES
     return total
@@ -144,8 +145,8 @@ def write(folder: Path, staged: StagedState | CheckpointError, ranks: Ranks, gro
     """All ranks together, from any thread: write the staged state to ``folder``.
 
     Each rank writes its own files, then all exchange reports, then rank 0 writes the metadata. A rank whose state could
-    not be staged passes the error, which the others learn. ``group`` is from ``Ranks.another_group``. If any rank could
-    not write, all raise CheckpointError; rank 0 also raises it if it does not see the others' files.
+    not be staged passes the error as ``staged``, and reports the error. ``group`` is from ``Ranks.another_group``. If
+    any rank could not write, all raise CheckpointError; rank 0 also raises it if it does not see the others' files.
     """
     # The copies are in host memory, so there is nothing to prefetch from a device.
     writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
@@ -173,7 +174,7 @@ def _write_own(
             raise staged
         folder.mkdir(exist_ok=True)
         writer.set_up_storage_writer(ranks.rank == 0)
-        # This names the files of each rank differently. Only this rank's plan is used, so the others are placeholders.
+        # DCP gives each rank other names of files. Only this rank's plan is used, so the other plans are placeholders.
         plan = writer.prepare_global_plan([staged.plan] * ranks.world_size)[ranks.rank]
         results = writer.write_data(staged.planner.finish_plan(plan), staged.planner).wait()
         sizes = {item.index: tuple(_chunk(item).sizes) for item in plan.items}
@@ -245,7 +246,8 @@ def load(folder: Path, policy: nn.Module, optimizer: Optimizer, ranks: Ranks) ->
 
     The number of ranks may differ from that at the time of writing. First each rank compares a part of the files with
     their checksums; damage raises DamagedCheckpoint before anything is changed. Then the state is read. At last each
-    rank restores its random number generators if a rank of its number wrote some. Raises CheckpointError on all ranks.
+    rank restores its random number generators, if the checkpoint has those of this rank's number. Raises
+    CheckpointError on all ranks.
     """
 
     def check() -> TrainerContents:
@@ -257,8 +259,8 @@ def load(folder: Path, policy: nn.Module, optimizer: Optimizer, ranks: Ranks) ->
     contents = _on_all_ranks(folder, check, ranks, "the check of a checkpoint")
     anew = _on_all_ranks(folder, lambda: _read(folder, policy, optimizer), ranks, "reading a checkpoint")
     if anew and ranks.rank == 0:
-        told = "%s: written under another learner.optimizer: the states of %d parameters begin anew, the first %s"
-        _LOG.warning(told, folder, len(anew), anew[0])
+        message = "%s: written under another learner.optimizer: the states of %d parameters begin anew, the first %s"
+        _LOG.warning(message, folder, len(anew), anew[0])
     own = folder / f"rank_{ranks.rank:05d}.msgpack"
     _on_all_ranks(own, lambda: _restore_generators(own, contents, ranks.device), ranks, "the state of random numbers")
     return contents
@@ -277,17 +279,22 @@ def load_weights(folder: Path, policy: nn.Module) -> None:
 
 
 def _read(folder: Path, policy: nn.Module, optimizer: Optimizer | None) -> list[str]:
-    """Read this rank's part. Returns the parameters whose state is of another optimizer, and so begins anew."""
+    """Read this rank's part. Returns the parameters whose saved state is of another optimizer and is not read.
+
+    Without an optimizer only weights are read. Raises CheckpointError for a checkpoint of another model.
+    """
     anew = []
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
     saved_tensors = metadata.state_dict_metadata
     parameters = _trained(policy)
-    of_adapters = [any(name.endswith(f".{A}") for name in names) for names in (saved_tensors, parameters)]
-    if of_adapters == [True, False]:
+    saves_adapters, has_adapters = (
+        any(name.endswith(f".{A}") for name in names) for names in (saved_tensors, parameters)
+    )
+    if saves_adapters and not has_adapters:
         reason = "holds adapters, and lora.rank = 0 trains the model itself: set it as it was"
         raise CheckpointError(str(folder), reason)
-    if of_adapters == [False, True]:
+    if has_adapters and not saves_adapters:
         raise CheckpointError(str(folder), "holds a whole model and no adapters: set lora.rank = 0, as it was")
     weights = {f"{WEIGHTS}/{name}" for name in parameters}
     for name in sorted(weights ^ {name for name in saved_tensors if name.startswith(f"{WEIGHTS}/")}):
@@ -305,16 +312,16 @@ def _read(folder: Path, policy: nn.Module, optimizer: Optimizer | None) -> list[
         if optimizer is None:
             continue
         optimizer.state.pop(parameter, None)
-        held = tuple(key for key in STATES if f"{key}/{name}" in saved_tensors)
-        if held not in ((), ADAMW_STATE, MUON_STATE):
-            raise CheckpointError(str(folder), f"has {', '.join(held)} alone of the optimizer's state of {name}")
-        # DCP reads into tensors that are there, and optimizers make their own in the first step only.
-        if held == state_names(optimizer, parameter):
+        saved_state = tuple(key for key in STATES if f"{key}/{name}" in saved_tensors)
+        if saved_state not in ((), ADAMW_STATE, MUON_STATE):
+            raise CheckpointError(str(folder), f"has {', '.join(saved_state)} alone of the optimizer's state of {name}")
+        # DCP reads into existing tensors, and an optimizer creates its tensors only in its first step.
+        if saved_state == state_names(optimizer, parameter):
             optimizer.state[parameter] = state_of(optimizer, parameter)
-        elif held:
+        elif saved_state:
             anew.append(name)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    # Each rank plans for itself, as if there were no other: it needs nothing but its own shards.
+    # Each rank plans as if it were the only one, since it needs only its own shards.
     planner.set_up_planner(dict(_tensors(policy, optimizer)), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
@@ -371,9 +378,9 @@ def _restore_generators(path: Path, contents: TrainerContents, device: torch.dev
 
 
 def _on_all_ranks(path: Path, work: Callable[[], T], ranks: Ranks, what: str) -> T:
-    """All ranks together: call ``work`` on each, and return its result. If it fails on any, all raise CheckpointError.
+    """All ranks together: call ``work`` on each, and return its result.
 
-    They raise DamagedCheckpoint if every failure is damage.
+    If ``work`` fails on any rank, all raise CheckpointError, or DamagedCheckpoint if every failure is damage.
     """
     results: list[T] = []
     problem = None

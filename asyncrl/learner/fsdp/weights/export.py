@@ -4,9 +4,9 @@
 weights lie in ``model.safetensors``, or, past SHARD_BYTES, in several files with an index. Adapters have a folder of
 their own, in the layout of PEFT (https://huggingface.co/docs/peft/developer_guides/checkpoint), with the tokenizer's
 files. An export is written to another folder, synced, then renamed to the target. So the target is either complete or
-as it was.
+as it was. If the process dies between the renames, there is no target, and the old folder is beside it as .NAME.old.
 
-Fails with OSError on rank 0, after all ranks have finished the gather; no file that was written aside is left then.
+Fails with OSError on rank 0, after all ranks have finished the gather, and then removes the other folder.
 """
 
 from __future__ import annotations
@@ -95,23 +95,23 @@ def _aside(folder: Path) -> Iterator[Path]:
         for path in aside.rglob("*"):
             sync(path)
         sync(aside)
-        _take_place(aside, folder)
+        _put_in_place(aside, folder)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
-def _take_place(aside: Path, folder: Path) -> None:
-    """Rename ``aside`` to ``folder``, and remove the old folder. If that fails, restore it and raise OSError."""
+def _put_in_place(aside: Path, folder: Path) -> None:
+    """Rename ``aside`` to ``folder``, and remove the old folder. If the rename fails, restore it and raise OSError."""
     # No rename replaces a folder that holds files: the old one is moved away first.
-    old, is_there = folder.with_name(f".{folder.name}.old"), folder.exists()
-    if is_there:
+    old, had_folder = folder.with_name(f".{folder.name}.old"), folder.exists()
+    if had_folder:
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     try:
         aside.rename(folder)
     except OSError:
-        if is_there:
+        if had_folder:
             old.rename(folder)
         raise
     shutil.rmtree(old, ignore_errors=True)
@@ -158,8 +158,8 @@ class _WeightsWriter:
         self._folder = folder
         self._held: dict[str, Tensor] = {}
         self._held_bytes = 0
-        self._files: list[list[str]] = []
-        self._bytes = 0
+        self._names_by_file: list[list[str]] = []
+        self._total_bytes = 0
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         """Copy a bucket's tensors into memory; whenever the next one would pass SHARD_BYTES, write a file."""
@@ -171,24 +171,24 @@ class _WeightsWriter:
             self._held_bytes += tensor.nbytes
 
     def _write(self) -> None:
-        self._files.append(list(self._held))
-        _save(self._held, self._folder / _part(len(self._files)))
-        self._bytes += self._held_bytes
+        self._names_by_file.append(list(self._held))
+        _save(self._held, self._folder / _part(len(self._names_by_file)))
+        self._total_bytes += self._held_bytes
         self._held, self._held_bytes = {}, 0
 
     def finish(self) -> None:
         """Write the last file, give the files their names, and write the index if there are several."""
         self._write()
-        count = len(self._files)
+        count = len(self._names_by_file)
         if count == 1:
             (self._folder / _part(1)).rename(self._folder / "model.safetensors")
             return
         places: dict[str, str] = {}
-        for i, names in enumerate(self._files, 1):
+        for i, names in enumerate(self._names_by_file, 1):
             final = f"model-{i:05}-of-{count:05}.safetensors"
             (self._folder / _part(i)).rename(self._folder / final)
             places |= dict.fromkeys(names, final)
-        index = {"metadata": {"total_size": self._bytes}, "weight_map": places}
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": places}
         (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 

@@ -1,12 +1,11 @@
 """The probe: log-probs of a few sequences by the learner's weights, scored at each publication.
 
-An engine that serves the same weights gives their tokens the same log-probs within rounding. At the run's temperature
-it samples each next token with the log-prob that the probe has for it. An engine that does not has other weights, or
-computes otherwise from them.
+An engine that serves the same weights gives the sequences' tokens the same log-probs within rounding. At the run's
+temperature the engine samples each next token with the log-prob that the probe has for the token. An engine with other
+log-probs has other weights, or computes otherwise.
 
-At a place of a sequence the engine is to sample the next token. The place is the number of tokens before it. All ranks
-score the same rows, so that their collectives stay in step, without a gradient. The weights are sharded again
-afterwards.
+A place of a sequence is a number of tokens after which the engine samples the next token. All ranks score the same
+rows, so that their collectives stay in step, without a gradient. The weights are sharded again afterwards.
 """
 
 from __future__ import annotations
@@ -66,16 +65,16 @@ def _choose(row: Sequence[ProbeSequence], chosen: list[list[int]], entropies: to
     Returns the positions in the row whose next token is sampled there, int64.
     """
     lengths = _lengths(row)
-    chosen += map(_places, row, torch.split(entropies, lengths))
+    chosen += map(_choose_places, row, torch.split(entropies, lengths))
     starts = accumulate(lengths[:-1], initial=0)
     positions = [start + place - 1 for start, own in zip(starts, chosen, strict=True) for place in own]
     return torch.tensor(positions, dtype=torch.int64, device=entropies.device)
 
 
-def _places(sequence: ProbeSequence, entropies: torch.Tensor) -> list[int]:
+def _choose_places(sequence: ProbeSequence, entropies: torch.Tensor) -> list[int]:
     """Choose up to PLACES places of a sequence, ascending; ``entropies[i]`` is that of the token after i + 1 tokens.
 
-    A sequence too short for that has one place, behind its last token.
+    A sequence without a token after ``begin`` has one place, behind its last token.
     """
     candidates = entropies[sequence.begin - 1 : -1]
     if not len(candidates):

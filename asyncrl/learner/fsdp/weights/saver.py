@@ -3,7 +3,8 @@
 A rank writes one checkpoint at a time. The exchange among the ranks has a process group to itself, so that it cannot
 mix with the collectives of a step. If it fails in that group, the next save creates a new group.
 
-Fails with CheckpointError from the future that ``save`` returns; never in the training.
+Fails with CheckpointError from the future that ``save`` returns. In the training ``save`` fails only if the ranks
+cannot create a process group.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Saver:
             staged = StagedState(policy, optimizer, self._ranks, steps=steps, warm_steps=warm_steps)
         except DeadlineExceeded:
             staged = CheckpointError(str(folder), "the one before is still being written")
-            # The thread is left behind. A new one sends the error to the other ranks.
+            # The old thread is abandoned. A new one sends the error to the other ranks.
             self._background = self._another_thread()
         except (RuntimeError, MemoryError) as error:
             staged = CheckpointError(str(folder), f"cannot be copied: {error}")
@@ -78,7 +79,7 @@ class Saver:
         return done
 
     def close(self) -> None:
-        """Wait up to STOP_WAIT_S for the save under way; a longer one is left behind and logged."""
+        """Wait up to STOP_WAIT_S for the save under way; a longer one is abandoned and logged."""
         try:
             self._background.wait(STOP_WAIT_S)
         except DeadlineExceeded:

@@ -45,9 +45,9 @@ def read_together(targets: Mapping[str, str]) -> list[list[str]]:
 def converts_rows(operations: Sequence[tuple[str, int]], rows: int, shards: int) -> bool:
     """Whether a rank can compute its rows of a model's weight from the same rows of the checkpoint's.
 
-    ``operations`` are the steps of transformers' conversion: class name and dimension, 0 if it has none. That is so
-    without any step. It is also so if experts are stacked, each expert being a row, and stacks are joined in another
-    dimension. Then each rank needs at least one row: transformers cannot stack nothing.
+    ``operations`` are the steps of transformers' conversion: class name and dimension, 0 if a step has none. Without a
+    step a rank can. It also can if experts are stacked, each expert as one row, and the stacks are joined in another
+    dimension. But then each rank needs at least one row: transformers cannot stack nothing.
     """
     if not operations:
         return True

@@ -204,6 +204,7 @@ class ReferenceEngine:
                 self._abort(self._flights[id])
 
     def _abort(self, flight: _Request) -> None:
+        """End a request early: at once, or, while the thread samples for it, after the token under way."""
         flight.aborted = True
         if flight is self._current and self._computing:
             # ``_sample`` then ends the request, with the tokens that the thread returns.
@@ -247,7 +248,7 @@ class ReferenceEngine:
         try:
             while self._dead is None:
                 self._changed.clear()
-                flight = self._next()
+                flight = self._begin_next()
                 if flight is None:
                     self._idle.set()
                     await self._changed.wait()
@@ -257,8 +258,11 @@ class ReferenceEngine:
             # ``_die`` has passed the error to every stream.
             assert self._dead is not None
 
-    def _next(self) -> _Request | None:
-        """Return the request to sample for: the begun one, else the next of the heap."""
+    def _begin_next(self) -> _Request | None:
+        """Return the request to sample for: the begun one, else begin the next of the heap.
+
+        None in a pause, or if no request may begin or waits.
+        """
         if self._paused:
             return None
         while self._current is None and self._admitting and self._waiting:
@@ -299,7 +303,7 @@ class ReferenceEngine:
     async def _compute(self, what: str, work: Callable[[], T], timeout_s: float) -> T:
         """Run ``work`` on the thread and return its result.
 
-        Errors of asyncrl pass through. The engine dies of any other, and if the model makes no progress for
+        Errors of asyncrl pass through. The engine dies of any other error, and if the model makes no progress for
         ``timeout_s``; then this raises EngineDied. ``what`` names the work in that error.
         """
         self._require_alive()
@@ -308,7 +312,8 @@ class ReferenceEngine:
         portions = -1
         while not computing.done():
             # The deadline is for progress: each portion (model.py) renews it.
-            if portions == (portions := self._portions):
+            earlier, portions = portions, self._portions
+            if portions == earlier:
                 raise self._die(f"did nothing for {what} for {timeout_s:g} s")
             await asyncio.wait([computing], timeout=timeout_s)
         self._require_alive()
@@ -390,7 +395,7 @@ class ReferenceEngine:
         for flight in self._flights.values():
             if recompute_kv:
                 flight.continuation.forget()
-            # A request without keys and values computes all of them under the new weights.
+            # A request without keys and values computes them all under the new weights, so it is not stale.
             flight.stale = flight.continuation.seen > 0
 
     def _receive(self, weights: BroadcastPart) -> dict[str, Tensor]:

@@ -95,8 +95,8 @@ def weight_shapes(folder: str) -> Shapes | None:
 def optional_names(config: dict[str, Any], names: Iterable[str]) -> frozenset[str]:
     """Return those of ``names``, tensors of a checkpoint, that a complete set of weights may lack.
 
-    They are tensors tied to another one, and tensors that are not part of the model, such as a multi-token-prediction
-    head. The model's class in transformers lists both. ``config`` is config.json.
+    Optional are tensors tied to another one, and tensors that are not part of the model, such as a
+    multi-token-prediction head. The model's class in transformers lists both kinds. ``config`` is config.json.
     """
     import transformers
 
@@ -183,12 +183,12 @@ def check_adapters(staged: HeldVersion, folder: str, lora: LoraConfig) -> None:
 
 def _layers(layout: Layout, version: int) -> list[str]:
     """Return the layers that have an adapter. Raises WeightsCorrupt for other tensors, or if there is no adapter."""
-    layers = {name: layer_of(name) for name in layout}
-    if foreign := sorted(name for name, layer in layers.items() if layer is None):
+    parsed = {name: layer_of(name) for name in layout}
+    if foreign := sorted(name for name, found in parsed.items() if found is None):
         raise WeightsCorrupt(f"{foreign[0]} is no name of an adapter's tensor", version=version)
-    if not layers:
+    if not parsed:
         raise WeightsCorrupt("it holds no adapter", version=version)
-    return sorted({layer[0] for layer in layers.values() if layer is not None})
+    return sorted({layer for layer, _ in filter(None, parsed.values())})
 
 
 def _last_part(name: str) -> str:

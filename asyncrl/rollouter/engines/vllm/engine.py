@@ -125,7 +125,7 @@ class VllmEngine:
             os.environ.setdefault(variable, value)
         async with self._watch.guard("its start", self._config.supervision.start_timeout_s):
             model = await asyncio.to_thread(self._read_model)
-            # Not within the launch: vLLM's modules keep import errors, which would keep the launch's whole stack alive.
+            # Imported before the launch: vLLM's modules keep import errors, which would keep the launch's stack alive.
             self._vllm = await asyncio.to_thread(_import_vllm)
             self._folder, self._folder_lock = make_scratch_folder()
             # A ``close`` during the launch must not kill these children.
@@ -232,7 +232,7 @@ class VllmEngine:
     def _core_ended(self, core: BaseProcess) -> None:
         # The sentinel of an ended process stays readable, so the event loop would call this function again and again.
         self._unwatch_cores()
-        # None if vLLM, which watches the core too, has collected the exit code.
+        # vLLM watches the core too. If it has collected the exit code, ``exitcode`` is None.
         code = core.exitcode
         self._watch.declare_dead("its engine core ended" + ("" if code is None else f" with exit code {code}"))
 
@@ -349,7 +349,8 @@ class VllmEngine:
         if on_cpu(self._config):
             # There is no GPU to share.
             return
-        # Level 2 discards the weights, which the next update brings. It does not bring those below an adapter.
+        # Level 2 discards the weights, because the next update brings them. An update of an adapter brings no weights
+        # of the model, so level 1 keeps them in CPU memory.
         level = 1 if self._loads_adapters else 2
         async with self._control("its sleep", self._timeout_s), self._fatal("its sleep"):
             await self._llm.sleep(level=level, mode="abort")
@@ -396,7 +397,7 @@ class VllmEngine:
             except (BroadcastFailed, WeightsCorrupt, self._vllm.EngineDeadError):
                 raise
             except Exception as error:
-                # An error of the call itself, not a failure that a worker returned: vLLM has ended the update.
+                # The call itself failed, and no worker returned a failure: vLLM has ended the update.
                 self._update_open = False
                 raise self._load_error(weights, str(error)) from error
         self._update_open = False

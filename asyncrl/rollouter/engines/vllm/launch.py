@@ -100,8 +100,8 @@ def launch(
         with _environment(options.scratch_environment(folder)):
             # Without a logger vLLM counts nothing, which is faster.
             loggers: list[Any] | None = [lambda *_: load] if load is not None else None
-            # LLM_CLASS gives the most tokens a step, which vLLM uses for batch work; without it they are 2,048. Here no
-            # call waits for the next token, and after an update all partial responses are prefilled at once.
+            # LLM_CLASS sets the larger limit of tokens a step that vLLM uses for batch work; else the limit is 2,048.
+            # Here no call waits for the next token, and after an update all partial responses are prefilled at once.
             return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS, stat_loggers=loggers)
     except (ValueError, TypeError) as error:
         raise ConfigError([f"rollout.vllm: vLLM refuses the configuration: {error}"]) from error
@@ -133,12 +133,13 @@ def kv_tokens(llm: AsyncLLM) -> int:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {variable: os.environ.get(variable) for variable in variables}
+    """Set environment variables inside the ``with``, and restore them afterwards."""
+    saved = {variable: os.environ.get(variable) for variable in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for variable, value in before.items():
+        for variable, value in saved.items():
             if value is None:
                 del os.environ[variable]
             else:

@@ -92,8 +92,8 @@ def make_scratch_folder() -> tuple[str, int]:
     """Make a folder for an engine's sockets and temporary files, and lock it.
 
     First removes the folders of killed processes. Returns the folder and the descriptor of its lock, to be kept open as
-    long as the folder is used. The name has the PID: asyncrl-engine-PID-... In other containers the PID means nothing,
-    so the lock shows that the folder is in use. Raises OSError.
+    long as the folder is used. The name has the PID: asyncrl-engine-PID-... A process in another container cannot look
+    the PID up, so the lock also shows that the folder is in use. Raises OSError.
     """
     _remove_leftover_folders()
     prefix = f"{SCRATCH_PREFIX}{os.getpid()}-"
@@ -150,9 +150,9 @@ def engine_arguments(config: Config, name: str, shares: GpuShares | None = None)
     """Make the arguments of AsyncEngineArgs; ``rollout.vllm.extra`` overrides them.
 
     The engine reads no weights ("dummy"), because the first update brings them before anything is generated. If
-    versions are adapters, it reads the model's weights, and the first update brings the adapter. ``shares``
-    divides the memory of GPUs that the engine shares with ranks. Then vLLM is told the size of its KV cache, because
-    it cannot measure memory that a rank also takes.
+    versions are adapters, the engine reads the model's weights, and the first update brings the adapter. ``shares``
+    divides the memory of GPUs that the engine shares with ranks; None: it shares none. With ``shares`` vLLM gets the
+    size of its KV cache, because it cannot measure memory that a rank also takes.
     """
     vllm = config.rollout.vllm
     arguments: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """The processes of a vLLM engine: ends them, binds them to CPU cores, and ends all waits when the engine dies.
 
-``Processes`` kills only processes that it has seen as a child, or as a descendant of one. It recognises a PID that
-another process has got since by the start time. ``Processes.end`` blocks: run it on a thread.
+``Processes`` kills only processes that it has seen as a child, or as a descendant of one. If another process has got
+the PID since, the start time differs. ``Processes.end`` blocks: run it on a thread.
 
 If an engine core dies, vLLM leaves control calls waiting for ever. So every such wait runs under a *guard* of
 ``Watch``, and ``declare_dead`` ends all guards at once. A guard that reaches its deadline declares the engine dead too,

@@ -92,7 +92,8 @@ def join(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 def _join_logprobs(lists: list[LogprobsLists]) -> LogprobsLists:
-    # A row holds the sampled token first. Its width is that of the request in the step that asks for most log-probs.
+    # A row holds the sampled token first, so one column is kept. Widths differ: in each step the request that asks for
+    # most log-probs sets the width.
     return LogprobsLists(
         np.concatenate([each.logprob_token_ids[:, :1] for each in lists]),
         np.concatenate([each.logprobs[:, :1] for each in lists]),
@@ -113,7 +114,8 @@ class BatchedScheduler(Scheduler):
         """Return the outputs that are due, by client; in a pause every held output is due."""
         of_clients = super().update_from_output(scheduler_output, model_runner_output)
         for client, bundle in list(of_clients.items()):
-            bundle.outputs = [due for output in bundle.outputs if (due := self._due(client, output)) is not None]
+            released = [self._hold_or_release(client, output) for output in bundle.outputs]
+            bundle.outputs = [output for output in released if output is not None]
             if not (bundle.outputs or bundle.finished_requests or bundle.scheduler_stats):
                 del of_clients[client]
         if self.pause_state != PauseState.UNPAUSED:
@@ -121,8 +123,8 @@ class BatchedScheduler(Scheduler):
                 of_clients.setdefault(client, EngineCoreOutputs()).outputs.append(output)
         return of_clients
 
-    def _due(self, client: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        """Hold an output back, or return what is due of its request."""
+    def _hold_or_release(self, client: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        """Hold an output back (None), or return the joined outputs of its request, which are due."""
         # Outputs with these fields cannot be joined; an engine that returns them does so with each token.
         if output.routed_experts is not None or output.new_sampling_mask is not None:
             return output
@@ -148,5 +150,5 @@ class BatchedAsyncScheduler(BatchedScheduler, AsyncScheduler):
 
 def make_scheduler(*, vllm_config: VllmConfig, **arguments: Any) -> BatchedScheduler:
     """Make the scheduler for an engine; vLLM calls this instead of a scheduler class."""
-    of = BatchedAsyncScheduler if vllm_config.scheduler_config.async_scheduling else BatchedScheduler
-    return of(vllm_config=vllm_config, **arguments)
+    scheduler = BatchedAsyncScheduler if vllm_config.scheduler_config.async_scheduling else BatchedScheduler
+    return scheduler(vllm_config=vllm_config, **arguments)

@@ -41,8 +41,8 @@ def compute_at_once(manager: Any) -> None:
     for prefix, wrapper in manager.punica_wrapper_mapping.items():
         if isinstance(wrapper, OneAdapter):
             continue
-        ours = OneAdapter(manager.max_num_batched_tokens, manager.max_num_seqs, manager.device)
-        manager.punica_wrapper_mapping[prefix] = ours
+        one_adapter = OneAdapter(manager.max_num_batched_tokens, manager.max_num_seqs, manager.device)
+        manager.punica_wrapper_mapping[prefix] = one_adapter
         for module in manager.modules.values():
             if module.punica_wrapper is wrapper:
-                module.set_mapping(ours)
+                module.set_mapping(one_adapter)

@@ -135,8 +135,11 @@ def _differing_layers(manager: Any, modules: dict[str, str], layers: dict[str, M
 
 
 def _shard(module: Any, published: list[Any]) -> list[Any]:
-    """Cut the matrices of a module's layers as tensor parallelism does; returns the parts of this worker."""
-    a, b = [pair[0] for pair in published], [pair[1] for pair in published]
+    """Cut the matrices of a module's layers as tensor parallelism does; returns the parts of this worker.
+
+    A layer without an adapter has None for both matrices.
+    """
+    a, b = [a for a, _ in published], [b for _, b in published]
     if getattr(module, "tp_size", 1) == 1 or not any(each is not None for each in a):
         return published
     if len(published) > 1:
@@ -149,7 +152,7 @@ def _slices(stacked: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _holds(held: torch.Tensor, expected: torch.Tensor | None) -> bool:
-    """Whether a buffer holds a matrix in its first rows and columns; None: whether it is zero."""
+    """Whether a buffer holds a matrix in its first rows and columns. ``expected`` None: whether the buffer is zero."""
     if expected is None:
         return not held.any()
     rows, columns = expected.shape

@@ -10,8 +10,8 @@ A whole update happens in ``receive_weights``. Afterwards every parameter has it
 reason. After a failure the model must not step until an update succeeds; the next one may come in the other way. An
 update may follow any number of failed ones. Every wait for other processes has the timeout of its broadcast.
 
-A failure is returned and not raised. After an error of one worker vLLM does not read the answers of the others. It
-would take them for answers to later calls, and the updates of those workers would stay open.
+A failure is returned and not raised. After an error of one worker vLLM does not read the other workers' answers. vLLM
+would take these answers for answers to later calls, and the updates of those workers would stay open.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.by_ipc = False
         if update_info.manifest is not None:
             manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
-            # After a failed load, which may have been for lack of memory, without copies of buckets on the GPU.
+            # After a failed load no copies of buckets on the GPU are used, because memory may have run out.
             copies = self._copies if not self._pending else None
             if copies is None:
                 with self._reload() as load:
@@ -164,7 +164,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         model: Any = self.model
         if self._pending:
-            # Resets the layers of a failed update: they would add the tensors received then to the new ones.
+            # Resets the layers of a failed update, which would add that update's tensors to the new ones.
             finalize_layerwise_reload(model, self.model_config)  # type: ignore[no-untyped-call]
         self._pending = True
         initialize_layerwise_reload(model)
