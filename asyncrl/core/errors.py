@@ -226,12 +226,13 @@ class BroadcastFailed(AsyncRLError, ConnectionError):
 class NonFiniteStep(AsyncRLError, ArithmeticError):
     """The loss or the gradient norm of an update is not finite, so the weights stay as they were before this update.
 
-    ``what`` names the value that is not finite, "loss" or "gradient norm". ``step`` is the number of the step, from 1.
+    ``what`` names the value that is not finite: "loss", "supervised loss", "gradient norm" or "log-probs by the
+    reference". ``step`` is the number of the step, from 1; ``kind`` is "step", or "warm step" before the first one.
     ``uids`` are the prompt groups that may be the cause: those with a non-finite loss. If only the gradient norm is not
     finite, they are all groups of the update. The list is empty on a rank that does not know the groups. ``trained``
     are the groups of earlier updates of the same step, which the optimizer did take; ``metrics`` are these updates'
-    metrics. A supervised update has conversations and no groups: ``places`` are the positions of these conversations,
-    as FILE:LINE.
+    metrics. If the supervised loss is not finite, ``uids`` is empty, and ``places`` are the positions of the
+    conversations, as FILE:LINE.
     """
 
     restartable = False

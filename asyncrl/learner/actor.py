@@ -59,7 +59,7 @@ class Learner(Actor):
     # --- life ---
 
     async def setup(self) -> None:
-        """Make the backend and meet the other ranks; on rank 0 also restore the run."""
+        """Make the backend and meet the other ranks; on rank 0 also restore the run and begin to publish versions."""
         self.states.enter("starting", "imports")
         self._backend = backend = await self._on_thread(lambda: create(self.config, self.context.index))
         phases = self.trace.track("phases", PHASES)

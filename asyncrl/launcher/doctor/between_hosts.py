@@ -1,6 +1,7 @@
 """Finds differences between hosts that prevent a run though each host is fine by itself. Pure: facts in, findings out.
 
-Each other host is compared with the head, and a finding names the host that differs.
+Facts are compared with the head's, and a finding names the host that differs. Links are tried between all pairs of
+hosts, and a finding about a closed link names its source.
 """
 
 from __future__ import annotations
@@ -192,10 +193,11 @@ class Link:
     """Whether a run needs this connection; else it is only slower without it."""
 
 
-def judge_links(links: Sequence[Link], ports: str) -> list[Finding]:
+def judge_links(links: Sequence[Link], ports: str, *, is_configured: bool = True) -> list[Finding]:
     """Return a finding for each closed link, at its source, and one for each host without a closed link.
 
-    ``ports`` is the range of ports that the links were tried at: "0" for any, or LOW-HIGH.
+    ``ports`` is the range of ports that the links were tried at: "0" for any, or LOW-HIGH. ``is_configured``: whether
+    network.ports is this range.
     """
     closed = [link for link in links if link.problem]
     findings = []
@@ -215,7 +217,7 @@ def judge_links(links: Sequence[Link], ports: str) -> list[Finding]:
         )
         wanted_ports = "every TCP port" if ports == "0" else f"TCP ports {ports}"
         fix = f"see {suspect}: open {wanted_ports} of {link.target} for {link.source}"
-        if ports == "0":
+        if ports == "0" and is_configured:
             fix += ", or set network.ports to a range that is open"
         findings.append((fail if link.needed else warn)("reach", text, fix, link.source))
     return findings

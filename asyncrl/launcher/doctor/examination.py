@@ -380,7 +380,7 @@ class Examination:
                 for target, problems in answer.problems.items()
                 if range_tried in problems
             ]
-            findings = judge_links(links, range_tried)
+            findings = judge_links(links, range_tried, is_configured=range_tried == wanted)
             if range_tried != wanted:
                 # A host that reaches the others is reported once, for network.ports. A closed link of other ports
                 # replaces that success below.

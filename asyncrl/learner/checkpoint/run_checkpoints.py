@@ -39,7 +39,11 @@ class RunCheckpoints:
         start: int,
         incarnation: int,
     ) -> None:
-        """``conversations`` is their fingerprint, ``start`` counts the learner's starts in this folder."""
+        """``conversations`` is the fingerprint of the conversations of sft.data, or empty.
+
+        ``start`` is the number of the learner's start in this run, as in its lines of metrics. ``incarnation`` is that
+        of the learner, which writes the checkpoints.
+        """
         self._config, self._counters, self._writer = config, services.counters, writer
         self._progress, self._intake, self._dataloader = progress, intake, dataloader
         self._components, self._records, self._lines = components, records, lines

@@ -197,6 +197,9 @@ def test_a_closed_link_is_named_with_its_direction_and_the_likely_firewall():
     found = judge_links([Link("a", "b", "x"), Link("b", "a", "y", needed=False), Link("a", "c", "")], "0")
     assert [(one.host, one.result) for one in found] == [("a", "fail"), ("b", "warn")]
     assert "b to a is closed, too" in found[0].detail and "every TCP port" in found[0].fix
+    # With a range, no other one would open the ports that torch.distributed chooses.
+    found = judge_links([Link("a", "b", "x")], "0", is_configured=False)
+    assert "every TCP port" in found[0].fix and "network.ports" not in found[0].fix
 
 
 # --- links ---
