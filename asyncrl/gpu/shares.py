@@ -34,7 +34,7 @@ def sharers() -> dict[str, str]:
 
 
 def rank_slices(config: Config, rank: int) -> RankSlices | None:
-    """Make the rank's side of a GPU that it has in time slices; None if it keeps its memory. May block."""
+    """Make the rank's side of a GPU that it has in time slices; None if it keeps its memory."""
     if config.placement.share != "time_slice" or not (shared := sharers()):
         return None
     gpu, engine = next(iter(shared.items()))

@@ -45,17 +45,18 @@ class RankSlices:
     """The rank's side. Its methods block, and are called from one thread, except ``interrupt``."""
 
     def __init__(self, gpu: str, rank: str, engine: str, timeout_s: float) -> None:
-        """Ask for the GPU, and wait until the previous rank's process has ended. Raises DeadlineExceeded.
-
-        ``rank`` and ``engine`` are names of actors. Each wait, as that for the memory, lasts at most ``timeout_s``.
-        """
+        """``rank`` and ``engine`` are names of actors. Each wait lasts at most ``timeout_s``. Call ``open`` first."""
         self._gpu, self._who, self._engine, self._timeout_s = gpu, rank, engine, timeout_s
         self._asked_socket: socket.socket | None = None
         self._memory_socket: socket.socket | None = None
+        self._rank_socket: socket.socket | None = None
         self._interrupted = threading.Event()
+
+    def open(self) -> None:
+        """Ask for the GPU, and wait until the previous rank's process has ended. Raises DeadlineExceeded."""
         # The rank asks before it listens as living: otherwise the engine could take the memory in between.
         self._ask()
-        self._rank_socket = self._retry(lambda: _listen(gpu, "rank"), "the end of the rank before")
+        self._rank_socket = self._retry(lambda: _listen(self._gpu, "rank"), "the end of the rank before")
 
     @property
     def has(self) -> bool:
@@ -88,7 +89,8 @@ class RankSlices:
     def close(self) -> None:
         """Give the memory back, and close the socket that says that a rank lives."""
         self.give()
-        self._rank_socket.close()
+        if self._rank_socket is not None:
+            self._rank_socket.close()
 
     def _ask(self) -> None:
         """Open the socket of the request, if it is not open."""

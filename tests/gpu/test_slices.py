@@ -30,6 +30,7 @@ def rank(gpu):
 
     def make(timeout_s=10.0):
         ranks.append(RankSlices(gpu, "learner/0", "rollouter/0", timeout_s))
+        ranks[-1].open()
         return ranks[-1]
 
     yield make
@@ -104,6 +105,8 @@ async def test_a_rank_says_for_which_engine_it_waited(gpu, rank):
 
 async def test_an_engine_on_two_gpus_waits_for_both_ranks(gpu):
     first, second = RankSlices(gpu, "learner/0", "e", 5.0), RankSlices(f"{gpu}b", "learner/1", "e", 5.0)
+    first.open()
+    second.open()
     engine = EngineSlices([f"{gpu}b", gpu])
     try:
         first.give()
@@ -129,6 +132,7 @@ RANK = """
 import sys, time
 from asyncrl.gpu.slices import RankSlices
 rank = RankSlices(sys.argv[1], "learner/0", "rollouter/0", 20.0)
+rank.open()
 for _ in range(int(sys.argv[2])):
     rank.take()
     print(f"has {time.monotonic()}", flush=True)

@@ -55,6 +55,8 @@ class SimTrainer:
     def setup(self, host: str, port: int) -> None:
         """Take the GPU, if there are time slices; there are no other ranks and no model."""
         self._slices = rank_slices(self._config, self._rank)
+        if self._slices is not None:
+            self._slices.open()
         if self._rank:
             self.rest()
         else:

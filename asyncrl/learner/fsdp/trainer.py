@@ -119,6 +119,7 @@ class Trainer:
         device = choose_device(self._learner, self._rank)
         self._slices = rank_slices(self._config, self._rank)
         if self._slices is not None:
+            self._slices.open()
             self._slices.take()
         prepare_device(device, self._learner)
         shares = limit_memory(device, self._config)

@@ -204,6 +204,8 @@ class StepPlanner:
         self._plan_again = progress.news.listen()
         """Event that wakes ``run``: groups or versions came, or another step is to be planned."""
         self._in_time_slices = config.placement.share == "time_slice"
+        self._is_resting = False
+        """Whether engines have had the learner's GPUs since its last call of the backend."""
         self._early: _EarlyPlan | None = None
         """The newest early plan; None if it was used or discarded."""
         self._early_thread = ThreadPoolExecutor(1, thread_name_prefix="plan")
@@ -215,16 +217,34 @@ class StepPlanner:
         ActorFailed if an overdue version cannot be published for too long.
         """
         with self._awaits.on("rollouter", "groups"):
-            return await self._wait()
+            has_groups = await self._wait()
+        # The caller trains or publishes next.
+        self._is_resting = False
+        return has_groups
 
     async def rest(self) -> None:
         """In time slices, let engines have the learner's GPUs until the backend's next call.
 
-        The parameter server gets the newest version first: engines load what it holds when they wake.
+        The parameter server gets the newest version first, because engines load what it holds when they wake. Returns
+        early, and changes nothing, when news comes meanwhile.
         """
-        if self._in_time_slices:
-            await self._schedule.handed_over()
+        if not self._in_time_slices or self._is_resting:
+            return
+        self._news.clear()
+        waits = [asyncio.ensure_future(wait) for wait in (self._schedule.handed_over(), self._news.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        if not self._news.is_set():
             await asyncio.get_running_loop().run_in_executor(self._thread, self._backend.rest)
+            self._is_resting = True
+
+    def took_gpu(self) -> None:
+        """Note that the backend was called, so that the next ``rest`` gives the GPUs back."""
+        self._is_resting = False
 
     async def _wait(self) -> bool:
         """Do what ``wait`` says; while a version is overdue, try it again every ``retry_at``."""
@@ -233,7 +253,8 @@ class StepPlanner:
         wanted = self._begin_wait()
         # In time slices every step waits, and a higher staleness would not change that.
         self.waited = not self._in_time_slices and len(intake.buffer) < wanted
-        give_up_at, retry_at = self._schedule.give_up_at, self._schedule.next_try
+        give_up_at = retry_at = 0.0
+        was_overdue = False
         while True:
             self._news.clear()
             if problem := intake.problem():
@@ -245,8 +266,11 @@ class StepPlanner:
                 return True
             await self.rest()
             if not self._schedule.is_overdue:
+                was_overdue = False
                 await self._news.wait()
                 continue
+            if not was_overdue:
+                give_up_at, retry_at, was_overdue = self._schedule.give_up_at, self._schedule.next_try, True
             try:
                 # The timeout ends at a fixed time, so that frequent news does not postpone the version.
                 async with asyncio.timeout(max(0.0, retry_at - self._clock.now())):
@@ -260,6 +284,7 @@ class StepPlanner:
     def _begin_wait(self) -> int:
         """Choose the next step for early planning. Returns the number of groups that it waits for."""
         self._states.enter("waiting", "groups")
+        self._is_resting = False
         step = NextStep.of(self._progress)
         self.plan_early(step)
         return step.groups_wanted(self._config)
@@ -273,7 +298,6 @@ class StepPlanner:
     async def _wait_for_last_groups(self) -> None:
         """Wait, for a share of preempt.grace_s, until rollouters have delivered or returned all groups under way."""
         self._states.enter("waiting", "last groups")
-        await self.rest()
         limit_s, dataloader = LAST_GROUPS_SHARE * self._config.preempt.grace_s, self._dataloader
         try:
             async with asyncio.timeout(limit_s):

@@ -207,7 +207,7 @@ class Training:
         self._intake.outcomes.finished()
         self._states.enter("waiting", "last evaluations")
         await self._dataloader.all_acknowledged()
-        give_up_at = self._schedule.give_up_at
+        give_up_at = None
         with self._awaits.on("rollouter", "last evaluations"):
             while True:
                 # Clear before asking, so that news during the call is not lost.
@@ -215,8 +215,11 @@ class Training:
                 if self._progress.preempted or await self._dataloader.rounds_over():
                     return
                 if self._versions.spoiled:
+                    give_up_at = give_up_at or self._schedule.give_up_at
                     await self._schedule.insist(give_up_at)
+                    self._planner.took_gpu()
                 else:
+                    give_up_at = None
                     await self._planner.rest()
                     await self._news.wait()
 
@@ -242,7 +245,7 @@ class Training:
         self._track.enter("pack", step=step.step, groups=len(groups))
         try:
             plan = await self._planner.plan(step.inputs_of(groups))
-            plan_s = self._clock.now() - train_began
+            plan_s = self._clock.now() - train_began - (self._backend.gpu_wait_s - gpu_wait_s)
             if not plan.sequences:
                 self._filter_step(groups)
                 return None

@@ -20,8 +20,8 @@ other failure is reported and tried again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -62,12 +62,15 @@ from asyncrl.rpc.lifecycle.supervision import RestartBudget
 from asyncrl.rpc.services import ActorServices
 from asyncrl.weights.held_version import HeldVersion
 
+T = TypeVar("T")
 ASKED = "the learner asks for the GPU"
-"""Reason of an update that fails because the engine must sleep."""
-ASKED_S = 0.5
-"""In time slices, longest time for which a drain does not see that the learner asks for the GPU."""
+"""Reason of an update that ends because the engine must sleep."""
 PROBE_S = 30.0
 """Longest time for a probe of an engine that serves requests meanwhile."""
+
+
+class _Asked(Exception):
+    """The learner asks for the GPU in time slices."""
 
 
 class UpdateFollower:
@@ -195,9 +198,21 @@ class UpdateFollower:
                 task.cancel()
             await asyncio.gather(asking, offering, return_exceptions=True)
 
-    def _drain_timeout_s(self, seconds: float) -> float:
-        """Time (s) for which a drain waits before the follower checks whether the learner asks for the GPU."""
-        return seconds if self._host.slices is None else min(seconds, ASKED_S)
+    async def _unless_asked(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for ``work``. In time slices, cancel it and raise _Asked once the learner asks for the GPU."""
+        if self._host.slices is None:
+            return await work
+        working, asking = asyncio.ensure_future(work), asyncio.ensure_future(self._host.slices.asked.wait())
+        try:
+            await asyncio.wait({working, asking}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                # A version that is loaded now would be lost in the sleep.
+                raise _Asked
+            return working.result()
+        finally:
+            for task in (working, asking):
+                task.cancel()
+            await asyncio.gather(working, asking, return_exceptions=True)
 
     def _must_sleep(self) -> bool:
         """Whether the learner asks for this engine's GPU."""
@@ -241,6 +256,8 @@ class UpdateFollower:
                 await self._take_fetched(offer)
             else:
                 await self._take_broadcast(offer, offer.broadcast)
+        except _Asked:
+            await self._report_failure(offer, ASKED)
         except VersionGone as error:
             self._log.info("version is gone", version=offer.version, error=str(error))
         except EngineDied as error:
@@ -281,7 +298,8 @@ class UpdateFollower:
         if relay is not None:
             relay.begin(offer.version, offer.turn)
         try:
-            fetched = await fetch(offer, call=self._call, weights=weights, who=self._name, relay=relay)
+            fetching = fetch(offer, call=self._call, weights=weights, who=self._name, relay=relay)
+            fetched = await self._unless_asked(fetching)
             paths = [] if relay is None else relay.whole(fetched)
         except WeightsCorrupt as error:
             # The engine is not at fault, and continues with its present weights.
@@ -292,21 +310,14 @@ class UpdateFollower:
             self.relay.give_up(offer.version)
         try:
             await self._accept(fetched)
-            if self._must_sleep():
-                # The sleep would discard a version that is loaded now.
-                await self._report_failure(offer, ASKED)
-                return
             stage_s = self._clock.now() - began
             self._track.enter(f"wait for pause v{offer.version}", version=offer.version)
             request = RequestLoad(version=offer.version, paths=paths)
-            granted = await self._may_load(request)
+            granted = await self._unless_asked(self._may_load(request))
             # The parameter server withdraws the permission after weights.deadline_s; a new request restarts that time.
             # A drain may take longer, so the request is repeated after each third of it.
-            while granted and not await self._host.quiesced(self._drain_timeout_s(weights.deadline_s / 3)):
-                if self._must_sleep():
-                    await self._report_failure(offer, ASKED)
-                    return
-                granted = await self._may_load(request)
+            while granted and not await self._unless_asked(self._host.quiesced(weights.deadline_s / 3)):
+                granted = await self._unless_asked(self._may_load(request))
             if not granted:
                 await self._report_failure(offer, "the parameter server refuses the pause")
                 await asyncio.sleep(AWAY_S)
@@ -345,10 +356,7 @@ class UpdateFollower:
         weights = self._config.weights
         limits = self._drift_limits(part.buckets)
         self._track.enter(f"pause v{offer.version}", version=offer.version, transport=offer.transport)
-        while not await self._host.quiesced(self._drain_timeout_s(weights.deadline_s)):
-            if self._must_sleep():
-                await self._report_failure(offer, ASKED)
-                return
+        while not await self._unless_asked(self._host.quiesced(weights.deadline_s)):
             self._log.info("still draining", version=offer.version)
         pause_s = await self._host.pause(offer.version)
         self._track.enter(f"wait for broadcast v{offer.version}", version=offer.version)

@@ -285,6 +285,79 @@ def test_an_overdue_version_is_tried_again_rarely_while_engines_have_the_gpu() -
     run_virtual(main())
 
 
+def resting(scene: Scene) -> list[int]:
+    """The number of trained steps at each rest of the backend."""
+    rests: list[int] = []
+    scene.backend.rest = lambda: rests.append(scene.progress.step)  # type: ignore[method-assign]
+    return rests
+
+
+def test_engines_have_the_gpu_once_between_steps_and_in_the_last_evaluations() -> None:
+    async def main() -> None:
+        scene = Scene(steps=2, groups=range(0), placement={"share": "time_slice"})
+        rests = resting(scene)
+        await scene.training.begin([])
+        running = asyncio.create_task(scene.training.run())
+        for index in range(2):
+            for _ in range(3):
+                # News that changes nothing.
+                scene.progress.news.announce()
+                await asyncio.sleep(1.0)
+            scene.deliver(index)
+            scene.progress.news.announce()
+            await asyncio.sleep(1.0)
+        await running
+        finishing = asyncio.create_task(scene.training.finish())
+        await asyncio.sleep(10 * ASKED_S)
+        assert rests == [0, 1, 2]
+        scene.preempt()
+        await finishing
+        scene.close()
+
+    run_virtual(main())
+
+
+def test_a_wait_for_the_parameter_server_ends_with_news_and_a_preempted_run_gives_no_gpu_away() -> None:
+    async def main() -> None:
+        scene, clock = Scene(steps=3, groups=range(0), placement={"share": "time_slice"}), LoopClock()
+        rests, away = resting(scene), asyncio.Event()
+        scene.versions.handed_over = away.wait  # type: ignore[method-assign,assignment]
+        await scene.training.begin([])
+        running = asyncio.create_task(scene.training.run())
+        await asyncio.sleep(1.0)
+        scene.deliver(0)
+        scene.progress.news.announce()
+        await asyncio.sleep(1.0)
+        assert (scene.progress.step, rests) == (1, [])
+        asked = clock.now()
+        scene.preempt()
+        await running
+        assert clock.now() - asked < 1.0 and rests == []
+        scene.close()
+
+    run_virtual(main())
+
+
+def test_a_version_has_its_whole_time_however_long_the_wait_for_groups_was_before() -> None:
+    async def main() -> None:
+        scene, clock = Scene(steps=2, groups=range(1), checkpoint={"room_wait_s": 60}), LoopClock()
+        await scene.training.begin([])
+        running = asyncio.create_task(scene.training.run())
+        await asyncio.sleep(100.0)
+        # The parameter server loses the version, and there is no memory for the next one at first.
+        scene.versions.spoiled, scene.versions.before = True, clock.now() + 1.5 * RETRY_S
+        scene.progress.news.announce()
+        await asyncio.sleep(4 * RETRY_S)
+        assert not running.done() and scene.progress.version > 1
+        scene.versions.spoiled = False
+        scene.deliver(1)
+        scene.progress.news.announce()
+        await running
+        scene.close()
+
+    run_virtual(main())
+
+
 def test_i8_steps_after_an_overdue_version_wait_for_all_groups_of_the_next() -> None:
     """Under the limit 0, where a step of the groups that came first would be a matter of their arrival."""
 

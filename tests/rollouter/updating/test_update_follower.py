@@ -37,7 +37,7 @@ from asyncrl.parameter_server.actor import HeldVersions
 from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.serving.drift import NORMAL
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.updating.update_follower import ASKED, ASKED_S, UpdateFollower
+from asyncrl.rollouter.updating.update_follower import ASKED, UpdateFollower
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.weights.held_version import hold
 from asyncrl.weights.segments import Segment, layout
@@ -300,8 +300,24 @@ def test_the_learner_gets_the_gpu_though_a_drain_does_not_end(publish, offer):
     )
     assert [event for event in events if not event.startswith("accept")][-3:] == ["pause abort", "sleep", "wake"]
     # The learner asks after 7 s. The sleep drains too, for weights.deadline_s at most.
-    assert 37.0 <= slices.given[0] < 37.0 + 2 * ASKED_S
+    assert slices.given[0] == pytest.approx(37.0, abs=0.1)
     assert server.reports[1].error == ASKED and (host.sleeps, host.restarts, host.version) == (1, 0, -1)
+
+
+@pytest.mark.parametrize("waits_for", [RequestLoad, FetchChunk], ids=["its turn", "chunks"])
+def test_the_learner_gets_the_gpu_though_the_parameter_server_does_not_answer(publish, waits_for):
+    class Slow(Server):
+        async def call(self, request):
+            if isinstance(request, waits_for) and self.committed:
+                await asyncio.Event().wait()
+            return await super().call(request)
+
+    slices, second = Slices(1, 7.0), publish(2)
+    streamed = Offer(version=2, transport="stream", manifest=as_streamed(second))
+    offers = [by_shm(publish(1)), streamed if waits_for is FetchChunk else by_shm(second)]
+    events, server, host = follow(Slow(offers), slices=slices)
+    assert events[-2:] == ["sleep", "wake"] and slices.given[0] == pytest.approx(7.0, abs=0.2)
+    assert server.reports[1].error == ASKED and (host.sleeps, host.restarts) == (1, 0)
 
 
 @pytest.mark.parametrize("problem", [CORRUPT_2, BroadcastFailed(2, "it broke")], ids=["staged", "broadcast"])
