@@ -79,6 +79,8 @@ class Backend(Protocol):
     """Whether the weights are on a GPU; ``setup`` sets it."""
     warm_steps: int
     """Supervised steps taken before the first step of the run; ``load`` restores the number."""
+    is_resting: bool
+    """Rank 0: whether no call has come since the last ``rest`` in time slices."""
     gpu_wait_s: float
     """In time slices, the seconds in which this rank got its GPU back, since its start; else 0."""
     on_phase: Callable[[str], None]

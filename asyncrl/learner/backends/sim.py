@@ -47,7 +47,7 @@ class SimTrainer:
         self._steps = 0
         self._background = Background("assembly", f"learner/{rank}")
         self._slices: RankSlices | None = None
-        self.gpu_wait_s = 0.0
+        self.is_resting, self.gpu_wait_s = False, 0.0
 
     def open_store(self, host: str) -> tuple[str, int]:
         return host, 0
@@ -63,6 +63,7 @@ class SimTrainer:
             self._take()
 
     def _take(self) -> None:
+        self.is_resting = False
         if self._slices is not None:
             self.gpu_wait_s += self._slices.take()
 
@@ -116,6 +117,7 @@ class SimTrainer:
 
     def rest(self) -> None:
         """Let the engine have the GPU, if there are time slices."""
+        self.is_resting = True
         if self._slices is not None:
             self._slices.give()
 

@@ -101,8 +101,7 @@ class Trainer:
         """The connection to the other ranks; None before ``setup`` and after ``stop``."""
         self._slices: RankSlices | None = None
         """This rank's side of its GPU, if an engine has the GPU in turn."""
-        self._resting = False
-        """Rank 0: whether all ranks have given their GPUs to engines. Rank 0 itself may share no GPU."""
+        self.is_resting = False
         self.gpu_wait_s = 0.0
 
     @property
@@ -171,7 +170,7 @@ class Trainer:
 
     def _send(self, command: Command) -> None:
         """Rank 0: let the other ranks take part in a command. Ends a rest: takes the GPU back from an engine."""
-        self._resting = False
+        self.is_resting = False
         self._ranks.commands.send(command)
         self._take_gpu()
 
@@ -185,8 +184,8 @@ class Trainer:
             self.gpu_wait_s += time.monotonic() - began
 
     def rest(self) -> None:
-        if self._config.placement.share == "time_slice" and not self._resting:
-            self._resting = True
+        if self._config.placement.share == "time_slice" and not self.is_resting:
+            self.is_resting = True
             self._ranks.commands.send(Rest())
             self._give_gpu()
 

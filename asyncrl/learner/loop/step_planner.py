@@ -204,8 +204,6 @@ class StepPlanner:
         self._plan_again = progress.news.listen()
         """Event that wakes ``run``: groups or versions came, or another step is to be planned."""
         self._in_time_slices = config.placement.share == "time_slice"
-        self._is_resting = False
-        """Whether engines have had the learner's GPUs since its last call of the backend."""
         self._early: _EarlyPlan | None = None
         """The newest early plan; None if it was used or discarded."""
         self._early_thread = ThreadPoolExecutor(1, thread_name_prefix="plan")
@@ -217,10 +215,7 @@ class StepPlanner:
         ActorFailed if an overdue version cannot be published for too long.
         """
         with self._awaits.on("rollouter", "groups"):
-            has_groups = await self._wait()
-        # The caller trains or publishes next.
-        self._is_resting = False
-        return has_groups
+            return await self._wait()
 
     async def rest(self) -> None:
         """In time slices, let engines have the learner's GPUs until the backend's next call.
@@ -228,7 +223,7 @@ class StepPlanner:
         The parameter server gets the newest version first, because engines load what it holds when they wake. Returns
         early, and changes nothing, when news comes meanwhile.
         """
-        if not self._in_time_slices or self._is_resting:
+        if not self._in_time_slices or self._backend.is_resting:
             return
         self._news.clear()
         waits = [asyncio.ensure_future(wait) for wait in (self._schedule.handed_over(), self._news.wait())]
@@ -240,11 +235,6 @@ class StepPlanner:
             await asyncio.gather(*waits, return_exceptions=True)
         if not self._news.is_set():
             await asyncio.get_running_loop().run_in_executor(self._thread, self._backend.rest)
-            self._is_resting = True
-
-    def took_gpu(self) -> None:
-        """Note that the backend was called, so that the next ``rest`` gives the GPUs back."""
-        self._is_resting = False
 
     async def _wait(self) -> bool:
         """Do what ``wait`` says; while a version is overdue, try it again every ``retry_at``."""
@@ -284,7 +274,6 @@ class StepPlanner:
     def _begin_wait(self) -> int:
         """Choose the next step for early planning. Returns the number of groups that it waits for."""
         self._states.enter("waiting", "groups")
-        self._is_resting = False
         step = NextStep.of(self._progress)
         self.plan_early(step)
         return step.groups_wanted(self._config)

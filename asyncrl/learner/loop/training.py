@@ -217,7 +217,6 @@ class Training:
                 if self._versions.spoiled:
                     give_up_at = give_up_at or self._schedule.give_up_at
                     await self._schedule.insist(give_up_at)
-                    self._planner.took_gpu()
                 else:
                     give_up_at = None
                     await self._planner.rest()

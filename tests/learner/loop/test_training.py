@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -145,6 +146,23 @@ class Scene:
         self.thread.shutdown()
 
 
+def resting(scene: Scene, noted: Callable[[], int]) -> list[int]:
+    """What is ``noted`` at each rest of the backend. A version takes the GPU back, as a step does."""
+    rests: list[int] = []
+    make, rest = scene.versions.make, scene.backend.rest
+
+    async def taking(probed: object) -> int:
+        scene.backend.is_resting = False
+        return await make(probed)
+
+    def noting() -> None:
+        rests.append(noted())
+        rest()
+
+    scene.versions.make, scene.backend.rest = taking, noting  # type: ignore[method-assign]
+    return rests
+
+
 @pytest.mark.parametrize(("begins", "written"), [(0, [6, 12]), (6, [12]), (7, [13]), (11, [13])])
 def test_checkpoints_come_as_often_after_a_resumption_inside_a_version(begins: int, written: list[int]) -> None:
     async def main() -> list[int]:
@@ -269,8 +287,7 @@ def test_an_overdue_version_is_tried_again_rarely_while_engines_have_the_gpu() -
 
     async def main() -> None:
         scene, clock = Scene(steps=2, groups=range(1), placement={"share": "time_slice"}), LoopClock()
-        rests: list[int] = []
-        scene.backend.rest = lambda: rests.append(scene.progress.version)  # type: ignore[method-assign]
+        rests = resting(scene, lambda: scene.progress.version)
         await scene.training.begin([])
         scene.versions.before = clock.now() + 1.5 * RETRY_IN_TURN_S
         running = asyncio.create_task(scene.training.run())
@@ -285,17 +302,10 @@ def test_an_overdue_version_is_tried_again_rarely_while_engines_have_the_gpu() -
     run_virtual(main())
 
 
-def resting(scene: Scene) -> list[int]:
-    """The number of trained steps at each rest of the backend."""
-    rests: list[int] = []
-    scene.backend.rest = lambda: rests.append(scene.progress.step)  # type: ignore[method-assign]
-    return rests
-
-
 def test_engines_have_the_gpu_once_between_steps_and_in_the_last_evaluations() -> None:
     async def main() -> None:
         scene = Scene(steps=2, groups=range(0), placement={"share": "time_slice"})
-        rests = resting(scene)
+        rests = resting(scene, lambda: scene.progress.step)
         await scene.training.begin([])
         running = asyncio.create_task(scene.training.run())
         for index in range(2):
@@ -320,7 +330,7 @@ def test_engines_have_the_gpu_once_between_steps_and_in_the_last_evaluations() -
 def test_a_wait_for_the_parameter_server_ends_with_news_and_a_preempted_run_gives_no_gpu_away() -> None:
     async def main() -> None:
         scene, clock = Scene(steps=3, groups=range(0), placement={"share": "time_slice"}), LoopClock()
-        rests, away = resting(scene), asyncio.Event()
+        rests, away = resting(scene, lambda: scene.progress.step), asyncio.Event()
         scene.versions.handed_over = away.wait  # type: ignore[method-assign,assignment]
         await scene.training.begin([])
         running = asyncio.create_task(scene.training.run())

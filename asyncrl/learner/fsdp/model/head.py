@@ -168,8 +168,8 @@ def _slopes(
 ) -> Tensor:
     """Compute the loss's gradient with respect to a chunk's logits (before the soft cap), in their type.
 
-    ``of_logprobs`` and ``of_entropies`` are the gradients with respect to log-probs and entropies. The latter is None
-    if entropies have no gradient.
+    ``of_logprobs`` and ``of_entropies`` are the gradients with respect to log-probs and entropies. The latter may be
+    missing (None).
 
     With p the softmax of z, and H its entropy: d log p_t / d z_j = [j = t] - p_j, and d H / d z_j = -p_j (log p_j + H).
     """
