@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.core.errors import BroadcastFailed, ConfigError, WeightsCorrupt
+from asyncrl.core.threads import on_daemon
 from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, CollectiveBackend
 from asyncrl.weights.segments import verify_bytes
 from asyncrl.weights.tensors import mapped, sum_of_words
@@ -154,8 +155,7 @@ class _Epoch:
 
         Raises TimeoutError after the timeout, and _Stopped once the epoch is stopped; the thread is left behind then.
         """
-        done: Future[T] = Future()
-        threading.Thread(target=_complete, args=(done, work), name=f"asyncrl: {what}", daemon=True).start()
+        done = on_daemon(f"asyncrl: {what}", work)
         futures: list[Future[Any]] = [done, self._stopped]
         try:
             wait(futures, self.timeout_s, FIRST_COMPLETED)
@@ -169,7 +169,7 @@ class _Epoch:
             self.check()
             raise
         finally:
-            # For the reason that _complete gives.
+            # The error refers to this frame, which would keep group and memory (core/threads.py).
             del done, futures
 
     def check(self) -> None:
@@ -192,9 +192,7 @@ class _Epoch:
         if self._stopped.done():
             self._receives_or_stopped.set()
         # On a thread, since the host of the store may be frozen.
-        counting = Future[int]()
-        work = (counting, lambda: self._store.add(_received(version), 1))
-        threading.Thread(target=_complete, args=work, name="asyncrl: count of members", daemon=True).start()
+        on_daemon("asyncrl: count of members", lambda: self._store.add(_received(version), 1))
 
     def wait_for_members(self, version: int) -> None:
         """Rank 0: wait until every member has received ``version`` or has failed. Raises TimeoutError, _Stopped."""
@@ -262,24 +260,12 @@ class _Epoch:
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
             # On a thread: aborting may take long, as may the destructor of a group with an operation under way.
-            threading.Thread(target=process_group.abort, name="asyncrl: end of a group", daemon=True).start()
+            on_daemon("asyncrl: end of a group", process_group.abort)
 
 
 def _received(version: int) -> str:
     """Key in the store of the counter of members that have received ``version`` or have failed."""
     return f"received {version}"
-
-
-def _complete(done: Future[T], work: Callable[[], T]) -> None:
-    """Thread: set the result of ``work``, or its error, in ``done``."""
-    try:
-        done.set_result(work())
-    except BaseException as error:
-        done.set_exception(error)
-    finally:
-        # The error refers to this frame. If the frame also referred to the future, the cycle would keep group and
-        # memory until the next garbage collection.
-        del done, work
 
 
 class Sender:
@@ -394,7 +380,7 @@ class Receiver:
         except (OSError, RuntimeError) as error:
             raise BroadcastFailed(part.version, f"the learner cannot be reached: {error}") from error
         epoch = self._epoch = _Epoch(group, rank, store, address, part.timeout_s)
-        threading.Thread(target=epoch.watch, args=(watched,), name="asyncrl: end of an epoch", daemon=True).start()
+        on_daemon("asyncrl: end of an epoch", lambda: epoch.watch(watched))
         # Another thread may have called ``close`` meanwhile.
         if self._ended.is_set():
             epoch.end(ENDED)

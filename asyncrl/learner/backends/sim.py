@@ -18,13 +18,13 @@ from asyncrl.checkpoint.contents import CONTENTS, TrainerContents, read_trainer_
 from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
 from asyncrl.core.files import sync, write_file
+from asyncrl.core.threads import on_daemon, wait_for
 from asyncrl.gpu.shares import rank_slices
 from asyncrl.gpu.slices import RankSlices
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.fsdp.schedule import learning_rate
-from asyncrl.learner.fsdp.weights.background import Background
 from asyncrl.messages.weights import Bucket, Manifest, Probe
 from asyncrl.weights.held_version import HeldVersion, OnSealed, close_all
 from asyncrl.weights.segments import Segment, layout
@@ -45,7 +45,8 @@ class SimTrainer:
         self._config = config
         self._rank = rank
         self._steps = 0
-        self._background = Background("assembly", f"learner/{rank}")
+        self._assembly: Future[HeldVersion] | None = None
+        """The newest assembly; it may have ended."""
         self._slices: RankSlices | None = None
         self.is_resting, self.gpu_wait_s = False, 0.0
 
@@ -86,8 +87,10 @@ class SimTrainer:
         self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
     ) -> Future[HeldVersion]:
         self._take()
-        self._background.wait(self._config.learner.collective_timeout_s)
-        return self._background.start(lambda: self._assemble(version, probe, on_sealed))
+        wait_s = self._config.learner.collective_timeout_s
+        wait_for(self._assembly, wait_s, who=f"learner/{self._rank}", thread="assembly")
+        self._assembly = on_daemon("assembly", lambda: self._assemble(version, probe, on_sealed))
+        return self._assembly
 
     def _assemble(self, version: int, probe: Probe | None, on_sealed: OnSealed | None) -> HeldVersion:
         """Write ``learner.sim.publish_bytes`` in sealed buckets, and sleep ``learner.sim.gather_s`` in all."""

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.core.errors import AsyncRLError, DeadlineExceeded
+from asyncrl.core.threads import on_daemon, wait_for
 from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
-from asyncrl.learner.fsdp.weights.background import Background
 from asyncrl.learner.fsdp.weights.copies import ShardCopies, Unit, Weight, adapter_units, flat, joined, model_units
 from asyncrl.messages.weights import Bucket, Manifest, Probe
 from asyncrl.weights.device_copy import CopyWriter
@@ -38,6 +38,7 @@ from asyncrl.weights.held_version import HeldVersion, OnSealed, close_all
 from asyncrl.weights.segments import Segment, fill_buckets, layout
 from asyncrl.weights.tensors import mapped, sum_of_words
 
+THREAD = "assembly"
 STOP_WAIT_S = 30.0
 """Seconds that an assembly has to end when the rank stops."""
 _LOG = logging.getLogger(__name__)
@@ -83,8 +84,8 @@ class Assembly:
         self._ranks, self._bucket_bytes = ranks, bucket_bytes
         # Only the ranks of the first replica gather: the other replicas hold the same weights.
         self._group = ranks.another_group(ranks.timeout_s, members=ranks.shards)
-        self._background = Background("assembly", f"learner/{ranks.rank}")
         self._last: Future[Any] | None = None
+        """The newest assembly; it may have ended."""
 
     def begin(self, purpose: Purpose, consume: Callable[[Iterator[dict[str, Tensor]]], T]) -> Future[T]:
         """All ranks together: begin an assembly; returns once this rank's shards are copied.
@@ -92,7 +93,7 @@ class Assembly:
         The other thread calls ``consume`` with the iterator of ``gather_buckets``; the future has its result. On ranks
         of further replicas the iterator is empty. Raises as the module says.
         """
-        self._background.wait(self._ranks.timeout_s)
+        self._wait(self._ranks.timeout_s)
         self._raise_last_error()
         copies = self._copies[purpose]
         for each in copies:
@@ -101,16 +102,19 @@ class Assembly:
         gathered: Iterator[dict[str, Tensor]] = iter(())
         if not self._ranks.replica:
             gathered = gather_buckets(units, self._ranks, self._group, bucket_bytes=self._bucket_bytes)
-        self._last = begun = self._background.start(lambda: consume(gathered))
+        self._last = begun = on_daemon(THREAD, lambda: consume(gathered))
         return begun
 
     def close(self) -> None:
         """Wait up to STOP_WAIT_S for the assembly under way; a longer one is abandoned and logged."""
         try:
-            self._background.wait(STOP_WAIT_S)
+            self._wait(STOP_WAIT_S)
         except DeadlineExceeded:
             _LOG.warning("learner/%d stops while weights are being assembled", self._ranks.rank)
         # The memory of ``copy`` stays until the process ends, because an engine may be reading it.
+
+    def _wait(self, timeout_s: float) -> None:
+        wait_for(self._last, timeout_s, who=f"learner/{self._ranks.rank}", thread=THREAD)
 
     def _raise_last_error(self) -> None:
         """Raise the previous assembly's error if the ranks are out of step after it."""

@@ -18,11 +18,12 @@ from typing import Any
 from torch import nn
 
 from asyncrl.core.errors import AsyncRLError, CheckpointError, DeadlineExceeded
+from asyncrl.core.threads import on_daemon, wait_for
 from asyncrl.learner.fsdp.model.optimizers import Optimizer
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
-from asyncrl.learner.fsdp.weights.background import Background
 from asyncrl.learner.fsdp.weights.dcp import EXCHANGE_WAIT_S, StagedState, write
 
+THREAD = "checkpoint"
 BEFORE_WAIT_S = 10.0
 """Seconds that the previous save has to end on this rank once it has ended on rank 0."""
 STOP_WAIT_S = 30.0
@@ -36,7 +37,6 @@ class Saver:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._group: Any = None
-        self._background = self._another_thread()
         self._done: Future[None] | None = None
         self.broken = False
         """Whether the exchange among the ranks failed in the last save: the next one must ``renew`` the group."""
@@ -66,27 +66,26 @@ class Saver:
         self.broken = False
         staged: StagedState | CheckpointError
         try:
-            self._background.wait(BEFORE_WAIT_S)
+            self._wait(BEFORE_WAIT_S)
             staged = StagedState(policy, optimizer, self._ranks, steps=steps, warm_steps=warm_steps)
         except DeadlineExceeded:
             staged = CheckpointError(str(folder), "the one before is still being written")
-            # The old thread is abandoned. A new one sends the error to the other ranks.
-            self._background = self._another_thread()
+            # The old thread is left behind. The new one sends the error to the other ranks.
         except (RuntimeError, MemoryError) as error:
             staged = CheckpointError(str(folder), f"cannot be copied: {error}")
         group = self._group
-        self._done = done = self._background.start(partial(self._write, folder, staged, group))
+        self._done = done = on_daemon(THREAD, partial(self._write, folder, staged, group))
         return done
 
     def close(self) -> None:
         """Wait up to STOP_WAIT_S for the save under way; a longer one is abandoned and logged."""
         try:
-            self._background.wait(STOP_WAIT_S)
+            self._wait(STOP_WAIT_S)
         except DeadlineExceeded:
             _LOG.warning("learner/%d stops while a checkpoint is being written", self._ranks.rank)
 
-    def _another_thread(self) -> Background:
-        return Background("checkpoint", f"learner/{self._ranks.rank}")
+    def _wait(self, timeout_s: float) -> None:
+        wait_for(self._done, timeout_s, who=f"learner/{self._ranks.rank}", thread=THREAD)
 
     def _write(self, folder: Path, staged: StagedState | CheckpointError, group: Any) -> None:
         """Thread: write the copied state. Raises CheckpointError; also sets ``broken`` if the exchange failed."""
