@@ -86,6 +86,11 @@ class RankSlices:
         """From any thread: end the present wait, and every later one, with a RuntimeError."""
         self._interrupted.set()
 
+    def pause(self, seconds: float, what: str) -> None:
+        """Wait before another look at ``what``, which the error names. Raises RuntimeError after ``interrupt``."""
+        if self._interrupted.wait(seconds):
+            raise RuntimeError(f"{self._who} ends, and waits no more for {what} of GPU {self._gpu}")
+
     def close(self) -> None:
         """Give the memory back, and close the socket that says that a rank lives."""
         self.give()
@@ -106,8 +111,7 @@ class RankSlices:
         while (lock := attempt()) is None:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(self._who, self._engine, f"{what} of GPU {self._gpu}", self._timeout_s)
-            if self._interrupted.wait(LOOK_S):
-                raise RuntimeError(f"{self._who} ends, and waits no more for {what} of GPU {self._gpu}")
+            self.pause(LOOK_S, what)
         return lock
 
 

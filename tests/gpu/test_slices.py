@@ -11,9 +11,12 @@ import threading
 import time
 
 import pytest
+from run_settings import sim_config
 
 from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE
 from asyncrl.gpu.slices import EngineSlices, RankSlices, engine_may_have
+from asyncrl.learner.backends.sim import SimTrainer
 
 NUMBERS = itertools.count()
 
@@ -101,6 +104,23 @@ async def test_a_rank_says_for_which_engine_it_waited(gpu, rank):
         await engine.asked.wait()
     engine.give()
     await asyncio.to_thread(learner.take)
+
+
+async def test_the_end_of_a_simulated_rank_ends_its_wait_for_the_gpu(gpu, monkeypatch):
+    monkeypatch.setenv(SHARED_GPU_VARIABLE, f"{gpu}:rollouter/0")
+    trainer = SimTrainer(sim_config(placement={"share": "time_slice"}), 0)
+    trainer.setup("", 0)
+    trainer.rest()
+    engine = EngineSlices([gpu])
+    await taken(engine)
+    publishing = asyncio.create_task(asyncio.to_thread(trainer.publish, 1))
+    async with asyncio.timeout(5.0):
+        await engine.asked.wait()
+        trainer.interrupt()
+        with pytest.raises(RuntimeError, match=rf"learner/0 ends, and waits no more for the memory of GPU {gpu}"):
+            await publishing
+    engine.give()
+    trainer.stop()
 
 
 async def test_an_engine_on_two_gpus_waits_for_both_ranks(gpu):

@@ -157,7 +157,9 @@ class SimTrainer:
         """Return at once: rank 0 works alone."""
 
     def interrupt(self) -> None:
-        """Do nothing: ``follow`` does not wait."""
+        """End a wait for the GPU; ``follow`` does not wait."""
+        if self._slices is not None:
+            self._slices.interrupt()
 
     def stop(self) -> None:
         """Give the GPU back, if there are time slices."""

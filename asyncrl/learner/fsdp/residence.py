@@ -4,7 +4,8 @@ The storage of each tensor is emptied and later filled again. So the tensors sta
 and the views that copy shards for a version keep what they hold. On CPUs the same is done, as a rehearsal.
 
 Invariants: values do not change. Between ``leave`` and ``come_back`` nothing reads the tensors. Fails with torch's
-OutOfMemoryError if the device does not have room for the tensors in time.
+OutOfMemoryError if the device does not have room for the tensors in time. Each wait for room calls a function ``pause``
+that takes the seconds until the next look at the memory, and may raise to end the wait.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Residence:
         if self._on_gpu:
             torch.cuda.empty_cache()
 
-    def come_back(self, within_s: float = 0.0) -> None:
+    def come_back(self, within_s: float = 0.0, pause: Callable[[float], None] = time.sleep) -> None:
         """Allocate the memory on the device again, and copy everything back.
 
         An engine that was killed frees its memory with a delay, so an allocation that fails is repeated for up to
@@ -63,7 +64,7 @@ class Residence:
             except torch.OutOfMemoryError:
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(LOOK_S)
+                pause(LOOK_S)
                 continue
             for host, device in self._pieces(_bytes(storage), offset):
                 device.copy_(host)
@@ -100,7 +101,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def wait_for_room(device: torch.device, share: float, within_s: float) -> None:
+def wait_for_room(device: torch.device, share: float, within_s: float, pause: Callable[[float], None]) -> None:
     """Wait until ``share`` of a GPU's memory is free, for ``within_s`` at most; returns at once on a CPU.
 
     An engine that was killed frees its memory with a delay. After ``within_s`` the function returns all the same, and
@@ -111,4 +112,4 @@ def wait_for_room(device: torch.device, share: float, within_s: float) -> None:
         free, total = torch.cuda.mem_get_info(device)
         if free >= share * total:
             return
-        time.sleep(LOOK_S)
+        pause(LOOK_S)

@@ -123,7 +123,7 @@ class Trainer:
         prepare_device(device, self._learner)
         shares = limit_memory(device, self._config)
         if self._slices is not None and shares is not None:
-            wait_for_room(device, shares.rank, RETURN_SHARE * self._learner.collective_timeout_s)
+            wait_for_room(device, shares.rank, RETURN_SHARE * self._learner.collective_timeout_s, self._pause_for_room)
         self._joined_ranks = Ranks(
             self._rank,
             self._learner.ranks,
@@ -180,8 +180,12 @@ class Trainer:
             began = time.monotonic()
             with self._phase("take the GPU"):
                 self._slices.take()
-                self._residence.come_back(RETURN_SHARE * self._learner.collective_timeout_s)
+                self._residence.come_back(RETURN_SHARE * self._learner.collective_timeout_s, self._pause_for_room)
             self.gpu_wait_s += time.monotonic() - began
+
+    def _pause_for_room(self, seconds: float) -> None:
+        assert self._slices is not None
+        self._slices.pause(seconds, "room in the memory")
 
     def rest(self) -> None:
         if self._config.placement.share == "time_slice" and not self.is_resting:

@@ -1,9 +1,13 @@
 """Weights and states that leave their device and come back."""
 
+import threading
+import time
+
 import pytest
 import torch
 from torch import nn
 
+from asyncrl.gpu.slices import RankSlices
 from asyncrl.learner.fsdp import residence as module
 from asyncrl.learner.fsdp.residence import Residence, wait_for_room
 
@@ -85,8 +89,36 @@ def test_a_gpu_is_waited_for_until_the_share_is_free(monkeypatch):
     free = iter([1, 5, 8, 8])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10))
     monkeypatch.setattr(module, "LOOK_S", 0.0)
-    wait_for_room(torch.device("cuda", 0), 0.8, 60.0)
+    wait_for_room(torch.device("cuda", 0), 0.8, 60.0, time.sleep)
     assert next(free) == 8
     # At the deadline the caller tries it all the same.
-    wait_for_room(torch.device("cuda", 0), 0.9, 0.0)
-    wait_for_room(CPU, 0.9, 60.0)
+    wait_for_room(torch.device("cuda", 0), 0.9, 0.0, time.sleep)
+    wait_for_room(CPU, 0.9, 60.0, time.sleep)
+
+
+class Full:
+    """A storage for which the device has no room."""
+
+    def resize_(self, size):
+        raise torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda residence, pause: wait_for_room(torch.device("cuda", 0), 0.8, 60.0, pause),
+        lambda residence, pause: residence.come_back(60.0, pause),
+    ],
+    ids=["at the start", "in a turn"],
+)
+def test_the_end_of_the_run_ends_a_wait_for_room_at_once(wait, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 10))
+    slices = RankSlices("0", "learner/0", "rollouter/0", 60.0)
+    pause = lambda seconds: slices.pause(seconds, "room in the memory")  # noqa: E731
+    residence = Residence(list, CPU)
+    residence._away.append((Full(), 64, 0))
+    threading.Timer(0.2, slices.interrupt).start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="learner/0 ends, and waits no more for room in the memory of GPU 0"):
+        wait(residence, pause)
+    assert time.monotonic() - began < 10.0
