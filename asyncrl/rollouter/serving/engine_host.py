@@ -41,13 +41,13 @@ class _Submission:
 
     prompt: int
     lost: int
-    """Number of prompt tokens that were computed before, under older weights."""
+    """Number of prompt tokens that were computed before, under older weights or before a sleep."""
     tokens: int = 0
     """Number of tokens with keys and values in the engine; 0 before the first sampled token."""
 
 
 class Reprefill:
-    """Counts the tokens whose keys and values one rollouter's engines compute again, because of weight updates."""
+    """Counts the tokens whose keys and values one rollouter's engines compute again, because of updates and sleeps."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -55,7 +55,7 @@ class Reprefill:
         self._held: dict[str, _Submission] = {}
 
     def submitted(self, id: str, prompt: int, lost: int) -> None:
-        """Note a submission with ``prompt`` tokens, the first ``lost`` of them computed before under older weights."""
+        """Note a submission with ``prompt`` tokens; the engine has lost what it computed of the first ``lost``."""
         assert lost <= prompt
         self._held[id] = _Submission(prompt, lost)
 
@@ -225,7 +225,7 @@ class EngineHost:
         """Submit ``request`` to the engine and yield its deltas. Raises EngineDied.
 
         Call it at the beginning of a turn, without an await in between. The engine computed the first ``lost`` tokens
-        of the prompt under older weights.
+        of the prompt under older weights, or before a sleep.
         """
         engine = self.engine
         assert self._open.is_set(), "submitted to an engine that does not serve"

@@ -65,6 +65,8 @@ class Response:
     """Number of tokens, prompt included, that the engine has computed; 0 after its death."""
     computed_at: int = -1
     """The newest version under which the engine computed them."""
+    computed_sleeps: int = 0
+    """Number of sleeps of the engine before it computed them; each later sleep loses them."""
     _submission_start: int = 0
     """Index of the first token of the present submission."""
     _submission_version: int = -1
@@ -75,9 +77,12 @@ class Response:
         """Number of tokens that may still be sampled."""
         return self.max_tokens - len(self.tokens)
 
-    def lost(self, version: int) -> int:
-        """Number of tokens that the engine must compute again, because it computed them under an older version."""
-        return self.computed if self.computed_at < version else 0
+    def lost(self, version: int, sleeps: int) -> int:
+        """Number of tokens that the engine must compute again: they are of an older version, or from before a sleep.
+
+        ``sleeps`` is the number of the engine's sleeps so far.
+        """
+        return self.computed if self.computed_at < version or self.computed_sleeps < sleeps else 0
 
     def submitted(self, version: int) -> None:
         """Note that a submission begins under ``version``."""
@@ -255,7 +260,9 @@ class PolicyCall:
         stopped = ended = False
         # ``known``: number of tokens whose version is known even without version spans; see ``cut_submission``.
         loads, known = self._host.loads, len(response.tokens)
-        prompt, lost = len(request.prompt_ids) - known, response.lost(self._host.version)
+        # A sleep ends every submission, so the number holds for the whole of this one.
+        sleeps = self._host.sleeps
+        prompt, lost = len(request.prompt_ids) - known, response.lost(self._host.version, sleeps)
         try:
             async with aclosing(self._host.stream(request, self._lease, lost=lost)) as deltas:
                 async for delta in deltas:
@@ -263,6 +270,7 @@ class PolicyCall:
                         stopped = response.extend(delta.tokens, delta.logprobs, self._tokenizer.decode)
                         version = delta.spans[-1].version if delta.spans else self._host.version
                         response.computed, response.computed_at = prompt + len(response.tokens), version
+                        response.computed_sleeps = sleeps
                         # Without a load since the submission began, all its tokens have the version of its beginning.
                         if self._host.loads == loads:
                             known = len(response.tokens)

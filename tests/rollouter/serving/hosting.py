@@ -45,6 +45,22 @@ class Engine(SimEngine):
         self._batch.load(weights.version, recompute_kv=recompute_kv)
 
 
+class Turns:
+    """The engine's side of a GPU that the learner has while ``free`` is not set."""
+
+    def __init__(self):
+        self.asked, self.free, self.has = asyncio.Event(), asyncio.Event(), False
+        self.free.set()
+
+    async def take(self):
+        await self.free.wait()
+        self.has = True
+
+    def give(self):
+        self.has = False
+        self.asked.clear()
+
+
 class Hosted:
     """A host of such engines."""
 

@@ -3,28 +3,12 @@
 import asyncio
 
 import pytest
-from hosting import Engine, Hosted, simulated
+from hosting import Engine, Hosted, Turns, simulated
 from virtual import run_virtual
 
 from asyncrl.core.errors import EngineDied
 
 RESPONSE = 8
-
-
-class Turns:
-    """The engine's side of a GPU that the learner has while ``free`` is not set."""
-
-    def __init__(self):
-        self.asked, self.free, self.has = asyncio.Event(), asyncio.Event(), False
-        self.free.set()
-
-    async def take(self):
-        await self.free.wait()
-        self.has = True
-
-    def give(self):
-        self.has = False
-        self.asked.clear()
 
 
 class Sleeper(Engine):

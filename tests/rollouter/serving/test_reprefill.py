@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from harness import until
-from hosting import Hosted, simulated
+from hosting import Hosted, Turns, simulated
 from hypothesis import given
 from hypothesis import strategies as st
 from made_group import make_group
@@ -39,14 +39,14 @@ def test_tokens_count_once_with_the_first_token_and_at_a_load_every_held_token_c
     assert reprefill.tokens == expected
 
 
-def played(meanwhile, **rollout):
+def played(meanwhile, slices=None, **rollout):
     """Siblings of one prompt on a virtual clock. ``meanwhile`` is given the world when each has 10 tokens.
 
     Returns the tokens computed again, and those sampled.
     """
 
     async def main():
-        world = Hosted(simulated(**rollout))
+        world = Hosted(simulated(**rollout), slices=slices)
         await world.host.start()
         await world.load(0)
         async with asyncio.TaskGroup() as tasks:
@@ -101,6 +101,16 @@ CACHED = 32 * (SIBLINGS - 1)
 )
 def test_tokens_that_an_engine_computes_again_after_updates_are_counted(meanwhile, rollout, again):
     assert played(meanwhile, **rollout) == (again, SIBLINGS * TOKENS)
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_sleep_loses_all_tokens_though_the_same_version_follows(version):
+    async def sleeps(world):
+        await world.host.sleep()
+        await world.load(version)
+
+    again, tokens = played(sleeps, Turns())
+    assert (again, tokens) == (SIBLINGS * ALL - CACHED, SIBLINGS * TOKENS)
 
 
 @pytest.mark.parametrize(("keep_kv", "again"), [("recompute", ALL + ALL), ("stale", ALL)])
