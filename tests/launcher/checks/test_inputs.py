@@ -165,6 +165,28 @@ def test_models_that_vllm_cannot_serve_or_computes_differently_are_refused_by_na
         assert check_served(validate_config(settings | {"rollout": {"engine": "reference"}})) is None
 
 
+@pytest.mark.parametrize(
+    ("changes", "share", "gpus", "is_refused"),
+    [
+        ({"model_type": "bloom"}, "time_slice", 1, True),
+        ({"model_type": "falcon", "alibi": True}, "time_slice", 1, True),
+        ({"model_type": "falcon", "alibi": False}, "time_slice", 1, False),
+        ({"model_type": "qwen2"}, "time_slice", 1, False),
+        ({"model_type": "bloom"}, "always", 1, False),
+        # An engine on CPU keeps its memory when it sleeps.
+        ({"model_type": "bloom"}, "time_slice", 0, False),
+    ],
+)
+def test_a_model_whose_positions_a_sleep_would_lose_is_refused_in_time_slices(model, changes, share, gpus, is_refused):
+    (model / "config.json").write_text(json.dumps(changes))
+    settings = {"model": {"path": str(model)}, "data": {"source": "synthetic"}, "placement": {"share": share}}
+    found = check_served(validate_config(settings | {"rollout": {"gpus_per_replica": gpus}}))
+    assert (found is not None) == is_refused
+    if found is not None:
+        assert (found.result, found.key) == ("fail", "model.path")
+        assert "ALiBi" in found.detail and "placement.share" in found.fix
+
+
 # --- tokenizer and template ---
 
 

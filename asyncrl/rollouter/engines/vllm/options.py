@@ -40,6 +40,8 @@ CPU_BATCHED_TOKENS = 4096
 """Most tokens that a CPU engine processes in one step, unless one prompt is longer."""
 ALWAYS_TIED = ("gemma2",)
 """Values of model_type for which vLLM loads no head, only the embedding."""
+ALWAYS_ALIBI = ("bloom", "step1")
+"""Values of model_type whose positions are always ALiBi; in other config.json ``alibi`` says so."""
 WITHOUT_ADAPTERS = (
     *("BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM", "BloomForCausalLM", "Cohere2MoeForCausalLM"),
     *("DbrxForCausalLM", "DeepseekV4ForCausalLM", "FalconForCausalLM", "FalconMambaForCausalLM", "GPT2LMHeadModel"),
@@ -283,6 +285,11 @@ def judge(config: Config, model: dict[str, Any]) -> Unserved | None:
     if text.get("model_type") in ALWAYS_TIED and not text.get("tie_word_embeddings", True):
         problem = f"its head is not tied to its embedding, and vLLM knows {text['model_type']} with a tied head alone"
         return Unserved(problem, "choose the model with tie_word_embeddings = true")
+    is_alibi = text.get("alibi") or text.get("model_type") in ALWAYS_ALIBI
+    if is_alibi and config.placement.share == "time_slice" and not on_cpu(config):
+        # After a sleep of level 2 vLLM restores the model's buffers, and the slopes are not among them.
+        problem = "its positions are ALiBi, and vLLM loses their slopes while the engine sleeps in time slices"
+        return Unserved(problem, 'set placement.share to "always" or "never", or choose another model')
     named = [name for name in model.get("architectures") or () if name in WITHOUT_ADAPTERS]
     if named and config.publishes_adapter:
         fix = 'set lora.publish to "merged": engines then get whole weights with the adapters added in'
