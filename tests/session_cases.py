@@ -22,10 +22,10 @@ from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Sessions
+from asyncrl.rollouter.serving.admission import Slots
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall
 from asyncrl.rollouter.serving.group_events import GroupAccount
-from asyncrl.rollouter.serving.slots import Slots
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.text.chat.renderer import make_renderer
 from asyncrl.text.stops import Stops

@@ -24,8 +24,8 @@ from asyncrl.core.errors import DeadlineExceeded, MessageTooLarge, RemoteError, 
 from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
 from asyncrl.messages.groups import Group, Lease, NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.learner import Deliver
+from asyncrl.rollouter.serving.admission import Slots
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.slots import Slots
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.calls.retry import AWAY_S, log_away, pause, wait_out
 from asyncrl.rpc.services import ActorServices

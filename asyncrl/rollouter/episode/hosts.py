@@ -18,7 +18,7 @@ from typing import Protocol
 from asyncrl.config import Config
 from asyncrl.messages.actors import RunState
 from asyncrl.messages.episodes import ChatDelta, EpisodeDone, RunEpisode
-from asyncrl.rollouter.serving.slots import Slots
+from asyncrl.rollouter.serving.admission import Slots
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.lifecycle.roster import Roster
 

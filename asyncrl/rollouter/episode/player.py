@@ -27,9 +27,9 @@ from asyncrl.rollouter.episode.figures import EpisodeFaults, Failure, by_kind
 from asyncrl.rollouter.episode.hosts import EpisodeHosts
 from asyncrl.rollouter.episode.sessions import Session, Sessions
 from asyncrl.rollouter.episode.stages import Expired
+from asyncrl.rollouter.serving.admission import Slots
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import SampleAccount
-from asyncrl.rollouter.serving.slots import Slots
 from asyncrl.rpc.calls.retry import LONGEST_AWAY_S, backoffs
 from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.messages import Message, Tool, read_tools

@@ -1,7 +1,7 @@
 """Owns the engine of this rollouter: admits submissions, pauses and updates the engine, notes its death, replaces it.
 
-Requests wait here for their turn (turns.py), and while the engine does not serve. To *commit* an update is to resume
-the engine under its weights and admit submissions again.
+Requests wait here for their turn (admission.py), and while the engine does not serve. To *commit* an update is to
+resume the engine under its weights and admit submissions again.
 
 In time slices (gpu/slices.py) the engine sleeps while the learner has the GPU. A sleeping engine has no weights, keys
 and values. So it serves nothing before its next update, like a new engine.
@@ -26,8 +26,8 @@ from asyncrl.messages.groups import Lease
 from asyncrl.messages.weights import BroadcastPart, Probe
 from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines.base import Engine, EngineLoad, GenerationRequest, TokenDelta
+from asyncrl.rollouter.serving.admission import EngineTurns
 from asyncrl.rollouter.serving.drift import Drift, probe_engine
-from asyncrl.rollouter.serving.turns import EngineTurns
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.rpc.services import Clock
 from asyncrl.weights.held_version import HeldVersion
@@ -207,7 +207,7 @@ class EngineHost:
 
     @asynccontextmanager
     async def turn(self, lease: Lease) -> AsyncIterator[int]:
-        """Wait for the lease's turn (turns.py) and until the engine serves; yields the version being served.
+        """Wait for the lease's turn (admission.py) and until the engine serves; yields the version being served.
 
         The caller submits at once inside the ``async with``. The wait has no deadline: if the engine cannot be
         replaced, the rollouter ends and cancels it.

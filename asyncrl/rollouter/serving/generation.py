@@ -1,4 +1,4 @@
-"""The policy as episodes call it: turns token ids into a finished response, in a slot of the engine (slots.py).
+"""The policy as episodes call it: turns token ids into a finished response, in a slot of the engine (admission.py).
 
     GroupRunner -> SingleTurn | EpisodePlayer -> Sessions -> ServedPolicy -> EngineHost -> Engine
 
@@ -32,9 +32,9 @@ from asyncrl.messages.groups import Lease, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.observe.trace import FIRST_SLOT, Trace
 from asyncrl.rollouter.engines.base import GenerationRequest
+from asyncrl.rollouter.serving.admission import Concurrency, Slots
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
-from asyncrl.rollouter.serving.slots import Concurrency, Slots
 from asyncrl.rpc.services import ActorServices
 from asyncrl.text.stops import Stops
 from asyncrl.text.tokenizer import Tokenizer
@@ -320,7 +320,7 @@ class ServedPolicy:
         self.slots = Slots(self._concurrency.limit)
         """Slots of the engine."""
         self.places = Slots(config.episodes_open(self.slots.size))
-        """Places for open episodes (slots.py)."""
+        """Places for open episodes (admission.py)."""
 
     async def generate(
         self,

@@ -10,7 +10,7 @@ from run_settings import sim_config
 
 from asyncrl.rollouter.engines.base import EngineLoad
 from asyncrl.rollouter.serving import generation
-from asyncrl.rollouter.serving.slots import FULL, GROWTH, ROOM, Concurrency, Slots
+from asyncrl.rollouter.serving.admission import FULL, GROWTH, ROOM, Concurrency, Slots
 
 
 def load(kv_use=0.0, queued=0, preemptions=0):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from made_group import make_group
 
 from asyncrl.messages.groups import ALONE_FROM
-from asyncrl.rollouter.serving.turns import EngineTurns
+from asyncrl.rollouter.serving.admission import EngineTurns
 
 
 def lease(uid, **changes):
