@@ -26,11 +26,11 @@ from asyncrl.core.errors import AsyncRLError, ConfigError, RewardFailed, RewardP
 from asyncrl.messages.reward import Outcome, Score, Scores
 from asyncrl.messages.snapshot import Resource
 from asyncrl.reward.faults import RewardFault
+from asyncrl.reward.functions import shaped
 from asyncrl.reward.judge_answers import AnswerCache, BadAnswer, VoteFailed, key_of
 from asyncrl.reward.judge_options import RelativeOptions, RubricOptions, read_options
 from asyncrl.reward.judge_questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
 from asyncrl.reward.judge_views import shorten
-from asyncrl.reward.overlong import shaped
 from asyncrl.reward.reward_pool import UNOBSERVED, RewardCounts, RewardObserver, RewardPool
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.user_code import NotCallable

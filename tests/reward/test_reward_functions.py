@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.messages.reward import Completion, Score, Scores
-from asyncrl.reward.functions import constant, exact, math_verify, reasoning_gym, regex
-from asyncrl.reward.overlong import overlong_penalty, shaped
+from asyncrl.reward.functions import (
+    constant,
+    exact,
+    math_verify,
+    overlong_penalty,
+    reasoning_gym,
+    regex,
+    shaped,
+)
 from asyncrl.reward.reward_worker import RewardSetup, resolve
 from asyncrl.workers.user_code import NotCallable
 
