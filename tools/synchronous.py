@@ -26,8 +26,8 @@ from asyncrl.config.load import load_config
 from asyncrl.core.errors import ConfigError
 from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.prompts import PromptSet, load_dataset
+from asyncrl.learner.algorithm.advantages import has_signal
 from asyncrl.learner.algorithm.batch import step_metrics
-from asyncrl.learner.algorithm.group_check import has_signal
 from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.fsdp.trainer import Trainer
 from asyncrl.learner.loop.step_planner import plan_step

@@ -36,8 +36,7 @@ from asyncrl.messages.dataloader import (
     Supply,
     WatchSupply,
 )
-from asyncrl.messages.groups import NewLeases, RequestLeases, ReturnLeases, sealed
-from asyncrl.messages.learner import Held, Holds
+from asyncrl.messages.groups import Held, Holds, NewLeases, RequestLeases, ReturnLeases, sealed
 from asyncrl.observe.group_log import LEASED, ORPHANED, RETURNED, SETTLED, GroupLog
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.rpc.calls.retry import AWAY_S, log_away

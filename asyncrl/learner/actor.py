@@ -20,8 +20,8 @@ from asyncrl.learner.backends.backend import Backend, create
 from asyncrl.learner.controller_link import RANK_0, ControllerLink
 from asyncrl.learner.groups.deliveries import Deliveries
 from asyncrl.learner.rank_0 import Rank0
-from asyncrl.messages.groups import fits
-from asyncrl.messages.learner import Deliver, Delivered, Held, Holds, RolloutStats
+from asyncrl.messages.groups import Deliver, Delivered, Held, Holds, fits
+from asyncrl.messages.learner import RolloutStats
 from asyncrl.messages.snapshot import Resource
 from asyncrl.observe.trace import PHASES, Track
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler

@@ -1,4 +1,4 @@
-"""The lease of a prompt group, as a rollouter requests and returns it, and the group that it generates.
+"""A prompt group between actors: its lease, as a rollouter requests and returns it, and its delivery to the learner.
 
 The conversation of an episode may fork, where a context does not continue an earlier answer. A **path** leads from its
 first message to one of its ends.
@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct, field
 
-from asyncrl.messages import ROLLOUTER, Count, Done, FinishReason, Message, Request, Uid
+from asyncrl.messages import DATALOADER, ROLLOUTER, Count, Done, FinishReason, Message, Request, Uid
 
 ALONE_FROM = 2
 """Number of deaths after which a prompt runs alone."""
@@ -185,6 +185,34 @@ class Group(Struct, gc=False, frozen=True, kw_only=True):
     """Number of trajectories that failed and were left out (on_failed_trajectory = drop)."""
     failed_attempts: Count = 0
     """Number of failed attempts at its trajectories, also if a later attempt succeeded."""
+
+
+class Delivered(Message, frozen=True, kw_only=True):
+    """The learner has the group, or had it before (``duplicate``): the rollouter may release its lease."""
+
+    duplicate: bool = False
+
+
+class Deliver(Request, frozen=True, kw_only=True):
+    """Rollouter to learner: a finished group."""
+
+    reply = Delivered
+    senders = ROLLOUTER
+    group: Group
+
+
+class Held(Message, frozen=True, kw_only=True):
+    """Those of Holds.uids that the learner holds or has finished; they must not be leased again."""
+
+    uids: list[Uid]
+
+
+class Holds(Request, frozen=True, kw_only=True):
+    """Dataloader to learner: say which of these groups it holds or has finished."""
+
+    reply = Held
+    senders = DATALOADER
+    uids: list[Uid]
 
 
 def sealed(key: bytes, lease: Lease, rollouter: str, incarnation: int) -> Lease:

@@ -1,39 +1,10 @@
-"""Messages to the learner: groups that rollouters deliver, and statistics of their generation and updates."""
+"""Statistics that rollouters send to the learner: of their generation, and of the updates of their weights."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from asyncrl.messages import DATALOADER, ROLLOUTER, Count, Message, Request, Uid
-from asyncrl.messages.groups import Group
-
-
-class Delivered(Message, frozen=True, kw_only=True):
-    """The learner has the group, or had it before (``duplicate``): the rollouter may release its lease."""
-
-    duplicate: bool = False
-
-
-class Deliver(Request, frozen=True, kw_only=True):
-    """Rollouter to learner: a finished group."""
-
-    reply = Delivered
-    senders = ROLLOUTER
-    group: Group
-
-
-class Held(Message, frozen=True, kw_only=True):
-    """Those of Holds.uids that the learner holds or has finished; they must not be leased again."""
-
-    uids: list[Uid]
-
-
-class Holds(Request, frozen=True, kw_only=True):
-    """Dataloader to learner: say which of these groups it holds or has finished."""
-
-    reply = Held
-    senders = DATALOADER
-    uids: list[Uid]
+from asyncrl.messages import ROLLOUTER, Count, Message
 
 
 class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):

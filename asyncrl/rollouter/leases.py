@@ -22,8 +22,7 @@ from msgspec.structs import replace
 from asyncrl.config import Config
 from asyncrl.core.errors import DeadlineExceeded, MessageTooLarge, RemoteError, WireError
 from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
-from asyncrl.messages.groups import Group, Lease, NewLeases, RequestLeases, ReturnLeases
-from asyncrl.messages.learner import Deliver
+from asyncrl.messages.groups import Deliver, Group, Lease, NewLeases, RequestLeases, ReturnLeases
 from asyncrl.rollouter.serving.admission import Slots
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rpc.calls.peer import Peer

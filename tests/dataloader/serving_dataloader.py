@@ -16,8 +16,7 @@ from asyncrl.config import Config
 from asyncrl.dataloader.actor import Dataloader
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.dataloader import LeasesHeld, OpenLeases, Outcome, Outcomes, Restored, Supply, WatchSupply
-from asyncrl.messages.groups import RequestLeases
-from asyncrl.messages.learner import Held, Holds
+from asyncrl.messages.groups import Held, Holds, RequestLeases
 from asyncrl.messages.ledger import Ledger, LedgerState
 from asyncrl.rpc.actor import ActorContext, Caller, handler
 

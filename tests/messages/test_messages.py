@@ -10,8 +10,7 @@ from asyncrl.core.errors import ProtocolError
 from asyncrl.core.roles import ROLES
 from asyncrl.messages import Message, Request, may_send, senders_of
 from asyncrl.messages.actors import StopRun
-from asyncrl.messages.groups import Sequence, Turn, VersionSpan, fits, sealed
-from asyncrl.messages.learner import Deliver, Delivered
+from asyncrl.messages.groups import Deliver, Delivered, Sequence, Turn, VersionSpan, fits, sealed
 from asyncrl.rpc.wire.codec import Codec
 
 

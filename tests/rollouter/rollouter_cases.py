@@ -11,8 +11,8 @@ from run_settings import sim_config
 from asyncrl.core.errors import RestoreNeeded
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
-from asyncrl.messages.groups import Group, NewLeases, RequestLeases, ReturnLeases
-from asyncrl.messages.learner import Deliver, Delivered, RolloutStats
+from asyncrl.messages.groups import Deliver, Delivered, Group, NewLeases, RequestLeases, ReturnLeases
+from asyncrl.messages.learner import RolloutStats
 from asyncrl.rollouter import actor
 from asyncrl.rpc.actor import ActorContext
 from asyncrl.rpc.calls.handlers import Caller, handler

@@ -20,7 +20,7 @@ from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages.actors import NOTICE
 from asyncrl.messages.dataloader import OpenLeases
-from asyncrl.messages.learner import Deliver, Holds
+from asyncrl.messages.groups import Deliver, Holds
 from asyncrl.messages.ledger import position_of
 from asyncrl.observe.samples import KINDS, SampleChoice, newest_samples
 from asyncrl.rollouter import actor as rollouter_module

@@ -14,8 +14,8 @@ import msgspec
 
 from asyncrl.controller.actor import Controller
 from asyncrl.messages import Done
-from asyncrl.messages.groups import Group, Lease, NewLeases, RequestLeases, ReturnLeases
-from asyncrl.messages.learner import Deliver, Delivered, RolloutStats, UpdateTimes
+from asyncrl.messages.groups import Deliver, Delivered, Group, Lease, NewLeases, RequestLeases, ReturnLeases
+from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.messages.weights import LoadGranted, Manifest, NextUpdate, Offer, ReportUpdate, RequestLoad, Update
 from asyncrl.rollouter.actor import Rollouter

@@ -1,4 +1,6 @@
-"""The built-in advantages: functions from the rewards of a step's groups to one advantage for each turn.
+"""The built-in advantages, and the signal of a group, without which its advantages teach nothing. Pure.
+
+An advantage is a function from the rewards of a step's groups to one number for each turn.
 
 Masked trajectories are included: they belong to the baseline. Every token of a turn has the advantage of its turn.
 Except under ``reinforce``, the advantages of a group are 0 if all its rewards are equal and every past_it (below) is 0.
@@ -6,6 +8,11 @@ Except under ``reinforce``, the advantages of a group are 0 if all its rewards a
 The return of turn t of trajectory i is r_i - past_it, where past_it is the reward earned before the turn began. The
 return is the reward to go: an action has no part in earlier rewards (policy gradient theorem, Sutton and others, 2000).
 All turns of a trajectory have one baseline, a mean of rewards r. If every past_it is 0, they have one advantage too.
+
+``has_signal`` is dynamic sampling: DAPO (arXiv 2503.14476, section 3.2) leaves out prompts whose answers are all right
+or all wrong. ``learner.signal`` names the number that is compared: a component, or the reward before the overlong
+penalty. With the penalty, one slightly long right answer would make a group of right answers differ. ``has_signal``
+raises ConfigError if no trajectory has the component and no scoring ran out of time.
 
 A user's own function returns for each group float64 [n], one advantage for each trajectory, or n arrays [turns].
 
@@ -21,10 +28,16 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.built_in import BuiltIn
+from asyncrl.messages.groups import Group
+from asyncrl.messages.reward import PENALTY_COMPONENT, TIMED_OUT_COMPONENT
+from asyncrl.messages.trajectories import rewards_of, sampled_tokens, turns_past
 from asyncrl.workers.user_code import describe
 
+REWARD = "reward"
+"""Value of learner.signal that names the reward itself."""
 STD_EPSILON = 1e-6
 """Added to the standard deviation of GRPO: bounds the advantage of a group with nearly equal rewards."""
 
@@ -54,6 +67,22 @@ class ScoredGroup:
     """Sampled tokens of each trajectory: int64 [n]."""
     components: Mapping[str, np.ndarray] = field(default_factory=dict)
     """float64 [n] for each component of the reward; NaN where a trajectory has none."""
+
+
+def scored_group(group: Group) -> ScoredGroup:
+    """Collect the rewards, lengths and components of a group's trajectories, as the input of an advantage."""
+    trajectories = group.trajectories
+    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.components)
+    return ScoredGroup(
+        uid=group.lease.uid,
+        rewards=rewards_of(group),
+        past=[turns_past(trajectory) for trajectory in trajectories],
+        lengths=np.array([sampled_tokens(trajectory) for trajectory in trajectories], np.int64),
+        components={
+            name: np.array([trajectory.components.get(name, np.nan) for trajectory in trajectories], np.float64)
+            for name in names
+        },
+    )
 
 
 Advantages = list[list[np.ndarray]]
@@ -128,6 +157,45 @@ def reinforce(groups: Sequence[ScoredGroup]) -> Advantages:
     return [
         [reward - baseline - past for reward, past in zip(group.rewards, group.past, strict=True)] for group in groups
     ]
+
+
+def has_signal(group: Group, config: LearnerConfig) -> bool:
+    """Whether the signals of the trajectories differ by more than ``learner.signal_tolerance``.
+
+    If the signal is the reward, a difference between the returns of turns is enough.
+    """
+    values = _signals(group, config.signal)
+    if _spread(values) > config.signal_tolerance:
+        return True
+    if config.signal != REWARD:
+        return False
+    pasts = [turns_past(trajectory) for trajectory in group.trajectories]
+    if not any(past.any() for past in pasts):
+        return False
+    returns = np.concatenate([value - past for value, past in zip(values, pasts, strict=True)])
+    return _spread(returns) > config.signal_tolerance
+
+
+def _signals(group: Group, signal: str) -> np.ndarray:
+    """Signal of each trajectory: float64 [n].
+
+    A trajectory that lacks the component has its reward before the overlong penalty as its signal. Raises ConfigError
+    if all trajectories lack the component, unless the scoring of one ran out of time.
+    """
+    values = []
+    for trajectory in group.trajectories:
+        components = trajectory.components
+        unshaped = float(trajectory.reward or 0.0) - components.get(PENALTY_COMPONENT, 0.0)
+        values.append(unshaped if signal == REWARD else components.get(signal, unshaped))
+    named = {name for trajectory in group.trajectories for name in trajectory.components}
+    if signal != REWARD and signal not in named and TIMED_OUT_COMPONENT not in named:
+        given = f"components {', '.join(sorted(named))}" if named else "no components"
+        raise ConfigError([f'learner.signal: is "{signal}", but the rewards of group {group.lease.uid} have {given}'])
+    return np.array(values)
+
+
+def _spread(values: np.ndarray) -> float:
+    return float(values.max() - values.min())
 
 
 def _less_past(centred: np.ndarray, group: ScoredGroup) -> list[np.ndarray]:

@@ -36,11 +36,9 @@ from typing import Literal
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.learner.algorithm.advantages import Advantage, Advantages, Penalties, ScoredGroup
-from asyncrl.learner.algorithm.group_check import check_group, turns_past
+from asyncrl.learner.algorithm.advantages import Advantage, Advantages, Penalties, ScoredGroup, scored_group
 from asyncrl.learner.algorithm.group_metrics import (
     reward_metrics,
-    rewards_of,
     rollout_metrics,
     staleness_metrics,
 )
@@ -56,11 +54,11 @@ from asyncrl.learner.algorithm.packing import (
 from asyncrl.messages.groups import Group, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.trajectories import (
+    check_group,
     is_truncated,
     past_rewards,
     sampled_positions,
     sampled_spans,
-    sampled_tokens,
 )
 
 GroupScores = list[list[np.ndarray]]
@@ -257,22 +255,6 @@ def step_metrics(trained: Sequence[Group], filtered: Sequence[Group], version: i
         reward_metrics(trained, filtered, config.learner.signal_tolerance)
         | rollout_metrics(trained, filtered)
         | staleness_metrics(trained, version=version, config=config.staleness)
-    )
-
-
-def scored_group(group: Group) -> ScoredGroup:
-    """Collect the rewards, lengths and components of a group's trajectories, as the input of an advantage."""
-    trajectories = group.trajectories
-    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.components)
-    return ScoredGroup(
-        uid=group.lease.uid,
-        rewards=rewards_of(group),
-        past=[turns_past(trajectory) for trajectory in trajectories],
-        lengths=np.array([sampled_tokens(trajectory) for trajectory in trajectories], np.int64),
-        components={
-            name: np.array([trajectory.components.get(name, np.nan) for trajectory in trajectories], np.float64)
-            for name in names
-        },
     )
 
 

@@ -18,16 +18,12 @@ from asyncrl.messages.trajectories import (
     is_late,
     is_truncated,
     oldest_version,
+    rewards_of,
     sampled_spans,
     sampled_tokens,
     versions_of,
 )
 from asyncrl.observe.metrics import Histograms
-
-
-def rewards_of(group: Group) -> np.ndarray:
-    """Rewards of the scored trajectories, in order: float64 [n]."""
-    return np.array([trajectory.reward for trajectory in group.trajectories], dtype=np.float64)
 
 
 def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], tolerance: float) -> dict[str, float]:

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.learner.algorithm.group_metrics import rewards_of
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
@@ -26,6 +25,7 @@ from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.messages.actors import Notice
 from asyncrl.messages.groups import Group
 from asyncrl.messages.reward import MOST_NAMES, PENALTY_COMPONENT, TIMED_OUT_COMPONENT
+from asyncrl.messages.trajectories import rewards_of
 from asyncrl.observe.group_log import TAKEN, GroupLog
 from asyncrl.rpc.services import ActorServices
 from asyncrl.workers.user_code import find_place

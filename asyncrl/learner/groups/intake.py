@@ -24,12 +24,12 @@ from typing import Literal
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.learner.algorithm.group_check import check_group, has_signal
+from asyncrl.learner.algorithm.advantages import has_signal
 from asyncrl.learner.groups.notices import no_signal
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
 from asyncrl.messages.groups import Group
 from asyncrl.messages.ledger import KINDS, Kind, Ledger, LedgerState, position_of
-from asyncrl.messages.trajectories import sampled_tokens
+from asyncrl.messages.trajectories import check_group, sampled_tokens
 
 
 class GroupBuffer:

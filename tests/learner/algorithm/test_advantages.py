@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from learner.learner_cases import make_group, make_trajectory
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.learner.algorithm.advantages import BUILT_IN, ScoredGroup
+from asyncrl.learner.algorithm.advantages import BUILT_IN, ScoredGroup, has_signal
 from asyncrl.learner.algorithm.user_functions import find_advantage
+from asyncrl.messages.groups import Group, Turn
 
 BY_GROUP = ["grpo", "dr_grpo", "rloo"]
 
@@ -95,3 +97,38 @@ def test_an_advantage_of_another_shape_is_refused(monkeypatch, made, said) -> No
 def test_an_advantage_that_is_not_there_is_named_with_its_key() -> None:
     with pytest.raises(ConfigError, match=r"learner\.advantage: there is no built-in advantage 'gpro'"):
         find_advantage(LearnerConfig(advantage="gpro"))
+
+
+def _scored(*components: dict[str, float]) -> Group:
+    return make_group(0, [1], [make_trajectory([7], reward=sum(c.values()), components=c) for c in components])
+
+
+def _in_turns(*pasts: float) -> Group:
+    turns = [Turn(i, i + 1, past) for i, past in enumerate(pasts)]
+    return make_group(0, [1], [make_trajectory([1] * len(pasts), reward=1.0, turns=turns) for _ in range(2)])
+
+
+RIGHT, WRONG = {"accuracy": 1.0}, {"accuracy": 0.0}
+LONG = RIGHT | {"overlong_penalty": -0.1}
+
+
+@pytest.mark.parametrize(
+    ("group", "signal", "expected"),
+    [
+        (_scored({"r": 0.5}, {"r": 0.5 + 1e-7}), "reward", False),
+        (_scored({"r": 0.5}, {"r": 0.5}, {"r": 0.6}), "reward", True),
+        # Right answers; one is a little long.
+        (_scored(RIGHT, LONG), "reward", False),
+        (_scored(WRONG, LONG), "reward", True),
+        (_scored(RIGHT | {"style": 0.3}, RIGHT | {"style": 0.9}), "accuracy", False),
+        # One that ran over its time has a reward alone.
+        (_scored(RIGHT, {"timed_out": 0.0}), "accuracy", True),
+        (_scored({"timed_out": 0.0}, {"timed_out": 0.0}), "accuracy", False),
+        (_in_turns(0.0, 0.5), "reward", True),
+        (_in_turns(0.0, 1e-7), "reward", False),
+        # Two agents that play the same episode: the rewards do not differ.
+        (_in_turns(0.5, 0.5), "reward", False),
+    ],
+)
+def test_a_group_has_a_signal_where_something_is_told_apart(group: Group, signal: str, expected: bool) -> None:
+    assert has_signal(group, LearnerConfig(signal=signal)) == expected

@@ -21,10 +21,9 @@ from learner.learner_cases import (
     random_groups,
 )
 
-from asyncrl.config.training import LearnerConfig, StalenessConfig
+from asyncrl.config.training import StalenessConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.batch import step_metrics
-from asyncrl.learner.algorithm.group_check import has_signal
 from asyncrl.messages.groups import Group, Trajectory, Turn, VersionSpan
 
 
@@ -63,41 +62,6 @@ def test_a_step_with_nothing_to_train_has_no_update() -> None:
         [make_group(0, [1], cut)], version=0, config=make_config(truncated="mask"), world_size=2, packed=True
     )
     assert plan.updates == []
-
-
-def _scored(*components: dict[str, float]) -> Group:
-    return make_group(0, [1], [make_trajectory([7], reward=sum(c.values()), components=c) for c in components])
-
-
-def _in_turns(*pasts: float) -> Group:
-    turns = [Turn(i, i + 1, past) for i, past in enumerate(pasts)]
-    return make_group(0, [1], [make_trajectory([1] * len(pasts), reward=1.0, turns=turns) for _ in range(2)])
-
-
-RIGHT, WRONG = {"accuracy": 1.0}, {"accuracy": 0.0}
-LONG = RIGHT | {"overlong_penalty": -0.1}
-
-
-@pytest.mark.parametrize(
-    ("group", "signal", "expected"),
-    [
-        (_scored({"r": 0.5}, {"r": 0.5 + 1e-7}), "reward", False),
-        (_scored({"r": 0.5}, {"r": 0.5}, {"r": 0.6}), "reward", True),
-        # Right answers; one is a little long.
-        (_scored(RIGHT, LONG), "reward", False),
-        (_scored(WRONG, LONG), "reward", True),
-        (_scored(RIGHT | {"style": 0.3}, RIGHT | {"style": 0.9}), "accuracy", False),
-        # One that ran over its time has a reward alone.
-        (_scored(RIGHT, {"timed_out": 0.0}), "accuracy", True),
-        (_scored({"timed_out": 0.0}, {"timed_out": 0.0}), "accuracy", False),
-        (_in_turns(0.0, 0.5), "reward", True),
-        (_in_turns(0.0, 1e-7), "reward", False),
-        # Two agents that play the same episode: the rewards do not differ.
-        (_in_turns(0.5, 0.5), "reward", False),
-    ],
-)
-def test_a_group_has_a_signal_where_something_is_told_apart(group: Group, signal: str, expected: bool) -> None:
-    assert has_signal(group, LearnerConfig(signal=signal)) == expected
 
 
 def test_metrics_of_a_step() -> None:

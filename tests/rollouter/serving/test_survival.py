@@ -9,7 +9,7 @@ from run_settings import sim_config
 
 from asyncrl.core.errors import EngineDied
 from asyncrl.messages.dataloader import OpenLeases
-from asyncrl.messages.learner import Holds
+from asyncrl.messages.groups import Holds
 from asyncrl.rollouter.engines.sim import SimEngine
 from asyncrl.rpc.calls.handlers import Caller
 
