@@ -35,12 +35,11 @@ from asyncrl.learner.groups.notices import GraceWatch
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.training import Training
-from asyncrl.learner.loop.version_schedule import VersionSchedule
 from asyncrl.learner.metrics.group_records import GroupRecords
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
-from asyncrl.learner.publishing.version_maker import VersionMaker
 from asyncrl.learner.publishing.version_numbers import FILE, VersionNumbers, find_used
+from asyncrl.learner.publishing.versions import Versions
 from asyncrl.messages import Request
 from asyncrl.messages.actors import RunFinished
 from asyncrl.messages.monitor import MetricsLine
@@ -190,25 +189,22 @@ class Rank0:
             teacher=self._teacher,
             group_log=self._group_log,
         )
-        schedule = VersionSchedule(
-            config, services, progress=progress, intake=intake, dataloader=dataloader, published=self._published
-        )
-        self._versions = VersionMaker(
+        self._versions = Versions(
             config,
+            services,
             backend,
             thread,
             numbers,
             host=actor.context.host,
             call=self._call_parameter_server,
             tasks=tasks,
-            log=services.log,
-            on_spoiled=progress.news.announce,
-            on_failed=schedule.failed,
-            on_whole=schedule.assembled,
+            progress=progress,
+            intake=intake,
+            dataloader=dataloader,
+            published=self._published,
             track=track,
             assemblies=trace.track("versions", WEIGHTS),
         )
-        schedule.use(self._versions)
         supervised = None
         if conversations is not None:
             supervised = SupervisedSteps(config, conversations, packed=backend.packed)
@@ -245,7 +241,6 @@ class Rank0:
             intake=intake,
             dataloader=dataloader,
             versions=self._versions,
-            schedule=schedule,
             lines=lines,
             checkpoints=self._checkpoints,
             group_log=self._group_log,

@@ -12,7 +12,7 @@ from run_settings import sim_config
 from asyncrl.core.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.backends import sim as sim_learner
 from asyncrl.learner.backends.sim import SimTrainer
-from asyncrl.learner.loop import version_schedule
+from asyncrl.learner.publishing import versions
 from asyncrl.learner.publishing.broadcaster import Broadcaster
 from asyncrl.learner.publishing.version_numbers import VersionNumbers
 from asyncrl.rollouter.serving.engine_host import EngineHost
@@ -110,7 +110,7 @@ def full_disk(monkeypatch):
         return real(self)
 
     monkeypatch.setattr(VersionNumbers, "advance", advance)
-    monkeypatch.setattr(version_schedule, "RETRY_S", 0.05)
+    monkeypatch.setattr(versions, "RETRY_S", 0.05)
     return full
 
 

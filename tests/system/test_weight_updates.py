@@ -198,7 +198,7 @@ def test_i4_a_version_with_a_flipped_bit_is_named_never_loaded_and_published_aga
             return msgspec.structs.replace(bucket, checksum=bucket.checksum ^ 1) if len(sealed) == 5 else bucket
 
     monkeypatch.setattr("asyncrl.learner.backends.sim.Segment", Flipped)
-    monkeypatch.setattr("asyncrl.learner.loop.version_schedule.RETRY_S", 0.2)
+    monkeypatch.setattr("asyncrl.learner.publishing.versions.RETRY_S", 0.2)
     with capture_logs() as logs:
         lived(system)
     assert [line for line in logs if line["event"] == "update failed" and "checksum" in line.get("error", "")]

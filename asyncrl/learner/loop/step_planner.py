@@ -36,7 +36,7 @@ from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import GroupBuffer, Intake
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.training_progress import TrainingProgress
-from asyncrl.learner.loop.version_schedule import VersionSchedule
+from asyncrl.learner.publishing.versions import Versions
 from asyncrl.messages.groups import Group
 from asyncrl.observe.trace import Track
 from asyncrl.rpc.services import ActorServices
@@ -184,7 +184,7 @@ class StepPlanner:
         thread: ThreadPoolExecutor,
         intake: Intake,
         dataloader: DataloaderLink,
-        schedule: VersionSchedule,
+        versions: Versions,
         track: Track,
         advantage: Advantage,
         supervised: SupervisedSteps | None,
@@ -197,7 +197,7 @@ class StepPlanner:
         self._log, self._awaits = services.log, services.awaits
         self._progress, self._news = progress, progress.news.listen()
         self._backend, self._thread = backend, thread
-        self._intake, self._dataloader, self._schedule, self._track = intake, dataloader, schedule, track
+        self._intake, self._dataloader, self._versions, self._track = intake, dataloader, versions, track
         self._advantage, self._supervised, self._teacher = advantage, supervised, teacher
         self._next: NextStep | None = None
         """The step to plan early, or None."""
@@ -226,7 +226,7 @@ class StepPlanner:
         if not self._in_time_slices or self._backend.is_resting:
             return
         self._news.clear()
-        waits = [asyncio.ensure_future(wait) for wait in (self._schedule.handed_over(), self._news.wait())]
+        waits = [asyncio.ensure_future(wait) for wait in (self._versions.handed_over(), self._news.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -255,21 +255,21 @@ class StepPlanner:
             if len(intake.buffer) >= wanted and self._are_scored(wanted):
                 return True
             await self.rest()
-            if not self._schedule.is_overdue:
+            if not self._versions.is_overdue:
                 was_overdue = False
                 await self._news.wait()
                 continue
             if not was_overdue:
-                give_up_at, retry_at, was_overdue = self._schedule.give_up_at, self._schedule.next_try, True
+                give_up_at, retry_at, was_overdue = self._versions.give_up_at, self._versions.next_try, True
             try:
                 # The timeout ends at a fixed time, so that frequent news does not postpone the version.
                 async with asyncio.timeout(max(0.0, retry_at - self._clock.now())):
                     await self._news.wait()
             except TimeoutError:
-                await self._schedule.retry(give_up_at)
+                await self._versions.retry(give_up_at)
                 # A step under a new version may need more groups.
                 wanted = self._begin_wait()
-                retry_at = self._schedule.next_try
+                retry_at = self._versions.next_try
 
     def _begin_wait(self) -> int:
         """Choose the next step for early planning. Returns the number of groups that it waits for."""

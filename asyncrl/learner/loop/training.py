@@ -4,8 +4,7 @@ Supervised warm steps come first: version 0 holds the weights after them.
 
 The loop waits for groups, never for a replica or a checkpoint. In time slices it also waits, for a limited time, until
 the parameter server holds the newest version. Versions are assembled one at a time, while the next step is trained.
-version_schedule.py retries versions that cannot be published; checkpoint_writer.py handles checkpoints that cannot be
-written.
+versions.py retries versions that cannot be published; checkpoint_writer.py handles checkpoints that cannot be written.
 
 A version boundary is the moment between two steps at which all trained steps are published. A preempted run takes the
 groups that rollouters still deliver, trains no further step, publishes the steps so far and writes a checkpoint. If
@@ -45,9 +44,8 @@ from asyncrl.learner.groups.intake import MASKED, Intake
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.step_planner import NextStep, StepPlanner
-from asyncrl.learner.loop.version_schedule import VersionSchedule
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
-from asyncrl.learner.publishing.version_maker import VersionMaker
+from asyncrl.learner.publishing.versions import Versions
 from asyncrl.messages.groups import Group
 from asyncrl.messages.trajectories import is_truncated, versions_of
 from asyncrl.observe.group_log import NOT_TRAINED, TRAINED, GroupLog
@@ -70,8 +68,7 @@ class Training:
         thread: ThreadPoolExecutor,
         intake: Intake,
         dataloader: DataloaderLink,
-        versions: VersionMaker,
-        schedule: VersionSchedule,
+        versions: Versions,
         lines: StepLines,
         checkpoints: RunCheckpoints,
         group_log: GroupLog,
@@ -86,7 +83,7 @@ class Training:
         self._progress, self._news = progress, progress.news.listen()
         self._backend, self._thread = backend, thread
         self._intake, self._dataloader = intake, dataloader
-        self._versions, self._schedule = versions, schedule
+        self._versions = versions
         self._lines, self._checkpoints, self._group_log = lines, checkpoints, group_log
         self._track, self._supervised, self._teacher = track, supervised, teacher
         self._first_version = -1
@@ -99,7 +96,7 @@ class Training:
             thread=thread,
             intake=intake,
             dataloader=dataloader,
-            schedule=schedule,
+            versions=versions,
             track=track,
             advantage=find_advantage(config.learner),
             supervised=supervised,
@@ -140,8 +137,8 @@ class Training:
 
     async def begin(self, prompts: Sequence[np.ndarray]) -> None:
         """Publish the weights at the start; engines that load them are checked with ``prompts``. Raises ActorFailed."""
-        self._schedule.probed = from_prompts(prompts, probe_length(self._config))
-        await self._schedule.first()
+        self._versions.probed = from_prompts(prompts, probe_length(self._config))
+        await self._versions.first()
         self._first_version = self._progress.version
 
     async def run(self) -> None:
@@ -170,9 +167,9 @@ class Training:
             progress.step += 1
             progress.unpublished += 1
             at_boundary = False
-            if self._schedule.is_due:
+            if self._versions.is_due:
                 publish_began = self._clock.now()
-                at_boundary = await self._schedule.publish()
+                at_boundary = await self._versions.publish()
                 step.line.update(self._versions.metrics)
                 step.line["time/publish_s"] = self._clock.now() - publish_began
             step.line["weights/version"] = progress.version
@@ -215,8 +212,8 @@ class Training:
                 if self._progress.preempted or await self._dataloader.rounds_over():
                     return
                 if self._versions.spoiled:
-                    give_up_at = give_up_at or self._schedule.give_up_at
-                    await self._schedule.insist(give_up_at)
+                    give_up_at = give_up_at or self._versions.give_up_at
+                    await self._versions.insist(give_up_at)
                 else:
                     give_up_at = None
                     await self._planner.rest()
@@ -272,7 +269,7 @@ class Training:
         train_ended = self._clock.now()
         take_gpu_s = self._backend.gpu_wait_s - gpu_wait_s
         self._track.leave()
-        self._schedule.probed = from_groups(groups, probe_length(self._config)) or self._schedule.probed
+        self._versions.probed = from_groups(groups, probe_length(self._config)) or self._versions.probed
         lengths = intake.end_step()
         if self._teacher is not None:
             self._teacher.keep(intake.claims)
@@ -330,14 +327,14 @@ class Training:
 
         A preempted run tries once and accepts a failure.
         """
-        give_up_at = self._schedule.give_up_at
+        give_up_at = self._versions.give_up_at
         while self._progress.unpublished or not await self._versions.settled():
             if self._progress.preempted:
                 # No engine will load this version. The checkpoint holds the steps, and must not be late. With math.inf
                 # a failure raises no error.
-                await self._schedule.retry(math.inf)
+                await self._versions.retry(math.inf)
                 return
-            await self._schedule.insist(give_up_at)
+            await self._versions.insist(give_up_at)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

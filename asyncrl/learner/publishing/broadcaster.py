@@ -154,14 +154,14 @@ def make_sender(backend: CollectiveBackend, config: Config, host: str) -> Sender
 
 
 class Broadcaster:
-    """Runs the broadcasts of a learner; there are none without a ``backend``.
+    """Runs the broadcasts of a learner, over ``backend``.
 
     ``call`` calls the parameter server. Members of a broadcast find rank 0 at ``host``.
     """
 
     def __init__(
         self,
-        backend: CollectiveBackend | None,
+        backend: CollectiveBackend,
         config: Config,
         host: str,
         *,
@@ -179,8 +179,7 @@ class Broadcaster:
 
     async def start(self) -> None:
         """Bind the store at which members meet. Raises the errors of Sender."""
-        if (backend := self._backend) is not None:
-            self._sender = await self._on_thread(lambda: make_sender(backend, self._config, self._host))
+        self._sender = await self._on_thread(lambda: make_sender(self._backend, self._config, self._host))
 
     def gathered(self, manifest: Manifest) -> None:
         """Note that a version is gathered, so its last bucket may be sent. The next version has the same layout."""
@@ -188,19 +187,17 @@ class Broadcaster:
         if self._queue is not None and self._queue.version == manifest.version:
             self._queue.gathered()
 
-    def begin(self, version: int, probe: Probe | None, tasks: asyncio.TaskGroup) -> BucketQueue:
+    def begin(self, version: int, probe: Probe | None, tasks: asyncio.TaskGroup) -> BucketQueue | None:
         """Return a queue for a version's buckets, and start the task that announces and sends them.
 
-        Three cases close the queue at once, so that nothing is sent: no backend, the first version (its layout is not
-        known), and another version that is announced or sent. A closed queue ignores buckets.
+        None if the version is not broadcast: it is the first, whose layout is not known, or another one is announced or
+        sent.
         """
-        queue = BucketQueue(version, self._layouts, self._config.weights.broadcast_timeout_s)
         sender = self._sender
         if self._queue is not None:
             self._log.info("not broadcast: another version is", version=version, other=self._queue.version)
-        if self._backend is None or sender is None or not self._layouts or self._queue is not None:
-            queue.close()
-            return queue
+        if sender is None or not self._layouts or self._queue is not None:
+            return None
         announcement = AnnounceBroadcast(
             version=version,
             backend=self._backend,
@@ -210,7 +207,7 @@ class Broadcaster:
             buckets=self._layouts,
             probe=probe,
         )
-        self._queue = queue
+        self._queue = queue = BucketQueue(version, self._layouts, self._config.weights.broadcast_timeout_s)
         tasks.create_task(self._broadcast(queue, sender, announcement), name=f"broadcast of version {version}")
         return queue
 

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+from learner.publishing.lone_versions import LoneVersions
+
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.training import Training
-from asyncrl.learner.loop.version_schedule import VersionSchedule
 from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group
 from asyncrl.observe.group_log import GroupLog
@@ -39,24 +40,6 @@ class NotingTrainer(SimTrainer):
         found = super().train(plan)
         self.plans.append(plan)
         return found
-
-
-class Versions:
-    """The numbers of versions that nobody takes up."""
-
-    spoiled = False
-    whole = -1
-
-    def __init__(self) -> None:
-        self.next_number = 0
-        self.metrics: dict[str, float] = {}
-
-    async def make(self, probed: object) -> int:
-        self.next_number += 1
-        return self.next_number - 1
-
-    async def settled(self) -> bool:
-        return True
 
 
 class _Dataloader:
@@ -90,7 +73,7 @@ class Loop:
 
     def __init__(self, config: Config, groups: Iterator[Group], trainer: NotingTrainer | None = None) -> None:
         self.trainer = NotingTrainer(config) if trainer is None else trainer
-        self.counters, self.versions, self._lines = Counters(), Versions(), _Lines()
+        self.counters, self._lines = Counters(), _Lines()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self.dataloader = _Dataloader()
         self._groups, self._wanted, clock = groups, config.learner.groups_per_step + 1, Clock()
@@ -109,15 +92,9 @@ class Loop:
             notify=lambda *told, **more: None,
             progress=lambda: None,
         )
-        schedule = VersionSchedule(
-            config,
-            shared,
-            progress=self.progress,
-            intake=self._intake,
-            dataloader=cast(Any, self.dataloader),
-            published=lambda version: None,
+        self.versions = LoneVersions(
+            config, shared, progress=self.progress, intake=self._intake, dataloader=self.dataloader
         )
-        schedule.use(cast(Any, self.versions))
         self.training = Training(
             config,
             shared,
@@ -126,8 +103,7 @@ class Loop:
             thread=self._thread,
             intake=self._intake,
             dataloader=cast(Any, self.dataloader),
-            versions=cast(Any, self.versions),
-            schedule=schedule,
+            versions=self.versions,
             lines=cast(Any, self._lines),
             checkpoints=cast(Any, _Checkpoints()),
             group_log=GroupLog("learner/0"),

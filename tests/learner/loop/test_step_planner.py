@@ -226,7 +226,7 @@ class Planner:
             intake=self.intake,
             # It does not wait for groups.
             dataloader=None,  # type: ignore[arg-type]
-            schedule=None,  # type: ignore[arg-type]
+            versions=None,  # type: ignore[arg-type]
             track=None,  # type: ignore[arg-type]
             advantage=self._advantage,
             supervised=None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from learner.learner_cases import make_group, make_trajectory
+from learner.publishing.lone_versions import LoneVersions
 from services import services
 from virtual import LoopClock, run_virtual
 
@@ -20,35 +20,13 @@ from asyncrl.learner.backends.backend import create
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.training import Training
-from asyncrl.learner.loop.version_schedule import RETRY_IN_TURN_S, RETRY_S, VersionSchedule
+from asyncrl.learner.publishing.versions import RETRY_IN_TURN_S, RETRY_S
 from asyncrl.messages.dataloader import Supply
 from asyncrl.observe.group_log import GroupLog
 from asyncrl.observe.trace import STEPS, Trace
 
 ASKED_S = 1.0
 """Time that the dataloader takes to say whether a round is open."""
-
-
-class Versions:
-    """Versions without a parameter server; there is no memory for those that are tried ``before`` a time, s."""
-
-    spoiled, whole = False, -1
-
-    def __init__(self) -> None:
-        self.next_number, self.before = 0, 0.0
-        self.metrics: dict[str, float] = {}
-
-    async def make(self, probed: object) -> int:
-        if LoopClock().now() < self.before:
-            raise OSError(errno.ENOMEM, "no memory")
-        self.next_number += 1
-        return self.next_number - 1
-
-    async def settled(self) -> bool:
-        return True
-
-    async def handed_over(self) -> None:
-        """It holds every version at once."""
 
 
 class Dataloader:
@@ -88,7 +66,7 @@ class Scene:
                 **tables,
             }
         )
-        self.versions, self.written = Versions(), list[int]()
+        self.written = list[int]()
         self.thread, clock, self.intake = ThreadPoolExecutor(1), LoopClock(), Intake(config.learner)
         self.dataloader = Dataloader()
         for index in groups if groups is not None else range(step, steps):
@@ -101,15 +79,9 @@ class Scene:
             self.written.append(self.progress.step)
 
         self.progress, shared = TrainingProgress(step=step), services(clock=clock)
-        schedule = VersionSchedule(
-            config,
-            shared,
-            progress=self.progress,
-            intake=self.intake,
-            dataloader=self.dataloader,  # type: ignore[arg-type]
-            published=lambda version: None,
+        self.versions = LoneVersions(
+            config, shared, progress=self.progress, intake=self.intake, dataloader=self.dataloader
         )
-        schedule.use(self.versions)  # type: ignore[arg-type]
         self.backend = create(config, 0)
         self.training = Training(
             config,
@@ -119,8 +91,7 @@ class Scene:
             thread=self.thread,
             intake=self.intake,
             dataloader=self.dataloader,  # type: ignore[arg-type]
-            versions=self.versions,  # type: ignore[arg-type]
-            schedule=schedule,
+            versions=self.versions,
             lines=SimpleNamespace(put=put),  # type: ignore[arg-type]
             checkpoints=SimpleNamespace(begin=begin, overdue=False),  # type: ignore[arg-type]
             group_log=GroupLog("learner/0"),
@@ -149,17 +120,17 @@ class Scene:
 def resting(scene: Scene, noted: Callable[[], int]) -> list[int]:
     """What is ``noted`` at each rest of the backend. A version takes the GPU back, as a step does."""
     rests: list[int] = []
-    make, rest = scene.versions.make, scene.backend.rest
+    publish, rest = scene.versions.publish, scene.backend.rest
 
-    async def taking(probed: object) -> int:
+    async def taking() -> bool:
         scene.backend.is_resting = False
-        return await make(probed)
+        return await publish()
 
     def noting() -> None:
         rests.append(noted())
         rest()
 
-    scene.versions.make, scene.backend.rest = taking, noting  # type: ignore[method-assign]
+    scene.versions.publish, scene.backend.rest = taking, noting  # type: ignore[method-assign]
     return rests
 
 

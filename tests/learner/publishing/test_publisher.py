@@ -13,7 +13,7 @@ from learner.publishing.publications import make_publication, no_segment_left_op
 from virtual import run_virtual
 
 from asyncrl.core.errors import ProtocolError, RemoteError
-from asyncrl.learner.publishing.version_maker import Publisher
+from asyncrl.learner.publishing.publisher import Publisher
 from asyncrl.messages import Done
 from asyncrl.messages.weights import Publish, Published, WatchPublished
 from asyncrl.observe.logging import get_logger

@@ -1,4 +1,4 @@
-"""Making a version: the order of the steps, and versions that cannot be made."""
+"""Versions of the weights: the order of their steps, and versions that cannot be made."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness import Net, until
+from learner.learner_cases import make_config
+from learner.publishing.lone_versions import LoneVersions
 from learner.publishing.publications import BUCKETS, make_publication, no_segment_left_open
 from run_settings import sim_config
+from services import services
 from virtual import run_virtual
 
+from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.publishing import broadcaster
-from asyncrl.learner.publishing.version_maker import VersionMaker
 from asyncrl.learner.publishing.version_numbers import VersionNumbers
+from asyncrl.learner.publishing.versions import Versions
 from asyncrl.messages import Done
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
@@ -33,7 +39,6 @@ from asyncrl.messages.weights import (
     WatchBroadcast,
     WatchPublished,
 )
-from asyncrl.observe.logging import get_logger
 from asyncrl.observe.trace import Trace
 from asyncrl.rpc.actor import Caller, handler
 from asyncrl.weights.held_version import HeldVersion, OnSealed
@@ -58,7 +63,9 @@ class Script:
         self.bucket_s = 0.0
         self.has_members = True
         self.errors: list[OSError] = []
-        self.failed: list[OSError] = []
+        self.notices: list[str] = []
+        """Notices to the user."""
+        self.progress = TrainingProgress()
 
     def note(self, what: str, version: int) -> None:
         self.events.append((what, version, VersionNumbers(self._folder).version))
@@ -146,14 +153,14 @@ class Script:
         return BroadcastState(decided=True)
 
 
-Play = Callable[[Callable[[VersionMaker, Script], Awaitable[None]]], Script]
+Play = Callable[[Callable[[Versions, Script], Awaitable[None]]], Script]
 
 
 @pytest.fixture
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     """Runs a scenario with the learner of a run on virtual time, until its tasks are cancelled."""
 
-    async def main(scenario: Callable[[VersionMaker, Script], Awaitable[None]]) -> Script:
+    async def main(scenario: Callable[[Versions, Script], Awaitable[None]]) -> Script:
         async with Net(memory=True) as net:
             script, trace = Script(tmp_path), Trace(time.monotonic, time.time, window_s=0.0)
             monkeypatch.setattr(broadcaster, "make_sender", lambda *_: script)
@@ -162,19 +169,21 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
 
             async def live() -> None:
                 async with asyncio.TaskGroup() as tasks:
+                    config = sim_config(weights={"transport": "gloo"})
                     made.append(
-                        VersionMaker(
-                            sim_config(weights={"transport": "gloo"}),
+                        Versions(
+                            config,
+                            services(notify=lambda key, text, **_: script.notices.append(text)),
                             script,  # type: ignore[arg-type]
                             thread,
                             VersionNumbers(tmp_path),
                             host="127.0.0.1",
                             call=net.client(NAME, "learner/0", call_timeout_s=2.0).call,
                             tasks=tasks,
-                            log=get_logger("learner/0"),
-                            on_spoiled=lambda: None,
-                            on_failed=script.failed.append,
-                            on_whole=lambda: None,
+                            progress=script.progress,
+                            intake=Intake(config.learner),
+                            dataloader=SimpleNamespace(changed=lambda: None),  # type: ignore[arg-type]
+                            published=lambda version: None,
                             track=trace.track("steps", 0),
                             assemblies=trace.track("versions", 1),
                         )
@@ -182,7 +191,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
                     await made[0].start()
                     lives.set()
 
-            made: list[VersionMaker] = []
+            made: list[Versions] = []
             life = asyncio.create_task(live())
             await lives.wait()
             await scenario(made[0], script)
@@ -195,7 +204,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
             thread.shutdown()
             return script
 
-    def play(scenario: Callable[[VersionMaker, Script], Awaitable[None]]) -> Script:
+    def play(scenario: Callable[[Versions, Script], Awaitable[None]]) -> Script:
         with no_segment_left_open():
             return run_virtual(main(scenario))
 
@@ -203,9 +212,9 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
 
 
 def test_a_number_is_on_disk_before_any_other_process_hears_of_it(play: Play) -> None:
-    async def scenario(made: VersionMaker, script: Script) -> None:
+    async def scenario(made: Versions, script: Script) -> None:
         for version in range(3):
-            assert await made.make([]) == version
+            assert await made.publish() and script.progress.version == version
             assert await made.settled() and made.whole == version
             assert made.metrics.keys() == {"weights/gather_s", "weights/publish_bytes"}
             assert made.metrics["weights/publish_bytes"] == BUCKETS * 4096
@@ -220,17 +229,22 @@ def test_a_number_is_on_disk_before_any_other_process_hears_of_it(play: Play) ->
 
 
 def test_a_version_that_cannot_be_gathered_is_not_sent_and_its_number_is_used_up(play: Play) -> None:
-    async def scenario(made: VersionMaker, script: Script) -> None:
-        await made.make([])
+    async def scenario(made: Versions, script: Script) -> None:
+        await made.publish()
         await made.settled()
         script.errors = [OSError(errno.ENOMEM, "no memory left")]
-        assert await made.make([]) == 1
+        assert await made.publish() and script.progress.version == 1
         assert not await made.settled()
         assert made.spoiled and made.whole == 0
-        assert [error.errno for error in script.failed] == [errno.ENOMEM]
+        (told,) = script.notices
+        assert (
+            told
+            == "no version of the weights after 0 could be published: shared memory for the weights: no memory left"
+        )
         await until(lambda: "failed" in script.of(1))
-        assert await made.make([]) == 2
+        assert await made.publish() and script.progress.version == 2
         assert await made.settled() and not made.spoiled
+        assert script.notices[1:] == ["versions are published again, from 2 on"]
         await until(lambda: {"publish", "sent"} <= {*script.of(2)})
 
     script = play(scenario)
@@ -244,15 +258,15 @@ def test_the_learner_waits_only_if_a_gather_takes_longer_than_a_step(play: Play,
     It is announced when its first bucket is sealed.
     """
 
-    async def scenario(made: VersionMaker, script: Script) -> None:
+    async def scenario(made: Versions, script: Script) -> None:
         script.bucket_s, script.has_members = gather_s / BUCKETS, False
         now = asyncio.get_running_loop().time
-        await made.make([])
+        await made.publish()
         await made.settled()
         for version in range(1, 5):
             await asyncio.sleep(step_s)
             began = now()
-            assert await made.make([]) == version
+            assert await made.publish() and script.progress.version == version
             # The version before the first of these was whole when its step began.
             assert now() - began == pytest.approx(idle_s if version > 1 else 0.0)
         await made.settled()
@@ -267,18 +281,18 @@ def test_the_learner_waits_only_if_a_gather_takes_longer_than_a_step(play: Play,
 
 
 def test_a_learner_that_dies_before_the_publication_leaves_the_number_out(play: Play) -> None:
-    async def dies(made: VersionMaker, script: Script) -> None:
-        await made.make([])
+    async def dies(made: Versions, script: Script) -> None:
+        await made.publish()
         await made.settled()
         script.bucket_s = 10.0
-        await made.make([])
+        await made.publish()
 
     # ``play`` checks that the version of its thread is closed.
     script = play(dies)
     assert ("copy", 1, 1) in script.events and "publish" not in script.of(1)
 
-    async def starts(made: VersionMaker, script: Script) -> None:
-        assert await made.make([]) == 2
+    async def starts(made: Versions, script: Script) -> None:
+        assert await made.publish() and script.progress.version == 2
         await until(lambda: "publish" in script.of(2))
 
     play(starts)
@@ -291,15 +305,54 @@ def test_a_simulated_learner_does_not_import_torch() -> None:
 
 
 def test_a_version_is_handed_over_once_the_parameter_server_has_acknowledged_it_or_it_has_failed(play: Play) -> None:
-    async def scenario(made: VersionMaker, script: Script) -> None:
+    async def scenario(made: Versions, script: Script) -> None:
         for version in range(2):
-            await made.make([])
+            await made.publish()
             assert made.whole == version - 1
             await made.handed_over()
             assert made.whole == version and "publish" in script.of(version)
         script.errors = [OSError(errno.ENOMEM, "no memory left")]
-        await made.make([])
+        await made.publish()
         await made.handed_over()
         assert made.spoiled and "publish" not in script.of(2)
 
     play(scenario)
+
+
+MARK = "/no/such/folder/version_mark.json"
+
+
+@pytest.mark.parametrize(
+    ("error", "to_do", "waits_for"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", MARK),
+            "free space in /no/such/folder; a few KiB are enough for this",
+            "room on /no/such/folder",
+        ),
+        (
+            OSError(errno.ENOMEM, "Cannot allocate memory"),
+            "free memory on this host: a version takes 3.0 GiB of it",
+            "memory for the weights",
+        ),
+        (OSError(errno.EIO, "Input/output error", MARK), "mend what is named", ""),
+    ],
+)
+def test_a_version_that_cannot_be_published_says_what_helps(error, to_do, waits_for, monkeypatch) -> None:
+    told: dict[str, Any] = {}
+
+    def notify(key: str, text: str, **more: Any) -> None:
+        told.update(more, text=text)
+
+    async def begin() -> int:
+        raise error
+
+    config = make_config()
+    parts = {"progress": TrainingProgress(), "intake": Intake(config.learner), "dataloader": None}
+    versions = LoneVersions(config, services(notify=notify), **parts)
+    versions.whole, versions.metrics = 7, {"weights/publish_bytes": 3 << 30}
+    monkeypatch.setattr(versions, "_begin", begin)
+    assert not asyncio.run(versions.publish())
+    assert told["text"].startswith("no version of the weights after 7 could be published: ")
+    assert told["meanwhile"].endswith(f"for 300 s (checkpoint.room_wait_s). To do: {to_do}")
+    assert told["waits_for"] == waits_for

@@ -1,0 +1,323 @@
+"""The versions of the weights: when they are due, and each from its number to the publisher.
+
+A version is due after each ``learner.steps_per_version`` steps. It gets a number, a probe and a copy of the shards.
+``publish`` waits until the version before is assembled and every rank has copied its own shards, but for no other
+actor. A task waits for the assembly during the training, and gives the version to the publisher. If versions are
+broadcast, the broadcaster sends sealed buckets while the rest is still being gathered. A number is durable before any
+other process hears of it, and is used up even if its version fails.
+
+A version that cannot be begun or assembled, for example on a full disk, is reported and becomes overdue: it is tried
+again. So does a version whose bytes have changed, since no engine can load it. Training continues with the groups that
+the last version admits. The run ends only when no group is left to train and no version could be published for
+``checkpoint.room_wait_s``. The version at the start is tried once.
+
+Fails with ActorFailed when no version can be published for too long. Any other error than an OSError of the system
+leaves the ranks out of step, and is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from asyncrl.config import Config
+from asyncrl.core.disk import full_errno, in_bytes, in_words
+from asyncrl.core.errors import ActorFailed, AsyncRLError
+from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
+from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.groups.dataloader_link import DataloaderLink
+from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.training_progress import TrainingProgress
+from asyncrl.learner.publishing.broadcaster import Broadcaster, BucketQueue, collective_backend
+from asyncrl.learner.publishing.publisher import Publisher
+from asyncrl.learner.publishing.version_numbers import VersionNumbers
+from asyncrl.messages import Request
+from asyncrl.observe.trace import Track
+from asyncrl.rpc.services import ActorServices
+from asyncrl.weights.held_version import HeldVersion
+
+T = TypeVar("T")
+RETRY_S = 5.0
+"""Pause before an overdue version is tried again."""
+RETRY_IN_TURN_S = 60.0
+"""The same in time slices of a GPU, since each try takes the GPU from the engines."""
+NOTICE = "publish"
+"""Key of the notice about versions that cannot be published."""
+
+
+class Versions:
+    """Makes the versions of one run, on rank 0. All methods of ``backend`` run on ``thread``.
+
+    ``call`` calls the parameter server; members of a broadcast find rank 0 at ``host``. The numbers of versions go to
+    ``progress`` and to ``published``. In the timeline ``track`` holds the learner's steps, ``assemblies`` the
+    assemblies.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        services: ActorServices,
+        backend: Backend,
+        thread: ThreadPoolExecutor,
+        numbers: VersionNumbers,
+        *,
+        host: str,
+        call: Callable[[Request], asyncio.Future[Any]],
+        tasks: asyncio.TaskGroup,
+        progress: TrainingProgress,
+        intake: Intake,
+        dataloader: DataloaderLink,
+        published: Callable[[int], None],
+        track: Track,
+        assemblies: Track,
+    ) -> None:
+        self._config, self._name = config, services.name
+        self._states, self._counters, self._clock = services.states, services.counters, services.clock
+        self._log, self._notify = services.log, services.notify
+        self._backend, self._thread, self._numbers, self._tasks = backend, thread, numbers, tasks
+        self._progress, self._intake, self._dataloader = progress, intake, dataloader
+        self._published = published
+        self._track, self._assemblies = track, assemblies
+        self.probed: Sequence[ProbeSequence] = []
+        """Sequences that engines score to prove that they serve the learner's weights (probe_sequences.py)."""
+        self._publisher = Publisher(call, services.log, progress.news.announce)
+        self._broadcaster: Broadcaster | None = None
+        """Broadcasts versions; None if ``weights.transport`` has no broadcasts."""
+        if (collective := collective_backend(config, on_gpu=backend.on_gpu)) is not None:
+            self._broadcaster = Broadcaster(collective, config, host, call=call, log=services.log)
+        self._assembling: asyncio.Task[None] | None = None
+        """Task that assembles the newest version; it may have ended."""
+        self._failed = False
+        """Whether the newest version could not be assembled."""
+        self._error: OSError | None = None
+        """Error of the last attempt to publish; None after a success."""
+        self.whole = -1
+        """The newest version that was assembled; -1 before the first."""
+        self.metrics: dict[str, float] = {}
+        """``weights/gather_s`` and ``weights/publish_bytes`` of version ``whole``; empty before the first."""
+
+    async def start(self) -> None:
+        """Begin to broadcast and publish versions."""
+        if self._broadcaster is not None:
+            await self._broadcaster.start()
+        self._tasks.create_task(self._publisher.run())
+
+    async def close(self) -> None:
+        """End the broadcasts and close the held versions; call it after the tasks have ended."""
+        if self._broadcaster is not None:
+            # The actor has ``drain_s`` for closing everything.
+            await self._broadcaster.close(self._config.supervision.drain_s / 4)
+        self._publisher.close()
+
+    # --- when ---
+
+    @property
+    def next_number(self) -> int:
+        """Number that the next version gets."""
+        return self._numbers.version + 1
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether no engine can load the newest version, so that the weights need a new one."""
+        return self._failed or self._publisher.spoiled
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough steps were trained since the last version for a new one."""
+        return self._progress.unpublished >= self._config.learner.steps_per_version
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the present weights must be published: a version is due, or no engine can load the newest one."""
+        return self.is_due or self.spoiled
+
+    @property
+    def next_try(self) -> float:
+        """Time (s) of the next attempt at an overdue version, if the wait for that begins now."""
+        return self._clock.now() + (RETRY_IN_TURN_S if self._config.placement.share == "time_slice" else RETRY_S)
+
+    @property
+    def give_up_at(self) -> float:
+        """Time (s) at which a run that has nothing left to train gives up, if it begins to wait for a version now."""
+        # The same key as for the last checkpoint: in both cases the run waits for room and may lose trained steps.
+        return self._clock.now() + self._config.checkpoint.room_wait_s
+
+    async def settled(self) -> bool:
+        """Wait for the assembly of the newest version. Returns False if it failed."""
+        if self._assembling is not None:
+            await asyncio.wait([self._assembling])
+        return not self._failed
+
+    async def handed_over(self) -> None:
+        """Wait until the parameter server holds the newest version, or it is spoiled; weights.deadline_s at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.weights.deadline_s):
+                await self.settled()
+                while not self.spoiled and self._publisher.acknowledged < self.whole:
+                    self._publisher.news.clear()
+                    await self._publisher.news.wait()
+
+    async def first(self) -> None:
+        """Publish the weights at the start and wait until they are assembled. Raises ActorFailed."""
+        if not await self.publish() or not await self.settled():
+            assert self._error is not None
+            reason = why_not_published(self._error)
+            raise ActorFailed(self._name, f"the weights at the start cannot be published: {reason}")
+
+    async def retry(self, give_up_at: float) -> bool:
+        """Publish an overdue version and wait until it is assembled. Returns whether that succeeded.
+
+        Raises ActorFailed if it fails after the time ``give_up_at``.
+        """
+        if await self.publish() and await self.settled():
+            return True
+        if self._clock.now() >= give_up_at:
+            error = self._error
+            assert error is not None
+            within = f"{self._config.checkpoint.room_wait_s:g} s (checkpoint.room_wait_s)"
+            reason = f"no version could be published for {within}: {why_not_published(error)}"
+            to_do, _ = _advice(error, self._version_bytes)
+            raise ActorFailed(self._name, f"{reason}; to do: {to_do}, and resume the run") from error
+        return False
+
+    async def insist(self, give_up_at: float) -> None:
+        """Call ``retry`` once, with a pause after a failure."""
+        if not await self.retry(give_up_at):
+            await asyncio.sleep(RETRY_S)
+
+    # --- how ---
+
+    async def publish(self) -> bool:
+        """Begin a version of the present weights; a task assembles it.
+
+        If it cannot be begun, reports that and returns False: the version is overdue.
+        """
+        self._states.enter("publishing")
+        try:
+            version = await self._begin()
+        except OSError as error:
+            if isinstance(error, AsyncRLError):
+                # Not a full disk or memory: the ranks are out of step.
+                raise
+            self._report(error)
+            return False
+        progress = self._progress
+        progress.version, progress.unpublished = version, 0
+        progress.trained_at_version = self._intake.ledger.count("trained")
+        # The parameter server may not hold the version yet. That does no harm: the gate counts by the versions that
+        # engines serve.
+        self._intake.outcomes.published(version, progress.trained_at_version)
+        self._published(version)
+        self._dataloader.changed()
+        return True
+
+    async def _begin(self) -> int:
+        """Give the next number, score the probe and copy the weights. Returns the number."""
+        self._track.enter("publish")
+        try:
+            # An ending actor waits for this thread, so no number is given after its successor has begun.
+            version = await self._on_thread(self._numbers.advance)
+            probe = await self._on_thread(lambda: self._backend.probe(self.probed))
+            # The new copy overwrites the last one, so its assembly must have ended.
+            await self.settled()
+            queue = self._broadcaster.begin(version, probe, self._tasks) if self._broadcaster is not None else None
+            on_sealed = queue.put if queue is not None else None
+            self._track.enter(f"copy v{version}", version=version)
+            try:
+                assembly = await self._on_thread(lambda: self._backend.publish(version, probe, on_sealed))
+            except Exception as error:
+                _fail(queue, error)
+                raise
+        finally:
+            self._track.leave()
+        self._failed = False
+        self._assembling = self._tasks.create_task(
+            self._assemble(version, assembly, queue), name=f"assembly of version {version}"
+        )
+        return version
+
+    async def _assemble(self, version: int, assembly: Future[HeldVersion], queue: BucketQueue | None) -> None:
+        """Wait until a version is assembled and give it to the publisher.
+
+        An OSError of the system is reported as a failed version. Any other error is raised: the ranks are out of step.
+        """
+        self._assemblies.enter(f"gather v{version}", version=version)
+        try:
+            held = await asyncio.wrap_future(assembly)
+        except Exception as error:
+            _fail(queue, error)
+            if not isinstance(error, OSError) or isinstance(error, AsyncRLError):
+                raise
+            self._failed = True
+            self._report(error)
+            self._progress.news.announce()
+            return
+        finally:
+            self._assemblies.leave()
+        self.whole = version
+        self.metrics = {"weights/gather_s": held.manifest.gather_s, "weights/publish_bytes": held.bytes}
+        if self._broadcaster is not None:
+            self._broadcaster.gathered(held.manifest)
+        self._publisher.offer(held)
+        if self._error is not None:
+            self._error = None
+            self._notify(NOTICE, f"versions are published again, from {version} on")
+
+    def _report(self, error: OSError) -> None:
+        """Report a version that could not be begun or assembled: counter, log, notice to the user.
+
+        Without an assembled version there is no notice: the run ends with the reason (``first``).
+        """
+        self._error = error
+        self._counters.add("weights/not_published")
+        self._log.error("no version published; training continues as long as it can", error=str(error))
+        if self.whole >= 0:
+            text = f"no version of the weights after {self.whole} could be published: {why_not_published(error)}"
+            to_do, waits_for = _advice(error, self._version_bytes)
+            meanwhile = (
+                "Training continues with the groups that are admitted, and the version is tried again. The run ends "
+                f"when these are used up and none could be published for {self._config.checkpoint.room_wait_s:g} s "
+                f"(checkpoint.room_wait_s). To do: {to_do}"
+            )
+            self._notify(NOTICE, text, meanwhile=meanwhile, waits_for=waits_for)
+
+    @property
+    def _version_bytes(self) -> float:
+        """Size of the newest assembled version; 0 before the first."""
+        return self.metrics.get("weights/publish_bytes", 0.0)
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _fail(queue: BucketQueue | None, error: Exception) -> None:
+    """End the broadcast, if any, of a version that cannot be assembled."""
+    if queue is not None:
+        queue.fail(f"the learner could not assemble it: {str(error) or type(error).__name__}")
+
+
+def why_not_published(error: OSError) -> str:
+    """Compose why a version could not be published: the file for a disk error, else shared memory."""
+    if isinstance(error.filename, str):
+        return in_words(error, Path(error.filename))
+    return f"shared memory for the weights: {error.strerror or error}"
+
+
+def _advice(error: OSError, version_bytes: float) -> tuple[str, str]:
+    """Advice for the user about ``error``, and the resource that the run waits for, which may be empty.
+
+    ``version_bytes`` is the memory that a version takes.
+    """
+    if isinstance(error.filename, str):
+        if full_errno(error):
+            # Only the number of a version is written to the disk.
+            folder = Path(error.filename).parent
+            return f"free space in {folder}; a few KiB are enough for this", f"room on {folder}"
+    elif full_errno(error) or error.errno == errno.ENOMEM:
+        return f"free memory on this host: a version takes {in_bytes(version_bytes)} of it", "memory for the weights"
+    return "mend what is named", ""
