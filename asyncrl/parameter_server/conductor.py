@@ -47,7 +47,6 @@ from asyncrl.parameter_server.broadcast import BroadcastControl
 from asyncrl.parameter_server.hosts import Hosts
 from asyncrl.parameter_server.replicas import (
     COUNTED,
-    HOLDING_PHASES,
     IDLE_PHASES,
     SILENT,
     ParkedRequest,
@@ -89,7 +88,7 @@ class Conductor:
         if not self.is_new(version):
             raise VersionReused(version, self.newest)
         self.newest = version
-        pinning = self._pinning()
+        pinning = self.replicas.pinning()
         tries = [(replica.target, replica.seniority) for replica in pinning]
         gone = outrun({version}, tries, most=self._weights.versions_held)
         for replica in pinning:
@@ -106,10 +105,7 @@ class Conductor:
 
     def needed(self) -> set[int]:
         """Versions that must stay held."""
-        return {self.newest} | {replica.target for replica in self._pinning()} if self.newest >= 0 else set()
-
-    def _pinning(self) -> list[Replica]:
-        return [r for r in self.replicas.of(Phase.STAGING, *HOLDING_PHASES) if self._hosts.pins(r)]
+        return {self.newest} | {replica.target for replica in self.replicas.pinning()} if self.newest >= 0 else set()
 
     # --- questions ---
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.messages.weights import Source
-from asyncrl.parameter_server.replicas import HOLDING_PHASES, IDLE_PHASES, Phase, Replica, Replicas
+from asyncrl.parameter_server.replicas import HOLDING_PHASES, Replica, Replicas
 
 MAX_SOURCES = 8
 """Earlier hosts that an offer names."""
@@ -69,22 +69,6 @@ class Hosts:
         for other in self._replicas.beside(replica):
             if other.held_paths == replica.source_paths != ():
                 other.held_version, other.held_paths = -1, ()
-
-    def pins(self, replica: Replica) -> bool:
-        """Whether the parameter server must keep this replica's target for it.
-
-        It must while the replica stages its target, or has fetched it and others of its host wait to open it. An outrun
-        replica (conductor.py) pins nothing.
-        """
-        if replica.outrun:
-            return False
-        return replica.phase is Phase.STAGING or (
-            replica.fetches
-            and any(
-                other.waits_for == replica.name and other.phase in IDLE_PHASES
-                for other in self._replicas.beside(replica)
-            )
-        )
 
     def join_chain(self, replica: Replica) -> tuple[int, list[Source]]:
         """Make a replica fetch its target for its host, as the last of the chain.

@@ -348,6 +348,21 @@ class Replicas:
         """Return the replicas on the same host, itself included."""
         return self._on_host[replica.host].values()
 
+    def pinning(self) -> list[Replica]:
+        """Return the replicas whose target the parameter server must keep for them.
+
+        It must while a replica stages its target, or has fetched it and others of its host wait to open it. An outrun
+        replica (conductor.py) pins nothing.
+        """
+        return [replica for replica in self.of(Phase.STAGING, *HOLDING_PHASES) if self._pins(replica)]
+
+    def _pins(self, replica: Replica) -> bool:
+        if replica.outrun:
+            return False
+        waiting = (each for each in self.beside(replica) if each.waits_for == replica.name)
+        is_awaited = replica.fetches and any(each.phase in IDLE_PHASES for each in waiting)
+        return replica.phase is Phase.STAGING or is_awaited
+
     @property
     def failed_attempts(self) -> int:
         """Largest number of failed attempts of any replica."""
