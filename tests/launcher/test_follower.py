@@ -52,7 +52,7 @@ class Member:
         ("draining", False, []),
     ],
 )
-async def test_agents_that_fail_end_the_run_in_good_order_and_never_hurry_it(tmp_path, phase, interrupted, told):
+async def test_failing_agents_end_the_run_in_order_and_never_kill_it(tmp_path, phase, interrupted, told):
     """To the head's agent a second word is the user's wish for the end at once, without the checkpoint."""
     first = Member(EndedEvent(result="failed", actor="agent/1", reason="died", exit_code=0))
     second = Member(EndedEvent(result="failed", actor="agent/2", reason="died", exit_code=0), [first])
@@ -97,7 +97,7 @@ FAILED = EndedEvent(result="failed", actor="learner/0", reason="no room", exit_c
         (137, None, "failed", 1),
     ],
 )
-async def test_the_exit_code_follows_the_record_where_the_last_event_was_not_read(
+async def test_the_exit_code_comes_from_the_record_if_the_last_event_was_not_read(
     tmp_path, exit_code, record, result, code
 ):
     """The launcher was stopped, or its output was not read, while the run ended."""
@@ -172,7 +172,7 @@ class Cut(Member):
         self.over, self.exit_code = True, 255
 
 
-async def test_a_host_that_has_left_does_not_tell_how_the_run_ended(tmp_path, monkeypatch):
+async def test_a_host_that_has_left_does_not_report_the_end_of_the_run(tmp_path, monkeypatch):
     """I7: its connection lost, the head alone could, and it is looked at until nothing is left there."""
     monkeypatch.setattr(following_module, "Contact", Connection)
     left = Member(EndedEvent(result="left", reason="no answer for 12 s"))

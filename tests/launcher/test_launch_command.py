@@ -120,7 +120,7 @@ def test_wrong_usage(argv, said, capsys):
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_every_problem_is_listed_what_is_cheap_first_and_the_last_line_says_what_to_do(config, tmp_path, capsys):
+def test_every_problem_is_listed_cheap_checks_first_with_advice_in_the_last_line(config, tmp_path, capsys):
     assert launch.main([config, "--learner.lrr", "1", "--rollout.replicas=-1", "--model.path", "/nowhere"]) == 78
     *problems, last = capsys.readouterr().err.splitlines()
     assert any("learner.lrr: unknown key; did you mean lr?" in line for line in problems)
@@ -182,7 +182,7 @@ def test_a_host_with_one_gpu_shares_it(config, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("by", ["the key", "the working folder", "a run to resume", "a job"])
-def test_a_folder_that_actors_cannot_be_told_of_is_refused(config, tmp_path, by, monkeypatch, capsys):
+def test_a_run_folder_with_an_undecodable_name_is_refused(config, tmp_path, by, monkeypatch, capsys):
     folder = tmp_path / "caf\udce9"
     (folder / "run").mkdir(parents=True)
     (folder / "run" / "config.json").write_text("{}")
@@ -200,7 +200,7 @@ def test_a_folder_that_actors_cannot_be_told_of_is_refused(config, tmp_path, by,
     assert [path.name for path in folder.rglob("*")] == ["run", "config.json"]
 
 
-def test_a_broken_reward_never_reaches_a_run(config, tmp_path, monkeypatch, capsys):
+def test_a_broken_reward_function_is_refused_before_the_start(config, tmp_path, monkeypatch, capsys):
     """Not even the launcher: what the function does happens in a process of its own."""
     (tmp_path / "mine.py").write_text('\ndef reward(*, completion, row):\n    return row["anwser"]\n')
     monkeypatch.chdir(tmp_path)
@@ -209,7 +209,7 @@ def test_a_broken_reward_never_reaches_a_run(config, tmp_path, monkeypatch, caps
     assert "mine" not in sys.modules and not (tmp_path / "runs").exists()
 
 
-def test_a_signal_ends_the_checks_and_what_they_have_started(config, tmp_path):
+def test_a_signal_ends_the_checks_and_their_processes(config, tmp_path):
     (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n")
     argv = [sys.executable, "-m", "asyncrl.cli.launch", config, "--reward.function", "slow:reward"]
     launching = subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
@@ -239,12 +239,12 @@ def left(config):
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume", "auto"], ["--resume=runs/my run"]])
-def test_the_command_that_goes_on_is_without_its_resume(resume):
+def test_the_printed_command_omits_the_resume_flag(resume):
     argv = ["my run.toml", *resume, "--learner.steps", "9"]
     assert launch.without_resume(argv) == "asyncrl-launch 'my run.toml' --learner.steps 9"
 
 
-def test_what_cannot_be_resumed_says_why(config, left, capsys):
+def test_a_run_that_cannot_be_resumed_names_the_reason(config, left, capsys):
     resume, fewer = ["--resume", "auto"], "3 rows now; it had 1,024 rows"
     before = {path: path.stat().st_mtime_ns for path in left.rglob("*")}
     for flags, code, said in (
@@ -267,7 +267,7 @@ def test_what_cannot_be_resumed_says_why(config, left, capsys):
     assert "state.json" in capsys.readouterr().err
 
 
-def test_what_may_have_changed_is_part_of_the_configuration(config, left, capsys):
+def test_allowed_changes_are_part_of_the_configuration(config, left, capsys):
     changed = ["--run.seed", "7", "--rollout.samples_per_prompt", "2"]
     argv = [config, "--dry-run", "--resume", "auto", *changed, "--allow-changed-seed", "--allow-changed-batch"]
     assert launch.main([*argv, "--json"]) == 0

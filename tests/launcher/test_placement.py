@@ -72,7 +72,7 @@ def threads_of(placed, *names):
         ("sim", None, (2,), 0),
     ],
 )
-def test_an_engine_takes_a_gpu_where_there_is_one_unless_the_user_says(engine, given, gpus, found):
+def test_an_engine_takes_a_gpu_if_there_is_one_and_the_user_sets_nothing(engine, given, gpus, found):
     hosts = hosts_of(*gpus)
     settled = with_gpus(config(each=given, engine=engine), hosts)
     assert settled.rollout.gpus_per_replica == found and with_gpus(settled, hosts) is settled
@@ -97,7 +97,7 @@ def test_a_machine_without_gpus_needs_nothing_by_hand():
         (8, config(1, 1, 0, "auto", learner={"threads": 3}), "3", "4"),
     ],
 )
-def test_computing_processes_share_the_cores_unless_the_user_says(cpus, asked, learner, engine):
+def test_computing_processes_share_the_cores_unless_the_user_sets_threads(cpus, asked, learner, engine):
     placed = place(asked, hosts_of(0, cpus=cpus))
     assert threads_of(placed, "learner/0", "rollouter/0", "reward/0") == [learner, engine, "1"]
 
@@ -205,7 +205,7 @@ def test_reward_pools_are_where_most_cores_are_free(gpus, cpus, asked, hosts):
         ((0,), 1, 0, "cpu", None, "a"),
     ],
 )
-def test_episodes_are_played_beside_each_rollouter_and_on_hosts_with_cpus_alone(
+def test_episodes_run_on_the_host_of_each_rollouter_and_on_hosts_with_only_cpus(
     gpus, replicas, each, device, extra, found
 ):
     hosts = hosts_of(*gpus)
@@ -240,7 +240,7 @@ def test_more_extra_episode_hosts_than_there_can_be_are_refused():
     each=st.integers(0, 1),
     device=st.sampled_from(["auto", "cpu"]),
 )
-def test_every_host_with_cpus_alone_has_one_episode_host_and_no_other_has_more(gpus, replicas, each, device):
+def test_every_host_with_only_cpus_has_one_episode_host_and_no_other_has_more(gpus, replicas, each, device):
     hosts = hosts_of(*gpus)
     try:
         settled = with_episode_hosts(config(1, replicas, each, device, **PLAYING), hosts)
@@ -309,7 +309,7 @@ def test_a_host_that_joins_has_engines_and_hosts_of_episodes():
         ((0,), 1, 1, 1, "auto", ["1 x 1 = 1 makes 1", "has 0", "rollout.gpus_per_replica = 0"]),
     ],
 )
-def test_what_no_split_over_hosts_can_hold_is_refused_with_the_sum(gpus, ranks, replicas, each, device, said):
+def test_a_run_that_fits_on_no_split_of_hosts_is_refused_with_the_sum(gpus, ranks, replicas, each, device, said):
     with pytest.raises(ConfigError) as caught:
         place(config(ranks, replicas, each, device, placement={"share": "never"}), hosts_of(*gpus))
     (problem,) = caught.value.problems
@@ -406,7 +406,7 @@ def test_shared_placement_over_hosts(gpus, ranks, replicas, each, share):
             assert sharers_of(by_name(placed)[second].env[SHARED_GPU_VARIABLE])[gpu] == first
 
 
-def test_it_is_told_what_is_in_flight():
+def test_the_placement_shows_the_trajectories_in_flight():
     for concurrency, episode, told in (
         ("auto", {}, "trajectories in flight up to 2048 = rollout.concurrency 1024 x rollout.replicas 2"),
         ("auto", {"function": "p:f"}, "episodes open up to 8192 = rollout.episodes 4096 x "),

@@ -83,7 +83,7 @@ async def test_the_connection_to_an_agent_that_stays_silent_is_cut():
     assert agent.handle.loss_words == "b: the connection is lost (no sign of life for 390 s)"
 
 
-async def test_a_frozen_guard_on_this_host_goes_on_and_ends_what_is_left():
+async def test_a_frozen_guard_on_this_host_is_woken_and_ends_its_processes():
     contact = LocalGuard("")
     contact.process = guard = await asyncio.create_subprocess_exec(sys.executable, "-c", GUARD)
     while not children_of(guard.pid):

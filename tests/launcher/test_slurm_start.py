@@ -72,7 +72,7 @@ def tools(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("container", [None, "--container-image=/a.sqsh --container-mounts=/d:/d"])
-def test_a_part_is_a_step_on_one_node_beside_the_others_with_the_python_of_its_container(container):
+def test_each_part_is_one_slurm_step_on_one_node_with_the_python_of_its_container(container):
     argv = start_of(container).argv("node-1")
     assert argv[0] == "srun"
     assert {"--nodes=1", "--ntasks=1", "--nodelist=node-1", "--overlap", "--export=ALL"} <= set(argv)
@@ -90,7 +90,7 @@ PYTHON = "slurmstepd: error: execve(): /opt/python: No such file or directory\ns
 MODULE = "/opt/python: No module named asyncrl\nsrun: error: n2: task 0: Exited with exit code 1\n"
 
 
-def test_why_a_step_did_not_start_and_whether_it_was_killed():
+def test_a_failed_slurm_step_names_its_reason_and_whether_it_was_killed():
     for errors, told in (
         (PYTHON, "no Python can run there at /opt/python"),
         (MODULE, "no asyncrl of this version is installed for /opt/python (No module named asyncrl)"),
@@ -120,7 +120,7 @@ def test_a_step_whose_agent_was_killed_alone_is_not_lost(tools, tmp_path):
     assert found == [(False, "killed by SIGKILL"), (True, "killed by SIGKILL")]
 
 
-def test_the_nodes_of_a_job_are_the_hosts_in_order_and_asked_for_there_alone(tools):
+def test_the_nodes_of_a_job_are_its_hosts_in_order(tools):
     with pytest.raises(UsageError, match="not within a SLURM job"):
         job_hosts({})
     with pytest.raises(HostFailed, match="scontrol is not found"):
@@ -133,7 +133,7 @@ def test_the_nodes_of_a_job_are_the_hosts_in_order_and_asked_for_there_alone(too
     assert job_hosts(IN_JOB) == [HostLine("node-1"), HostLine("node-2")]
 
 
-def test_a_run_in_a_job_is_resumed_if_it_is_there(config):
+def test_a_job_resumes_its_run_if_the_run_exists(config):
     run = Path(config.run.dir) / config.run.name
     run.mkdir(parents=True)
     assert resume_of(config, None) is None
@@ -144,7 +144,7 @@ def test_a_run_in_a_job_is_resumed_if_it_is_there(config):
 # --- the script ---
 
 
-def test_the_script_of_a_job_calls_the_command_with_its_words_and_is_that_of_the_repository(config):
+def test_the_job_script_calls_the_command_with_its_arguments_and_equals_the_repositorys(config):
     script = batch_script(config, ["launch", "it's.toml", "--a.b=[1, 2]"], nodes=3, options="-p gpu --time=4:00:00")
     lines = script.splitlines()
     options = [line for line in lines if line.startswith("#SBATCH")]
@@ -228,7 +228,7 @@ def test_a_job_asks_for_the_gpus_that_the_run_takes_for_certain(config, nodes, g
         (None, "--gres=gpu:8 --exclusive", {}, ["time"]),
     ],
 )
-def test_what_is_left_to_the_defaults_of_the_cluster_is_told(each, options, env, open_):
+def test_resources_left_to_the_defaults_of_the_cluster_are_printed(each, options, env, open_):
     found = left_open(sized(4, 4, each), nodes=1, options=options, env=env)
     assert [line.partition(":")[0] for line in found] == open_
     assert all("--sbatch-args" in line for line in found)
@@ -298,7 +298,7 @@ def test_a_dry_run_shows_the_script_and_leaves_nothing(file, tools, capsys):
     assert not (file.parent / "runs").exists()
 
 
-def test_a_job_is_submitted_and_named_or_it_is_said_why_not(file, tools, monkeypatch, capsys):
+def test_a_job_is_submitted_and_named_or_the_reason_is_printed(file, tools, monkeypatch, capsys):
     argv = [str(file), "--slurm", "--nodes=2"]
     assert main(argv) == 1 and "sbatch is not found" in capsys.readouterr().err
     assert not (file.parent / "runs").exists()

@@ -385,7 +385,7 @@ def test_samples_are_rows_of_each_set_with_their_places(tmp_path):
     assert (first.prompt, last.place) == ("p0", "synthetic:1")
 
 
-def test_the_same_is_found_in_a_process_of_its_own_and_one_that_dies_or_hangs_is_a_finding(tmp_path, monkeypatch):
+def test_a_separate_process_checks_the_inputs_alike_and_its_death_is_a_finding(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "LONGEST_ANSWER_BYTES", 256 << 10)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     config = data(tmp_path, [HELLO, "{"])

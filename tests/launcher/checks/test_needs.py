@@ -109,7 +109,7 @@ def test_room_and_rights(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file"]
 
 
-def test_a_lack_of_room_is_reported_once_with_its_parts_and_a_full_disk_as_full(tmp_path):
+def test_missing_disk_space_is_reported_once_with_its_parts(tmp_path):
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
         order = CheckOrder(
             config=config_to_json(config()),

@@ -140,7 +140,7 @@ def test_a_reward_function_is_called_on_samples(tmp_path, function, settings, re
         ({"data": Trial([1.0], []), "eval.held.data": Trial([], ["bad"])}, False, "fail"),
     ],
 )
-def test_a_function_that_fails_on_all_samples_of_a_set_is_an_error(trials, timed_out, result):
+def test_a_reward_function_that_fails_on_every_sample_of_a_set_is_an_error(trials, timed_out, result):
     assert judge(RewardConfig(function="m:f"), trials, calls=4, timed_out=timed_out).result == result
 
 

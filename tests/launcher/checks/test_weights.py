@@ -126,7 +126,7 @@ def test_other_contents_are_refused_by_name_with_the_next_step(model, spoil, sai
         stored_as("I8", "model.embeddings.position_ids"),
     ],
 )
-def test_what_is_not_quantized_passes(model, keep):
+def test_weights_that_are_not_quantized_pass(model, keep):
     keep(model)
     assert check_model(str(model))[0].result == "ok"
 
@@ -151,7 +151,7 @@ def test_only_weights_that_transformers_loads_are_counted(model):
     ],
 )
 @pytest.mark.parametrize("spoil", [QUANTIZED[0][0], with_files("adapter_config.json", "adapter_model.safetensors")])
-def test_a_reference_and_a_teacher_are_held_to_the_same(tmp_path, model, key, learner, spoil):
+def test_the_same_checks_apply_to_the_reference_and_the_teacher(tmp_path, model, key, learner, spoil):
     other = write_model(tmp_path / "other")
     spoil(other)
     rollout = {"gpus_per_replica": 0, "max_tokens": 100}

@@ -26,7 +26,7 @@ def test_verdicts_parsers_and_an_example_are_shown(model, capsys):
     assert "a call of a tool and its result are " in shown and "</s>" in shown.partition("tokens:")[2]
 
 
-def test_a_configuration_says_what_to_look_at_and_json_is_what_a_run_keeps(model, tmp_path, capsys):
+def test_the_configuration_names_the_model_and_the_json_equals_that_of_a_run(model, tmp_path, capsys):
     write_chat_template(model, CHATML)
     file = tmp_path / "run.toml"
     file.write_text(f'[model]\npath = "{model}"\n[data]\nsource = "synthetic"\n[chat]\nhistory = "template"\n')

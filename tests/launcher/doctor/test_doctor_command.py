@@ -78,7 +78,7 @@ def run(*argv, cwd, **env):
     return subprocess.run(argv, capture_output=True, text=True, cwd=cwd, timeout=240, env=os.environ | env)
 
 
-def test_this_host_is_ready_and_leftovers_are_named(config, tmp_path):
+def test_a_ready_host_passes_and_its_leftovers_are_named(config, tmp_path):
     left = tmp_path / "runs" / "old" / "private"
     left.mkdir(parents=True)
     (left / "lock").touch()

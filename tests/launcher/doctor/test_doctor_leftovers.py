@@ -139,7 +139,7 @@ def test_leftovers_that_may_be_in_use_are_only_named(tmp_path, nobody):
     ("options", "tell"),
     [("rw,vers=4.2,local_lock=none", True), ("rw,vers=3,local_lock=all", False), ("rw,localflock", False)],
 )
-def test_locks_that_other_hosts_do_not_see_prove_nothing(tmp_path, nobody, monkeypatch, options, tell):
+def test_leftovers_stay_if_other_hosts_do_not_see_the_locks(tmp_path, nobody, monkeypatch, options, tell):
     mounts = f"20 1 8:1 / / rw,relatime - ext4 /dev/sda rw\n21 20 0:40 / {tmp_path} rw - nfs4 server:/x {options}\n"
     assert locks_tell(tmp_path / "runs", mounts) is tell
     assert locks_tell(tmp_path.parent, mounts)
@@ -187,7 +187,7 @@ KEEPER = "/bin/python -u -m asyncrl.workers.keeper 7"
         ([(9, 0, ACTOR)], []),
     ],
 )
-def test_orphans_descend_from_no_guard_and_no_starter(rows, expected):
+def test_only_processes_without_guard_and_starter_are_orphans(rows, expected):
     names = {"systemd --user": "systemd", "asyncrl is what I read about": "less"}
     there = [(1, 0, "/sbin/init"), *rows] if rows[0][1] else rows
     family = {

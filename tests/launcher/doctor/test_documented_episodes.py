@@ -16,7 +16,7 @@ SIMULATED = ["--data.source", "synthetic", "--rollout.engine", "sim", "--learner
 TURNS = {"guess.py": 8, "game.py": 3, "library.py": 2, "agent.py": 2}
 
 
-def test_there_is_one_of_each_kind():
+def test_the_docs_have_one_episode_of_each_kind():
     assert [name for name, _, _ in EXAMPLES] == list(TURNS)
 
 

@@ -166,7 +166,7 @@ backend = "sim"
 """
 
 
-def test_a_dry_run_prints_them_and_leaves_nothing_behind(tmp_path):
+def test_a_dry_run_prints_the_responses_and_leaves_nothing_behind(tmp_path):
     (tmp_path / "c.toml").write_text(CONFIG.format(step_s=0.001))
     done = subprocess.run(
         [*LAUNCH, "c.toml", "--dry-run", "--generate", "2"], capture_output=True, text=True, timeout=300
@@ -205,7 +205,7 @@ def test_a_signal_ends_the_process_that_samples(tmp_path):
     assert not left
 
 
-def test_a_deadline_ends_it_with_an_error(tmp_path, monkeypatch):
+def test_a_deadline_ends_the_sampling_with_an_error(tmp_path, monkeypatch):
     from asyncrl.launcher.doctor import generate as generating
 
     monkeypatch.setattr(generating, "longest_s", lambda config, count: 0.5)

@@ -88,7 +88,7 @@ def test_everything_is_reported_at_once(tmp_path):
         ({"reward": {"function": "constant"}, "learner": {"backend": "sim"}}, []),
     ],
 )
-def test_a_configuration_with_which_nothing_is_learnt_gets_a_warning(tmp_path, tables, told):
+def test_a_configuration_that_cannot_learn_gets_a_warning(tmp_path, tables, told):
     """Here and by the learner at its start, in the same words."""
     config = validate_config({"model": {"path": str(tmp_path)}, "data": {"source": "synthetic"}} | tables)
     found = [each for each in check(config, ["learner/0"], tmp_path / "runs") if each.check == "learning"]

@@ -29,7 +29,7 @@ def refused(call, said):
         ("gpu-01.cluster.example_1 slots=08", [("gpu-01.cluster.example_1", 8)]),
     ],
 )
-def test_what_is_right_is_read(text, hosts):
+def test_a_valid_hostfile_is_read(text, hosts):
     assert parse(text) == [HostLine(*host) for host in hosts]
 
 
@@ -54,7 +54,7 @@ def test_what_is_right_is_read(text, hosts):
         ("a slots=x\n-b\nc\na", [":1: slots='x'", ":2: '-b' is no", ":4: a is there already, in line 1"]),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(text, problems):
+def test_an_error_of_a_hostfile_names_its_line(text, problems):
     refused(lambda: parse(text), [f"hosts.txt{problem}" for problem in problems])
 
 
@@ -91,7 +91,7 @@ def test_unknown_names_and_empty_selections_are_refused():
     refused(lambda: select_hosts(HOSTS, ("login",), ("login",)), [none])
 
 
-def test_slots_limit_what_is_used_and_may_not_promise_more():
+def test_slots_limit_the_gpus_in_use_and_cannot_exceed_those_of_the_host():
     assert HostLine("a", 2).usable(["3", "5", "7"]) == ("3", "5") == HostLine("a").usable(["3", "5"])
     assert HostLine("a", 0).usable(["3"]) == ()
     refused(lambda: HostLine("a", 4).usable(["0", "1"]), ["a: slots=4 in the hostfile, but 2 GPUs are there"])

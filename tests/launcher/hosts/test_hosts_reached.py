@@ -57,7 +57,7 @@ ETH = {"10.0.0.1": "10.0.0.2"}
         ({"b": ("", ["127.0.1.1"], ETH)}, None),
     ],
 )
-def test_the_head_is_reached_at_an_address_that_all_have_a_way_to(others, chosen):
+def test_the_head_has_an_address_that_every_host_reaches(others, chosen):
     """``others``: where the launcher came from, what the head's name stands for, and the ways to its addresses."""
     hosts = {"a": HEAD} | {name: facts(client) for name, (client, *_) in others.items()}
     ways = {name: Routes(named=named, via=via) for name, (_, named, via) in others.items()}
@@ -68,7 +68,7 @@ def test_the_head_is_reached_at_an_address_that_all_have_a_way_to(others, chosen
     assert by_route("a", hosts, ways) == {"a": chosen} | {name: way.via[chosen] for name, way in ways.items()}
 
 
-def test_this_host_knows_itself_and_an_interface_has_an_address_on_each_host():
+def test_this_host_recognises_its_names_and_each_host_has_an_address_of_the_interface():
     assert interfaces()["lo"] == route_to("127.0.0.1") == "127.0.0.1"
     assert is_this_host(socket.gethostname()) and is_this_host("127.0.0.1") and not is_this_host("192.0.2.200")
     hosts = {"a": HEAD, "b": facts(ib0="10.1.0.2"), "c": facts(eth0="10.0.0.3")}
@@ -80,7 +80,7 @@ def test_this_host_knows_itself_and_an_interface_has_an_address_on_each_host():
 REFUSED = "ssh: connect to host b port 22: Connection refused"
 
 
-def test_ssh_asks_nothing_the_users_arguments_come_first_and_why_a_start_failed_is_said_in_words():
+def test_ssh_never_prompts_takes_the_users_arguments_first_and_explains_a_failed_start():
     start = SshStart(4.2, ("-o", "ConnectTimeout=1"), python="/x y/python")
     argv = start.argv("b")
     assert argv[:4] == ["ssh", "-T", "-o", "ConnectTimeout=1"] and {"BatchMode=yes", "ConnectTimeout=5"} <= set(argv)
@@ -140,7 +140,7 @@ def part(folder, actor="rollouter/0", **tables):
     )
 
 
-def test_the_entry_point_tells_what_is_there_refuses_what_is_not_ours_and_leaves_nothing(tmp_path):
+def test_i7_the_entry_point_reports_the_host_refuses_foreign_versions_and_leaves_nothing(tmp_path):
     """I7: nor does a part whose launcher is gone before the agent lives."""
     write_weights(write_model(tmp_path / "m") / "model.safetensors", cut=3)
     there, none = part(tmp_path, model={"path": "m"}), part("/nowhere", model={"path": "/nowhere/m"})

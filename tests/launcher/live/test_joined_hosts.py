@@ -53,7 +53,7 @@ LAST = UsageError("c cannot leave: no other host has a rollouter that serves")
     [("never", True), (LAST, True), (AWAY, False), (None, False)],
     ids=["mute", "last", "away", "ok"],
 )
-def test_a_host_that_is_not_let_go_goes_on_until_the_second_signal_and_others_end_in_time(answer, second):
+def test_a_host_that_may_not_leave_runs_until_the_second_signal_and_others_end_in_time(answer, second):
     """I5: the first signal asks the controller, be it away or not; a host may be the last that the run has."""
     members = [Member(2), Member(3)]
 
@@ -114,7 +114,7 @@ def test_hosts_that_end_before_the_controller_has_answered_leave_no_call_behind(
     run_virtual(work())
 
 
-def test_what_fails_while_the_controller_is_asked_is_not_passed_over():
+def test_an_error_during_a_call_of_the_controller_is_raised():
     async def work():
         followed = joined([Member(2)], Asked(OSError(5, "no room")))
         followed.interrupts.note(signal.SIGINT)
@@ -125,7 +125,7 @@ def test_what_fails_while_the_controller_is_asked_is_not_passed_over():
     run_virtual(work())
 
 
-def test_hosts_that_have_not_heard_of_the_end_of_the_run_are_ended():
+def test_i5_hosts_that_missed_the_end_of_the_run_are_ended():
     """I5: as when everything on its head was killed."""
     deaf = Member(2)
 
@@ -177,7 +177,7 @@ def test_a_host_that_leaves_after_one_of_its_rollouters_has_served_has_left():
     ]
 
 
-def test_what_fails_while_the_run_is_watched_is_not_passed_over():
+def test_an_error_of_the_watch_of_a_run_is_raised():
     class Controller:
         async def members(self):
             raise OSError(5, "the run's folder cannot be read")

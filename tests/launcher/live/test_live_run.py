@@ -51,7 +51,7 @@ def speak(folder, address="tcp://127.0.0.1:7000"):
     (folder.private / "controller.json").write_text(json.dumps({"address": address}))
 
 
-def test_calls_are_repeated_where_they_may_be_and_refusals_told_in_the_controllers_words(lived, monkeypatch):
+def test_idempotent_calls_are_repeated_and_refusals_show_the_controllers_text(lived, monkeypatch):
     monkeypatch.setattr(live_run, "AGAIN_S", 0.01)
     speak(lived)
     crowded = Refused("controller/0", CROWDED, ours="one more", theirs="at most 64 at once")
@@ -86,7 +86,7 @@ def test_calls_are_repeated_where_they_may_be_and_refusals_told_in_the_controlle
     asyncio.run(main())
 
 
-def test_what_cannot_be_spoken_to_says_why(tmp_path, made, hosts, monkeypatch, capsys):
+def test_i6_a_command_without_a_way_to_the_run_prints_the_reason(tmp_path, made, hosts, monkeypatch, capsys):
     """I6: only who reads the private folder may speak to a run."""
     folder = create_run_folder(made)
     place = str(folder.path)
@@ -171,7 +171,7 @@ class Near:
 
 
 @pytest.mark.parametrize("ends", [UsageError("let go before it could begin"), DeadlineExceeded("a", "b", "Join", 20.0)])
-def test_what_was_begun_is_withdrawn_whatever_ends_it(lived, ends, monkeypatch):
+def test_a_join_that_fails_in_any_way_is_withdrawn(lived, ends, monkeypatch):
     """Else the run would wait for the other hosts of the request."""
     speak(lived, "tcp://10.0.0.1:7000")
     host = MemberHost(host="c", agent="agent/1", actors=["rollouter/1"], stage="joining")
@@ -185,7 +185,7 @@ def test_what_was_begun_is_withdrawn_whatever_ends_it(lived, ends, monkeypatch):
     assert (again, leave.host, leave.ask) == (join, "c", join.ask)
 
 
-def test_new_hosts_are_reached_where_their_way_to_the_head_begins():
+def test_a_new_host_has_the_address_of_its_route_to_the_head():
     there = Routes(named=[], via={"10.0.0.1": "10.0.0.3"})
     assert addresses.towards("10.0.0.1", {"c": there}) == {"c": "10.0.0.3"}
     for none in (Routes(named=[], via={}), Routes(named=[], via={"10.0.0.1": "10.0.0.1"})):

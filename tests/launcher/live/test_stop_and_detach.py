@@ -20,7 +20,7 @@ from tools.waiting import wait_until
 LAUNCH = (sys.executable, "-m", "asyncrl.cli.launch")
 
 
-def test_a_closed_terminal_makes_way_though_no_checkpoints_are_wanted(launch):
+def test_a_closed_terminal_preempts_a_run_without_regular_checkpoints(launch):
     ours, theirs = pty.openpty()
     run = launch("--checkpoint.every_versions", "0", terminal=theirs)
     os.close(theirs)
@@ -39,7 +39,7 @@ def test_a_closed_terminal_makes_way_though_no_checkpoints_are_wanted(launch):
     assert ended.reason == f"preempted by a closed terminal with a checkpoint of version {left.version}"
 
 
-def test_a_detached_start_that_fails_says_who_why_and_where(tmp_path):
+def test_a_failed_detached_start_prints_the_error_and_leaves_no_process(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "?"}\n')
     config = tmp_path / "wrong.toml"
     sections = f'[run]\ndir = "{tmp_path}/runs"\n[data]\npath = "{tmp_path}/rows.jsonl"\n'
@@ -50,7 +50,7 @@ def test_a_detached_start_that_fails_says_who_why_and_where(tmp_path):
     wait_until(lambda: not marked(tmp_path), "the end of all")
 
 
-def test_a_run_goes_on_without_its_launcher_until_it_is_stopped(stub):
+def test_a_run_continues_without_its_launcher_until_it_is_stopped(stub):
     run = stub({"learner/0": {"slow": 3, "preempted": 7}, "reward/0": {"slow": 3}})
     run.wait_to_show("starting: waiting for learner/0")
     run.process.kill()

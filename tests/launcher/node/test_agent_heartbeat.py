@@ -46,7 +46,7 @@ def agent() -> Iterator[Agent]:
     made.thread.join(GENEROUS_S)
 
 
-def test_a_stopped_agent_is_frozen_after_the_silence_that_it_has_named(agent):
+def test_a_stopped_agent_counts_as_frozen_after_its_announced_silence(agent):
     time.sleep(1.0)
     assert agent.thread.is_alive()
     agent.signal(signal.SIGSTOP)
@@ -54,7 +54,7 @@ def test_a_stopped_agent_is_frozen_after_the_silence_that_it_has_named(agent):
     assert agent.found and agent.found[0] >= 1.5
 
 
-def test_an_agent_that_wakes_in_time_lives_on_until_its_end(agent):
+def test_an_agent_that_wakes_in_time_does_not_count_as_frozen(agent):
     for _ in range(3):
         agent.signal(signal.SIGSTOP)
         time.sleep(0.6)
@@ -66,7 +66,7 @@ def test_an_agent_that_wakes_in_time_lives_on_until_its_end(agent):
     assert agent.found == [0.0]
 
 
-def test_time_in_which_nobody_looked_is_no_silence():
+def test_time_without_a_check_does_not_count_as_silence():
     silence = Silence(look_s=0.5)
     assert [silence.look(heard=heard) for heard in (False, False, True, False)] == [0.5, 1.0, 0.0, 0.5]
 

@@ -24,7 +24,7 @@ CONFIG = simulated_run()
 @pytest.mark.parametrize(
     ("others", "left"), [(["private-1"], []), (["private-3"], ["config.json", "digests.json", "logs", PART])]
 )
-def test_the_part_of_a_host_that_has_joined_again_meanwhile_stays(tmp_path, others, left):
+def test_a_leaving_agent_keeps_the_files_of_a_host_that_joined_again(tmp_path, others, left):
     run_dir = tmp_path / "run"
     for name in ("private-2", "logs", *others):
         (run_dir / name).mkdir(parents=True)
@@ -76,7 +76,7 @@ class Link:
 
 
 @pytest.mark.parametrize("ends", ["the controller has heard it", "the run ends", "it has failed"])
-def test_a_host_that_leaves_is_not_gone_before_the_controller_has_heard_it(tmp_path, ends, monkeypatch):
+def test_a_host_leaves_only_after_the_controller_has_received_its_last_message(tmp_path, ends, monkeypatch):
     """I5: unless the run ends meanwhile; a host that has failed, with the run perhaps, waits but for a moment."""
     spec = AgentSpec(run_dir=str(tmp_path), log_dir=str(tmp_path), actors={}, index=2)
 
@@ -102,7 +102,7 @@ def test_a_host_that_leaves_is_not_gone_before_the_controller_has_heard_it(tmp_p
     asyncio.run(main())
 
 
-def test_a_host_that_never_reached_the_controller_says_no_farewell_to_it(tmp_path, monkeypatch):
+def test_a_host_that_never_reached_the_controller_leaves_without_a_last_message(tmp_path, monkeypatch):
     actors = {"rollouter/1": {}}
     spec = AgentSpec(run_dir=str(tmp_path), log_dir=str(tmp_path), actors=actors, index=2)
 
@@ -154,7 +154,7 @@ assert end_children(5.0) == []
 """
 
 
-def test_what_one_actor_leaves_behind_ends_with_it(tmp_path):
+def test_processes_that_an_actor_leaves_behind_end_with_it(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", ONE_CHILD, str(tmp_path), LEAVING], capture_output=True, text=True, timeout=60
     )
@@ -213,7 +213,7 @@ assert end_children(5.0) == []
 
 
 @pytest.mark.parametrize("deaf", [[], ["deaf"]], ids=["", "with a process that ignores END"])
-def test_wardens_of_a_killed_actor_end_what_their_workers_have_started(tmp_path, deaf):
+def test_wardens_of_a_killed_actor_end_all_descendants_of_their_workers(tmp_path, deaf):
     """A process in a session of its own can be found only by its warden, so the agent lets the wardens finish."""
     (tmp_path / "worker_of_a_test.py").write_text(WORKER)
     argv = [sys.executable, "-c", KILLED, str(tmp_path), WITH_WORKERS, *deaf]
@@ -234,7 +234,7 @@ def test_wardens_of_a_killed_actor_end_what_their_workers_have_started(tmp_path,
         ({"CUDA_VISIBLE_DEVICES": "1,0"}, None),
     ],
 )
-def test_gpus_that_the_driver_has_counted_are_counted_alike_by_cuda(host, order):
+def test_cuda_numbers_gpus_in_the_order_of_the_driver(host, order):
     found = environment_of({"HOME": "/h", "X": "host"} | host, {"X": "own", "CUDA_VISIBLE_DEVICES": "1"})
     assert found.pop("CUDA_DEVICE_ORDER", None) == order
     assert found == {"HOME": "/h", "X": "own", "CUDA_VISIBLE_DEVICES": "1"}

@@ -94,14 +94,14 @@ def test_a_death_is_followed_by_a_restart_after_a_pause_until_there_are_too_many
 
 
 @pytest.mark.parametrize("name", ["learner/0", "rollouter/0"])
-def test_what_a_restart_would_not_mend_ends_the_run(name):
+def test_an_exit_code_that_no_restart_can_mend_ends_the_run(name):
     found = host()
     reason = "ended with exit code 78, which a restart would not mend"
     assert found.exited(name, 78, "", 5.0) == [ended(name, found.incarnations[name], 78, True, reason)]
     assert found.ending and found.failure.exit_code == 78
 
 
-def test_only_the_process_that_is_frozen_is_killed_once_and_started_again_as_after_any_death():
+def test_a_frozen_process_is_killed_once_and_restarted_as_after_any_death():
     found = host()
     for wrong in (("rollouter/0", 3), ("rollouter/0", 5), ("rollouter/9", 1)):
         assert found.state(condemned(*wrong), 4.9) == []
@@ -122,7 +122,7 @@ def test_only_the_process_that_is_frozen_is_killed_once_and_started_again_as_aft
 
 
 @pytest.mark.parametrize("word", ["asked", "not asked", "none"])
-def test_an_end_with_exit_code_0_is_judged_by_the_word_of_the_controller(word):
+def test_the_controller_state_decides_whether_exit_code_0_is_a_death(word):
     """The actor may hear of the end of the run before its agent does, and restarts may be over."""
     found = host()
     assert found.exited("rollouter/0", 0, "", 20.0) == [ended("rollouter/0", 4, 0, False, "exit code 0")]
@@ -163,7 +163,7 @@ def given_up():
     return found
 
 
-def test_a_replica_that_is_given_up_is_started_again_once_it_is_set_aside_no_more():
+def test_a_replica_that_was_given_up_restarts_once_it_is_no_longer_set_aside():
     found = given_up()
     # The controller has not heard of its end so far.
     assert found.state(state(), 20.1) == found.state(aside("rollouter/0"), 20.2) == []
@@ -174,7 +174,7 @@ def test_a_replica_that_is_given_up_is_started_again_once_it_is_set_aside_no_mor
     assert not found.exited("rollouter/0", 3, "", 902.0)[0].fatal
 
 
-def test_the_successor_of_a_controller_is_told_who_is_given_up_and_is_not_misunderstood():
+def test_a_successor_of_the_controller_hears_which_replicas_were_given_up():
     found = given_up()
     found.state(aside("rollouter/0"), 20.2)
     told = found.controller_found(30.0)
@@ -211,7 +211,7 @@ def test_no_end_of_the_sinks_ends_the_run(exit_code):
 # --- the controller ---
 
 
-def test_nobody_is_started_before_the_controller_has_said_something():
+def test_no_actor_starts_before_the_first_state_of_the_controller():
     """Which may be what numbers the others have to be above; one that never says a word is killed."""
     found = host(running=False)
     found.controller_at(1.0)
@@ -224,7 +224,7 @@ def test_nobody_is_started_before_the_controller_has_said_something():
     assert found.tick(found.next_deadline()) == [Kill("controller/0")]
 
 
-def test_the_others_go_on_while_the_controller_is_started_again():
+def test_the_other_actors_continue_while_the_controller_restarts():
     found = host()
     ends = found.exited("rollouter/0", -9, "", 4.0)
     found.tick(5.0)
@@ -244,7 +244,7 @@ def test_the_others_go_on_while_the_controller_is_started_again():
     assert found.next_deadline() is None and found.living == set(HEAD)
 
 
-def test_the_successor_of_a_controller_that_was_never_heard_is_found_by_its_first_word():
+def test_the_first_state_of_a_controllers_successor_starts_the_other_actors():
     found = host(running=False)
     assert found.exited("controller/0", -9, "", 1.0) == []
     assert ticked(found, 2.0) == [restart("controller/0", KILLED), Spawn("controller/0")]
@@ -266,7 +266,7 @@ def test_a_controller_that_keeps_dying_ends_the_run_with_its_name():
     assert str(found.failure) == f"controller/0: {reason} (log: /logs/controller-0.log)"
 
 
-def test_a_controller_that_says_nothing_after_its_restart_is_killed_as_one_that_is_frozen():
+def test_a_controller_that_is_silent_after_its_restart_is_killed_as_frozen():
     """Before its first word; again and again, it ends the run."""
     found = host()
     found.exited("controller/0", -9, "", 5.0)
@@ -297,7 +297,7 @@ def test_a_frozen_controller_is_killed_and_started_again():
     assert found.controller_silent(1100.0) == []
 
 
-def test_without_its_controller_nobody_ends_in_order():
+def test_without_a_controller_all_actors_are_killed():
     found = host()
     found.state(state("done", draining=["controller"]), 5.0)
     assert found.exited("controller/0", 0, "", 5.1) == [KillAll()] and found.failure is None
@@ -344,7 +344,7 @@ def test_a_run_is_preempted_once_and_actors_that_die_are_still_restarted():
     assert end_of(found) == EndedEvent(result="preempted", reason=reason, exit_code=75)
 
 
-def test_a_wish_is_kept_for_the_successor_of_a_controller_that_was_told_of_it_or_was_away():
+def test_a_stop_request_is_repeated_to_the_successor_of_the_controller():
     for word in ("asked by another", "away"):
         found = host()
         if word == "away":
@@ -375,9 +375,7 @@ def test_a_wish_is_kept_for_the_successor_of_a_controller_that_was_told_of_it_or
         (3, "never ran", "stopped", 143),
     ],
 )
-def test_what_is_ended_at_once_or_is_not_preempted_in_time_goes_on_from_its_last_checkpoint(
-    checkpoint, ends, result, code
-):
+def test_a_run_that_is_killed_or_preempted_late_ends_with_its_last_checkpoint(checkpoint, ends, result, code):
     found = host(running=ends != "never ran")
     found.controller_found(0.0)
     found.state(state("starting" if ends == "never ran" else "running", checkpoint=checkpoint), 1.0)
@@ -393,7 +391,7 @@ def test_what_is_ended_at_once_or_is_not_preempted_in_time_goes_on_from_its_last
 
 @pytest.mark.parametrize("first", ["stop", "preempt"])
 @pytest.mark.parametrize("second", ["stop", "kill"])
-def test_a_first_wish_asks_the_controller_and_a_second_one_ends_at_once(first, second):
+def test_the_first_stop_request_asks_the_controller_and_the_second_kills(first, second):
     found = host()
     assert getattr(found, first)("SIGTERM", 5.0) == [StopRun(reason="SIGTERM", preempt=first == "preempt")]
     assert found.next_deadline() == (15.0 if first == "stop" else 5.0 + GRACE_S + POLICY.drain_s)
@@ -475,7 +473,7 @@ def test_the_run_may_end_while_a_host_leaves_and_the_head_does_not_leave():
     assert not found.leaving
 
 
-def test_who_lived_on_a_host_that_was_lost_is_started_again_without_counting():
+def test_a_restart_after_the_loss_of_a_host_does_not_count():
     found = host(FAR)
     for back in (100.0, 200.0, 300.0, 400.0):
         incarnation = found.incarnations["rollouter/2"]
@@ -494,7 +492,7 @@ def test_who_lived_on_a_host_that_was_lost_is_started_again_without_counting():
         found.spawned("rollouter/2", int(now))
 
 
-def test_ends_while_the_host_is_cut_off_count_for_nothing_and_are_told_when_the_controller_is_heard_of():
+def test_deaths_on_a_cut_off_host_do_not_count_and_are_reported_after_contact_returns():
     found = host(FAR)
     for now in (40.0, 50.0, 60.0, 70.0):
         (told,) = found.exited("learner/1", 1, "gloo: connection closed", now)

@@ -31,7 +31,7 @@ def agent(tmp_path, tell, argv=(), *, names=NAMES, max_restarts=1):
     return HostAgent(spec, config, output)
 
 
-def test_one_that_cannot_be_started_is_tried_again_as_after_any_death(tmp_path):
+def test_an_actor_that_cannot_start_is_tried_again_as_after_any_death(tmp_path):
     told = []
 
     def hear(line):
@@ -54,7 +54,7 @@ def test_one_that_cannot_be_started_is_tried_again_as_after_any_death(tmp_path):
     assert "exit code 3" in ended["reason"]
 
 
-def test_who_is_to_be_started_with_one_that_ends_the_run_is_not_left_alive(tmp_path, monkeypatch):
+def test_i7_an_actor_started_with_one_that_ends_the_run_is_not_left_alive(tmp_path, monkeypatch):
     """I7: the controller cannot be started again, so everything ends, and who is not there is not killed."""
     killed = []
 
@@ -104,7 +104,7 @@ def test_who_is_to_be_started_with_one_that_ends_the_run_is_not_left_alive(tmp_p
     assert state.incarnations == dict.fromkeys(NAMES, 1)
 
 
-def test_a_process_whose_end_nobody_would_hear_of_is_not_left(tmp_path, monkeypatch):
+def test_a_process_without_a_pidfd_is_killed(tmp_path, monkeypatch):
     def none_left(_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 

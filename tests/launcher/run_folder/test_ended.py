@@ -23,7 +23,7 @@ CONFIG = simulated_run()
 STOPPED = EndedEvent(result="stopped", reason="Ctrl-C", exit_code=130)
 
 
-def test_the_record_is_that_of_the_attempt_by_whatever_name_the_folder_is_reached(tmp_path):
+def test_the_end_of_an_attempt_is_read_through_any_path_of_the_run_folder(tmp_path):
     run = tmp_path / "scratch" / "mine"
     run.mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "scratch")
@@ -34,7 +34,7 @@ def test_the_record_is_that_of_the_attempt_by_whatever_name_the_folder_is_reache
     assert read_ended(RunFolder(path=run, run_id="")) is None
 
 
-def test_steps_that_the_exported_model_holds_are_not_called_lost(tmp_path):
+def test_steps_in_the_exported_model_do_not_count_as_lost(tmp_path):
     folder = RunFolder(path=tmp_path, run_id="")
     (tmp_path / "config.json").touch()
     (tmp_path / "export").mkdir()
@@ -65,7 +65,7 @@ def test_the_command_that_resumes_a_run_has_the_path_of_its_folder(tmp_path, res
     assert "why" in rows[-1]
 
 
-def test_a_run_without_a_signal_says_what_to_do_with_its_checkpoint(tmp_path):
+def test_a_run_without_a_signal_advises_to_export_its_checkpoint(tmp_path):
     folder = RunFolder(path=tmp_path, run_id="")
     ended = EndedEvent(result="failed", actor="learner/0", reason="no signal: none of the last 8 groups", exit_code=1)
     left = RunProgress(Found(34, 0, 34, tmp_path / "v00000034"), trained=36)

@@ -60,7 +60,7 @@ def test_the_private_folder_is_private_and_goes(tmp_path, curve):
     assert not folder.private.exists()
 
 
-def test_only_what_no_process_holds_is_abandoned(tmp_path):
+def test_only_folders_without_a_process_are_abandoned(tmp_path):
     settings = config(tmp_path)
     dead, living = create_run_folder(settings), create_run_folder(settings)
     dead.private.mkdir()

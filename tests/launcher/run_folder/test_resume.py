@@ -87,7 +87,7 @@ def begun(settings, resumption):
 # --- which run and checkpoint ---
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint_by_its_name_its_folder_or_a_checkpoint(tmp_path, left, monkeypatch):
+def test_a_run_resumes_by_its_name_its_folder_or_a_checkpoint(tmp_path, left, monkeypatch):
     found, resumption = find_resumption(config(tmp_path), "auto")
     assert (resumption.folder.path, resumption.folder.attempt) == (left, 2)
     assert (resumption.checkpoint.version, resumption.is_finished) == (4, False)
@@ -119,7 +119,7 @@ def test_auto_needs_a_run_but_no_checkpoint(tmp_path):
     assert resumption.warnings == [f"{path} has no checkpoint: training begins from the initial weights, at step 1"]
 
 
-def test_what_an_attempt_changes_in_the_folder(tmp_path, left, monkeypatch):
+def test_a_new_attempt_keeps_the_earlier_configuration_in_the_run_folder(tmp_path, left, monkeypatch):
     def refuse(*_):
         raise PermissionError("a file system without hard links")
 
@@ -136,7 +136,7 @@ def test_what_an_attempt_changes_in_the_folder(tmp_path, left, monkeypatch):
 
 
 @pytest.mark.parametrize("written", [(1 << 32) + 3, 1_770_000_000_000_000_000])
-def test_incarnations_go_on_above_the_newest_writer(tmp_path, left, written):
+def test_incarnations_of_a_resumed_run_are_above_the_newest_writer(tmp_path, left, written):
     """And above those of an earlier version, which were times."""
     CheckpointFolder(left / "checkpoints").claim(written)
     settings, resumption = find_resumption(config(tmp_path, learner={"steps": 20}), "auto")
@@ -168,7 +168,7 @@ def test_checkpoints_elsewhere_belong_to_the_run_of_their_name(tmp_path):
     assert create_run_folder(settings).path.name == "trial-2"
 
 
-def test_a_finished_run_goes_on_with_more_steps(tmp_path, left):
+def test_a_finished_run_continues_with_more_steps(tmp_path, left):
     def is_finished(**sections):
         return find_resumption(config(tmp_path, **sections), "auto")[1].is_finished
 
@@ -187,7 +187,7 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path, left):
     assert not is_finished(learner={"steps": 12})
 
 
-def test_a_run_that_lives_is_refused(tmp_path, left):
+def test_a_live_run_cannot_be_resumed(tmp_path, left):
     settings, resumption = find_resumption(config(tmp_path), "auto")
     with private_folder(resumption.folder, settings):
         with pytest.raises(UsageError, match="in use"):
@@ -199,7 +199,7 @@ def test_a_run_that_lives_is_refused(tmp_path, left):
     assert sorted(os.listdir(left)) == ["checkpoints", "config.json", "logs"]
 
 
-def test_a_run_that_a_head_elsewhere_has_begun_since_it_was_found_is_left_as_it_is(tmp_path, left):
+def test_a_run_that_another_head_has_resumed_meanwhile_stays_unchanged(tmp_path, left):
     settings, resumption = find_resumption(config(tmp_path), str(left / "checkpoints" / "v00000002"))
     launch = Launch(settings, [HostLine("elsewhere")], head="elsewhere", resumption=resumption)
     with private_folder(resumption.folder, settings), pytest.raises(UsageError, match="in use"):
@@ -242,7 +242,7 @@ def test_auto_resumes_the_run_whose_checkpoint_was_written_last_and_names_the_ot
         ),
     ],
 )
-def test_i1_what_the_ledger_depends_on_must_be_the_same(tmp_path, left, sections, what, said):
+def test_i1_a_change_of_a_key_that_the_ledger_depends_on_is_refused(tmp_path, left, sections, what, said):
     """Another order of the data would train some prompts twice and others never."""
     with pytest.raises(RunChanged, match=said + f".*--allow-changed-{what}") as refused:
         find_resumption(config(tmp_path, **sections), "auto")
@@ -283,7 +283,7 @@ def test_adapters_must_be_of_the_same_form(tmp_path, was, now, said):
     assert all(text in problem for text, problem in zip(said, refused.value.problems, strict=True))
 
 
-def test_a_backend_cannot_go_on_from_the_checkpoint_of_another(tmp_path):
+def test_a_backend_refuses_the_checkpoint_of_another(tmp_path):
     was = config(tmp_path)
     left = create_run_folder(was).path
     write_checkpoint(was, left, 2, origin=Origin.of(was))
@@ -296,7 +296,7 @@ def test_a_backend_cannot_go_on_from_the_checkpoint_of_another(tmp_path):
 # --- what a resume changes ---
 
 
-def test_each_changed_key_is_printed_with_both_values_what_it_applies_to_and_the_groups_given_back(tmp_path):
+def test_each_changed_key_is_printed_with_its_values_its_effect_and_the_returned_groups(tmp_path):
     was = config(tmp_path)
     left = create_run_folder(was).path
     write_checkpoint(was, left, 2, origin=Origin.of(was), buffered=[make_group(f"0-{index}") for index in range(3)])
@@ -325,7 +325,7 @@ def test_each_changed_key_is_printed_with_both_values_what_it_applies_to_and_the
     assert resumption.describe_changes(settings) == []
 
 
-def test_each_attempt_records_the_files_that_it_begins_with(tmp_path, monkeypatch):
+def test_each_attempt_records_the_digests_of_its_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = tmp_path / "mine.py"
     code.write_text("def score(): return 1.0")
@@ -376,9 +376,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("name", "damage", "said"), DAMAGES)
-def test_a_damaged_checkpoint_is_refused_by_name_and_else_stepped_back_from_and_set_aside(
-    tmp_path, left, name, damage, said, monkeypatch
-):
+def test_a_damaged_checkpoint_is_refused_if_named_and_else_skipped(tmp_path, left, name, damage, said, monkeypatch):
     newest = left / "checkpoints" / "v00000004"
     damage(newest / name)
     # A checkpoint that is named is read to its last byte.
@@ -403,7 +401,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_else_stepped_back_from_and_
     assert (after.checkpoint.version, after.warnings) == (2, [])
 
 
-def test_before_the_start_reading_is_bounded_and_sizes_are_always_seen(tmp_path, left, monkeypatch):
+def test_the_check_before_the_start_reads_a_bounded_part_and_every_file_size(tmp_path, left, monkeypatch):
     monkeypatch.setattr(resume, "CHECKED_BYTES", 4095)
     file = left / "checkpoints" / "v00000004" / "trainer" / "__0_0.distcp"
     _flip(file)
@@ -412,7 +410,7 @@ def test_before_the_start_reading_is_bounded_and_sizes_are_always_seen(tmp_path,
     assert find_resumption(config(tmp_path), "auto")[1].checkpoint.version == 2
 
 
-def test_several_damaged_ones_are_all_told_and_where_none_is_whole_the_run_does_not_begin_anew(tmp_path, left):
+def test_every_damaged_checkpoint_is_reported_and_a_run_without_a_whole_one_does_not_start(tmp_path, left):
     write_checkpoint(config(tmp_path), left, 6)
     for version in (4, 6):
         _shorten(left / "checkpoints" / f"v0000000{version}" / "state.json")

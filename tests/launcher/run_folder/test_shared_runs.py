@@ -41,7 +41,7 @@ def shared(tmp_path: Path):
         folder.chmod(0o700)
 
 
-def test_runs_of_others_that_are_closed_are_passed_over(shared: Path) -> None:
+def test_unreadable_runs_of_other_users_are_skipped(shared: Path) -> None:
     rights = "-dac_override,-dac_read_search,-fowner"
     # Root may look into everything.
     without = ["setpriv", "--bounding-set", rights, "--inh-caps", rights] if os.geteuid() == 0 else []

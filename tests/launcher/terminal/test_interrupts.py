@@ -66,14 +66,14 @@ def test_a_second_signal_hurries_unless_a_terminal_closes(numbers, named, hurrie
         ([SIGINT], "stopped at once, as it did not end in time after Ctrl-C"),
     ],
 )
-def test_an_end_at_once_is_described_as_what_the_user_did(numbers, words):
+def test_the_reason_of_an_immediate_end_names_the_users_signals(numbers, words):
     interrupts = Interrupts()
     for number in numbers:
         interrupts.note(number)
     assert interrupts.describe_end_at_once() == words
 
 
-def test_what_nohup_protects_from_is_not_taken_and_causes_are_named_as_users_know_them():
+def test_ignored_signals_stay_ignored_and_each_signal_has_a_readable_name():
     # A shell without job control has what it starts in the background ignore Ctrl-C.
     for number in (SIGHUP, SIGINT):
         signal.signal(number, signal.SIG_IGN)

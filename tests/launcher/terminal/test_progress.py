@@ -130,7 +130,7 @@ def test_a_start_shows_each_stage_of_the_last_actors(show):
     ]
 
 
-def test_a_step_line_tells_what_was_not_trained_when_that_moves(show):
+def test_a_step_line_shows_untrained_groups_when_their_count_changes(show):
     for step, counts in enumerate([(0, 0, 3, 0), (3, 0, 3, 0), (3, 1, 3, 0), (3, 1, 9, 0), (3, 1, 9, 2)], 1):
         names = ("ledger/filtered", "ledger/quarantined", "rollout/failed_attempts", "ledger/left_out")
         show.step(step=step, **dict(zip(names, counts, strict=True)))
@@ -152,7 +152,7 @@ def test_a_step_line_tells_what_was_not_trained_when_that_moves(show):
         (3, 1, "from the initial weights; steps 1 to 3 are trained again"),
     ],
 )
-def test_a_learners_next_step_tells_how_long_it_took_and_what_it_goes_on_from(show, heard, first, told):
+def test_the_first_step_after_a_restart_of_the_learner_shows_its_time_and_start(show, heard, first, told):
     show.now = 100.0
     show.step(start=1, step=heard)
     show.dies("learner/1")
@@ -166,7 +166,7 @@ def test_a_learners_next_step_tells_how_long_it_took_and_what_it_goes_on_from(sh
     assert show.out("continues") == [f"training continues: step {first} 6.5 s after learner/1 died, {told}"]
 
 
-def test_the_return_of_an_actor_is_told_once(show):
+def test_the_return_of_an_actor_is_printed_once(show):
     show.show(StateEvent(phase="running", controller=7))
     # A new controller reports every actor that was ever restarted.
     show.show(ReadyEvent(name="rollouter/0"))
@@ -201,7 +201,7 @@ LEFT_B = "host b (agent/2) leaves the run, which continues without: rollouter/1,
         ([(7, MORE), (7, ONLY_C, *AWAY["b (agent/2)"], "agent/2")], [LOST_B, LOST_C, LEFT_B]),
     ],
 )
-def test_a_host_that_is_lost_or_back_is_told_once(states, told):
+def test_the_loss_and_return_of_a_host_are_printed_once(states, told):
     both = io.StringIO()
     progress = TerminalProgress(both, 10, both)
     for controller, lost, *leaving in states:
@@ -218,7 +218,7 @@ def test_a_stuck_actor_is_reported_on_the_error_output(show):
 # --- the live line ---
 
 
-def test_a_terminal_has_one_live_line_below_the_lines_that_stay():
+def test_a_terminal_has_one_live_line_below_the_permanent_lines():
     both = Terminal()
     progress = TerminalProgress(both, 10, both, now=lambda: 0.0)
     progress.show(StateEvent(phase="running"))
@@ -234,7 +234,7 @@ def test_a_terminal_has_one_live_line_below_the_lines_that_stay():
 
 
 @pytest.mark.parametrize("by", ["a later state", "the end of the run"])
-def test_the_line_says_what_the_run_waits_for_as_long_as_it_does(by):
+def test_the_live_line_shows_the_current_wait_of_the_run(by):
     out, err = Terminal(), io.StringIO()
     progress = TerminalProgress(out, 10, err, now=lambda: 0.0)
     progress.show(MetricsEvent(line=TRAIN | {"step": 3}))
@@ -269,7 +269,7 @@ def test_a_late_notice_of_a_dead_actor_leaves_nothing_on_the_line():
 # --- notices ---
 
 
-def test_another_text_is_news_another_actor_another_notice_and_a_count_comes_without_what_to_do(show):
+def test_a_notice_is_printed_again_for_a_new_text_or_actor_and_without_advice_for_a_count(show):
     for at, notice in (
         (0.0, {"text": "f raised", "meanwhile": "Mend it", "of": "3 calls"}),
         (0.0, {"actor": "reward/1", "text": "f raised"}),
@@ -284,7 +284,7 @@ def test_another_text_is_news_another_actor_another_notice_and_a_count_comes_wit
     assert show.out() == [] and show.progress.notices.summary() == [last, "reward/1: f raised"]
 
 
-def test_counts_of_an_actor_that_was_started_again_begin_anew():
+def test_counts_of_a_restarted_actor_begin_at_zero():
     notices = ShownNotices()
     first, second = ({"actor": "reward/0", "key": "k", "text": "bad", "incarnation": number} for number in (1, 2))
     assert notices.take(NoticeEvent(**first, count=64), 0.0) == "reward/0: bad (64 times)"
@@ -293,7 +293,7 @@ def test_counts_of_an_actor_that_was_started_again_begin_anew():
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(1, 3)), min_size=1))
-def test_counts_come_at_a_decent_pace_and_the_summary_has_the_last(events):
+def test_counts_are_printed_at_intervals_and_the_summary_has_the_last(events):
     notices, now, count, shown_at = ShownNotices(), 0.0, 0, []
     for wait, more in events:
         now, count = now + wait, count + more
@@ -386,7 +386,7 @@ def test_the_reward_at_both_ends_of_a_run(summary, rewards, row):
     assert summary(lines, steps=20)["reward"] == row
 
 
-def test_the_summary_tells_what_was_not_trained_where_that_stands_and_who_was_started_again(summary, tmp_path):
+def test_the_summary_shows_untrained_groups_their_file_and_restarted_actors(summary, tmp_path):
     (tmp_path / "quarantine.jsonl").touch()
     quarantined = {"ledger/filtered": 0, "ledger/quarantined": 2}
     lines = [
@@ -408,7 +408,7 @@ def test_the_summary_tells_what_was_not_trained_where_that_stands_and_who_was_st
     assert rows[:3] == ["0 of 4", told, "learner/0 1, rollouter/1 2"]
 
 
-def test_the_summary_tells_what_was_trained_and_what_is_complete(summary, tmp_path):
+def test_the_summary_shows_trained_groups_and_complete_epochs(summary, tmp_path):
     """Lines of metrics may be lost, and a folder of checkpoints may hold none that is whole."""
     newest = tmp_path / "checkpoints" / "v00000003"
     newest.mkdir(parents=True)
@@ -420,7 +420,7 @@ def test_the_summary_tells_what_was_trained_and_what_is_complete(summary, tmp_pa
 # --- lines of metrics ---
 
 
-def test_what_a_restored_learner_does_again_counts_once_and_a_torn_line_is_left_out(tmp_path):
+def test_steps_that_a_restored_learner_repeats_count_once_and_a_torn_line_is_skipped(tmp_path):
     """Its first line voids what was written of that step and later ones, evaluations included."""
     path = tmp_path / "metrics.jsonl"
     assert read_metrics(path) == []
@@ -440,7 +440,7 @@ def test_what_a_restored_learner_does_again_counts_once_and_a_torn_line_is_left_
     ("step", "start", "by", "voided"),
     [(5, 1, 2, True), (6, 1, 3, True), (4, 1, 2, False), (6, 2, 2, False), (6, 2, 1, False)],
 )
-def test_what_a_step_voids(kind, step, start, by, voided):
+def test_a_step_of_a_later_start_voids_repeated_lines(kind, step, start, by, voided):
     assert is_voided({"kind": kind, "step": step, "start": start}, TRAIN | {"step": 5, "start": by}) == voided
     # The evaluation at a step may come before its line.
     if kind != "train":

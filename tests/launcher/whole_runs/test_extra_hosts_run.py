@@ -80,7 +80,7 @@ def moved_to(sample):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-def test_what_a_lost_host_played_is_played_elsewhere_and_nothing_is_lost(playing, how):
+def test_i1_episodes_of_a_lost_host_are_played_on_another_and_nothing_is_lost(playing, how):
     """I1: and no attempt is counted. Training continues also without a controller."""
     # Enough for a successor to have steps left to play for; one that is frozen is found out after a while.
     steps = 48 if how == "killed" else 72
@@ -110,7 +110,7 @@ def test_what_a_lost_host_played_is_played_elsewhere_and_nothing_is_lost(playing
 
 
 @pytest.mark.slow
-def test_what_a_host_that_stands_still_was_given_is_late_and_played_elsewhere(playing):
+def test_i1_episodes_of_a_frozen_host_miss_their_deadlines_and_move_to_another(playing):
     """I1: by the deadlines of its stages, where nobody has found it frozen."""
     run = playing(24, supervision={"silence_s": 600.0}, turn_timeout_s=2.0, timeout_s=4.0)
     run.wait_to_show("step 3/")

@@ -162,7 +162,7 @@ def test_an_agent_that_is_frozen_is_reported_killed_by_its_guard_and_named_as_th
     assert "guard: the agent did not beat for 10 s (supervision.silence_s) and was killed" in agent_log(run)
 
 
-def test_a_replica_that_keeps_dying_is_set_aside_until_somebody_brings_it_back_and_a_guard_ends_the_run(stub):
+def test_a_dying_replica_is_set_aside_until_the_user_restores_it_and_a_guard_ends_the_run(stub):
     behaviour = {"learner/0": {"preempted": 7}, "rollouter/1": {"children": True, "die": [0, 3, 2]}}
     run = stub(behaviour, {"rollout": {"engine": "sim", "replicas": 2}}, max_restarts=1)
 

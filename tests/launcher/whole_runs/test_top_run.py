@@ -26,7 +26,7 @@ def printed(run, flag):
 
 
 @needs_tmux
-def test_attached_and_detached_again_and_again_without_effect(launch, tmp_path):
+def test_repeated_attaching_and_detaching_does_not_affect_a_run(launch, tmp_path):
     """By its folder's place, and by its address from another folder, with a copy of its keys."""
     run = launch("--learner.steps", "4000", "--data.size", "16000")
     run.wait_to_show("step 1/")

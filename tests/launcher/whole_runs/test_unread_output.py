@@ -51,13 +51,13 @@ def ended(run):
     return read_ended(RunFolder(path=run.run_dir, run_id=""))
 
 
-def test_a_run_that_is_done_has_exit_code_0_though_nobody_reads_the_output(unread):
+def test_a_finished_run_has_exit_code_0_even_if_its_output_is_not_read(unread):
     run = unread({"learner/0": {"finish": 5}})
     assert ended(run).result == "done"
     assert run.process.wait(120) == 0
 
 
-def test_ctrl_c_is_acted_on_though_nobody_reads_the_output(unread):
+def test_ctrl_c_stops_a_run_whose_output_is_not_read(unread):
     run = unread({"learner/0": {"preempted": 7}})
     wait_until(lambda: (run.run_dir / "private" / "controller.json").exists(), "the controller")
     run.actor("learner/0")

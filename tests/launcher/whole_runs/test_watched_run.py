@@ -121,7 +121,7 @@ def test_the_ledgers_of_all_serial_resources_add_up(watched):
     assert {"starting", "waiting", "generating", "paused", "loading"} <= of["rollouter/0 engine"]
 
 
-def test_it_is_seen_from_the_start_to_the_end(watched):
+def test_a_viewer_sees_a_run_from_its_start_to_its_end(watched):
     first, end = watched.seen[0], watched.seen[-1]
     assert first.run.phase == "starting" and watched.recorded[-1].run == end.run
     assert {line["step"] for snapshot in watched.seen for line in snapshot.train} == set(watched.run.steps_trained)
@@ -149,7 +149,7 @@ HISTOGRAMS = {
 }
 
 
-def test_each_actor_tells_of_itself_in_a_few_bytes(watched):
+def test_each_actor_reports_its_metrics_in_small_heartbeats(watched):
     end = at_work(watched)
     actors = by_name(end)
     for actor in end.actors:
