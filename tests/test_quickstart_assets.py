@@ -50,7 +50,7 @@ def test_a_teacher_that_forgets_no_carry_is_right_and_one_that_forgets_all_never
     assert answer == "".join(str(total % 10) for *_, total in reversed(steps))
 
 
-def test_splits_share_no_sum_in_either_order_and_responses_are_long_enough_to_meet_updates():
+def test_splits_share_no_sum_in_any_order_and_responses_are_long_enough_for_updates():
     splits = draw_splits(Settings())
     demonstrated = list(islice(splits.demonstrated, 10_000))
     sums = [frozenset((p.left, p.right)) for p in (*splits.heldout, *splits.train, *demonstrated)]
@@ -168,7 +168,7 @@ def test_assets_are_built_once(tmp_path):
     assert len(made) == 2
 
 
-def test_a_killed_build_leaves_nothing_that_passes_for_assets(tmp_path):
+def test_a_killed_build_leaves_no_assets(tmp_path):
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"

@@ -81,7 +81,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel):
     assert {"asyncrl/py.typed", "asyncrl/observe/report/report.css"} <= names
 
 
-def test_the_source_tree_cannot_be_imported_there(bin_folder, tmp_path):
+def test_the_installed_wheel_does_not_import_the_source_tree(bin_folder, tmp_path):
     code = "import asyncrl, importlib.util as u; print(asyncrl.__file__, u.find_spec('tools'), u.find_spec('harness'))"
     file, *others = run(bin_folder / "python", "-c", code, cwd=tmp_path).split()
     assert Path(file).is_relative_to(bin_folder.parent) and others == ["None", "None"]

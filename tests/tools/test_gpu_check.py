@@ -85,7 +85,7 @@ def host_of(tmp_path, gpus=(), problem=""):
     return Host(tuple(gpus), problem, tmp_path)
 
 
-def test_what_cannot_be_checked_is_skipped_with_its_reason_and_an_error_is_a_failure(tmp_path):
+def test_impossible_checks_are_skipped_with_a_reason_and_errors_are_failures(tmp_path):
     def breaks(host):
         raise KeyError("policy/drift")
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_checked_is_skipped_with_its_reason_and_an_error_is_a_fai
 
 
 @needs_vllm
-def test_here_every_check_is_skipped_for_a_reason(capsys, tmp_path):
+def test_every_check_without_a_gpu_is_skipped_with_a_reason(capsys, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     assert command.main(["--json"]) == 0

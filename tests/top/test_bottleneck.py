@@ -82,7 +82,7 @@ BOTH_WAIT = "rollouters wait 70 % for {}, the learner waits 70 % for groups"
         ),
     ],
 )
-def test_the_verdict_says_who_waits_how_much_for_what(given, said):
+def test_the_verdict_names_the_actor_its_wait_and_its_share_of_time(given, said):
     assert find_bottleneck(given).why == said
 
 
@@ -111,7 +111,7 @@ def test_the_bottleneck_is_the_last_busy_stage(rollouters, reward, learner, busy
 
 
 @given(*FLOWS, st.sampled_from(["rollouters", "reward", "learner"]))
-def test_more_work_never_takes_the_mark_off_a_stage(rollouters, reward, learner, stage):
+def test_more_work_never_moves_the_mark_away_from_a_stage(rollouters, reward, learner, stage):
     stages = {"rollouters": rollouters, "reward": reward, "learner": learner}
     if find_bottleneck(flow(**stages)).stage != stage:
         return

@@ -86,7 +86,7 @@ async def test_a_viewer_sees_the_run_and_may_do_nothing_else(tmp_path, curve):
 
 
 @pytest.mark.parametrize("curve", [False, True])
-def test_who_asks_and_does_not_read_fills_no_memory_and_others_are_served(tmp_path, curve, monkeypatch):
+def test_i6_a_viewer_that_does_not_read_fills_no_memory_and_others_are_served(tmp_path, curve, monkeypatch):
     """I6: every answer to it stays with ZeroMQ, also if it lies about what it has read."""
     sent = {}
     send = ZmqServer.send
@@ -137,7 +137,7 @@ def test_who_asks_and_does_not_read_fills_no_memory_and_others_are_served(tmp_pa
         context.destroy(linger=0)
 
 
-def test_the_rights_of_viewers_are_those_two():
+def test_viewers_may_send_only_two_messages():
     assert {kind.__name__ for kind in EVERY_MESSAGE.values() if "viewer" in kind.senders} == {
         "WatchSnapshot",
         "RequestTrace",
@@ -160,7 +160,7 @@ async def test_viewers_do_not_fence_one_another_and_none_can_claim_a_larger_inca
             await one.peer.call(WatchSnapshot())
 
 
-async def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path, monkeypatch):
+async def test_one_viewer_too_many_is_refused_and_does_not_disturb_others(tmp_path, monkeypatch):
     monkeypatch.setitem(server.SHARED, VIEWER, 2)
     async with controller(tmp_path, config_with(False)):
         target = find_target(str(tmp_path))
@@ -179,7 +179,7 @@ async def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path,
             await fourth.peer.call(WatchSnapshot())
 
 
-async def test_a_watch_goes_on_with_the_successor(tmp_path, monkeypatch):
+async def test_a_watch_continues_with_the_successor_of_the_controller(tmp_path, monkeypatch):
     monkeypatch.setattr("asyncrl.top.client.ANSWER_S", 2.0)
     config = config_with(True)
     seen = []
@@ -198,7 +198,7 @@ async def test_a_watch_goes_on_with_the_successor(tmp_path, monkeypatch):
     assert seen[0].run.age_s < seen[-1].run.age_s
 
 
-async def test_a_controller_that_answers_at_once_that_it_cannot_is_not_asked_at_full_speed(tmp_path, monkeypatch):
+async def test_requests_to_a_controller_that_fails_at_once_are_spaced(tmp_path, monkeypatch):
     pause_s = 0.3
     monkeypatch.setattr("asyncrl.top.client.AGAIN_S", pause_s)
 
@@ -231,7 +231,7 @@ async def test_a_watch_ends_with_its_run(tmp_path, monkeypatch, what):
         assert all(isinstance(one, Snapshot | Away) for one in [one async for one in news])
 
 
-def test_a_run_whose_lock_cannot_be_looked_at_is_not_taken_to_have_ended(tmp_path):
+def test_a_run_with_an_unreadable_lock_does_not_count_as_ended(tmp_path):
     def refuse(_path):
         raise PermissionError
 
@@ -240,7 +240,7 @@ def test_a_run_whose_lock_cannot_be_looked_at_is_not_taken_to_have_ended(tmp_pat
     assert not target.is_over
 
 
-def test_what_there_is_nothing_to_attach_to(tmp_path):
+def test_a_folder_without_a_reachable_run_is_refused_with_the_reason(tmp_path):
     private = tmp_path / "private"
     private.mkdir()
     with pytest.raises(UsageError, match="has not started"):
@@ -269,7 +269,7 @@ DAMAGED = [
 ]
 
 
-def test_a_file_of_a_private_folder_that_is_damaged_is_named(tmp_path):
+def test_a_damaged_file_of_the_private_folder_is_named(tmp_path):
     private = tmp_path / "private"
     private.mkdir()
     for name, content in DAMAGED:

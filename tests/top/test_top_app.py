@@ -56,7 +56,7 @@ def later(history, **changes):
     history.add(replace(history.newest, wall=history.newest.wall + 0.001, **changes))
 
 
-async def test_a_pane_leads_to_the_actor_that_it_is_about():
+async def test_enter_in_a_pane_opens_the_actor_of_the_row():
     events = [Event(number=1, wall=WALL, level="info", actor="", text="the run is running")]
     run = Run(events=events, ranks=2, gpus=True)
     async with shown(SnapshotSource(history=known(run.between()))) as (app, pilot):
@@ -88,7 +88,7 @@ async def test_the_newest_events_stay_in_sight():
         assert (rows.cursor_row, rows.scroll_offset.y) == (0, 0)
 
 
-async def test_on_a_small_terminal_the_help_scrolls_and_where_there_is_no_room_it_is_said():
+async def test_the_help_scrolls_on_a_small_terminal_and_a_tiny_one_shows_a_message():
     async with shown(SnapshotSource(history=known(Run().between()))) as (app, pilot):
         for columns, rows in ((40, 10), (80, 24), (59, 24), (80, 15), (60, 16)):
             await pilot.resize_terminal(columns, rows)
@@ -132,7 +132,7 @@ async def test_sort_filter_and_level_keys():
 
 
 @pytest.mark.parametrize("key", ["up", "down", "k", "j", "pageup", "pagedown", "home", "end"])
-async def test_a_key_before_there_is_anything_to_see_does_nothing(key):
+async def test_a_key_before_the_first_snapshot_does_nothing(key):
     coming = asyncio.Event()
 
     async def feed():
@@ -147,7 +147,7 @@ async def test_a_key_before_there_is_anything_to_see_does_nothing(key):
         assert app.panes["rollouters"].query_one(Rows).chosen == "rollouter/0"
 
 
-async def test_a_feed_is_followed_frozen_and_away_and_its_end_is_told():
+async def test_a_feed_is_shown_live_frozen_lost_and_ended():
     run, gate = Run(steps=1000), asyncio.Queue()
 
     async def feed():
@@ -200,7 +200,7 @@ def drawn_at(monkeypatch):
     return began
 
 
-async def test_it_asks_again_before_it_draws_so_that_the_last_answer_finds_a_request(drawn_at):
+async def test_the_viewer_requests_the_next_snapshot_before_it_draws(drawn_at):
     """A controller is soon gone after it."""
     run, coming, drawn_when_asked = Run(steps=1000), asyncio.Event(), []
 
@@ -218,7 +218,7 @@ async def test_it_asks_again_before_it_draws_so_that_the_last_answer_finds_a_req
         assert app.view.run.phase == "done"
 
 
-async def test_it_draws_at_a_pace_and_the_time_of_drawing_is_part_of_it(drawn_at):
+async def test_the_interval_between_drawings_includes_the_drawing_time(drawn_at):
     run, coming, asked = Run(steps=1000), asyncio.Event(), []
 
     async def feed():
@@ -265,7 +265,7 @@ async def test_a_viewer_of_a_folder_waits_for_the_start_and_follows_a_resumed_ru
         assert "running" in text_of(app).splitlines()[0]
 
 
-async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path, monkeypatch):
+async def test_a_run_whose_processes_were_all_killed_is_shown_as_killed(tmp_path, monkeypatch):
     """As it was recorded last, which is later than what was seen."""
     run = Run(steps=1000)
     record(tmp_path, run.at(103.0))
@@ -301,7 +301,7 @@ async def test_the_end_of_a_run_with_an_unreadable_recording_comes_from_the_last
         await until(pilot, "the run has ended")
 
 
-async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
+async def test_a_requested_trace_is_reported_with_its_result():
     written = asyncio.Queue()
     async with shown(SnapshotSource(history=known(Run().between()), trace=written.get)) as (app, pilot):
         await pilot.press("t")
@@ -311,7 +311,7 @@ async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
         assert "is being written" not in text_of(app)
 
 
-async def test_a_replay_learns_at_its_end_that_the_run_has_ended_meanwhile(monkeypatch):
+async def test_a_replay_notices_at_its_end_that_the_run_has_ended(monkeypatch):
     monkeypatch.setattr(terminal, "LOOK_S", 0.05)
     found, entries = [], recording(Run(steps=1000), 20)
     replay = Replay(entries[:10], lives=True)
@@ -329,7 +329,7 @@ async def test_a_replay_learns_at_its_end_that_the_run_has_ended_meanwhile(monke
         await until(pilot, "failed: nothing is known after this")
 
 
-def test_a_replay_shows_the_same_however_one_comes_to_a_moment():
+def test_a_replay_shows_the_same_after_a_jump_as_after_playing():
     entries = recording(Run(), 100)
     jumped, played = Replay(entries), Replay(entries)
     jumped.jump(WALL + 100.0)
@@ -360,13 +360,13 @@ def test_a_run_whose_clock_was_set_back_is_shown_to_its_end(tmp_path):
             assert whole.history().newest == expected
 
 
-def test_after_a_jump_rates_are_those_of_the_last_10_s():
+def test_rates_after_a_jump_are_those_of_the_last_10_s():
     replay = Replay(recording(Run(step_s=150.0), 300))
     replay.jump(replay.end)
     assert replay.history().recent().seconds == 10.0
 
 
-def test_a_viewer_that_comes_knows_the_last_minutes(tmp_path):
+def test_a_new_viewer_shows_the_last_minutes(tmp_path):
     run = Run(steps=100_000)
     record(tmp_path, *(run.at(float(second)) for second in range(0, 1800, 10)))
     whole = open_replay(tmp_path, lives=True)
@@ -376,7 +376,7 @@ def test_a_viewer_that_comes_knows_the_last_minutes(tmp_path):
     assert recent_history(tmp_path / "nowhere").newest is None
 
 
-async def test_cells_that_changed_are_drawn_again_and_no_others():
+async def test_only_changed_cells_are_redrawn():
     history = known(Run(rollouters=12, hosts=1, steps=100_000).between())
     async with shown(SnapshotSource(history=history), "200x50") as (app, pilot):
         rows, drawn = app.panes["rollouters"].query_one(Rows), []

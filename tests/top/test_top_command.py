@@ -68,7 +68,7 @@ def test_a_recording_is_printed_as_text_and_as_json(ended, tmp_path, monkeypatch
     assert b"step 50/100" in done.stdout and done.stdout.isascii()
 
 
-def test_what_it_says_when_there_is_nothing_to_see(ended, tmp_path, complains):
+def test_a_command_without_a_run_to_show_prints_the_reason_and_the_next_command(ended, tmp_path, complains):
     cases = [
         ((), tmp_path, 2, "no run lives under runs; to see the last one again: asyncrl-top runs/trial --replay"),
         (("trial",), tmp_path, 2, "the run has ended; to see it again: asyncrl-top runs/trial --replay"),
@@ -111,7 +111,7 @@ def complains(monkeypatch, capsys):
     return check
 
 
-def test_an_address_that_cannot_be_reached_says_why_and_where_to_look(tmp_path, complains, monkeypatch):
+def test_an_unreachable_address_prints_the_reason_and_the_place_to_look(tmp_path, complains, monkeypatch):
     def lookup(host, *words):
         if host.endswith(".invalid"):
             raise socket.gaierror(-2, "Name or service not known")
@@ -141,7 +141,7 @@ def test_an_address_that_cannot_be_reached_says_why_and_where_to_look(tmp_path, 
             complains((*words, "--once"), "/", code, text)
 
 
-def test_a_damaged_recording_is_shown_as_far_as_it_can_be_read_and_not_as_running(tmp_path, complains, capsys):
+def test_the_readable_part_of_a_damaged_recording_is_shown_but_not_as_running(tmp_path, complains, capsys):
     """Also as a host that lost its power leaves it: the last bytes are zeros."""
     record(tmp_path, *(Run(steps=1000).at(float(second)) for second in range(40, 102)))
     path = next((tmp_path / "monitor").iterdir())
@@ -178,7 +178,7 @@ def test_a_damaged_recording_is_shown_as_far_as_it_can_be_read_and_not_as_runnin
         ({}, "failed: nothing is known after this, when it was running: it was killed, stopped at once"),
     ],
 )
-def test_the_end_of_a_replay_says_how_the_run_ended_if_it_has(tmp_path, facts, said, capsys):
+def test_a_replay_ends_with_the_result_of_an_ended_run(tmp_path, facts, said, capsys):
     record(tmp_path, Run().at(40.0), Run(**facts).at(41.0))
     assert command.main([str(tmp_path), *REPLAY]) == 0
     shown = capsys.readouterr().out
@@ -192,7 +192,7 @@ def test_the_end_of_a_replay_says_how_the_run_ended_if_it_has(tmp_path, facts, s
     assert ("running" in capsys.readouterr().out.splitlines()[0]) == (not facts)
 
 
-def test_a_private_folder_of_somebody_else_is_named(ended, tmp_path, monkeypatch, capsys):
+def test_the_private_folder_of_another_user_is_named(ended, tmp_path, monkeypatch, capsys):
     def refuse(_run):
         raise PermissionError(13, "Permission denied", str(ended / "private"))
 
@@ -239,7 +239,7 @@ COLOUR = re.compile(r"\x1b\[(?:[\d;]*;)?(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])[;m]")
 
 @needs_tmux
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "vt100"}], ids=["NO_COLOR", "vt100"])
-def test_without_colour(ended, tmp_path, environment):
+def test_states_without_colour_differ_by_their_glyphs(ended, tmp_path, environment):
     with Terminal(80, 24, [*TOP, str(ended), "--replay"], cwd=tmp_path, env=environment) as terminal:
         text = terminal.until("86% generating")
         assert "▓" in text and "░" in text, "states differ by their glyphs"
@@ -257,9 +257,7 @@ def test_a_dumb_terminal_gets_a_page(ended, tmp_path):
 
 
 @pytest.mark.parametrize("words", [REPLAY, ("--report", "out.html"), ("--explain", "0-7")])
-def test_what_was_recorded_by_somebody_else_is_not_taken_for_nothing(
-    ended, tmp_path, monkeypatch, capsys, forbid, words
-):
+def test_an_unreadable_recording_of_another_user_is_an_error(ended, tmp_path, monkeypatch, capsys, forbid, words):
     closed = ended / ("logs" if words[0] == "--explain" else "monitor")
     closed.mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path)
@@ -271,7 +269,7 @@ def test_what_was_recorded_by_somebody_else_is_not_taken_for_nothing(
 
 
 @pytest.mark.parametrize("unbuffered", ["1", ""])
-def test_a_reader_that_has_read_enough_is_no_fault(ended, unbuffered):
+def test_a_reader_that_closes_the_pipe_early_causes_no_error(ended, unbuffered):
     """As head, which goes while it is written: here before."""
     read, write = os.pipe()
     os.close(read)
@@ -283,7 +281,7 @@ def test_a_reader_that_has_read_enough_is_no_fault(ended, unbuffered):
 
 
 @pytest.mark.parametrize("closed", ["<&-", "<&- 2>&-"])
-def test_without_an_input_it_prints_what_it_prints_without_a_terminal(ended, closed):
+def test_a_closed_input_prints_the_same_page_as_once(ended, closed):
     def printed(words):
         return subprocess.run(words, shell=True, capture_output=True, timeout=120, check=True).stdout
 
@@ -291,7 +289,7 @@ def test_without_an_input_it_prints_what_it_prints_without_a_terminal(ended, clo
     assert printed(f"{words} {closed}") == printed(f"{words} --once")
 
 
-def test_a_disk_that_is_full_is_said_once(ended):
+def test_a_full_disk_is_reported_once(ended):
     code = """
 import io, os, sys
 from asyncrl.cli import top
@@ -310,7 +308,7 @@ sys.exit(top.main(sys.argv[1:]))
     assert (done.returncode, done.stderr) == (1, said)
 
 
-def test_where_no_report_can_be_it_is_said_in_a_line(ended, tmp_path, complains, monkeypatch):
+def test_a_report_that_cannot_be_written_prints_one_line(ended, tmp_path, complains, monkeypatch):
     cases = {
         "": ". is a folder; name a file in it",
         "/": "/ is a folder; name a file in it",

@@ -51,7 +51,7 @@ def printed(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_the_newest_groups_are_printed_and_flags_choose_among_them(run_dir, tmp_path, monkeypatch, capsys):
+def test_the_newest_groups_are_printed_and_flags_select_others(run_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = printed(capsys, "trial", "--samples")
     assert page == printed(capsys, "--samples"), "without a name it is the newest run"
@@ -78,7 +78,7 @@ def test_the_newest_groups_are_printed_and_flags_choose_among_them(run_dir, tmp_
         (("--samples", "--kind", "lost"), 2, "invalid choice: 'lost'"),
     ],
 )
-def test_what_cannot_be_printed_is_said(run_dir, capsys, words, code, said):
+def test_samples_that_cannot_be_printed_have_a_reason(run_dir, capsys, words, code, said):
     try:
         found = command.main([str(run_dir), *words])
     except SystemExit as ended:
@@ -86,7 +86,7 @@ def test_what_cannot_be_printed_is_said(run_dir, capsys, words, code, said):
     assert (found, said in " ".join(capsys.readouterr().err.split())) == (code, True)
 
 
-async def test_a_live_run_shows_one_group_at_a_time_and_newer_ones_do_not_push_it_away(run_dir, monkeypatch):
+async def test_a_live_run_shows_one_group_until_the_user_selects_another(run_dir, monkeypatch):
     monkeypatch.setattr(samples_screen, "LOOK_S", 0.05)
     async with shown(SnapshotSource(history=known(Run().between()), run_dir=run_dir)) as (app, pilot):
         await pilot.press("c")
@@ -109,7 +109,7 @@ async def test_a_live_run_shows_one_group_at_a_time_and_newer_ones_do_not_push_i
         await until(pilot, "1 rollouters")
 
 
-async def test_a_replay_shows_the_groups_up_to_the_step_that_is_seen(run_dir):
+async def test_a_replay_shows_the_groups_up_to_its_step(run_dir):
     replay = Replay(recording(Run(), 90))
     async with shown(SnapshotSource(replay=replay, run_dir=run_dir)) as (app, pilot):
         await pilot.press("c")
@@ -132,7 +132,7 @@ async def test_a_long_group_scrolls_and_a_narrow_terminal_wraps_it(run_dir):
 
 
 @pytest.mark.parametrize("place", ["nowhere", None])
-async def test_where_there_are_no_samples_it_is_said(tmp_path, place):
+async def test_a_run_without_samples_shows_a_message(tmp_path, place):
     source = SnapshotSource(history=known(Run().between()), run_dir=tmp_path / place if place else None)
     async with shown(source) as (_, pilot):
         await pilot.press("c")

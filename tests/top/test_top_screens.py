@@ -42,7 +42,7 @@ async def test_screens(state, size):
         await compare(f"{state}-{size}", pilot)
 
 
-async def test_panes_on_a_small_terminal_and_all_of_them_on_a_larger_one():
+async def test_a_small_terminal_shows_some_panes_and_a_larger_one_all():
     async with shown(SnapshotSource(history=known(Run(ranks=4, gpus=True).between()))) as (app, pilot):
         before = text_of(app)
         await pilot.press("8")
@@ -71,7 +71,7 @@ async def test_the_pane_of_episodes():
         await until(pilot, "1 rollouters")
 
 
-async def test_a_terminal_that_knows_ascii_alone():
+async def test_a_terminal_with_ascii_only():
     async with shown(SnapshotSource(history=known(Run().between())), ascii_only=True) as (app, pilot):
         assert text_of(app).isascii()
         await compare("ascii-80x24", pilot)

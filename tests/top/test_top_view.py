@@ -68,7 +68,7 @@ def with_actor(snapshot, name, *, metrics=None, **changes):
 
 
 @pytest.mark.parametrize("stage", SLOW)
-def test_a_planted_slow_stage_is_the_one_that_is_marked(stage):
+def test_a_planted_slow_stage_is_marked_as_the_bottleneck(stage):
     view = seen(SLOW[stage].between())
     assert view.bottleneck.stage == stage
     marked = [box.stage for box in stages(view) if box.marked]
@@ -87,13 +87,13 @@ def test_a_planted_slow_stage_is_the_one_that_is_marked(stage):
     ],
     ids=str,
 )
-def test_the_mark_of_a_steady_run_stays_where_it_is_while_levels_swing_with_its_steps(swing):
+def test_the_mark_of_a_steady_run_does_not_move_while_levels_change_within_steps(swing):
     steady = {"engine": {"generating": 0.69, "waiting": 0.31}, "rank": {"training": 0.74, "waiting": 0.26}}
     shown = [Run(step_s=1.7, **steady, **swing[n % len(swing)]).at(30.0 + 0.75 * n) for n in range(60)]
     assert {view.bottleneck.stage for view in list(verdicts(shown))[20:]} == {"gate"}
 
 
-def test_learner_and_engines_that_are_busy_in_turns_do_not_take_the_mark_from_one_another():
+def test_learner_and_engines_that_are_busy_in_turns_do_not_move_the_mark():
     """A step takes 2.4 s: the learner waits at the beginning of it, and works 78 % of its time."""
 
     def at(t):
@@ -114,7 +114,7 @@ def started(t):
     return replace(snapshot, wall=WALL + t, run=replace(snapshot.run, age_s=t))
 
 
-def test_once_a_run_steps_its_start_is_not_what_sets_the_pace():
+def test_the_start_of_a_run_is_not_its_bottleneck_after_the_first_step():
     shown = [started(0.5 * n + 1.0) for n in range(80)]
     *_, last = views = list(verdicts(shown))
     before = [view.bottleneck for view in views if not view.run.step]
@@ -159,7 +159,7 @@ def test_the_activity_of_a_silent_or_gone_actor_is_unknown():
     assert "oldest 1m30s" in lines_of("episodes", seen([*before, left]), 120)[0]
 
 
-def test_what_a_run_that_is_over_did_last_is_not_shown_as_what_it_does():
+def test_the_last_activity_of_an_ended_run_is_not_shown_as_current():
     last = Run(phase="done", exit_code=130, reason="stopped by the launcher").at(100.0)
     dead = [replace(actor, condition="dead") for actor in last.actors]
     view = seen([*Run().between()[:-1], replace(last, actors=dead)])
@@ -179,14 +179,14 @@ def test_prompts_that_the_data_rules_left_out_are_in_the_ledger_pane_if_there_ar
     assert re.search(r"left out +12\b", "\n".join(lines_of("ledger", seen([with_some]), 80)))
 
 
-def test_replicas_are_behind_as_their_rows_say():
+def test_the_number_of_replicas_behind_matches_their_rows():
     view = seen(Run(lag=2).between())
     assert list(cells("rollouters", view, "lag").values()) == ["2"] * 4
     assert view.behind == (4, 4) and stages(view)[-1].depth == 4
     assert seen(Run().between()).behind == (0, 4)
 
 
-def test_the_cost_of_a_version_is_that_of_the_newest_step_with_one():
+def test_the_cost_of_a_version_comes_from_the_newest_step_that_has_one():
     snapshots = Run().between()
     view = seen(snapshots)
     first, second, *_ = lines_of("weights", view, 120)
@@ -200,7 +200,7 @@ def test_the_cost_of_a_version_is_that_of_the_newest_step_with_one():
     assert first.startswith("learner idle 100 ms") and second.endswith("prefilled again – an update")
 
 
-def test_the_box_of_the_learner_and_the_verdict_are_both_of_rank_0():
+def test_the_box_of_the_learner_and_the_verdict_show_rank_0():
     """However many ranks follow it."""
     snapshots = Run(ranks=8, rank={"training": 0.95, "waiting": 0.05}).between()
     for actor in (actor for snapshot in snapshots for actor in snapshot.actors):
@@ -215,7 +215,7 @@ def test_the_box_of_the_learner_and_the_verdict_are_both_of_rank_0():
     assert view.shares(view.of("learner")[1:2]) == pytest.approx({"training": 0.6, "following": 0.4})
 
 
-def test_in_the_learner_pane_a_0_stands_out_and_what_is_no_number_is_absent():
+def test_the_learner_pane_highlights_zeros_and_omits_missing_numbers():
     snapshot = Run().at(100.0)
     figures = {"policy/grad_norm": 0.0, "learner/lr": 0.0, "policy/entropy": None, "reward/mean": math.nan}
     view = seen([replace(snapshot, train=[snapshot.train[-1] | figures | {"policy/engine_kl": 0.00012}])])
@@ -240,7 +240,7 @@ def test_in_the_learner_pane_a_0_stands_out_and_what_is_no_number_is_absent():
         ({"resources": [Resource(name="engine", state="restarting", state_s=2.0, seconds={})]}, "engine restarting"),
     ],
 )
-def test_actors_that_are_down_come_before_the_bottleneck(change, down):
+def test_actors_that_are_down_precede_the_bottleneck(change, down):
     *before, newest = Run().between()
     newest = with_actor(newest, "rollouter/1", **change)
     view = seen([*before, newest])
@@ -252,7 +252,7 @@ def test_actors_that_are_down_come_before_the_bottleneck(change, down):
     assert seen([replace(newest, run=replace(newest.run, phase="draining"))]).down == []
 
 
-def test_what_one_snapshot_cannot_show_is_unknown():
+def test_rates_are_unknown_with_one_snapshot():
     metrics = {"rollout/in_flight": 0.0, "rollout/oldest_s": 0.0}
     view = seen([with_actor(Run().at(100.0), "rollouter/0", metrics=metrics)])
     assert cells("rollouters", view, "oldest")["rollouter/0"] == "–", "nothing in flight has no age"
@@ -260,7 +260,7 @@ def test_what_one_snapshot_cannot_show_is_unknown():
     assert stages(view)[1].shares["generating"] == pytest.approx(0.86), "shares are of whole lives"
 
 
-def test_shares_of_the_stages_of_episodes_are_of_the_time_since_the_older_snapshot():
+def test_shares_of_episode_stages_cover_the_time_since_the_older_snapshot():
     older, newer = (Run(rollouters=1, episodes={"user": 1.0}).at(t) for t in (60.0, 100.0))
     view = seen([older, with_actor(newer, "rollouter/0", metrics={"rollout/episode_s/engine": 16.0 * 40.0})])
     shown = [line.split()[:3] for line in lines_of("episodes", view, 120) if line.startswith(("user", "engine"))]
@@ -281,7 +281,7 @@ def test_every_metric_that_is_shown_is_declared():
 
 @pytest.mark.parametrize("width", [80, 103, 200])
 @pytest.mark.parametrize("state", STATES)
-def test_every_line_of_every_pane_fits_the_width_that_it_is_drawn_for(state, width):
+def test_every_line_of_every_pane_fits_the_width_of_the_pane(state, width):
     view = seen(STATES[state]())
     top = pipeline(view, width)
     panes = [pane(name, view, Choice(), width).lines(width) for name in PANES]
@@ -292,7 +292,7 @@ def test_every_line_of_every_pane_fits_the_width_that_it_is_drawn_for(state, wid
 
 
 @given(st.lists(st.tuples(st.text("ab", max_size=20), st.text("01", max_size=9)), min_size=1), st.integers(1, 120))
-def test_columns_fit_unless_one_alone_does_not(pairs, width):
+def test_columns_fit_the_width_unless_one_column_is_wider(pairs, width):
     items = [(name, value, "") for name, value in pairs]
     one = max(len(name) for name, _ in pairs) + 2 + max(len(value) for _, value in pairs)
     for right in (False, True):
@@ -303,7 +303,7 @@ def test_columns_fit_unless_one_alone_does_not(pairs, width):
         assert sorted((a.rstrip(), b.strip()) for (a, _), (b, _) in shown) == sorted(pairs)
 
 
-def test_what_became_of_late_groups_is_shown_where_there_were_any():
+def test_the_outcome_of_late_groups_is_shown_if_there_were_any():
     for counted, shown in (
         ({}, ""),
         ({"late_trained": 0.0, "late_masked": 3.0}, "   so far 3 masked"),
@@ -343,7 +343,7 @@ def test_the_help_has_the_same_words_at_every_width_and_is_never_cut(width):
     assert sorted(" ".join(lines).split()) == words
 
 
-def test_on_a_small_terminal_a_stage_keeps_its_name_and_a_table_says_by_what_it_is_sorted():
+def test_a_small_terminal_keeps_the_names_of_stages_and_the_sort_key_of_a_table():
     for phase, stands_out in (("running", True), ("done", False)):
         dead = tuple(f"rollouter/{n}" for n in range(60))
         top = pipeline(seen(Run(rollouters=64, hosts=1, dead=dead, phase=phase).between()), 80)[0]
@@ -357,7 +357,7 @@ def test_on_a_small_terminal_a_stage_keeps_its_name_and_a_table_says_by_what_it_
     assert lines_of("rollouters", view, 120)[0].startswith("rollouter  host▴")
 
 
-def test_events_are_cut_where_a_terminal_ends_and_nowhere_else():
+def test_events_are_cut_only_at_the_width_of_the_terminal():
     wide, escaped = "显存不足" * 60 + " the end", "\x1b[31m" * 60 + " the end"
     for text in ("worker 1 was killed: " + "timeout " * 40 + "the end", wide, escaped):
         view = seen(Run(events=[Event(number=1, wall=0.0, level="info", actor="", text=text)]).between())
@@ -427,7 +427,7 @@ def test_unknown_facts_of_an_actor_are_not_shown_as_0(facts, said):
     st.integers(1, 60),
 )
 @example({}, [-1.7e308, 1.7e308, 0.0], 3)
-def test_bars_and_sparklines_are_as_wide_as_they_are_asked_to_be(kinds, values, width):
+def test_bars_and_sparklines_have_the_requested_width(kinds, values, width):
     assert length(state_bar(kinds, width)) == width
     assert len(sparkline(values, width)) == min(len(values), width)
 
@@ -435,7 +435,7 @@ def test_bars_and_sparklines_are_as_wide_as_they_are_asked_to_be(kinds, values, 
 # --- history ---
 
 
-def test_a_history_stays_bounded_and_long_enough_and_another_attempt_begins_anew():
+def test_a_history_is_bounded_and_long_enough_and_restarts_with_a_new_attempt():
     history, run = History(), Run(step_s=30.0, steps=10_000)
     for n in range(1000):
         history.add(run.at(n * 0.5))
@@ -447,7 +447,7 @@ def test_a_history_stays_bounded_and_long_enough_and_another_attempt_begins_anew
 
 
 @pytest.mark.parametrize("every_s", [0.5, 2.0])
-def test_rates_are_those_of_the_last_10_s_however_long_a_step_takes(every_s):
+def test_rates_cover_the_last_10_s_for_any_step_time(every_s):
     history, run = History(), Run(step_s=150.0, steps=10_000)
     for n in range(600):
         history.add(run.at(n * every_s))
@@ -455,7 +455,7 @@ def test_rates_are_those_of_the_last_10_s_however_long_a_step_takes(every_s):
 
 
 @pytest.mark.parametrize("by_s", [3600.0, -3600.0])
-def test_a_clock_that_is_set_changes_no_rate_and_no_share(by_s):
+def test_setting_the_clock_changes_no_rate_and_no_share(by_s):
     run = Run(steps=10_000)
     even = run.between(0.0, 40.0, 0.5)
     for since in (1, 10, 40):

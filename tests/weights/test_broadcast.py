@@ -106,7 +106,7 @@ def broadcast(sender: Sender, members: list[Peer], epoch: int, version: Version)
     return [peer.answer() for peer in members]
 
 
-def test_rank_0_is_found_at_the_ports_that_it_may_bind() -> None:
+def test_members_find_rank_0_in_its_range_of_ports() -> None:
     with listen(HOST) as taken:
         port = taken.getsockname()[1]
         ports = f"{port}-{port + 20}"
@@ -117,7 +117,7 @@ def test_rank_0_is_found_at_the_ports_that_it_may_bind() -> None:
             open_store(HOST, PATIENCE_S, f"{port}-{port}")
 
 
-def test_the_store_is_bound_to_one_address_and_a_port_of_its_own() -> None:
+def test_the_store_binds_one_address_and_a_port_of_its_own() -> None:
     first, second = (open_store(HOST, 5.0) for _ in range(2))
     assert first.port != second.port
     # Bound to loopback alone: another local address refuses.
@@ -126,7 +126,7 @@ def test_the_store_is_bound_to_one_address_and_a_port_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_leaks(peers, version) -> None:
+def test_a_broadcast_leaks_no_resources(peers, version) -> None:
     """The first test here: what is stuck when a broadcast fails may stay until the library's own timeout."""
     timeout_s = 1.0
     small, large = version(0, small_tensors(0)), version(1, large_tensors(1))
@@ -253,7 +253,7 @@ def test_i4_a_flipped_bit_is_found_before_the_bucket_is_used(peers, sender, vers
         assert not answer.checksums
 
 
-def test_i4_another_version_is_not_taken(peers, sender, version) -> None:
+def test_i4_a_member_refuses_a_bucket_of_another_version(peers, sender, version) -> None:
     [peer] = peers.take(1)
     made, other = version(3, small_tensors(3)), version(4, small_tensors(4))
     begin([peer], group_at(sender.port, 1, 2), other)
@@ -368,7 +368,7 @@ class FilledEpoch:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_i4_a_bucket_with_another_sum_than_its_header_is_refused(backend: CollectiveBackend) -> None:
+def test_i4_a_bucket_whose_sum_differs_from_its_header_is_refused(backend: CollectiveBackend) -> None:
     content = bytes(range(256)) + b"tail"
     memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     right = sum_of_words(memory) if backend == "nccl" else xxhash.xxh3_64_intdigest(content)
@@ -473,7 +473,7 @@ def test_receiver_is_closed_while_it_waits(peers, sender, version) -> None:
     assert "this worker has ended" in peer.ask("receive", to_receive(group_at(sender.port, 1, 2), 1, made), 0).error
 
 
-def test_no_learner_is_an_error_at_once(peers, version) -> None:
+def test_a_missing_learner_is_an_error_at_once(peers, version) -> None:
     [peer], made = peers.take(1), version(0, small_tensors(0))
     with listen(HOST) as taken:
         port = taken.getsockname()[1]
@@ -490,7 +490,7 @@ def test_without_a_gpu_the_sender_refuses_nccl() -> None:
 
 
 @given(st.binary(min_size=1, max_size=100), st.integers(0, 10_000), st.integers(0, 7))
-def test_i4_the_sum_of_words_shows_a_flipped_bit(content: bytes, at: int, bit: int) -> None:
+def test_i4_a_flipped_bit_changes_the_sum_of_words(content: bytes, at: int, bit: int) -> None:
     flipped = bytearray(content)
     flipped[at % len(content)] ^= 1 << bit
     memory, other = (torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in (content, flipped))
@@ -503,7 +503,7 @@ def test_i4_the_sum_of_words_shows_a_flipped_bit(content: bytes, at: int, bit: i
 @example(b"\xff" * 15)
 @example(b"\x00" * 7 + b"\x80" + b"\xff" * 8 + b"\x01\xff\x02")
 @example(b"\x01\x02\x03")
-def test_the_sum_of_words_is_that_of_words_without_a_sign_and_of_the_bytes_of_the_tail(content: bytes) -> None:
+def test_the_sum_of_words_adds_unsigned_words_and_the_remaining_bytes(content: bytes) -> None:
     whole = len(content) // 8 * 8
     words = [int.from_bytes(content[at : at + 8], "little") for at in range(0, whole, 8)]
     memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)

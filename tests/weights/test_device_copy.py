@@ -150,7 +150,7 @@ def test_a_worker_on_another_gpu_uses_the_segments(version) -> None:
     assert list(differing(msgspec.structs.replace(manifest, device=None), reader())) == [0, 1]
 
 
-def test_memory_that_cannot_be_opened_is_tried_once(version, caplog) -> None:
+def test_device_memory_that_cannot_be_opened_is_tried_once(version, caplog) -> None:
     manifest, _ = version
     Path(os.fsdecode(manifest.device.handle)).unlink()
     assert list(differing(manifest, copies := reader())) == [0, 1]
@@ -171,7 +171,7 @@ def test_the_memory_is_opened_once_for_a_load_and_closed_after_it(version) -> No
     assert list(differing(manifest, copies)) == [] and copies._opened is not opened
 
 
-def test_i4_tensors_are_found_by_name_and_one_elsewhere_leaves_its_bucket_out(allocate) -> None:
+def test_i4_tensors_are_found_by_name_and_a_bucket_with_a_missing_one_is_skipped(allocate) -> None:
     def bucket(**sizes: int) -> Bucket:
         specs, size = layout([(name, "uint8", (length,)) for name, length in sizes.items()])
         return Bucket(path="", size=size, checksum=0, tensors=specs)

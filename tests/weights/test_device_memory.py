@@ -35,7 +35,7 @@ def test_another_process_reads_and_writes_the_same_memory() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-def test_memory_that_is_not_there_is_an_error_and_leaves_none_behind() -> None:
+def test_missing_device_memory_is_an_error_and_leaks_nothing() -> None:
     with pytest.raises(OSError, match=r"cudaIpcOpenMemHandle: "):
         DeviceMemory.open(bytes(HANDLE_BYTES), SIZE)
     with pytest.raises(OSError, match=r"cudaMalloc: out of memory"):

@@ -146,7 +146,7 @@ def test_contradictory_manifests_are_refused(wrong, words):
         st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 9), max_size=3).map(tuple)), max_size=8
     )
 )
-def test_layout_holds_what_was_laid_out(parts):
+def test_the_layout_has_every_tensor_of_the_manifest(parts):
     specs, end = [], 0
     for index, (dtype, shape) in enumerate(parts):
         specs.append(TensorSpec(f"t{index}", dtype, shape, end))
@@ -156,7 +156,7 @@ def test_layout_holds_what_was_laid_out(parts):
     assert layout_of(made) == {f"t{index}": part for index, part in enumerate(parts)}
 
 
-def test_complete_sets_only():
+def test_only_complete_sets_of_weights_are_accepted():
     expected = {"a": ("float32", (2,)), "b": ("float32", (3,)), "head": ("float32", (1,))}
     optional = frozenset({"head", "tied"})
     check_complete(1, dict(expected), expected)

@@ -68,7 +68,7 @@ def as_another(folder: Path) -> dict[str, Any]:
 
 @isolated
 @pytest.mark.parametrize(("user", "way"), [("this", "keeper"), ("another", "reward")])
-def test_a_thief_gets_what_the_user_has_named_and_nothing_else(folder: Path, way: str, user: str) -> None:
+def test_a_thief_gets_only_the_variables_that_the_user_names(folder: Path, way: str, user: str) -> None:
     given = {} if user == "this" else as_another(folder)
     assert rob(folder, "required", way, **given) == {"told": [], "got": {"environment": ["SANDBOX"]}}
 
@@ -100,7 +100,7 @@ def test_required_refuses_where_there_is_no_isolation(tmp_path: Path, monkeypatc
         asyncio.run(confine(SecurityConfig(isolate_user_code="required"), tmp_path, pytest.fail))
 
 
-def test_private_folders_of_all_hosts_and_of_runs_beside_are_hidden(tmp_path: Path) -> None:
+def test_private_folders_of_all_hosts_and_of_other_runs_are_hidden(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
 
     def make(*names: str) -> None:
@@ -130,7 +130,7 @@ print(os.path.exists(sys.argv[2]))
 
 
 @isolated
-def test_a_private_folder_of_a_run_whose_name_is_not_utf_8_is_hidden(tmp_path: Path) -> None:
+def test_the_private_folder_of_a_run_with_an_undecodable_name_is_hidden(tmp_path: Path) -> None:
     lock = tmp_path / os.fsdecode(b"caf\xe9") / "private" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -140,7 +140,7 @@ def test_a_private_folder_of_a_run_whose_name_is_not_utf_8_is_hidden(tmp_path: P
     assert (ran.returncode, ran.stdout) == (0, "False\n"), ran.stderr
 
 
-def test_of_the_environment_only_what_is_listed_or_named_passes() -> None:
+def test_only_listed_or_named_environment_variables_pass() -> None:
     passing = {
         "PATH": "/bin", "HOME": "/h", "LC_ALL": "C", "PYTHONPATH": "/p", "HF_HOME": "/hf", "CUDA_VISIBLE_DEVICES": "0",
         "TOKENIZERS_PARALLELISM": "false", "https_proxy": "http://proxy", "OMP_NUM_THREADS": "2", "TMPDIR": "/t",

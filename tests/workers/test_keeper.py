@@ -58,14 +58,14 @@ def test_lines_are_passed_on_whole_and_the_rest_at_the_end(pipes: Pipes) -> None
     assert pipes.lines.tail == b"abc\nd\ne"
 
 
-def test_a_line_without_end_is_not_held_for_ever(pipes: Pipes) -> None:
+def test_an_endless_line_is_passed_on_in_parts(pipes: Pipes) -> None:
     passed = b"".join(pipes.printed(b"x" * 5000) for _ in range(14))
     assert len(passed) > LINE_BYTES
     assert len(pipes.lines.tail) == LINE_BYTES
     os.close(pipes.into)
 
 
-def test_a_program_that_is_asked_to_end_before_it_has_begun_is_not_started(tmp_path: Path) -> None:
+def test_a_program_that_is_stopped_before_its_start_is_not_started(tmp_path: Path) -> None:
     began = tmp_path / "began"
     setup = {"argv": ["touch", str(began)], "env": dict(os.environ), "files": {}}
     ours, theirs = socket.socketpair()
@@ -76,7 +76,7 @@ def test_a_program_that_is_asked_to_end_before_it_has_begun_is_not_started(tmp_p
     assert (ended.returncode, ended.stdout, ended.stderr, began.exists()) == (0, b"", b"", False)
 
 
-def test_it_keeps_a_program_at_any_number_of_its_connection() -> None:
+def test_the_keeper_accepts_a_connection_with_any_descriptor_number() -> None:
     setup = {"argv": ["echo", "0.5"], "env": dict(os.environ), "files": {}}
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -94,7 +94,7 @@ def test_it_keeps_a_program_at_any_number_of_its_connection() -> None:
     assert json.loads(told)["code"] == 0
 
 
-def test_a_start_that_fails_for_want_of_the_host_s_is_no_fault_of_the_program(tmp_path: Path) -> None:
+def test_a_start_that_fails_because_of_the_host_does_not_blame_the_program(tmp_path: Path) -> None:
     """As on a full disk: the folder for its files does not exist."""
     setup = {"argv": ["true"], "env": dict(os.environ), "files": {"TASK": "{}"}}
     ours, theirs = socket.socketpair()
@@ -113,7 +113,7 @@ def test_a_start_that_fails_for_want_of_the_host_s_is_no_fault_of_the_program(tm
 PRINTS_ON = 'yes >&2 & while ! [ -e "$0" ]; do sleep 0.01; done; echo 1.0'
 
 
-def test_what_a_program_leaves_behind_is_ended_though_it_prints_without_end(tmp_path: Path) -> None:
+def test_processes_that_a_program_leaves_behind_are_ended_even_if_they_print_endlessly(tmp_path: Path) -> None:
     may_end = tmp_path / "may_end"
     setup = {"argv": ["sh", "-c", PRINTS_ON, str(may_end)], "env": dict(os.environ), "files": {}}
     ours, theirs = socket.socketpair()

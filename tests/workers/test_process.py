@@ -39,7 +39,7 @@ def opened() -> set[int]:
     return {number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{number}")}
 
 
-async def test_a_worker_that_cannot_be_started_for_want_of_descriptors_leaves_none_open() -> None:
+async def test_a_worker_that_fails_to_start_without_descriptors_leaves_none_open() -> None:
     before = opened()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = [number for number in range(max(before) + TAKEN + 1) if number not in before]
@@ -53,7 +53,7 @@ async def test_a_worker_that_cannot_be_started_for_want_of_descriptors_leaves_no
         assert opened() == before, f"{spare} were left"
 
 
-def test_a_killed_worker_that_is_slow_to_go_is_looked_after_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_worker_that_ends_slowly_is_checked_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
     waitid, descendants = os.waitid, WorkerProcess.descendants
 
@@ -98,7 +98,7 @@ def test_a_character_that_is_printed_in_two_parts_is_one() -> None:
         output.close()
 
 
-def test_a_process_that_may_not_be_killed_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_may_not_be_killed_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that has changed its user by sudo: the others are killed, and nothing fails."""
 
     def refused(pid: int, number: int) -> None:

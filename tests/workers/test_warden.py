@@ -73,13 +73,13 @@ def start(folder: Path, then: str) -> subprocess.Popen[bytes]:
 @pytest.mark.parametrize(
     ("then", "code"), [("exit", 3), ("crash", -signal.SIGSEGV), ("kill its group", -signal.SIGKILL)]
 )
-def test_it_ends_as_its_worker_does_and_leaves_nothing(folder: Path, then: str, code: int) -> None:
+def test_a_warden_ends_with_its_worker_and_leaves_nothing(folder: Path, then: str, code: int) -> None:
     process = start(folder, then)
     assert process.wait(60) == code
     assert living(folder) == []
 
 
-def test_it_ends_all_when_it_is_asked_to_and_ignores_signals_for_the_whole_job(folder: Path) -> None:
+def test_a_warden_ends_all_processes_on_request_and_ignores_signals_to_the_whole_job(folder: Path) -> None:
     process = start(folder, "stay")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         process.send_signal(number)
@@ -91,7 +91,7 @@ def test_it_ends_all_when_it_is_asked_to_and_ignores_signals_for_the_whole_job(f
     warden.end(process.pid)
 
 
-def test_it_ends_all_when_the_process_that_started_it_is_killed(folder: Path) -> None:
+def test_a_warden_ends_all_processes_when_its_parent_is_killed(folder: Path) -> None:
     argv = [sys.executable, "-c", STARTS, "leaves", str(folder), "stay"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as parent:
         assert parent.stdout is not None
@@ -102,7 +102,7 @@ def test_it_ends_all_when_the_process_that_started_it_is_killed(folder: Path) ->
     wait_until(lambda: not living(folder) and not psutil.pid_exists(pid))
 
 
-def test_it_does_not_start_a_worker_for_a_process_that_is_dead(folder: Path) -> None:
+def test_a_warden_starts_no_worker_for_a_dead_parent(folder: Path) -> None:
     argv = warden.command("leaves", str(folder), "stay")
     argv[2] = str(os.getppid())
     assert subprocess.run([sys.executable, *argv], timeout=60).returncode == 0
@@ -118,7 +118,7 @@ def test_a_killed_warden_takes_its_worker_along(folder: Path) -> None:
     wait_until(lambda: worker not in living(folder))
 
 
-def test_it_holds_none_of_the_files_of_its_worker(folder: Path) -> None:
+def test_a_warden_keeps_no_file_of_its_worker_open(folder: Path) -> None:
     read, write = os.pipe()
     argv = [sys.executable, *warden.command("leaves", str(folder), "stay")]
     process = subprocess.Popen(argv, stdout=write, pass_fds=[write])

@@ -36,9 +36,7 @@ def steps(answer):
     return [line["step"] for line in answer.lines]
 
 
-async def test_lines_are_told_in_order_a_bounded_number_at_once_and_the_last_answer_comes_when_all_are_taken(
-    feed, counters
-):
+async def test_sinks_get_lines_in_order_in_bounded_answers_and_the_last_answer_after_all_lines(feed, counters):
     feed_lines(feed, *range(AT_ONCE + 10))
     first = await ask(feed)
     assert steps(first) == list(range(AT_ONCE)) and not first.last
@@ -51,7 +49,7 @@ async def test_lines_are_told_in_order_a_bounded_number_at_once_and_the_last_ans
     assert counters == {"sinks/dropped": 0, "sinks/restarts": 0}
 
 
-async def test_what_was_not_taken_is_told_again_also_to_sinks_that_were_started_again(feed, counters):
+async def test_unconfirmed_lines_are_sent_again_even_to_restarted_sinks(feed, counters):
     feed_lines(feed, 1, 2)
     for snapshot in (b"first", b"newest"):
         feed.snapshot(snapshot)
@@ -65,7 +63,7 @@ async def test_what_was_not_taken_is_told_again_also_to_sinks_that_were_started_
     assert counters == {"sinks/dropped": 0, "sinks/restarts": 1}
 
 
-async def test_a_question_waits_for_news(feed):
+async def test_a_request_of_the_sinks_waits_for_news(feed):
     asked = asyncio.create_task(ask(feed))
     await asyncio.sleep(0)
     assert not asked.done()
@@ -75,7 +73,7 @@ async def test_a_question_waits_for_news(feed):
     assert (steps(nothing), nothing.line, nothing.last) == ([], ABOVE + 1, False)
 
 
-async def test_what_an_earlier_controller_has_told_is_nothing_of_this_one(feed):
+async def test_line_numbers_of_an_earlier_controller_confirm_no_lines_of_its_successor(feed):
     earlier = SinksFeed({}, ABOVE - 2000, wanted=True)
     feed_lines(earlier, *range(5))
     earlier.snapshot(b"earlier")
@@ -86,7 +84,7 @@ async def test_what_an_earlier_controller_has_told_is_nothing_of_this_one(feed):
     assert (steps(answer), answer.snapshot) == ([6, 7], b"newest")
 
 
-async def test_lines_without_room_are_counted_and_those_that_nobody_takes(feed, counters):
+async def test_dropped_and_untaken_lines_are_counted(feed, counters):
     feed_lines(feed, *range(ROOM + 7))
     assert counters["sinks/dropped"] == 7
     feed.end()

@@ -54,7 +54,7 @@ STACK, JOIN = ("MergeModulelist", 0), ("Concatenate", 1)
         ([("Chunk", 0)], 8, 2, False),
     ],
 )
-def test_which_conversions_keep_rows_apart(operations, rows: int, shards: int, keeps: bool) -> None:
+def test_conversions_that_keep_rows_apart_are_recognised(operations, rows: int, shards: int, keeps: bool) -> None:
     assert converts_rows(operations, rows, shards) is keeps
 
 
