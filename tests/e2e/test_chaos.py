@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.chaos.plan import TURNS
+
 OF_EPISODES = ["--faults", "6", "--kind", "kill", "--kind", "freeze", "--episodes"]
 
 
@@ -17,15 +19,16 @@ OF_EPISODES = ["--faults", "6", "--kind", "kill", "--kind", "freeze", "--episode
     [
         (["--faults", "8", "--everything", "2"], 100),
         (["--faults", "6", "--in-updates", "--kind", "kill", "--kind", "freeze"], 50),
+        (["--faults", "8", "--time-slices", "--kind", "kill", "--kind", "freeze"], 100),
         ([*OF_EPISODES, "function"], 50),
         ([*OF_EPISODES, "command"], 50),
     ],
-    ids=["everybody", "in updates", "functions", "commands"],
+    ids=["everybody", "in updates", "time slices", "functions", "commands"],
 )
 def test_i1_i5_i7_a_run_that_is_broken_repeatedly_loses_nothing_and_leaves_nothing(arguments, trained):
     """Processes are killed, frozen or delayed; disk and network fail for a while; the run is killed, and preempted.
     Agents, workers and hosts of episodes are hit in the middle of turns, engines and learners in the middle of weight
-    updates, after which every replica serves new versions again.
+    updates, after which every replica serves new versions again, and in every phase of the time slices of a GPU.
     """
     seed = random.randrange(1 << 32)
     command = [sys.executable, "-m", "tools.chaos", *arguments, "--seed", str(seed), "--json"]
@@ -41,3 +44,5 @@ def test_i1_i5_i7_a_run_that_is_broken_repeatedly_loses_nothing_and_leaves_nothi
     if "--in-updates" in arguments:
         assert all(one["fault"]["during"] for one in report["faults"])
         assert any(one["phase"] == one["fault"]["during"] for one in report["faults"])
+    if "--time-slices" in arguments:
+        assert any(one["phase"] in TURNS for one in report["faults"])

@@ -1,6 +1,9 @@
 """Plans of faults: each has the effect it would have alone, even if hosts, links and clocks fail at the same time."""
 
+import os
+import socket
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,12 +18,14 @@ from tools.chaos.plan import (
     ON_HOSTS,
     ON_PROCESSES,
     ROLLING_PHASES,
+    TURNS,
     UPDATED,
     Link,
     draw,
     steps_of_run,
     victims,
 )
+from tools.chaos.turns import phase_of
 
 SILENCE_S = 3.0
 HOSTS = ("head", "a", "b")
@@ -36,6 +41,54 @@ def test_every_role_is_a_victim():
     plain = victims(2, 2, cores=False)
     assert victims(2, 2, cores=False, episodes="function") == [*plain, "episodes/0", "episodes/1", "episode_worker"]
     assert victims(2, 2, cores=False, episodes="command") == [*plain, "episodes/0", "episodes/1", "agent"]
+
+
+@given(seeds)
+def test_in_time_slices_faults_of_ranks_and_engines_meet_every_phase(seed):
+    struck = victims(2, 2, cores=False)
+    plan = draw(seed, 60, struck, ON_PROCESSES, silence_s=SILENCE_S, in_turns=True)
+    waiting = Counter(fault.during for fault in plan if fault.victim.startswith(("learner/", "rollouter/")))
+    assert set(waiting) == set(TURNS)
+    assert max(waiting.values()) - min(waiting.values()) <= 1
+    assert not any(fault.during in TURNS for fault in plan if fault.victim.startswith(("controller", "parameter")))
+    without = draw(seed, 60, struck, ON_PROCESSES, silence_s=SILENCE_S)
+    assert [(one.kind, one.victim, one.after_step) for one in without] == [
+        (one.kind, one.victim, one.after_step) for one in plan
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bound", "phase"),
+    [
+        (["rank", "memory"], "generating"),
+        (["rank", "asked", "memory"], "taking"),
+        (["rank", "asked"], "taking"),
+        (["rank"], "waking"),
+        ([], ""),
+    ],
+)
+def test_the_phase_of_time_slices_is_read_from_the_bound_sockets(bound, phase):
+    lines = [
+        f"0: 00000002 00000000 00010000 0001 01 {70 + i} @asyncrl-0-9-19-gpu-cpu0-{name}"
+        for i, name in enumerate(bound)
+    ]
+    # A look of the engine, another process, and the same pair of another GPU.
+    lines += [
+        "0: 00000002 00000000 00000000 0001 02     0 @asyncrl-0-9-19-gpu-cpu0-memory",
+        "0: 0 0 0 1 01 5 /run/x.sock",
+    ]
+    assert phase_of("\n".join(lines), "rollouter/0", ranks=[]) == phase
+
+
+def test_the_rank_trains_if_it_has_the_memory():
+    name = f"\0asyncrl-0-9-{os.getpid()}-gpu-cpu7-memory"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as memory:
+        memory.bind(name)
+        table = "\n".join(
+            line for line in Path("/proc/self/net/unix").read_text().splitlines() if f"-{os.getpid()}-gpu" in line
+        )
+        assert phase_of(table, "learner/7", ranks=[os.getpid()]) == "training"
+        assert phase_of(table, "learner/7", ranks=[]) == "generating"
 
 
 @given(seeds, st.integers(0, 120), st.integers(0, 6))

@@ -5,15 +5,17 @@
     python -m tools.chaos --engine vllm --faults 20
     python -m tools.chaos --episodes command --faults 20
     python -m tools.chaos --in-updates --faults 20
+    python -m tools.chaos --time-slices --faults 30
 
 The tool kills (SIGKILL) and freezes (SIGSTOP) every process of the run except launcher, guard and node agent. With
 ``--episodes`` it also strikes the processes that play episodes. Half of the faults that strike a part of a weight
 update wait for a phase of one. With ``--in-updates`` all faults do, the simulated run has slow updates, and every
-replica must serve new versions after the last fault. The tool fills the disk, cuts the network and resets all
-connections for a while. The simulated run has several hosts: the tool partitions two of them, slows a link, and sets a
-wall clock wrong. It prints the faults that this machine does not allow, and does not draw them. ``--everything`` ends
-the whole run, sometimes during a checkpoint, and resumes it with ``--resume auto``. In turn, it kills all processes at
-once, and sends SIGTERM to the launcher, which must end with exit code 75 and leave no process.
+replica must serve new versions after the last fault. With ``--time-slices`` faults of a rank or an engine wait for a
+phase of their turns. The tool fills the disk, cuts the network and resets all connections for a while. The simulated
+run has several hosts: the tool partitions two of them, slows a link, and sets a wall clock wrong. It prints the faults
+that this machine does not allow, and does not draw them. ``--everything`` ends the whole run, sometimes during a
+checkpoint, and resumes it with ``--resume auto``. In turn, it kills all processes at once, and sends SIGTERM to the
+launcher, which must end with exit code 75 and leave no process.
 
 At the end the tool checks that training reached its last step with exit code 0, that every prompt has exactly one
 outcome, and that no process, port, shared memory or temporary file is left.
@@ -111,6 +113,7 @@ def go(chosen: argparse.Namespace, seed: int, folder: Path, world: World, out: T
         silence_s=(SILENCE_IN_UPDATES_S if chosen.in_updates else SIM_SILENCE_S) if sim else VLLM_SILENCE_S,
         transport=transport_of(seed),
         in_updates=chosen.in_updates,
+        in_turns=chosen.time_slices,
     )
     tree, promised = _configuration(chosen, seed, faults, folder)
     if len(hosts) > 1:
@@ -270,7 +273,11 @@ def _parser() -> argparse.ArgumentParser:
         help="ends of the whole run, by SIGKILL and SIGTERM in turn (0)",
     )
     parser.add_argument("--kind", choices=KINDS, action="append", help="of the faults; all by default")
-    parser.add_argument("--time-slices", action="store_true", help="engine and learner have a GPU in turn (rehearsed)")
+    parser.add_argument(
+        "--time-slices",
+        action="store_true",
+        help="engines and ranks have GPUs in turn (rehearsed); strike in every phase",
+    )
     parser.add_argument("--in-updates", action="store_true", help="strike only in phases of weight updates")
     parser.add_argument("--seed", type=int, default=None, help="of the faults and of the run; random by default")
     parser.add_argument("--keep", type=Path, default=None, metavar="FOLDER", help="keep what the run has written there")

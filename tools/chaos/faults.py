@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tools.chaos.hosts import conditions
-from tools.chaos.plan import CHECKPOINT, ENDS, UPDATED, Fault
+from tools.chaos.plan import CHECKPOINT, ENDS, TURNS, UPDATED, Fault
 from tools.chaos.settings import PROGRAM
+from tools.chaos.turns import turn_of
 from tools.chaos.world import World
 from tools.live_run import LiveRun, UpdatePhases, pid_lives
 
@@ -144,7 +145,9 @@ class Striker:
         return time.monotonic() + (fault.lasts_s or 0.0)
 
     def _phase(self, fault: Fault) -> str:
-        """Return the current work of the run: a checkpoint, or the phase of a weight update."""
+        """Return the current work of the run: a phase of time slices, a checkpoint, or the phase of a weight update."""
+        if fault.during in TURNS:
+            return turn_of(self._run, fault.victim)
         if any(self._run.run_dir.glob("checkpoints/.*.partial-*")) and fault.during in ("", CHECKPOINT):
             return CHECKPOINT
         return self._phases.of(fault.victim.replace("engine_core/", "rollouter/"))

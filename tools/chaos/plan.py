@@ -10,8 +10,9 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
+from typing import Literal, TypeVar
 
+T = TypeVar("T")
 Kind = Literal[
     "kill", "freeze", "stall", "delay", "disk", "cut", "reset", "partition", "slow", "clock", "everything", "preempt"
 ]
@@ -45,6 +46,11 @@ BROADCAST_PHASES, ROLLING_PHASES = ("announced", "paused", "receiving"), ("stagi
 """Phases of a weight update by broadcast, and by the other transports."""
 UPDATED = ("rollouter/", "engine_core/", "learner/", "parameter_server/")
 """Victims that take part in weight updates. Half of their faults wait for a phase of one."""
+GENERATING, TAKING, TRAINING, WAKING = TURNS = ("generating", "taking", "training", "waking")
+"""Phases of the time slices of a GPU: the engine has the memory; the rank has asked for it; the rank has it; the rank
+has given it back, and the engine has not taken it yet."""
+TAKES_TURNS = ("rollouter/", "learner/")
+"""Victims that have a GPU in turn. In time slices their faults wait for a phase, each phase about equally often."""
 TOGETHER = 0.2
 """Share of faults that come while the run still handles the fault before."""
 
@@ -78,8 +84,8 @@ class Fault:
     lasts_s: float | None = None
     """Seconds that it lasts; None where it is over at once, or never ends by itself."""
     during: str = ""
-    """What it waits for: a checkpoint that is being written, or a phase of a weight update of the victim, or of any
-    rollouter if the victim is none. Empty: nothing."""
+    """What it waits for: a checkpoint that is being written; a phase of a weight update of the victim, or of any
+    rollouter if the victim is none; or a phase of the victim's time slices. Empty: nothing."""
     link: Link | None = None
     """Link of the host, where the kind is slow."""
     ahead_s: float = 0.0
@@ -122,6 +128,7 @@ def draw(
     silence_s: float,
     transport: str = "shm",
     in_updates: bool = False,
+    in_turns: bool = False,
 ) -> list[Fault]:
     """Draw ``count`` faults of these ``kinds`` in the order of their start.
 
@@ -129,9 +136,11 @@ def draw(
     each of ENDS in turn.
 
     ``silence_s`` and ``transport`` are the run's supervision.silence_s and weights.transport. ``in_updates``: every
-    fault of a process strikes a part of weight updates and waits for a phase of one.
+    fault of a process strikes a part of weight updates and waits for a phase of one. ``in_turns``: faults of a rank or
+    an engine wait for a phase of their time slices.
     """
     randomness = random.Random(seed)
+    turns = _deck(random.Random(f"turns {seed}"), TURNS)
     if in_updates:
         struck = [name for name in struck if name.startswith(UPDATED)]
     cards = _deck(randomness, [(kind, victim) for kind in kinds for victim in _struck_by(kind, struck, hosts)])
@@ -143,6 +152,8 @@ def draw(
     found = []
     step = 0
     for number, (kind, victim) in enumerate(dealt):
+        waits_for_turn = in_turns and kind in ON_PROCESSES and victim.startswith(TAKES_TURNS)
+        during = _during(randomness, kind, victim, transport, 1.0 if in_updates else 0.5)
         alone = kind in ENDS or not number or dealt[number - 1][0] in ENDS
         if alone or randomness.random() >= TOGETHER:
             step += STEPS_PER_FAULT
@@ -153,7 +164,7 @@ def draw(
                 after_step=step,
                 after_s=randomness.uniform(0.0, 1.0),
                 lasts_s=_duration(randomness, kind, silence_s),
-                during=_during(randomness, kind, victim, transport, 1.0 if in_updates else 0.5),
+                during=next(turns) if waits_for_turn else during,
                 link=_link(randomness) if kind == "slow" else None,
                 ahead_s=randomness.uniform(-MOST_AHEAD_S, MOST_AHEAD_S) if kind == "clock" else 0.0,
             )
@@ -181,7 +192,7 @@ def _struck_by(kind: Kind, processes: Sequence[str], hosts: Sequence[str]) -> Se
     return between(hosts) if kind == "partition" else [*hosts] * HOST_CARDS
 
 
-def _deck(randomness: random.Random, cards: list[tuple[Kind, str]]) -> Iterator[tuple[Kind, str]]:
+def _deck(randomness: random.Random, cards: Sequence[T]) -> Iterator[T]:
     while True:
         yield from randomness.sample(cards, len(cards))
 
