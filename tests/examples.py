@@ -1,4 +1,4 @@
-"""How many examples a property test draws.
+"""The number of examples that a property test draws.
 
 ``make test`` draws the same examples each time, so that a change is judged by its own faults. ``make test-slow`` sets
 ``ASYNCRL_TEST_DRAWS`` and draws others: that many times as many, from a seed that pytest prints.

@@ -1,4 +1,4 @@
-"""Whether the state-time ledgers of a recorded run add up."""
+"""Checks that the state-time ledgers of a recorded run add up."""
 
 import json
 from datetime import datetime

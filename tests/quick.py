@@ -98,7 +98,7 @@ class Quick(Skips):
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self):
-        """A test that is cut short leaves sockets and tasks, of which pytest would accuse a later test."""
+        """A test that is cut short leaves sockets and tasks. pytest would blame a later test for them."""
         try:
             return (yield)
         finally:

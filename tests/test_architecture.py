@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "learner": FOR_ACTORS | {"learner/groups/teacher"},
     "learner/groups/teacher": {"core", "config"},
 }
-"""What each part may import. A part is a folder or a module, without those below it that are listed themselves."""
+"""The imports that each part may have. A part is a folder or a module, without parts below it that have an entry."""
 HEAVY = {
     "vllm": ("rollouter/engines/vllm/",),
     "torch": (

@@ -84,7 +84,7 @@ def memory() -> str:
 
 
 def sharing() -> str:
-    """What may be trained by model and size of the one GPU that rank and engine share, of docs/first-run.md."""
+    """The table of docs/first-run.md: for each model and size of one shared GPU, the weights that can be trained."""
     rows = [f"| sizes of | {' | '.join(CARDS)} |", "|---|" + "---|" * len(CARDS)]
     for name, settings in MODELS.items():
         cells = [_trainable(settings, size << 20) for size in CARDS.values()]

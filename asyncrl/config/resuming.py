@@ -13,6 +13,7 @@ import enum
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from pydantic import BaseModel
@@ -138,7 +139,9 @@ def document() -> str:
     for kind, entries in TABLE.items():
         if kind is not Applies.NOW:
             words = f"{kind.value}; {CONDITIONS[kind]}" if kind in CONDITIONS else kind.value
-            rows.append(f"| {', '.join(f'`{entry}`' for entry in entries.split())} | {words} |")
+            sections = groupby(entries.split(), key=lambda entry: entry.partition(".")[0])
+            keys = "; ".join(", ".join(f"`{entry}`" for entry in of_section) for _, of_section in sections)
+            rows.append(f"| {keys} | {words} |")
     return "\n".join([*rows, f"| every other key | {Applies.NOW.value} |"])
 
 

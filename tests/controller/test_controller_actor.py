@@ -86,7 +86,7 @@ class Cluster:
         await self.die()
 
     def caller(self, name="agent/0", incarnation=1, *, whom=None):
-        """The connection of this actor to the controller, or to ``whom``.
+        """The connection of this actor to the controller, or to the actor ``whom``.
 
         An actor has one; viewers and commands may be many. Connections that are not in use would connect again to a
         successor, which drops the oldest of a name beyond a few, with the calls that it has parked.

@@ -142,7 +142,7 @@ async def test_i1_a_learner_that_went_back_gets_its_reported_prompts_again(tmp_p
 
 
 async def test_prompts_of_a_checkpoint_have_no_open_leases(tmp_path: Path) -> None:
-    """Their outcome was not reported in time, and nobody reports it any more."""
+    """Their outcome was not reported in time, and no actor will report it later."""
 
     rollouter = Rollouter()
     async with running(tmp_path, rollouters={A: rollouter}) as it:

@@ -1,4 +1,4 @@
-"""Which episode a look at a worker blames, and which episodes get a lone worker because theirs died."""
+"""The pool blames one episode for a worker's fault, and gives an episode a lone worker after its worker died."""
 
 import pytest
 from hypothesis import given

@@ -198,7 +198,7 @@ def test_what_else_takes_memory_is_counted():
     # Groups over NCCL with an engine on another GPU.
     other = plan_sharing(configured(rollout={"gpus_per_replica": 1, "replicas": 2}), MODELS["0.5B"], 80 * GIB)
     assert alone.engine - other.engine == pytest.approx(0.02, abs=0.011)
-    # A teacher's embedding, head and two layers in float32: 6.2 GB beside the weights of a policy with adapters.
+    # A teacher's embedding, head and two layers in float32: 6.2 GB more than a policy with adapters.
     small = configured(32, learner={"activation_checkpointing": "full"})
     bare, taught = (plan_sharing(small, MODELS["0.5B"], 24 * GIB, scoring) for scoring in ({}, {"/t": MODELS["7B"]}))
     assert taught.rank * 24 * GIB > 7.0e9 > bare.rank * 24 * GIB

@@ -33,6 +33,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # What a shell starts in the background, tests too, is deaf to it, and so is what that starts.
+    # A shell lets its background processes ignore SIGINT. Tests and their children inherit that, so it is undone here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Where ranks meet."""
+"""The address at which learner ranks meet."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""When a reward function counts as broken, in virtual time."""
+"""A reward function counts as broken by its rate of failures, in virtual time."""
 
 import random
 

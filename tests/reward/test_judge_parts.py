@@ -225,7 +225,7 @@ def test_no_minute_has_more_than_its_limit(asked, limit):
             if not wait_s:
                 break
             now += wait_s
-        assert minute.wait_s(units, now) == 0, "what is told to wait may begin afterwards"
+        assert minute.wait_s(units, now) == 0, "a request that has waited so long may begin"
         minute.begin(units, now)
         begun.append((now, units))
     for start, _ in begun:

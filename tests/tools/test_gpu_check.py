@@ -1,4 +1,4 @@
-"""The checks on a GPU: their judgement, and their work on a CPU as far as it is the same."""
+"""The checks on a GPU: their judgement, and the part of their work that is the same on a CPU."""
 
 import json
 import tomllib

@@ -36,7 +36,7 @@ LISTED = 5
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the configuration promises."""
+    """The numbers that the configuration promises."""
 
     steps: int
     groups_per_step: int

@@ -181,7 +181,7 @@ def torment(
     patience_s: float,
     told: Callable[[Struck], None],
 ) -> None:
-    """Return when the run has ended by itself. Calls ``struck`` with each fault, and ``told`` after its recovery.
+    """Return when the run has ended by itself. Calls ``struck`` with each fault, then ``told`` after its recovery.
 
     ``in_updates``: the run must not end before every one of its ``replicas`` serves again after the last fault.
     """

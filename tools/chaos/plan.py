@@ -28,7 +28,7 @@ KINDS: tuple[Kind, ...] = (*ON_PROCESSES, *ON_MACHINE, *ON_HOSTS)
 ENDS: tuple[Kind, ...] = ("everything", "preempt")
 """Ends of the whole run, after which it is resumed: SIGKILL to all processes at once; SIGTERM to the launcher."""
 Episodes = Literal["function", "command"] | None
-"""How a run plays episodes. None: a prompt has one response."""
+"""The kind of episodes of a run. None: a prompt has one response."""
 MACHINE_CARDS = 3
 """Cards of each kind that strikes the machine, for one of each kind and victim."""
 HOST_CARDS = 2

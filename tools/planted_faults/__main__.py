@@ -86,7 +86,7 @@ def nearest_tests(file: Path, root: Path) -> Iterator[list[str]]:
 
 
 def _names(path: Path, root: Path) -> set[str]:
-    """Return the names for imports. Helpers of tests have their file name too, beside their tests."""
+    """Return the names for imports. Helpers of tests can also be imported by their file name."""
     folder, *parts = path.relative_to(root).with_suffix("").parts
     if folder == "tests":
         return {".".join(parts), parts[-1]}

@@ -1,4 +1,4 @@
-"""When a run counts as stalled, what a report says, and when a stall ends the run (I5)."""
+"""A run counts as stalled after some time, its report names who waits for whom, and a long stall ends it (I5)."""
 
 import dataclasses
 

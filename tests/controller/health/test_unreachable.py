@@ -1,4 +1,4 @@
-"""Which actor is restarted if actors that are alive cannot reach each other."""
+"""The choice of the actor that is restarted if live actors cannot reach each other."""
 
 import pytest
 from hypothesis import given

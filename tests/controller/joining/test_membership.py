@@ -1,4 +1,4 @@
-"""Which hosts may join and leave, by tables, and that a successor of the controller knows all of it."""
+"""Hosts that may join and leave, by tables; a successor of the controller knows them all."""
 
 import msgspec
 import pytest

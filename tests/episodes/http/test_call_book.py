@@ -1,4 +1,4 @@
-"""Which call a retry is, how deltas add up, and what is forgotten."""
+"""A retry finds its call, deltas add up, and old calls are forgotten."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""How hosts that have joined end: with the run, or by Ctrl-C at their launcher."""
+"""Hosts that have joined end with the run, or by Ctrl-C at their launcher."""
 
 import asyncio
 import io
@@ -84,7 +84,7 @@ def test_a_host_that_may_not_leave_runs_until_the_second_signal_and_others_end_i
 
 
 class Asked:
-    """A controller that tells nothing of the members, and is asked once."""
+    """A controller that never answers about the members. ``asked`` is set by the first question."""
 
     def __init__(self, error=None):
         self.asked, self.error = asyncio.Event(), error

@@ -1,4 +1,4 @@
-"""How an agent ends: its last report, the files it leaves without a shared run folder, and what an actor leaves."""
+"""The end of an agent: its last report, the files it copies without a shared run folder, and the files of an actor."""
 
 import asyncio
 import os

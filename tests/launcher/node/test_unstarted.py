@@ -21,7 +21,7 @@ NAMES = ("controller/0", "rollouter/0")
 
 
 def agent(tmp_path, tell, argv=(), *, names=NAMES, max_restarts=1):
-    """An agent of these actors whose folder of logs is not there; ``tell`` takes what it sends to its launcher."""
+    """An agent of these actors without a folder for logs. ``tell`` receives its messages to the launcher."""
     output = SimpleNamespace(
         is_closing=lambda: False, write=tell, transport=SimpleNamespace(get_write_buffer_size=lambda: 0)
     )

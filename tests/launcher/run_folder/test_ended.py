@@ -1,4 +1,4 @@
-"""How a run ended, and what is left of it."""
+"""The end of a run, as its folder shows it, and the files that it leaves."""
 
 import os
 

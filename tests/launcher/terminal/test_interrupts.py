@@ -1,4 +1,4 @@
-"""Which signals a launcher takes, and which of them hurry it."""
+"""The signals that a launcher handles, and those that end its wait at once."""
 
 import asyncio
 import os

@@ -111,7 +111,7 @@ def test_i1_episodes_of_a_lost_host_are_played_on_another_and_nothing_is_lost(pl
 
 @pytest.mark.slow
 def test_i1_episodes_of_a_frozen_host_miss_their_deadlines_and_move_to_another(playing):
-    """I1: by the deadlines of its stages, where nobody has found it frozen."""
+    """I1: the deadlines of its stages end the episodes of a frozen host, if no detector has found the host yet."""
     run = playing(24, supervision={"silence_s": 600.0}, turn_timeout_s=2.0, timeout_s=4.0)
     run.wait_to_show("step 3/")
     pid = run.actor(EXTRA)

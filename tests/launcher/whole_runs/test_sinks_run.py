@@ -122,7 +122,7 @@ def test_i1_a_preempted_run_resumes_where_it_stopped_and_continues_in_its_sinks(
     again.below("wandb-core")
     shown = ended_well(again, again.processes())
     assert f"resuming {run.run_dir} from version {left.version}, step {left.step}: {left.path}" in shown
-    assert troubles(again, 2) == [], "whoever ends before others is no trouble to them"
+    assert troubles(again, 2) == [], "an actor that ends first makes no trouble for the others"
     assert trained_once(again) and steps(again.run_dir) == list(range(1, STEPS + 1))
     assert (run.run_dir / "monitor" / "wandb.json").read_bytes() == kept
     # One file of each attempt, both of the same W&B run.

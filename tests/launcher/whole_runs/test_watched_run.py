@@ -32,7 +32,7 @@ def is_recorded(run, name, restarts):
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
-    """A run of which a rollouter was killed: what was shown, seen, recorded and told by --stop."""
+    """A run with a killed rollouter: its output, its snapshots, its recording, and the output of --stop."""
     run = sim_run(tmp_path_factory.mktemp("watched"), "--detach", "--learner.steps", "4000")
     seen = []
 

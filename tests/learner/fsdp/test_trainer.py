@@ -258,7 +258,7 @@ def test_publication_and_export_are_what_save_pretrained_would_write(tmp_path, r
     assert sorted(p.name for p in target.parent.iterdir()) == ["export", "parts"]
     files = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     assert sorted(p.name for p in target.iterdir()) == files
-    assert len({p.stat().st_mode for p in target.iterdir()}) == 1, "whoever may read one of them may read all"
+    assert len({p.stat().st_mode for p in target.iterdir()}) == 1, "all files have the same permissions"
     parts = sorted(p.name for p in (target.parent / "parts").glob("*.safetensors"))
     assert len(parts) > 2 and parts[0] == f"model-00001-of-{len(parts):05}.safetensors"
     for folder in (target, target.parent / "parts"):

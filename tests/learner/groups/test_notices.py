@@ -44,7 +44,7 @@ SIM = {key: value for key, value in GOOD.items() if not key.startswith(("loss/",
         ([STILL] * (STEPS - 1), []),
         ([STILL] * 9, ["no gradient"]),
         (([STILL] * (STEPS - 1) + [GOOD]) * 4, []),
-        # What a line does not have breaks the row.
+        # A line without the metric breaks the row.
         (([STILL] * (STEPS - 1) + [SIM]) * 4, []),
         ([STILL | {"policy/grad_norm": 1e-300}] * 9, []),
     ],
@@ -162,7 +162,7 @@ def test_one_group_of_cut_responses_is_no_notice() -> None:
 
 @dataclass
 class _Limits:
-    """What a configuration says of limits."""
+    """The limits of a configuration."""
 
     max_tokens: int = 3
     kind: str = "single"

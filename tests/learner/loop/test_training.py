@@ -118,7 +118,7 @@ class Scene:
 
 
 def resting(scene: Scene, noted: Callable[[], int]) -> list[int]:
-    """What is ``noted`` at each rest of the backend. A version takes the GPU back, as a step does."""
+    """Return the value of ``noted`` at each rest of the backend. A version takes the GPU back, as a step does."""
     rests: list[int] = []
     publish, rest = scene.versions.publish, scene.backend.rest
 

@@ -1,4 +1,4 @@
-"""The files that the learner writes: whole lines or none, whatever happened to the file before."""
+"""The files that the learner writes hold whole lines only, even after a crash in the middle of a line."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_torn_line_stands_by_itself_and_one_that_does_not_fit_leaves_nothing(t
     assert path.read_text() == before + "".join(f'{{"step":{step},"start":1}}\n' for step in (3, 4, 5, 6))
 
 
-@pytest.mark.parametrize("ends", ["there is room again", "there is none to the end"])
+@pytest.mark.parametrize("ends", ["there is room again", "the disk stays full to the end"])
 def test_lines_that_find_no_room_wait_for_it(tmp_path, monkeypatch, ends):
     counters, reported, shown = Counters(), [], []
     monkeypatch.setattr(step_lines, "RETRY_S", 0.01)

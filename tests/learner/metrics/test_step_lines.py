@@ -1,4 +1,4 @@
-"""The lines of steps: what is told of them, and in which order."""
+"""The lines of steps: their reports to the controller, and the order of these."""
 
 import asyncio
 import errno
@@ -43,7 +43,7 @@ def updated(lines, *replicas):
 
 
 def test_nobody_is_told_of_a_step_before_its_line(tmp_path):
-    """By it the sinks forget what an earlier learner told of that step and later ones."""
+    """With it the sinks forget the lines of an earlier learner about that step and later ones."""
     told = []
 
     async def live():

@@ -79,7 +79,7 @@ def worst(folder: Path, sequences: Sequence[Sequence[int]], found: Sequence[Sequ
 
 
 def differences(models: dict[str, list[Path]], tmp_path: Path) -> dict[str, Any]:
-    """By name, of versions of one model each: (scored, sampled) of each version, nats, or why there are none."""
+    """By model: (scored, sampled) log-probs of each of its versions in nats, or the reason why there is no pair."""
     with ExitStack() as kept:
         manifests = [
             [run_alone(make_config(version), _publish, kept) for version in versions] for versions in models.values()

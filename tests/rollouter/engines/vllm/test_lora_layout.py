@@ -1,4 +1,4 @@
-"""Which adapters a version must hold, by the headers of a model folder: every wrong set is refused with its reason."""
+"""The headers of a model folder decide which adapters a version must hold. A wrong set is refused with its reason."""
 
 from __future__ import annotations
 
