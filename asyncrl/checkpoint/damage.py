@@ -2,7 +2,8 @@
 
 A file is damaged if it is missing, if its size or checksum differs from the recorded one, or if the disk cannot read
 it: DamagedCheckpoint. An unmounted disk, a file that this user may not read, and a lack of memory or descriptors are no
-damage: CheckpointError. Both name the file.
+damage: CheckpointError. Both name the file. After DamagedCheckpoint an older checkpoint is tried; any other
+CheckpointError ends the search.
 """
 
 from __future__ import annotations

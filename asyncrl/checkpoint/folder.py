@@ -102,6 +102,7 @@ class CheckpointFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._incarnation: int | None = None
+        """Incarnation of the learner that claimed the folder through this object; None before ``claim``."""
 
     # --- reading ---
 

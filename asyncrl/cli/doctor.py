@@ -40,8 +40,8 @@ answer, which parsers read it, and an example. It needs a CONFIG, or --model.pat
 a run keeps as chat.json.
 
 --agent plays one task with an agent against a scripted policy, on this host and without a model. The agent is CMD (a
-program and its arguments, as episode.command) or the [episode] of CONFIG. It prints each call, whether the call extends
-the tokens of an answer or forks, and why; what that costs; request fields that are ignored or refused; and times.
+program and its arguments, as episode.command) or the [episode] of CONFIG. It prints each call, and whether and why the
+call extends the tokens of an answer or forks. It also prints the cost, ignored and refused request fields, and times.
 model.path in CONFIG gives the chat template, its data the task. --timeout bounds the time to the first call and between
 calls.
 

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from asyncrl.config import Config
 
 PROGRAM = "asyncrl-export"
-DESCRIPTION = "Write the weights of a run's checkpoint, adapters added in, as a Hugging Face model. It may be live."
+DESCRIPTION = "Write the weights of a run's checkpoint, adapters added in, as a Hugging Face model. RUN may be live."
 EPILOG = """\
-RUN is a run folder, or a name under runs/. OUT must not be there yet, or be empty; it is there when all of it is.
+RUN is a run folder, or a name under runs/. OUT must be missing or empty. It appears once the whole model is written.
 
-Exit codes: 0 done, 1 the checkpoint is damaged or OUT cannot be written, 2 wrong usage, no such run or no such
-checkpoint, 78 the model of the configuration is not there or is another one, 130 Ctrl-C.
+Exit codes: 0 done; 1 the checkpoint is damaged or OUT cannot be written; 2 wrong usage, no such run or no such
+checkpoint; 78 the model of the configuration is missing or is another one; 130 Ctrl-C.
 """
 
 

@@ -29,44 +29,46 @@ if TYPE_CHECKING:
 PROGRAM = "asyncrl-launch"
 DESCRIPTION = "Post-train a language model with asynchronous reinforcement learning."
 EPILOG = """\
-Configuration: the CONFIG files (TOML) are merged left to right, then flags with dotted keys are laid on top:
+Configuration: the CONFIG files (TOML) are merged left to right. Flags with dotted keys come last:
 
   asyncrl-launch configs/quickstart.toml --learner.lr 1e-6 --run.name=trial --rollout.stop '["\\n"]'
 
 A value is read as TOML, or as plain text if it is not TOML or the key holds text. --help-config lists every key.
 
-Before anything starts, model, tokenizer, prompts, reward function, ports, disk, limits and GPUs are checked;
---dry-run shows placement and what was found, and starts nothing; --dry-run --json shows the resolved configuration.
---dry-run --generate N loads the engine on this host, samples a response to each of the first N prompts, scores them
-with the reward function and prints them.
+Before the start, model, tokenizer, prompts, reward function, ports, disk, limits and GPUs are checked. --dry-run shows
+placement and findings, and starts nothing. --dry-run --json shows the resolved configuration. --dry-run --generate N
+loads the engine on this host, and samples a response to each of the first N prompts. It scores the responses with the
+reward function and prints them.
 
 Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 preempt a run: it delivers finished groups, writes a checkpoint within
-preempt.grace_s, and ends; a second Ctrl-C or SIGTERM ends it at once. --stop RUN preempts it from another terminal on
-the head's machine, by the run's folder or its name under runs/, even if the launcher was killed. Its exit code is 0 if
-the run has ended and can be resumed from a checkpoint, or had nothing to lose, else 1.
+preempt.grace_s, and ends. A second Ctrl-C or SIGTERM ends it at once. --stop RUN preempts a run from another terminal
+on the head's machine, even if the launcher was killed. RUN is the run's folder, or its name under runs/. The exit code
+of --stop is 0 if the run has ended and can be resumed from a checkpoint, or had nothing to lose, else 1.
 
 --detach starts a run that outlives the terminal, and returns once it runs, or with the exit code of a start that
 failed. The output goes to launcher.log among the run's logs.
 
---resume auto resumes the run of run.dir and run.name in its folder, from its newest whole checkpoint; of NAME, NAME-2
-and so on it takes the one with the newest checkpoint. --resume PATH resumes that run folder, or exactly that checkpoint
-(newer ones are set aside). It prints each key that changed, both values, and what the change applies to. The prompts,
-the seed and the geometry of a batch must not change, unless --allow-changed-data, -seed or -batch allows it.
+--resume auto resumes the run of run.dir and run.name in its folder, from its newest whole checkpoint. Among NAME,
+NAME-2 and so on it takes the one with the newest checkpoint. --resume PATH resumes that run folder, or exactly that
+checkpoint (newer ones are set aside). It prints each key that changed, both values, and what the change applies to.
+The prompts, the seed and the geometry of a batch must not change, unless --allow-changed-data, -seed or -batch allows
+it.
 
---hosts FILE runs on the hosts of a file (a line each: NAME, or NAME slots=GPUS), which are reached by ssh without a
-password; asyncrl is installed at the same path on each. This host is the head if it is among them, else the first is.
+--hosts FILE runs on the hosts of a file, which has a line for each: NAME, or NAME slots=GPUS. ssh must reach them
+without a password, and asyncrl must be installed at the same path on each. This host is the head if it is among them,
+else the first is.
 
---join RUN --hosts FILE adds hosts with rollouters to a live run, by its folder on its head's machine; its
-configuration is the run's. The command follows them; Ctrl-C drains them, and the run continues. --leave HOST RUN
+--join RUN --hosts FILE adds hosts with rollouters to a live run, by its folder on its head's machine. They get the
+configuration of the run. The command follows them; Ctrl-C drains them, and the run continues. --leave HOST RUN
 drains a host that has rollouters only; --within SECONDS is the time to finish groups (supervision.drain_s).
 --bring-back NAME RUN starts a replica again that the run has set aside, as rollouter/3.
 
---slurm --nodes N submits a job that runs this on N nodes of a SLURM cluster; with --dry-run its script is shown.
+--slurm --nodes N submits a job that runs this on N nodes of a SLURM cluster. With --dry-run its script is shown.
 --inside-slurm is what that script calls: it runs on the nodes of its own job, and resumes a run that is there already.
 
 Exit codes: 0 done; 1 failed; 2 wrong usage; 75 preempted, with a complete checkpoint to resume from; 78 wrong
-configuration; ended during the start or without a checkpoint: 130 by Ctrl-C, 129 by a closed terminal, 143 by SIGTERM
-or --stop, 140 by SIGUSR2.
+configuration. For a run that ended during the start or without a checkpoint: 130 by Ctrl-C, 129 by a closed terminal,
+143 by SIGTERM or --stop, 140 by SIGUSR2.
 """
 
 
@@ -208,13 +210,13 @@ def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detache
 
         lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
     config = load_config(given.configs, _with_allowed(given, overrides))
+    start: StartCommand | None = None
     if given.inside_slurm:
         from asyncrl.launcher.slurm import job_hosts, resume_of, start_of
 
-        nodes, step, in_container = job_hosts(), start_of(given.container), given.container is not None
+        nodes, start, in_container = job_hosts(), start_of(given.container), given.container is not None
         resume = resume_of(config, given.resume)
-        return run_hosts(config, nodes, step, resume=resume, dry_run=dry_run, shared=True, everywhere=in_container)
-    start: StartCommand | None = None
+        return run_hosts(config, nodes, start, resume=resume, dry_run=dry_run, shared=True, everywhere=in_container)
     if lines is not None:
         from asyncrl.launcher.hosts.start import SshStart
 
@@ -227,7 +229,7 @@ def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detache
         dry_run=dry_run,
         detached=detached,
         command=command,
-        planned=partial(_generate, given.generate),
+        after_dry_run=partial(_generate, given.generate),
     )
 
 

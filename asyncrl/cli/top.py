@@ -30,18 +30,19 @@ TRACE_S = 30.0
 """Seconds that the controller gets to write a trace; it waits less than half of them for the actors' parts."""
 DESCRIPTION = "See what a run does, and which stage the others wait for. It does not change the run."
 EPILOG = """\
-RUN is a run folder (or its name under runs/) on the controller's host, or HOST:PORT of the controller with --keys.
-Without RUN it is the newest live run under runs/.
+RUN is a run folder (or its name under runs/) on the controller's host, or HOST:PORT of the controller with --keys. The
+default is the newest live run under runs/, or with --replay, --report, --explain and --samples the newest run.
 
 In the terminal ? shows the keys and q quits. It waits for a run that is starting and follows a run that is resumed.
 Without a terminal it prints what --once prints. --json prints the newest snapshot. If no recording is readable, --once
 watches for 5 s first, for rates. After the end of a run --replay shows the recording; with --once or --json its end.
 
---samples prints the newest groups in RUN/samples, live or after the end: prompts, responses or conversations with tool
-calls, rewards with components, and why each response ended. --step, --kind and --count select groups.
+--samples prints the newest groups in RUN/samples, live or after the end. A group has its prompt, responses or
+conversations with tool calls, rewards with components, and why each response ended. --step, --kind and --count select
+groups.
 
-Exit codes: 0 done, 1 the run does not answer or something cannot be read or written, 2 wrong usage or no such run,
-130 Ctrl-C, 141 the reader of the output has closed it.
+Exit codes: 0 done; 1 the run does not answer or something cannot be read or written; 2 wrong usage or no such run;
+130 Ctrl-C; 141 the reader of the output has closed it.
 """
 SNAPSHOT_S = 20.0
 """Seconds to wait for a snapshot to print."""
@@ -173,7 +174,10 @@ def _may_live(run_dir: Path) -> bool:
 
 
 def _watch(given: argparse.Namespace) -> int:
-    """Follow a live run in the terminal, or print its newest snapshot."""
+    """Follow a live run in the terminal, or print its newest snapshot.
+
+    The history begins with the recording, if the run folder is here. It must cover SHORTEST_S before text is printed.
+    """
     import asyncio
 
     from asyncrl.launcher.run_folder.private import is_live
@@ -210,7 +214,7 @@ def _watch(given: argparse.Namespace) -> int:
 
 
 def _replay(run_dir: Path, given: argparse.Namespace) -> int:
-    """Show a recording in the terminal, or print its end."""
+    """Show a recording in the terminal, or print its end. A live run's recording is read again after the run's end."""
     from asyncrl.top.replay import open_replay
 
     replay = open_replay(run_dir, lives=_may_live(run_dir))
@@ -258,6 +262,7 @@ async def _add_snapshots(
         async with asyncio.timeout(SNAPSHOT_S):
             async for seen in feed:
                 if isinstance(seen, Away | Waiting):
+                    # The feed waits for the next run in the folder, so this one has ended.
                     if has_snapshot and isinstance(seen, Waiting):
                         return
                     reason = seen.reason or reason

@@ -48,6 +48,7 @@ def _update_problems(config: Config) -> Iterator[Problem]:
 
 
 def _lora_problems(config: Config) -> Iterator[Problem]:
+    """Conflicts of adapters with engine and transport, and keys of [lora] without an effect."""
     lora, weights = config.lora, config.weights
     if not lora.is_on:
         problem = "has no effect without adapters; set lora.rank, for example to 32"
@@ -76,6 +77,7 @@ def _lora_problems(config: Config) -> Iterator[Problem]:
 
 
 def _chat_problems(config: Config) -> Iterator[Problem]:
+    """Parsers that the engine does not have."""
     named = (("tool_parser", OWN_TOOL_PARSERS), ("reasoning_parser", OWN_REASONING_PARSERS))
     for key, own in named:
         if getattr(config.chat, key) not in own and not config.rollout.traits.parsers:
@@ -84,6 +86,7 @@ def _chat_problems(config: Config) -> Iterator[Problem]:
 
 
 def _episode_problems(config: Config) -> Iterator[Problem]:
+    """Keys of [episode] without an effect, and conflicts of episodes with rewards and limits of size."""
     episode, rollout = config.episode, config.rollout
     if episode.kind == "single":
         for key, value in (("rollout.episodes", rollout.episodes), ("episode.extra_hosts", episode.extra_hosts)):
@@ -105,6 +108,7 @@ def _episode_problems(config: Config) -> Iterator[Problem]:
 
 
 def _sft_problems(config: Config) -> Iterator[Problem]:
+    """Keys of [sft] without an effect, and conflicts of supervised steps with the learner."""
     sft, learner = config.sft, config.learner
     if sft.data is None:
         problem = "has no effect without sft.data; name the file of the conversations"
@@ -125,6 +129,7 @@ def _sft_problems(config: Config) -> Iterator[Problem]:
 
 
 def _teacher_problems(config: Config) -> Iterator[Problem]:
+    """Conflicts of a teacher on a server."""
     learner = config.learner
     if learner.teacher_url is None:
         if learner.teacher_server != TeacherServerConfig():

@@ -149,12 +149,12 @@ def _keys_by_name() -> dict[str, str]:
 
 
 def _siblings(path: tuple[str, ...]) -> list[str]:
-    """Return the names of the keys in the section that ``path`` leads to, without its last part."""
+    """Return the names of the keys in the section that contains the key ``path``, which may be unknown."""
     return list(_fields(path))
 
 
 def _fields(path: tuple[str, ...]) -> dict[str, FieldInfo]:
-    """Return the fields of the section that ``path`` leads to, without its last part; empty for an unknown section."""
+    """Return the fields of the section that contains the key ``path``; empty for an unknown section."""
     section: type[Section] = Config
     named = False
     for part in path[:-1]:
@@ -173,7 +173,8 @@ def _fields(path: tuple[str, ...]) -> dict[str, FieldInfo]:
 def type_words(kind: Any, metadata: Sequence[Any] = ()) -> str:
     """Return a type with its bounds as text, for example "integer > 0". None in a union is left out.
 
-    Invariant: the text has every bound that pydantic checks. A type without text is a bug.
+    Bounds on the number of entries of a list, tuple or table, and largest lengths of texts, are left out. Raises
+    KeyError for a type that has no text.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:

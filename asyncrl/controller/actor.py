@@ -4,9 +4,10 @@ It binds its port before any other actor starts, and writes its address to the r
 ``RunStateMachine`` and ``Registry`` decide; this class passes messages and the time on to them, and wakes parked calls
 after a change. The controller ends when the state of the run is final. It refuses messages of older incarnations.
 
-A controller keeps three things on disk for its successor: the address file (succession.py), the members, and the
-recorded snapshots. The successor binds the same address and learns everything else from the actors and agents as they
-register again. It numbers its states above those of its predecessor.
+A controller leaves three things on disk for its successor: the address file, the members and the recorded snapshots.
+The address file has its address, the list of hosts and the newest incarnations (succession.py). The members say which
+hosts joined or left. The successor has the same key and binds the same address. It learns everything else from the
+actors and agents as they register again. It numbers its states above those of its predecessor.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class Controller(RunActor):
         self.traces = Traces(self)
         self._aside_notices = AsideNotices()
         self._changed = asyncio.Event()
+        """Set when the run's state, and thus its next deadline, may have changed."""
         self._gathered = asyncio.Event()
         """Set when the registry has changes that are not handled yet."""
         self._watchers = ParkingLot()
@@ -148,7 +150,10 @@ class Controller(RunActor):
         self._sinks.close()
 
     async def run(self) -> None:
-        """Start the background tasks, then handle the deadlines of the run until its state is final."""
+        """Start the background tasks, then handle the deadlines of the run until its state is final.
+
+        Then take the last snapshot and finish the last trace.
+        """
         self.tasks.create_task(self._failures.run())
         self.tasks.create_task(self._succession.run())
         self.tasks.create_task(self._follow_registry())
@@ -172,7 +177,11 @@ class Controller(RunActor):
 
     @handler
     def register(self, request: Register, caller: Caller) -> Done:
-        """Register an actor. Raises Refused for an older incarnation, a wrong name, or an actor that has left."""
+        """Register an actor, or change its record. A record with an address says that the actor is ready.
+
+        Raises Refused for an actor that has left, a wrong name, or an incarnation that is older, has ended or is
+        condemned.
+        """
         if (request.record.name, request.record.incarnation) != (caller.name, caller.incarnation):
             raise Refused(self.name, "name", ours=caller.name, theirs=request.record.name)
         if self.members.is_gone(request.record.name):
@@ -214,7 +223,10 @@ class Controller(RunActor):
 
     @handler
     async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
-        """Park until an incarnation of the actor above ``above`` can be called. Answers None if none can in time."""
+        """Park until an incarnation of the actor above ``above`` can be called. Answers None if none can in time.
+
+        With ``unready`` a record with facts is enough.
+        """
 
         def find() -> ActorRecord | None:
             return self.registry.resolve(request.name, request.above, unready=request.unready)
@@ -228,7 +240,8 @@ class Controller(RunActor):
         """Park until there is news for the caller: a new state and, if the caller asks for them, new lines.
 
         ``seen`` and ``seen_line`` are the numbers of the state and the line that the caller has. A caller without
-        ``seen_line`` (below 0), as an actor, gets no answer for changes that matter to the launcher only.
+        ``seen_line`` (below 0), as an actor, is not woken by changes that matter to the launcher only. The call also
+        notes which members the caller knows.
         """
         self.members.taken_in(caller.name, caller.incarnation, request.members)
         if request.seen_line < 0:
@@ -248,7 +261,10 @@ class Controller(RunActor):
 
     @handler
     def metrics_line(self, request: MetricsLine, caller: Caller) -> None:
-        """Pass a metrics line to the sinks, the viewers and the launcher. A malformed line is counted and dropped."""
+        """Pass a metrics line to the sinks and the viewers, and to the launcher except lines of weight updates.
+
+        A malformed line is counted and dropped.
+        """
         if not is_proper(request.line):
             self.counters.add("lines/refused")
             if self.counters["lines/refused"] == 1:
@@ -314,7 +330,10 @@ class Controller(RunActor):
 
     @handler
     def actor_ended(self, request: ActorEnded, caller: Caller) -> EndNoted:
-        """Note the end of a process, which its agent reports. The reply says whether the actor was asked to end."""
+        """Note the end of a process, which its agent reports. The reply says whether the actor was asked to end.
+
+        ``fatal``: the agent has given the actor up.
+        """
         now = self.clock.now()
         self.log.info("actor ended", actor=request.name, exit_code=request.exit_code, fatal=request.fatal)
         if request.exit_code or self.machine.phase in ("starting", "running"):
@@ -323,7 +342,8 @@ class Controller(RunActor):
         leaving = (actor.name for actor in self.machine.leaving)
         asked = role_of(request.name) in self.machine.draining or request.name in leaving
         newest = self.registry.ended(request.name, request.incarnation, now, asked=asked)
-        # If an actor on a joined host has never served, its end does not end the run.
+        # ``drop_unserved`` handles an actor of a joined host that has never served: the actor is set aside or its host
+        # leaves, and the run continues.
         if newest and not (request.fatal and self.members.drop_unserved(request)):
             end = (request.name, request.exit_code, request.fatal, request.reason, request.log)
             self.machine.ended(*end, now, incarnation=request.incarnation)
@@ -332,7 +352,7 @@ class Controller(RunActor):
 
     @handler
     def bring_back(self, request: BringBack, caller: Caller) -> Done:
-        """Have a replica started again that was set aside.
+        """Have a replica that was set aside started again.
 
         Raises InvalidRequest if it is not set aside, or if the run drains or is preempted.
         """
@@ -414,7 +434,10 @@ class Controller(RunActor):
         return f"{name} ({beat.awaiting})" if beat is not None and beat.state == "starting" and beat.awaiting else name
 
     def tell(self) -> None:
-        """Wake all calls and tasks that wait for the run's state, after each change of it."""
+        """Wake all calls and tasks that wait for the run's state, after each change of it.
+
+        Also notify the user of replicas that are set aside or back, and end the feed of sinks that have to drain.
+        """
         run = self.machine
         for key, text, count, meanwhile in self._aside_notices.news(run.aside, run.expected, drains=bool(run.drain)):
             self.notify(key, text, count=count, meanwhile=meanwhile)

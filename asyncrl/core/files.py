@@ -149,6 +149,7 @@ class KeptWrites:
         self._kept: deque[tuple[Callable[[], None], int, int]] = deque()
         """(write, bytes, records) for each write that is kept, oldest first."""
         self._bytes = 0
+        """Bytes of the kept records."""
         self.records = 0
         """Records that are kept."""
         self.lost = 0

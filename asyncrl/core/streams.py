@@ -80,12 +80,15 @@ class Printer:
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
         self._waiting: deque[tuple[TextIO, bytes]] = deque()
+        """Texts that the thread has not taken, oldest first."""
         self._bytes = 0
+        """Bytes of these texts."""
         self._idle = True
         """Whether all text is written: the thread writes nothing, and nothing waits."""
         self._lost: dict[TextIO, int] = {}
         """Number of lines dropped since the last text that was written, by stream."""
         self._changed = threading.Condition()
+        """Guards the attributes above; notified when text is added, and when all is written."""
         self._thread: threading.Thread | None = None
 
     def print_to(self, stream: TextIO, text: str) -> None:

@@ -68,13 +68,18 @@ class Dataloader(Actor):
         self._last_restored: Restored | None = None
         """The last ``Restored`` from which a book was rebuilt."""
         self._restoring = asyncio.Lock()
+        """Held while a ``Restored`` is served, so that one restore runs at a time."""
         self._preempted = False
         self._opened = ParkingLot()
+        """ReturnLeases calls, which wait for the gate to open."""
         self._parked = ParkingLot()
+        """RequestLeases calls, which wait for a lease."""
         self._watchers = ParkingLot()
+        """WatchSupply calls of the learner, which wait for a new ``Supply``."""
         self._supply_number = numbers_begin_above(context.incarnation)
         """Number of the newest ``Supply``; it starts above every number of an earlier incarnation."""
         self._orphaned = asyncio.Event()
+        """Set when there may be orphans to settle."""
         self._leaving: dict[str, int] = {}
         """Rollouters that leave, by name, with their incarnation; their parked requests get no lease."""
         self._known_orphans: set[str] = set()
@@ -282,7 +287,7 @@ class Dataloader(Actor):
         if self._preempted:
             book.stop()
         self._book, self._previous = book, None
-        # Drops the others: their outcome is in the learner's checkpoint already, or they will be leased anew.
+        # Drops the others: their outcome is in the learner's checkpoint already, or they will be leased again.
         self._leased_at = {uid: at for uid, at in self._leased_at.items() if book.is_out(uid)}
         self.param_version = book.gate.newest_version
         self._note_orphans("")
@@ -321,7 +326,8 @@ class Dataloader(Actor):
     async def request_leases(self, request: RequestLeases, caller: Caller) -> NewLeases:
         """Lease prompts to the calling rollouter.
 
-        The call is parked until something can be leased, at most until half of its deadline; then the reply is empty.
+        The call is parked until something can be leased. The reply is empty if that takes about half of the call's
+        time, and at once if the rollouter leaves or the book is closed.
         """
         ask = Ask(
             caller.name,
@@ -346,7 +352,7 @@ class Dataloader(Actor):
     def _answer(self, ask: Ask) -> NewLeases | None:
         """Lease what the book admits, and return the reply; None while the request has to stay parked.
 
-        The reply is empty for a rollouter that leaves, and ``closed`` once nothing will be leased any more.
+        The reply is empty for a rollouter that leaves, and ``closed`` once the run needs no further group.
         """
         if self._is_leaving(ask):
             return NewLeases()

@@ -48,6 +48,8 @@ class EvalPrompt:
 
 @dataclass(slots=True)
 class _Round:
+    """An open round."""
+
     name: str
     version: int
     waiting: deque[EvalPrompt]
@@ -87,6 +89,7 @@ class EvalRounds:
     ) -> None:
         self._sets = list(sets)
         self._rounds: dict[tuple[str, int], _Round] = {}
+        """Open rounds by (set, version), in the order in which they were opened."""
         self._newest: dict[str, int] = {}
         """Version of the newest round of each set, open or closed."""
         self.rejected: dict[str, str] = {}

@@ -7,9 +7,9 @@ published. A group is leased while
 
 where eta_t is the working limit (versions) and G the number of groups of a version. A group is outstanding from its
 lease until the learner has reported its outcome or it is returned; its delivery changes nothing. Then the number of
-groups that can be trained before it is below T(u) + (eta + 1) * G, so that in the order of leases it is trained under
-version u + eta at the latest. Freeing the place at delivery, counting with the newest published version, or taking
-trained = v * G would each break that.
+groups that can be trained before it is below T(u) + (eta + 1) * G. If groups are trained in the order of their leases,
+it is trained under version u + eta at the latest. Freeing the place at delivery, counting with the newest published
+version, or taking trained = v * G would each break that.
 
 The gate never leases more than the run still needs, and nothing before the engines serve a version of the present
 learner. No rollouter generates more than an equal share of the groups, rounded up. Otherwise the rollouter whose
@@ -71,10 +71,14 @@ class WorkingLimit:
         self._groups_per_step = groups_per_step
         self._groups_per_version = groups_per_version
         self._max = staleness_max * groups_per_version
+        """Largest limit in groups: eta * G."""
         self._adapt = adapt
         self._level = float(min(self._max, groups_per_version) if adapt else self._max)
+        """The limit in groups, not rounded up."""
         self._full_steps = 0
+        """Number of steps in a row that began without a wait and with another whole step in the buffer."""
         self._refused = False
+        """Whether the limit has refused a group since the last step began."""
 
     @property
     def groups(self) -> int:
@@ -129,7 +133,9 @@ class Gate:
         self._groups_per_version = groups_per_version
         self._groups_of_run = trained + groups_left
         self._versions = [first_version]
+        """Published versions that a rollouter may still serve, ascending."""
         self._trained_at = [trained if trained_at_version is None else trained_at_version]
+        """For each of ``_versions``, the number of groups trained when it was published."""
         self._first_version = first_version
         self.finished = False
         """Whether nothing more is to be leased for training."""
@@ -219,6 +225,7 @@ class PromptQueue:
         self._order = order
         self._oversize = oversize
         self._out: set[str] = set()
+        """Uids of the prompts that are leased or with the learner."""
         self._returned: dict[str, TrainingPrompt] = {}
         self._returned_heap: list[tuple[int, str]] = []
         """Heap (position, uid) of the returned prompts; the entry of a prompt that is concluded later stays in it."""

@@ -95,6 +95,7 @@ class Holders:
         self._leaving: set[str] = set()
         """Rollouters that request no more leases; they stay holders until they are removed."""
         self._out: dict[str, PromptLease] = {}
+        """Prompts that are out by uid, the oldest first."""
         self._calls: dict[str, CallNumbers] = {}
         """Request numbers by rollouter."""
         self.outstanding = 0
@@ -220,8 +221,8 @@ class Holders:
 
         Marks as suspect each prompt that the rollouter may have been generating. A rollouter confirms a lease only with
         its next request, and a busy one requests nothing until it has finished something. So an unconfirmed lease
-        counts as received, unless the prompt was to run alone: running alone by mistake costs time, but quarantine by
-        mistake costs the prompt.
+        counts as received, unless the prompt was to run alone. To run alone by mistake only costs time, but a
+        quarantine by mistake costs the prompt.
         """
         holder = self._rollouters.pop(rollouter)
         self._leaving.discard(rollouter)

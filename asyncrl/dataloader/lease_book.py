@@ -66,6 +66,7 @@ class LeaseBook:
         self._supply_key: tuple[object, ...] = ()
         """The parts of the supply whose change gives the supply a new number."""
         self.counts: Counter[str] = Counter()
+        """Counts of this book, by the rest of their metric's name after ``tickets/``: granted, orphaned and so on."""
         self._note_supply()
 
     # --- questions of the shell ---
@@ -81,7 +82,7 @@ class LeaseBook:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing will ever be leased again."""
+        """Whether the run needs no further group: training is finished and no round of evaluation is open."""
         return self.gate.finished and not self._evals.sizes
 
     @property
@@ -121,7 +122,9 @@ class LeaseBook:
         return self._holders.get(rollouter) is not None
 
     def take(self, ask: Ask) -> list[PromptLease]:
-        """Lease as much as may be leased now, at most ``ask.free_groups``. Unconfirmed leases come first in the result.
+        """Lease as much as may be leased now, at most ``ask.free_groups`` in all.
+
+        The result begins with earlier leases that the rollouter has not confirmed, since their reply may be lost.
 
         May be called again with the same ``ask`` until it returns a lease. Returns nothing to a rollouter that leaves,
         or whose later request has arrived.

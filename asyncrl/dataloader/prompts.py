@@ -234,6 +234,7 @@ class PromptSet:
     def __init__(self, dataset: Dataset, config: DataConfig, tokenizer: Tokenizer, run: Config | None = None) -> None:
         self.fingerprint = dataset.fingerprint
         self.skipped = dataset.skipped
+        """Number of bad rows that are left out."""
         self.oversize: set[int] = set()
         """Indices of prompts over max_prompt_tokens."""
         self.longest = (0, "")
@@ -252,6 +253,7 @@ class PromptSet:
         self._encoder = PromptEncoder(tokenizer, config, run)
         self._ids: list[np.ndarray] = []
         self._texts: list[str] = []
+        """``_packed``, ``_ids`` and ``_texts`` have the row, tokens and text of each prompt, by index."""
 
     def __len__(self) -> int:
         """Prompts so far; all of them once the set is complete."""
@@ -303,7 +305,10 @@ class PromptSet:
         return ids, text
 
     def _complete(self) -> None:
-        """Finish the set: recompute its fingerprint if rows were left out, and check that enough prompts are usable."""
+        """Finish the set: recompute its fingerprint if rows were left out, and check that enough prompts are usable.
+
+        Raises TooFewUsable. Drops the rows, which are not needed any more.
+        """
         path = self._rows[0].path
         if self._left_out:
             self.fingerprint = fingerprint_of(

@@ -60,13 +60,16 @@ class EpisodesActor(Actor, EpisodeObserver):
         self.model = context.config.run.name
         """The name under which the policy answers."""
         self._sessions: dict[str, PolicySession] = {}
+        """Sessions of open episodes, by key."""
         self._end_reasons: OrderedDict[str, str] = OrderedDict()
         """Reasons that sessions have ended, by key, the newest last."""
         self._faults = FaultKinds()
         self._most_open = self.config.most_episodes if self.name in self.config.extra_episode_hosts else None
         """Most episodes that may be open at a time; None on a rollouter's own host, as the rollouter limits them."""
         self._players: EpisodePool | Programs | None = None
+        """Runs the user's code; None before ``setup``."""
         self._http: PolicyEndpoint | None = None
+        """Endpoint for programs; None before ``setup``."""
 
     async def setup(self) -> None:
         """Start the endpoint and the workers, and import the user's code in each. Raises ConfigError."""

@@ -143,6 +143,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
             look_s=min(LOOK_S, setup.alive_s),
         )
         self._waiting: deque[Open] = deque()
+        """Episodes that wait for a worker."""
         self._suspects = Suspects()
         self._answers: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Tasks that answer open calls of the policy, by the session's key and the call's name."""
@@ -172,7 +173,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
 
     @property
     def suspects(self) -> int:
-        """Episodes that were in a worker when it died."""
+        """Episodes that were in a worker when it died, and have not ended by themselves since."""
         return len(self._suspects)
 
     # --- what the pool of workers asks ---
@@ -225,7 +226,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
     def _on_worker_end(self, place: EpisodePlace, reason: str, *, was_ready: bool) -> None:
         """Answer the callers of all episodes of a worker that has ended.
 
-        The result blames an episode only if it was alone in the worker, or if the worker was killed for it.
+        The result blames an episode only if the worker was a lone one, or was killed because the episode did not end.
         """
         inside, place.open = list(place.open.values()), {}
         # A worker that was never ready has begun no episode, so no episode caused its end.
@@ -246,7 +247,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
     def _assign(self) -> None:
         """Give each waiting episode to a worker: a new lone one if two workers died with it, else the least busy one.
 
-        Episodes for which there is no worker stay in the queue.
+        Episodes for which there is no worker stay in the queue. There are at most ``episode.workers`` lone workers.
         """
         ready = [place for place in self._places if place.ready]
         still_waiting: deque[Open] = deque()
@@ -408,11 +409,12 @@ class Suspects:
 
     def __init__(self) -> None:
         self._deaths: dict[str, int] = {}
+        """Number of deaths by episode id; the episode whose last death is the oldest comes first."""
 
     def died(self, inside: Iterable[str]) -> None:
         """Count the death of a worker, of unknown cause, for each of the episode ids ``inside`` it."""
         for episode in inside:
-            # Moved to the end: the episode whose last death is the oldest is forgotten first.
+            # Moved to the end, so that the first entry is the one to forget.
             self._deaths[episode] = self._deaths.pop(episode, 0) + 1
             if len(self._deaths) > MOST:
                 del self._deaths[next(iter(self._deaths))]

@@ -121,6 +121,7 @@ class Programs(WorkerPool[Program]):
         """Index in the list of programs where the next check of memory begins."""
         self.counters = EpisodeCounts()
         self.waiting = self.suspects = 0
+        """Always 0: each program starts at once, in a process of its own. EpisodePool has these attributes too."""
 
     async def start(self) -> None:
         """Begin to check memory; no program runs before the first episode."""

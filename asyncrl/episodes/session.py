@@ -75,11 +75,13 @@ class PolicySession:
         self._rollouter, self._deadline = rollouter, deadline
         self.incarnation = incarnation
         self._calls: set[asyncio.Future[Any]] = set()
+        """Requests to the rollouter without an answer."""
         self._deltas: dict[str, OnDelta] = {}
         """By name of each open streaming call: the receiver of its new text."""
         self._credits: set[asyncio.Task[int]] = set()
         """Calls of ``turn_reward`` that ``credit`` has started."""
         self._end_reason = ""
+        """First reason given to ``end``; empty while the session takes calls."""
         self._quiet_since = time.monotonic()
         """Monotonic time (s) when the last call of the policy ended, or the session began."""
         self.key = request.session

@@ -197,8 +197,8 @@ def share_gpu(total: int, demand: Demand) -> GpuShares | None:
 def _divide(total: int, demand: Demand, usable: float, copied_bytes: int = 0) -> GpuShares | None:
     """Divide a GPU so that the rank's estimate fills a part ``usable`` of its share.
 
-    ``copied_bytes`` is the memory for a copy of the weights. Returns None if the memory does not suffice, for the rank
-    or for LEAST_SEQUENCES in the engine's cache.
+    ``copied_bytes`` is the memory for a copy of the weights. Returns None if the memory does not suffice: for the rank,
+    for the utilization that the user set for the engine, or for LEAST_SEQUENCES in the engine's cache.
     """
     training = estimate(demand.shape, demand.load)
     at_start = demand.scoring_bytes + (0 if training.offloaded else training.weights)

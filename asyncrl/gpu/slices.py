@@ -48,9 +48,13 @@ class RankSlices:
         """``rank`` and ``engine`` are names of actors. Each wait lasts at most ``timeout_s``. Call ``open`` first."""
         self._gpu, self._who, self._engine, self._timeout_s = gpu, rank, engine, timeout_s
         self._asked_socket: socket.socket | None = None
+        """The socket ``asked``; None while the rank does not ask for the GPU."""
         self._memory_socket: socket.socket | None = None
+        """The socket ``memory``; None while the rank does not have the memory."""
         self._rank_socket: socket.socket | None = None
+        """The socket ``rank``; None before ``open``."""
         self._interrupted = threading.Event()
+        """Set by ``interrupt``: waits end with an error."""
 
     def open(self) -> None:
         """Ask for the GPU, and wait until the previous rank's process has ended. Raises DeadlineExceeded."""
@@ -121,8 +125,11 @@ class EngineSlices:
     def __init__(self, gpus: Sequence[str]) -> None:
         self._gpus = sorted(gpus)
         self._memory_sockets: list[socket.socket] = []
+        """The socket ``memory`` of each GPU; empty while the engine does not have the memory."""
         self._timer: asyncio.TimerHandle | None = None
+        """Timer of the next ``_poll``; None if no look is due."""
         self._taken = asyncio.Event()
+        """Set while the engine has the memory."""
         self.asked = asyncio.Event()
         """Set while the engine has the memory and a rank asks for it."""
 

@@ -74,7 +74,7 @@ class Follower:
     progress: TerminalProgress
     interrupts: Interrupts = field(default_factory=Interrupts)
     on_running: Callable[[], None] = lambda: None
-    """Called when the run enters its running phase."""
+    """Called once, when the run first enters its running phase."""
     phase: str = ""
     """The run's phase in the last event that names one."""
     has_run: bool = False
@@ -135,10 +135,11 @@ class Follower:
         return EndedEvent(result="preempted", reason=AT_ONCE, exit_code=PREEMPTED_EXIT_CODE)
 
     async def _recover_end(self, member: AgentHandle) -> EndedEvent | None:
-        """Find out how an agent ended if its last event did not arrive, for example because this process was stopped.
+        """Return how an agent ended if it exited, but its last event did not arrive.
 
-        For the head, reads the record in the run folder, and else asks the head's host for it. Without a record, the
-        agent's exit code decides. Returns None for an exit code that is not in ENDED_BY_CODE.
+        This happens, for example, if this process was suspended. A lost connection is not such a case. Only the head's
+        agent records the end: for it, look in the run folder, and then ask the head's host if that is another one. For
+        other agents and without a record, the exit code decides. None for a code that is not in ENDED_BY_CODE.
         """
         ended = None
         if member is self._head:
@@ -215,8 +216,9 @@ class Follower:
     # --- the end ---
 
     async def _obey_signals(self) -> None:
-        """Wait for a signal, preempt the run, and kill it at a second signal or after ``patience_s``.
+        """Wait for a signal, preempt the run, and kill it at a second signal or if it does not end in time.
 
+        The time is ``drain_s`` and SLACK_S. A run that may write a checkpoint gets ``grace_s`` and another ``drain_s``.
         The head's agent stops a run that is still starting. A run in its draining phase gets no request, just the time.
         """
         await self.interrupts.first()
@@ -317,9 +319,10 @@ class Follower:
         return member.exit_code is not None and not member.contact.is_lost(member.exit_code)
 
     async def _confirm_ended(self, member: AgentHandle) -> None:
-        """Connect again to a host whose end is unknown, end what is left there, and show the result.
+        """Connect again to a host whose end is unknown, wait for the end of what is left there, and show the result.
 
-        Takes the head's record of the end. Kills nothing if the head's connection is lost and no signal came.
+        If the wait is too long, the host kills its agent, but not if the head's connection is lost and no signal came.
+        From the head, also takes the record of the run's end.
         """
         member.contact.kill()
         await member.contact.close()
@@ -366,7 +369,10 @@ class Follower:
         return EndOrder(run_dir=str(self.folder.path), index=member.index, log_dir=str(self.folder.logs), **order)
 
     def _result(self) -> EndedEvent:
-        """Return how the run ended: an agent's failure, else the head's report, else another agent's."""
+        """Return how the run ended: an agent's failure, else the head's report, else another agent's.
+
+        The head's report wins over a failure if it is "done" or "failed", or if the user preempted the run.
+        """
         head = self._head.ended
         user_preempted = self.interrupts.signal and head is not None and head.result == "preempted"
         # ``_fail`` has made the head stop, so its report does not name the failure.

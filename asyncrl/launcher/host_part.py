@@ -117,6 +117,7 @@ class LocalGuard(Contact):
     def __init__(self, name: str) -> None:
         super().__init__(name, LocalStart())
         self._kills = 0
+        """Number of times that ``kill`` has found the guard alive."""
 
     async def begin(self, folder: RunFolder, lock: int) -> None:
         """Start the guard, which inherits the descriptor ``lock`` of the run's lock. Raises OSError."""

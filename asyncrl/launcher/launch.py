@@ -104,15 +104,15 @@ def run_hosts(
     everywhere: bool = False,
     detached: Detached | None = None,
     command: str = "",
-    planned: Callable[[Config], None] = lambda config: None,
+    after_dry_run: Callable[[Config], None] = lambda config: None,
 ) -> int:
     """Launch a run on the hosts of ``lines``, or on this host alone, follow it to its end, and return the exit code.
 
     ``start`` starts commands on the other hosts. ``resume`` is the value of --resume. ``dry_run`` only shows the plan,
-    or with "json" the resolved configuration, and then calls ``planned`` with that configuration. ``shared``: all hosts
-    see the run folder, so this host may resume a run without being the head. ``everywhere``: this host also gets its
-    part by ``start``, for example because that leads into a container. ``detached`` is the command that waits in the
-    terminal (terminal/detach.py). ``command`` is the user's command line, for the advice how to resume.
+    or with "json" the resolved configuration, and then calls ``after_dry_run`` with that configuration. ``shared``: all
+    hosts see the run folder, so this host may resume a run without being the head. ``everywhere``: this host also gets
+    its part by ``start``, for example because that leads into a container. ``detached`` is the command that waits in
+    the terminal (terminal/detach.py). ``command`` is the user's command line, for the advice how to resume.
     """
     here = [HostLine(socket.gethostname())]
     launch = Launch(
@@ -122,7 +122,7 @@ def run_hosts(
     launch.look_here(resume, shared=shared, everywhere=everywhere)
     code = asyncio.run(launch.main())
     if dry_run:
-        planned(launch.config)
+        after_dry_run(launch.config)
     return code
 
 
@@ -137,11 +137,15 @@ class Launch:
     detached: Detached | None = None
     command: str = ""
     head: str = ""
+    """Name of the head; empty before ``look_here``."""
     head_is_here: bool = False
+    """Whether the head is this host, and its agent is started here and not by ``start``."""
     resumption: Resumption | None = None
+    """The run to resume; None for a new run."""
     facts: dict[str, HostOffer] = field(default_factory=dict)
     """Each host's report of its hardware and software by the host's name, the head first."""
     hosts: list[PlacementHost] = field(default_factory=list)
+    """The hosts, the head first; ``_place`` sets them, without those that get no actor."""
     placed: list[Placed] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     """Findings of the checks before the start."""
@@ -244,7 +248,10 @@ class Launch:
             await self.reached.contacts.pop(host.name).close()
 
     async def _check(self, address_of: Mapping[str, str]) -> list[Finding]:
-        """Run the list of checks on every host that has actors, in parallel, and return the findings."""
+        """Run the list of checks on every host that has actors, in parallel, and return the findings.
+
+        If the actors could not be placed, only the head runs it. ``address_of`` has the address of each host.
+        """
         resumed = self.resumption.folder.path if self.resumption is not None else None
         run = resumed or free_run_folder(self.config)
         actors: dict[str, list[str]] = {}

@@ -31,13 +31,13 @@ ANSWER_S = 60.0
 """Seconds that a command of SLURM may take."""
 CONTAINER_PYTHON = "python3"
 """Python interpreter in a container, found by the container's PATH."""
-SPEAKING = {
+REQUESTING = {
     "gpus": ("--gpus", "-G", "--gres", "--tres-per"),
     "cpus": ("--cpus-per", "-c", "--mincpus", "--ntasks", "-n", "--exclusive", "--tres-per"),
     "time": ("--time", "-t"),
 }
 """Prefixes of the options of sbatch that request a resource, by resource."""
-SPEAKING_VARIABLES = {
+VARIABLES = {
     "gpus": ("SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SBATCH_GPUS_PER_TASK", "SBATCH_GRES"),
     "cpus": ("SBATCH_CPUS_PER_GPU", "SBATCH_CPUS_PER_TASK", "SBATCH_EXCLUSIVE"),
     "time": ("SBATCH_TIMELIMIT",),
@@ -65,9 +65,7 @@ def job_hosts(env: Mapping[str, str] = os.environ) -> list[HostLine]:
 def start_of(container: str | None) -> SlurmStart:
     """Return how srun starts the agents; ``container`` is the user's --container: options of srun, then a command.
 
-    With ``container``, the container's Python runs the agents.
-
-    Raises UsageError.
+    With ``container``, the container's Python runs the agents. Raises UsageError.
     """
     if container is None:
         return SlurmStart()
@@ -111,7 +109,10 @@ def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: st
 
 
 def left_open(config: Config, *, nodes: int, options: str, env: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a warning for each of GPUs, CPUs and time that the job does not request, with the option to add."""
+    """Return warnings for resources that the job does not request, each with the option to add.
+
+    They are about CPUs, the time, and GPUs if the configuration does not say whether it uses some.
+    """
     requested, gpus = _requested_by_user(options, env), gpus_of_a_node(config, nodes)
     warnings = []
     if gpus is None and "gpus" not in requested:
@@ -130,7 +131,7 @@ def left_open(config: Config, *, nodes: int, options: str, env: Mapping[str, str
 def gpus_of_a_node(config: Config, nodes: int) -> int | None:
     """Return the fewest GPUs per node with which the actors fit on ``nodes`` nodes.
 
-    Returns None if the configuration uses GPUs only where there are some, so that only the nodes can answer.
+    Returns 0 if the configuration uses none, and None if it uses them only where there are some.
     """
     if config.placement.share == "auto":
         # The job asks for GPUs that no engine shares with a rank.
@@ -186,15 +187,13 @@ def _resource_options(config: Config, nodes: int, options: str) -> list[str]:
 
 
 def _requested_by_user(options: str, env: Mapping[str, str]) -> set[str]:
-    """Return the resources (keys of SPEAKING) that the user sets, by options of sbatch or environment variables."""
+    """Return the resources (keys of REQUESTING) that the user sets by options of sbatch or environment variables."""
     try:
         words = shlex.split(options)
     except ValueError as error:
         raise UsageError(f"--sbatch-args {options}: {error}") from None
-    requested = {resource for resource, names in SPEAKING.items() if any(word.startswith(names) for word in words)}
-    return requested | {
-        resource for resource, names in SPEAKING_VARIABLES.items() if any(name in env for name in names)
-    }
+    requested = {resource for resource, names in REQUESTING.items() if any(word.startswith(names) for word in words)}
+    return requested | {resource for resource, names in VARIABLES.items() if any(name in env for name in names)}
 
 
 def submit(config: Config, script: str) -> tuple[str, Path, str]:

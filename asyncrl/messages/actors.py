@@ -45,7 +45,7 @@ class Resolved(Message, frozen=True, kw_only=True):
 
 
 class Resolve(Request, frozen=True, kw_only=True):
-    """Actor or agent to controller: find an actor. Parked until its incarnation is larger than ``above``."""
+    """Actor or agent to controller: find an actor. Parked until an incarnation above ``above`` can be called."""
 
     reply = Resolved
     senders = MEMBERS
@@ -53,7 +53,7 @@ class Resolve(Request, frozen=True, kw_only=True):
     name: str
     above: Count = 0
     unready: bool = False
-    """Whether to answer as soon as it is registered, even if it cannot be called yet."""
+    """Whether a record with ``facts`` is enough, even if the actor cannot be called yet."""
 
 
 RunPhase = Literal["starting", "running", "preempting", "draining", "done", "failed"]
@@ -100,7 +100,7 @@ class Aside(Struct, gc=False, frozen=True, array_like=True):
     name: str
     reason: str
     rest_s: float
-    """Seconds until it is tried again, unless BringBack comes sooner."""
+    """Length of the whole rest (s), after which it is tried again, unless BringBack comes sooner."""
 
 
 class RunState(Message, frozen=True, kw_only=True):
@@ -178,7 +178,7 @@ class StopRun(Request, frozen=True, kw_only=True):
 
 
 class BringBack(Request, frozen=True, kw_only=True):
-    """asyncrl-launch --bring-back to controller: start a replica again now that is set aside (Aside)."""
+    """asyncrl-launch --bring-back to controller: start a replica that is set aside (Aside) again now."""
 
     reply = Done
     senders = LAUNCHER

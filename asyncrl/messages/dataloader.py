@@ -65,7 +65,7 @@ class Supply(Message, frozen=True, kw_only=True):
 
     number: int
     exhausted: bool
-    """Whether no prompt is left to lease for training."""
+    """Whether nothing more is leased for training: no further group is needed, or the run is preempted."""
     outstanding: Count
     """Groups leased for training and not yet reported or returned."""
     rejected: list[Rejected] = []

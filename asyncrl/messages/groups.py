@@ -110,6 +110,7 @@ class NewLeases(Message, frozen=True, kw_only=True):
 class RequestLeases(Request, frozen=True, kw_only=True):
     """Rollouter to dataloader: request leases of prompt groups. Parked until there is one.
 
+    A rollouter that leaves gets an empty answer at once, as every rollouter does once the run needs no further group.
     Leases above ``seen`` are sent again first, so a lost reply loses nothing.
     """
 

@@ -79,7 +79,7 @@ class Metrics(Message, frozen=True, kw_only=True):
 
     lines: list[dict[str, Any]] = []
     line: Count
-    """Number of the last of these lines; without any, of the last line of the file."""
+    """Number of the last of these lines; without any, of the newest line that the controller has queued."""
     snapshot_number: Count
     """Number of the newest snapshot."""
     snapshot: bytes = b""
@@ -102,7 +102,7 @@ class WatchMetrics(Request, frozen=True, kw_only=True):
 
 
 class SnapshotTaken(Message, frozen=True, kw_only=True):
-    """``snapshot`` is a Snapshot (snapshot.py) in MessagePack; empty if there is no newer one than the caller has."""
+    """``snapshot`` is a Snapshot (snapshot.py) in MessagePack; empty if there was no new one for the caller in time."""
 
     number: int
     snapshot: bytes = b""

@@ -94,7 +94,7 @@ class ActorView(Struct, gc=False, frozen=True, kw_only=True):
     awaiting: str = ""
     state_s: float = 0.0
     heard_s: float = 0.0
-    """Age of the actor's last heartbeat."""
+    """Seconds since the actor's last heartbeat or registration."""
     restarts: Count = 0
     version: int = -1
     """Newest version of the weights that the actor knows."""

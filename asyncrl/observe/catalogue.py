@@ -116,7 +116,8 @@ def edges_of(name: str) -> tuple[float, ...]:
 def quantile(counts: list[int], edges: tuple[float, ...], share: float) -> float | None:
     """Return the upper edge of the bucket that holds the quantile ``share`` (0 to 1).
 
-    ``counts`` has the number of values in each bucket. Returns inf for the open bucket, and None without values.
+    ``counts`` has the number of values in each bucket. The last bucket has no upper edge: for it the result is inf.
+    None without values.
     """
     total = sum(counts)
     if not total:

@@ -45,6 +45,7 @@ class ProcessTimes:
         self._cpu_s: dict[tuple[int, int], float] = {}
         """Processor time (s) at the last read, by pid and start of the process."""
         self._at = self._next_search = time.monotonic()
+        """Times of the last read and of the next search for processes (monotonic, s)."""
         self.read()
 
     def read(self) -> tuple[float, int]:

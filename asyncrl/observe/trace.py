@@ -44,6 +44,7 @@ class Track:
         self.order = order
         self._trace = trace
         self._open: tuple[str, float, dict[str, Fact]] | None = None
+        """(name, begin, facts) of the open span; None without one."""
         self._ended = float("-inf")
         """End of the last span, on the clock of the trace."""
 
@@ -100,6 +101,7 @@ class Trace:
         self.lock = threading.Lock()
         self._window_s = window_s
         self._offset = wall() - now()
+        """Seconds to add to the clock ``now`` for Unix time."""
         self._tracks: dict[str, Track] = {}
         self._spans: deque[tuple[Track, str, float, float, dict[str, Fact]]] = deque(maxlen=kept)
 

@@ -29,6 +29,7 @@ MIN_CALLS, MOST_CALLS, CALLS_A_WORKER = 16, 50, 5
 OUTAGE_S = 30.0
 """Seconds for which a function that has worked may fail."""
 PROMPTS_KEPT = 16384
+"""Most prompts that are remembered; the oldest are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +99,13 @@ class FailureRate:
     def __init__(self, *, workers: int) -> None:
         self._calls_needed = min(max(MIN_CALLS, CALLS_A_WORKER * workers), MOST_CALLS)
         self._prompts: dict[str, _Prompt] = {}
+        """The prompts that arrived, by uid, the oldest first; at most PROMPTS_KEPT."""
         self._arrived = 0
         """Number of prompts that have arrived."""
         self._newest_scored = 0
         """Number of the newest prompt that was scored; 0 before the first."""
         self._last_success: float | None = None
+        """Time of the last call with rewards; None before the first."""
         self._failed_calls = 0
         """Number of calls that have failed since the last success."""
         self._failing: set[str] = set()
@@ -126,7 +129,7 @@ class FailureRate:
     def succeeded(self, uid: str, now: float) -> None:
         """Record that a call gave rewards.
 
-        Failing prompts that arrived before this prompt are then counted apart: they failed, but the function works.
+        Failing prompts that arrived before this one no longer count as a row of failures, but raise ``prompts_needed``.
         """
         self._last_success, self._failed_calls = now, 0
         prompt = self._prompts.get(uid)
@@ -136,7 +139,7 @@ class FailureRate:
         self._failing.discard(uid)
         if prompt.number > self._newest_scored:
             self._newest_scored = prompt.number
-            for other in [other for other in self._failing if not self._is_newer(other)]:
+            for other in [other for other in self._failing if not self._came_after_newest_scored(other)]:
                 self._failing.remove(other)
                 self._count_early_failure(other)
 
@@ -145,7 +148,7 @@ class FailureRate:
         self._failed_calls += 1
         prompt = self._prompts.get(uid)
         if prompt is not None and not prompt.scored:
-            if self._is_newer(uid):
+            if self._came_after_newest_scored(uid):
                 self._failing.add(uid)
             else:
                 self._count_early_failure(uid)
@@ -169,7 +172,8 @@ class FailureRate:
         share = (self._early_failures + 1) / (self._newest_scored + 2)
         return min(max(MIN_PROMPTS, math.ceil(math.log(CHANCE) / math.log(min(share, 0.99)))), MOST_PROMPTS)
 
-    def _is_newer(self, uid: str) -> bool:
+    def _came_after_newest_scored(self, uid: str) -> bool:
+        """Whether the prompt's first call came after that of the newest scored prompt; False if it is forgotten."""
         prompt = self._prompts.get(uid)
         return prompt is not None and prompt.number > self._newest_scored
 

@@ -1,8 +1,8 @@
 """The built-in reward functions, and the penalty of responses that come near their limit of length.
 
 Each function is a maker: a worker calls it once with ``reward.options``. It checks the options (ValueError) and returns
-the function that scores one trajectory. Invariant: a wrong answer scores 0, and a row that cannot be judged raises. So
-a fault of the data never counts as a fault of the model.
+the function that scores one trajectory. Invariant: a row that cannot be judged raises an error, so a fault of the data
+never counts as a wrong answer.
 
 The pool adds the penalty (``shaped``) to the rewards of any function, under ``reward.truncated = "penalty"``.
 """

@@ -165,6 +165,7 @@ class AnswerCache:
         self._folder, self._most = folder, most
         self._lock = threading.Lock()
         self._count: int | None = None
+        """About the number of files in the folder; None before the first ``keep``."""
 
     def find(self, key: str) -> str | None:
         """Return the kept answer to the question ``key``; None without one."""

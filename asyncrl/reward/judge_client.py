@@ -96,7 +96,7 @@ class MinuteLimit:
     def wait_s(self, units: float, now: float) -> float:
         """Return the seconds until ``units`` may begin; 0 if they may now.
 
-        More units than the limit may begin once no others began in the last minute.
+        If ``units`` alone exceed the limit, they may begin once nothing began in the last minute.
         """
         if self._limit is None:
             return 0.0
@@ -129,7 +129,11 @@ class JudgeClient:
     def __init__(self, options: JudgeOptions, counters: JudgeCounters, on_request: Callable[[float], None]) -> None:
         self._options, self._counters = options, counters
         self._takes_schema = "response_format" not in options.extra
-        self._places, self._limits_lock = asyncio.Semaphore(options.concurrency), asyncio.Lock()
+        """Whether requests have a JSON schema: not if the user sets response_format, or after a server refused it."""
+        self._places = asyncio.Semaphore(options.concurrency)
+        """One place for each request that may be open at a time."""
+        self._limits_lock = asyncio.Lock()
+        """Held by the request that waits for the limits of a minute; later ones wait for the lock."""
         self._requests, self._tokens = MinuteLimit(options.requests_per_minute), MinuteLimit(options.tokens_per_minute)
         self.waiting = 0
         """Number of requests that wait for their turn under the limits."""
@@ -242,7 +246,10 @@ class JudgeClient:
         return self._tokens.begin(tokens, now)
 
     def _note_request(self, size: int, again: bool) -> None:
-        """Count a request that is sent; one that the package repeats counts under the limits, too."""
+        """Count a request of ``size`` bytes that is sent. ``again``: whether the package repeats it.
+
+        A repeat counts under the limits too, because it did not wait for its turn.
+        """
         self._counters.requests += 1
         if again:
             self._counters.retries += 1
@@ -269,16 +276,20 @@ class JudgeTransport(openai.DefaultAsyncHttpxClient):  # type: ignore[misc]
         super().__init__(follow_redirects=False)
         self._on_request, self._on_end = on_request, on_end
         # A compressed answer could be far longer than what is received.
-        self._sent = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        self._own_headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key:
-            self._sent["Authorization"] = f"Bearer {key}"
+            self._own_headers["Authorization"] = f"Bearer {key}"
 
     async def send(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
         """Send the request with our own headers alone; returns the answer with its whole body."""
         self._on_request(len(request.content), request.headers.get("x-stainless-retry-count", "0") != "0")
         # The openai package adds headers from OPENAI_ORG_ID, OPENAI_PROJECT_ID and OPENAI_CUSTOM_HEADERS.
         sent = self.build_request(
-            request.method, request.url, content=request.content, headers=self._sent, extensions=request.extensions
+            request.method,
+            request.url,
+            content=request.content,
+            headers=self._own_headers,
+            extensions=request.extensions,
         )
         began = time.monotonic()
         try:

@@ -122,12 +122,17 @@ class JudgePool:
         self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
         self._confined, self._observer = confined, observer
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once the pool is closed, or with the error for which its owner gave it up."""
         self._running: dict[asyncio.Task[Scores], tuple[float, str]] = {}
+        """Open calls of ``score``: the monotonic time of the begin (s) and the uid of each."""
         self._judge: Judge
         self._client: JudgeClient | None = None
+        """Client of the judge's server; None before ``start``."""
         self._cache = AnswerCache(folder / CACHE_FOLDER) if folder is not None else None
         self._also: RewardPool | None = None
+        """Pool of the added function; None without one."""
         self._counters = RewardCounts()
+        """Counts of calls of ``score``; ``counters`` adds those of the added function's workers."""
         self.judged = JudgeCounters()
 
     async def start(self) -> None:

@@ -1,8 +1,9 @@
 """The questions to judges, and the rewards from their answers. Pure.
 
 A question has the messages of a chat, the JSON schema of its answer and a function that reads the answer (BadAnswer). A
-Judge makes the questions of a request, one for each vote, and computes rewards from the answers. Invariant: answers are
-matched to trajectories by random names, and each vote has its own names and order.
+Judge makes the questions of a request, one for each vote, and computes rewards from the answers. RelativeJudge matches
+scores to trajectories by random ids; each vote has its own ids and order. Rubric matches verdicts to criteria by name.
+Invariant: the ids and orders depend on uid and vote alone, so a resumed run asks the same questions.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class RelativeJudge:
     def _question(
         self, system: str, shared: str, row: str, bodies: list[str], body_of: list[int], uid: str, vote: int
     ) -> Question:
-        """Make the question of one vote, with random names and a random order of the trajectories.
+        """Make the question of one vote, with random ids and a random order of the trajectories.
 
         ``shared``, ``row`` and ``bodies`` are texts for the judge; ``body_of`` is as in JudgeView.
         """
@@ -143,7 +144,10 @@ class Rubric:
         self.options = options
 
     def questions(self, request: Score) -> list[Question]:
-        """Make the questions, one for each vote, with the criteria in another order each time. Raises ValueError."""
+        """Make the questions, one for each vote. Raises ValueError for a row that cannot be judged.
+
+        The votes differ only in the order of the criteria, which is random for each vote.
+        """
         options = self.options
         (completion,) = request.completions
         shown = view(request.prompt, [completion], options.max_input_chars)
@@ -231,12 +235,12 @@ def rubric_reward(criteria: Sequence[Criterion], worth: Mapping[str, float]) -> 
 
 
 def draw_ids(drawn: random.Random, count: int, texts: Sequence[str]) -> list[str]:
-    """Draw ``count`` different random names that occur in none of the texts."""
+    """Draw ``count`` different random ids that occur in none of the texts, so that no text can close its own block."""
     ids: list[str] = []
     while len(ids) < count:
-        name = "".join(drawn.choices(ID_LETTERS, k=ID_LENGTH))
-        if name not in ids and not any(name in text for text in texts):
-            ids.append(name)
+        id = "".join(drawn.choices(ID_LETTERS, k=ID_LENGTH))
+        if id not in ids and not any(id in text for text in texts):
+            ids.append(id)
     return ids
 
 

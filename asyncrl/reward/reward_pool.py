@@ -35,7 +35,7 @@ from asyncrl.workers.process import WorkerProcess
 from asyncrl.workers.worker_pool import Place, PoolObserver, WorkerCounts, WorkerPool
 
 AHEAD_S = 0.002
-"""Seconds of work that a worker is sent ahead, estimated from its ``pace``. If one task takes longer, none is."""
+"""Seconds of work that a worker is sent ahead, estimated from its ``pace``. A slower worker is sent no task ahead."""
 AHEAD_TASKS = 64
 AHEAD_BYTES = 1 << 17
 """Most bytes of tasks that a worker is sent ahead: about what its socket holds."""
@@ -165,14 +165,17 @@ class RewardPool(WorkerPool[RewardPlace]):
         self._config, self._max_tokens = config, max_tokens
         self._decoder = msgspec.msgpack.Decoder(Result)
         self._queue: deque[Pending] = deque()
+        """Tasks that no worker has."""
         self._idle: list[RewardPlace] = []
+        """Places whose worker is ready and has no task."""
         self.counters: RewardCounts = RewardCounts()
 
     def score(self, request: Score) -> asyncio.Future[Scores]:
         """Queue a task: to run the function on a completion or on a group. Returns the future of its rewards.
 
         The future raises RewardFailed. If it is cancelled, its task leaves the queue, or may run for another
-        ``CANCEL_GRACE_S``. The queue is bounded by the calls that callers may leave unanswered.
+        ``CANCEL_GRACE_S``. The queue is bounded by the calls that callers may leave unanswered. If the pool has ended,
+        ``score`` itself raises its error.
         """
         if self._end.done():
             raise self._ended_error()

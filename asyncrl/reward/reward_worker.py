@@ -120,7 +120,7 @@ Scorer = Callable[[Score], list[Outcome]]
 
 
 def resolve(setup: RewardSetup, runner: asyncio.Runner) -> Scorer:
-    """Load the reward function and return a scorer of tasks, which awaits coroutines in ``runner``.
+    """Load the reward function and return a scorer of tasks. The scorer awaits coroutines in ``runner``.
 
     The function receives by keyword what its signature accepts, of ARGUMENTS and ``reward.options``. It returns a
     number or a mapping of components (messages/reward.py), or for a group a list of them, and may be async. Raises
@@ -151,6 +151,7 @@ def resolve(setup: RewardSetup, runner: asyncio.Runner) -> Scorer:
 
     def call(task: Score, at: int) -> Any:
         value = function(**{name: made(task, at) for name, made in wanted.items()}, **passed)
+        # The usual case, before the slower test for an awaitable.
         if type(value) is float:
             return value
         return runner.run(_awaited(value)) if inspect.isawaitable(value) else value

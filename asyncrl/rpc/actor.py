@@ -114,9 +114,11 @@ class Actor(EndpointOwner):
         """State of the run, as last received from the controller."""
         self.roster = Roster(self.config.actors, context.credentials, context.transport)
         self._drained = asyncio.Event()
+        """Set when this actor is to end."""
         self._peers: dict[str, Peer] = {}
         self._server: CallServer | None = None
         self._progress = 0
+        """Number of calls of ``progress``."""
         self._controller_session = ControllerSession(self)
         self._endpoint = Endpoint(
             name=context.name,
@@ -310,7 +312,11 @@ class Actor(EndpointOwner):
     # --- its life ---
 
     async def main(self) -> None:
-        """Run the actor to its end. Raises the first error of its tasks; returns if there is none."""
+        """Run the actor to its end. Raises the first error of its tasks; returns if there is none.
+
+        In both cases it sends its last notices and its trace; between them it reports an error (``_report``). Then it
+        closes its peers, itself (``close``, for ``drain_s`` at most), the controller's connection and its server.
+        """
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 try:

@@ -44,6 +44,7 @@ class NoticeQueue:
 
     def __init__(self) -> None:
         self._known: dict[str, Notice] = {}
+        """Newest notice of each key."""
         self._unsent: dict[str, None] = {}
         """Keys of notices to send, the oldest first."""
         self._overflowing: set[str] = set()
@@ -90,7 +91,7 @@ class NoticeQueue:
                 self._unsent.setdefault(notice.key)
 
     def put_back(self, notices: list[Notice]) -> None:
-        """Queue notices again that could not be sent."""
+        """Queue again the notices that could not be sent."""
         for notice in notices:
             self._unsent.setdefault(notice.key)
 

@@ -102,6 +102,7 @@ class Heartbeats:
         self._cpu_s = 0.0
         """Processor time of all heartbeats but the last."""
         self._seen_welcomes = 0
+        """``Peer.welcomes`` at the last heartbeat; after a new connection the next heartbeat is complete."""
         self._stacks_written = 0
         """Number of requests for stacks that were handled."""
         self._pulse: tuple[object, ...] = ()
@@ -135,7 +136,7 @@ class Heartbeats:
         await self._client.peer.reached(within_s)
 
     def beat(self) -> None:
-        """Send a heartbeat, or leave it out if nothing has changed and the last one announced that.
+        """Send a heartbeat, or leave it out if nothing has changed and the last one announced a gap.
 
         A request for stacks makes it send one in any case, and write them.
         """
@@ -334,6 +335,7 @@ class HeartbeatDelta:
         self._histograms: _Sent[Any] = _Sent(MOST_HISTOGRAMS)
         self._resources: _Sent[tuple[Any, ...]] = _Sent(MOST_RESOURCES)
         self._beats = 0
+        """Number of heartbeats since the last ``forget``."""
         self.late = 0
         """Number of times that a metric, histogram or resource had to wait for a later heartbeat."""
 
@@ -378,6 +380,7 @@ class _Sent(Generic[T]):
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._values: dict[str, T] = {}
+        """Last value sent of each name since ``forget``."""
         self._sent: dict[str, int] = {}
         """Number of the call of ``take_changed`` that last sent each value."""
         self._calls = 0

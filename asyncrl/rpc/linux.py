@@ -116,7 +116,10 @@ def group_members(children: list[int], leader: int) -> list[int]:
 
 
 def session_members(leader: int) -> list[int]:
-    """Pids in the session of ``leader``, a child that has not been reaped; without itself, with any parents."""
+    """Pids in the session of ``leader``, except its own. The leader is a child that has not been reaped.
+
+    A member may have any parent.
+    """
     members = []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != leader:

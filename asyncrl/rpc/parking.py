@@ -23,6 +23,7 @@ class ParkingLot:
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], None] = {}
+        """Calls that wait for the next ``wake``."""
         self._due: dict[asyncio.Future[None], None] = {}
         """Calls that will ask again in this turn of the event loop or the next ones."""
 

@@ -195,6 +195,7 @@ class _HuggingFace:
         model = _read_json(folder / "config.json")
         text_model = model.get("text_config") or {}
         self.special_ids: dict[str, int] = {}
+        # 0 if config.json does not say it.
         self.vocabulary = int(text_model.get("vocab_size") or model.get("vocab_size") or 0)
         for source in (_read_json(folder / "generation_config.json"), model, text_model):
             ids = source.get("eos_token_id")
@@ -291,6 +292,7 @@ class _FileTokenizer(_HuggingFace):
         return ids
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> Any:
+        """Encode a text. Raises ValueError, which quotes the part that cannot be encoded."""
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:

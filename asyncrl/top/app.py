@@ -139,6 +139,7 @@ class Top(App[int]):
         self._choice = Choice()
         self._frozen = False
         self._away: Away | Waiting | None = None
+        """Reason that no snapshot comes now; None while snapshots come."""
         self._over = ""
         """Reason that no more snapshots come; empty while they may."""
         self._drawn_at = 0.0
@@ -146,6 +147,7 @@ class Top(App[int]):
         """Whether a newer snapshot is not drawn yet."""
         self._chosen_pane: PaneName = "rollouters"
         self._wide = False
+        """Whether all panes are visible."""
         self._header, self._pipeline, self._time, self._tab_line, self._foot = (
             Block(id=name) for name in ("header", "pipeline", "time", "tabs", "foot")
         )
@@ -234,7 +236,10 @@ class Top(App[int]):
                 self._draw()
 
     def _tick(self) -> None:
-        """Advance the replay, and draw if there is something new and DRAW_S have passed; else draw the foot alone."""
+        """Advance the replay. Draw everything if there is something new and DRAW_S have passed, else the foot alone.
+
+        While the view is frozen only the foot is drawn.
+        """
         replay = self.source.replay
         if replay is not None:
             earlier_position = replay.position

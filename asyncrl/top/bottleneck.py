@@ -1,9 +1,9 @@
 """The bottleneck: the stage of the pipeline that sets the pace. Pure; its facts come from state-time ledgers.
 
 The flow is dataloader → rollouters → reward → learner → weights, and back: the gate admits a prompt when earlier ones
-are trained. The rules are in docs/monitor.md. The last stage in the direction of flow that is busy for SATURATED of its
-time sets the pace. If no stage is that busy, the verdict follows from the waits of the stages. A window shorter than
-MIN_WINDOW_S has no verdict.
+are trained. The rules are in docs/monitor.md. Among the stages that are busy at least SATURATED of their time, the one
+furthest downstream sets the pace. If no stage is that busy, the verdict follows from the waits of the stages. A window
+shorter than MIN_WINDOW_S has no verdict.
 
 Shares of a stage cover the time of all its resources. A dead resource has no time, and starting counts as busy, because
 others wait for it. The learner's shares are those of rank 0: the other ranks wait for it.
@@ -108,10 +108,10 @@ def find_bottleneck(flow: Flow) -> Verdict:
 
 
 def _saturated(flow: Flow) -> Verdict | None:
-    """The verdict on the last stage of the flow that is busy for SATURATED of its time; None without one.
+    """The verdict on the stage furthest downstream that is busy at least SATURATED of its time; None without one.
 
-    The tests go from the learner back to the dataloader. A learner or rollouters that spend more time on weight updates
-    than on work give the verdict "weights".
+    The tests go from the learner back to the dataloader, with ``_episodes`` between reward and rollouters. A learner or
+    rollouters that spend more time on weight updates than on work give the verdict "weights".
     """
     learner, reward, rollouters = by_kind(flow.learner), by_kind(flow.reward), by_kind(flow.rollouters)
     if _occupied(learner) >= SATURATED:
@@ -158,7 +158,10 @@ _STAGES_SAID = {
 
 
 def _unsaturated(flow: Flow) -> Verdict:
-    """The verdict if no stage is busy enough: the stage that the others wait for; None if it is unknown."""
+    """The verdict if no stage is busy enough: the stage that the others wait for.
+
+    It names no stage if that is unknown, or if the last prompts are under way.
+    """
     if flow.exhausted:
         return Verdict(stage=None, why="the last prompts are under way")
     at_reward, generating = flow.at_reward, flow.generating
@@ -188,7 +191,10 @@ def _does(shares: Mapping[str, float]) -> str:
 
 
 def _others(flow: Flow, *, but: str) -> str:
-    """Words for the waits of rollouters and learner, as the end of a sentence."""
+    """Words for the waits of rollouters and learner, except those of the stage ``but``, as the end of a sentence.
+
+    Waits below WAITS are left out; the text may be empty.
+    """
     waiting = []
     waits = by_kind(flow.rollouters).get("wait", 0.0)
     if but != "rollouters" and waits >= WAITS:

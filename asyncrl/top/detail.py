@@ -199,7 +199,9 @@ class DetailScreen(PageScreen):
         self._actor, self._view, self._run_dir = actor, view, run_dir
         self._past = past
         self._log: Sequence[str] | None = None
+        """Last lines of the log; None if they are not read yet or cannot be read."""
         self._log_until: float | None = None
+        """Unix time (s) at which the log that is read ends; None for its newest lines."""
 
     def on_mount(self) -> None:
         """Read the log from time to time."""

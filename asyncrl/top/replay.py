@@ -41,7 +41,9 @@ class Replay:
         walls = [wall for wall, _ in entries[:count]]
         passed = (max(LEAST_S, later - earlier) for earlier, later in pairwise(walls))
         self._walls: list[float] = list(accumulate(passed, initial=walls[0]))
+        """Position of each snapshot (Unix time, s), strictly ascending."""
         self._bodies = [body for _, body in entries[:count]]
+        """Each snapshot as recorded (``decode``)."""
         self.position = self._walls[0]
         # The speed at first: ten times that of the run.
         self.speed = SPEEDS[3]

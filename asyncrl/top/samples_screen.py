@@ -43,7 +43,9 @@ class SamplesScreen(PageScreen):
         self._run_dir, self._until = run_dir, until
         self._choice, self._count = SampleChoice(), READ_AT_ONCE
         self._groups: list[SampleGroup] = []
+        """Groups that were read, the newest first."""
         self._at = 0
+        """Index of the group on the screen."""
 
     def on_mount(self) -> None:
         self._read()

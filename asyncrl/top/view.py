@@ -127,6 +127,7 @@ class History:
 
     def __init__(self) -> None:
         self._earlier: deque[Moment] = deque()
+        """Moments before ``_latest``, thinned out, back to the begin of the window."""
         self._latest: deque[Moment] = deque()
         """Moments of the last RATES_S, and the one before them."""
 
@@ -225,6 +226,7 @@ class SnapshotView:
         """Seconds of ``steps``; 0 if shares cover the time since each start."""
         self._stepping_s = history.stepping_s()
         self._window = history.window()
+        """Moments over which the verdict takes the means of levels."""
         self._by_role: dict[str, list[ActorView]] = {}
         for actor in self.actors:
             self._by_role.setdefault(actor.name.partition("/")[0], []).append(actor)

@@ -99,7 +99,9 @@ class OutputLines:
         self.pipe, self._both, self._to = pipe, both, to
         os.set_blocking(pipe, False)
         self._held = b""
+        """An incomplete line, which is copied when it ends."""
         self.tail = b""
+        """The last LINE_BYTES bytes of this output."""
 
     def copy(self) -> bool:
         """Copy output that is there. Returns False without output, or if it has ended."""

@@ -69,6 +69,7 @@ class WorkerProcess:
         self._memory_key, self._own_session = memory_key, own_session
         self._frames = FrameReader(max_frame_bytes)
         self._outgoing = memoryview(b"")
+        """Bytes that wait until the socket has room."""
         self._fault = ""
         """Reason that the process was killed; empty before that."""
         self.killed = False
@@ -304,7 +305,9 @@ class Output:
         # Incremental, because a character may arrive in two reads.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._bytes_left = limit
+        """Bytes of the present call that are still kept."""
         self._dropped = 0
+        """Bytes of the present call that were discarded."""
         self._nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         try:
             self.read_fd, self.write_fd = os.pipe()

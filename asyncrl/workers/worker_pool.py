@@ -126,11 +126,13 @@ class WorkerPool(Generic[P]):
         self._loop = loop = asyncio.get_running_loop()
         self._places = self._new_places(limits.workers)
         self._lone: list[P] = []
+        """Lone places; ``_places`` has all others."""
         self._started: asyncio.Future[None] = loop.create_future()
         """Done once each place was ready, or with the error of the start."""
         self._end: asyncio.Future[None] = loop.create_future()
         """Done once the pool is closed, or with the error for which it failed."""
         self._all_ended = asyncio.Event()
+        """Set once no place has a process; ``close`` waits for it."""
         self._check_timer: asyncio.TimerHandle | None = None
         self._checked_at = loop.time()
         """Loop time (s) of the last check of the workers."""
@@ -263,6 +265,7 @@ class WorkerPool(Generic[P]):
                 max_output_bytes=self._limits.max_output_bytes,
                 memory_key=f"{self.section}.max_memory_bytes",
                 on_output=partial(self._printed, place),
+                # A keeper sends no Ready, so its place is ready from the start (episodes/programs.py).
                 on_frame=partial(self._handle_frame if place.ready else self._handle_ready, place),
                 on_end=partial(self._handle_end, place),
                 own_session=self.own_session,

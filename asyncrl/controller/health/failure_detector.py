@@ -109,6 +109,7 @@ class FailureDetector:
         self._stall: StallReport | None = None
         """First report of the present stall; None while the run moves."""
         self._stall_count = 0
+        """Number of stalls so far."""
 
     async def run(self) -> None:
         """In each heartbeat interval, check hosts, silent and unreachable actors, and stalls; until cancelled."""

@@ -58,7 +58,7 @@ class ActorStatus:
     state_s: float = 0.0
     waits: Sequence[Wait] = ()
     silent_s: float = 0.0
-    """Seconds since its last heartbeat."""
+    """Seconds since its last message, without time in which the controller did not listen."""
     ended: bool = False
     """Whether the actor's process has ended or is condemned, and no successor is known."""
     version: int = -1
@@ -139,6 +139,7 @@ class StallDetector:
             self._moved_at, self.report = now, None
             self._restarts.clear()
         elif in_time:
+            # No movement, so the restarts stay counted.
             self._moved_at, self.report = now, None
         elif LEARNER in actors:
             # Without heartbeats of the learner there is no report: it starts, or is handled as a silent actor.
@@ -146,7 +147,7 @@ class StallDetector:
         return self.report is not report_before
 
     def _report_if_due(self, actors: Mapping[str, ActorStatus], lasted: float, now: float) -> None:
-        """Make a report if one is due or the run must end, unless a living actor is within its budget.
+        """Make a report if one is due or the run must end, unless an actor that is heard is within its budget.
 
         ``lasted`` is the time without movement (s). After a report that ends the run there is no further one.
         """
@@ -200,7 +201,11 @@ class StallDetector:
         return moved
 
     def _update_budgets(self, actors: Mapping[str, ActorStatus]) -> bool:
-        """Store which actors are within a budget. Returns whether a state with a budget has ended in time."""
+        """Store which actors are within a budget.
+
+        Returns whether an actor that was within its budget at the last look has since left that state. An actor that
+        has ended or was restarted does not count.
+        """
         within_budget = {}
         for name, actor in actors.items():
             if self._budget_left_s(actor) > 0.0 and not actor.ended:

@@ -57,7 +57,9 @@ class HostChanges:
         self._last_ends: dict[str, ActorEnded] = {}
         """By actor of a joining host: its end, if its agent does not start it again."""
         self._changed = asyncio.Event()
+        """Set when ``run`` has a change to keep and send, or a host to wait for."""
         self._watchers = ParkingLot()
+        """Calls that wait for members to be kept, sent or taken in."""
 
     # --- its life ---
 
@@ -97,6 +99,7 @@ class HostChanges:
         """Write the members to disk, again and again until that works; then answer parked calls and update the run."""
         # Read before the write: a change during the write sets ``_changed``, and is kept and sent next.
         members, leaving = self._membership.members, self._membership.leaving
+        # The known hosts do not contain these any more, and the run's state still names them as lost.
         left_while_lost = self._run.lost_hosts.keys() - set(map(str, self._hosts.lost.values()))
         text = msgspec.json.encode(members).decode()
         while True:
@@ -293,7 +296,10 @@ class HostChanges:
             raise InvalidRequest(f"no host can {what} any more: the run is {state}")
 
     def _not_up_to_date(self, number: int) -> list[str]:
-        """Actors that may be called and have not taken in the members of this number, or of a later one."""
+        """Actors that may be called and have not taken in the members of this number, or of a later one.
+
+        Names the file of the members instead if the controller has not taken them in yet.
+        """
         if self.members.number < number:
             return [f"{MEMBERS_FILE} of the controller"]
         # An actor that has not spoken takes the members in before it can be called. An agent needs no members.

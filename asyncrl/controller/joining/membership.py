@@ -121,9 +121,10 @@ class Membership:
     ) -> MemberHost:
         """Find the host that the request names, and let it leave. A repeated request changes nothing.
 
-        ``known`` are all hosts, ``serving`` all ready actors, and ``awaited`` the actors that may become ready. Raises
-        InvalidRequest if the name is unknown or ambiguous, or if the run needs the host. The error is retryable while
-        the run waits for a rollouter of another host.
+        ``known`` are all hosts, ``serving`` all ready actors, and ``awaited`` the actors that may become ready. With
+        ``ask`` of the request, only hosts that joined by that Join match. Raises InvalidRequest if the name is unknown
+        or ambiguous, or if the run needs the host. The error is retryable while the run waits for a rollouter of
+        another host.
         """
         staying = [host for host in known if (found := self.find(host.agent)) is None or found.takes_part]
         if request.ask:

@@ -58,6 +58,7 @@ class Observation:
         self.lines = RecentMetrics()
         self.events = RecentEvents()
         self._phase = self._run.phase
+        """Phase of the run at the last call of ``changed``."""
         self.restarts = 0
         """Number of restarts of the controller in this attempt of the run."""
         self._own_heartbeat: Heartbeat | None = None
@@ -75,6 +76,7 @@ class Observation:
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
         """Executor for checks of the disk, which may hang. The event loop waits for its own executor at its end."""
         self._writing: asyncio.Future[None] | None = None
+        """Write of the snapshot that was recorded last."""
         self._is_over = False
         """Whether the last snapshot was taken."""
         self.snapshots = Snapshots(controller, members, self)

@@ -30,13 +30,16 @@ class SinksFeed:
         self._wanted = wanted
         self._counters = counters
         self._lines: deque[dict[str, Any]] = deque()
+        """Lines that the sinks have not confirmed, the oldest first."""
         self._last = above
         """Number of the newest line."""
         self._snapshot, self._snapshot_number = b"", above
         self._is_over = False
+        """Whether no more lines are accepted."""
         self._asker_incarnation = 0
         """Newest incarnation of the sinks that has asked."""
         self._askers = ParkingLot()
+        """WatchMetrics calls of the sinks, which wait for lines or a snapshot."""
         if wanted:
             counters[DROPPED] = counters[RESTARTS] = 0
 

@@ -90,20 +90,26 @@ class Snapshots:
         self._controller, self._registry, self._run = controller, controller.registry, controller.machine
         self._members, self._observation = members, observation
         self._record_s = config.monitor.record_s if config.monitor.record_bytes or config.sinks.are_wanted else None
+        """Time between two recorded snapshots (s); None if neither the recording nor a sink needs them."""
         self._now = controller.clock.now
         self._encoder = msgspec.msgpack.Encoder()
         self._viewers = ParkingLot()
+        """Calls of viewers, which wait for a new snapshot."""
         self._given: WeakKeyDictionary[Connection, Given] = WeakKeyDictionary()
+        """By connection of a viewer: the snapshots that it has not confirmed."""
         self._number = numbers_begin_above(controller.context.incarnation)
         """Number of the newest snapshot, above all numbers of earlier controllers."""
         self._newest = b""
+        """The newest snapshot, encoded; empty before the first."""
         self._taken_at = -math.inf
         self._last_request_at = -math.inf
         self._last_recorded_at = -math.inf
         self._is_last = False
         """Whether the newest snapshot is the last of the run."""
         self._wanted = asyncio.Event()
+        """Set when a first viewer comes, so that ``run`` takes the next snapshot sooner."""
         self._taking = asyncio.Lock()
+        """Held while a snapshot is taken."""
 
     async def run(self) -> None:
         """Take a snapshot whenever one is due for viewers or the recording; until cancelled."""
@@ -123,7 +129,7 @@ class Snapshots:
     async def watch(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
         """Answer a viewer once there is a new snapshot for it. If its time ends first, answer without a snapshot.
 
-        Takes a snapshot at once if the viewer may have one and the newest is older than SNAPSHOT_S.
+        Takes a snapshot at once if the viewer may have one, and lacks the newest, which is older than SNAPSHOT_S.
         """
         was_watched = self._is_watched
         self._last_request_at = self._now()
@@ -298,10 +304,11 @@ def _condition(entry: Entry, registry: Registry, heartbeat_s: float, now: float)
     if entry.condemned:
         return "condemned"
     if (beat := entry.heartbeat) is not None:
+        # The actor may skip ``left_out`` heartbeats after this one.
         longest_s = (SILENT_BEATS + beat.left_out) * heartbeat_s
         if registry.silence_of(entry, now) > longest_s:
             return "silent"
-    # An agent registers no address, because no actor calls it: it is ready once it has an entry.
+    # An agent has no setup, and no actor calls it: it is ready once it has an entry.
     return "ready" if entry.ready or role_of(entry.record.name) not in ROLES else "starting"
 
 

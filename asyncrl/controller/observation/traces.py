@@ -53,8 +53,10 @@ class TraceFile:
         self.path = folder / f"trace-{max(taken, default=0) + 1:03d}.json"
         self._part = folder / f"{self.path.name}{_PART}"
         self._named: set[tuple[int, int]] = set()
+        """(process, track) whose name is in the file; track -1 stands for the process itself."""
         head = {"displayTimeUnit": "ms", "otherData": {"run": run}}
         self._separator = b"\n"
+        """Bytes before the next events."""
         try:
             self._part.write_bytes(msgspec.json.encode(head)[:-1] + b',"traceEvents":[')
         except OSError:
@@ -114,13 +116,18 @@ class _Collection:
         self.number = number
         self.waiting: set[str] = set()
         self.handed_in: list[str] = []
+        """Actors that have sent all their spans."""
         self.complete = asyncio.Event()
+        """Set when ``waiting`` is empty."""
         self.error = ""
+        """Reason that a write has failed; empty otherwise. The file is then unusable."""
         self._run_dir, self._run, self._pids = run_dir, run, pids
         self._file: TraceFile | None = None
         self._is_over = False
         self._counts: Counter[str] = Counter()
+        """Number of spans that each actor has sent."""
         self._lock = asyncio.Lock()
+        """Held during each use of the file."""
 
     async def add(self, name: str, spans: Sequence[TraceSpan], *, last: bool) -> None:
         """Write spans of an actor to the file; ``last`` if they are its last ones.
@@ -183,9 +190,11 @@ class Traces:
         self._pids = {name: pid for pid, name in enumerate(controller.config.actors, 1)}
         """Process number of each actor in all files: first those of the start, then others as they come."""
         self._number = numbers_begin_above(controller.context.incarnation)
+        """Number of the newest requested trace."""
         self._wanted: _Collection | None = None
         """The requested trace whose spans are being collected."""
         self._writing: asyncio.Task[TraceWritten] | None = None
+        """Task that collects and writes the newest requested trace."""
         self._last_outcome: tuple[float, TraceWritten] | None = None
         """Time at which the last requested trace ended (s), and its outcome."""
         self._kept: deque[Path] = deque()
@@ -197,7 +206,7 @@ class Traces:
     async def write(self, request: RequestTrace, caller: Caller) -> TraceWritten:
         """Write a trace. If one is being written, wait for that one.
 
-        Answers a refusal within PAUSE_S after one, or if the run keeps no timeline.
+        Answers with a refusal within PAUSE_S after the end of the last one, or if the run keeps no timeline.
         """
         if not self._controller.trace.on:
             return TraceWritten(path="", error="the run keeps no timeline (trace.window_s = 0)")

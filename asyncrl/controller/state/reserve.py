@@ -24,8 +24,8 @@ PLURALS = {ROLLOUTER: "rollouters", REWARD: "reward pools"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rest:
-    """The rest of one replica."""
+class RestingReplica:
+    """A replica that is set aside now, and its rest."""
 
     reason: str
     until: float
@@ -49,7 +49,7 @@ class Reserve:
     """The replicas that are set aside now (``resting``), and the last rest of each. ``window_s`` is the first rest."""
 
     window_s: float
-    resting: dict[str, Rest] = field(default_factory=dict)
+    resting: dict[str, RestingReplica] = field(default_factory=dict)
     _last_rests: dict[str, _LastRest] = field(default_factory=dict)
 
     def set_aside(self, name: str, incarnation: int, reason: str, now: float, expected: Collection[str]) -> bool:
@@ -79,10 +79,13 @@ class Reserve:
                 counts[role_of(name)] += 1
         return next((role for role, left in counts.items() if left < (least if role == ROLLOUTER else 1)), None)
 
-    def shortage(self, expected: Collection[str], least: int, before: Mapping[str, Rest]) -> str | None:
+    def describe_shortage(
+        self, expected: Collection[str], least: int, before: Mapping[str, RestingReplica]
+    ) -> str | None:
         """Describe the role that has too few actors left; None if enough are left.
 
-        ``before`` is ``resting`` before the last replicas were set aside. The caller appends the text to their reason.
+        ``before`` is ``resting`` before the last replicas were set aside; only their roles are checked. The caller
+        appends the text to their reason. The text is empty if the reason says it all.
         """
         role = self.lacking(expected, least, without=self.resting.keys() - before.keys())
         if role is None:
@@ -103,7 +106,8 @@ class Reserve:
         """Set one replica aside. ``incarnation`` is the one whose end is the cause; 0 if there is another cause.
 
         The rest doubles if the replica was back for less than its last rest. Returns False if the replica is set aside
-        already, or was set aside before because this incarnation ended.
+        already, or was set aside before because this incarnation ended. In the first case only the incarnation is
+        noted.
         """
         last = self._last_rests.get(name)
         if name in self.resting:
@@ -116,7 +120,7 @@ class Reserve:
             incarnation = max(incarnation, last.incarnation)
             if now - last.back < last.rest_s:
                 rest_s = min(2 * last.rest_s, LONGEST_REST * self.window_s)
-        self.resting[name] = Rest(reason=reason, until=now + rest_s, rest_s=rest_s)
+        self.resting[name] = RestingReplica(reason=reason, until=now + rest_s, rest_s=rest_s)
         # ``take`` corrects the time if the replica comes back sooner or later.
         self._last_rests[name] = _LastRest(incarnation, rest_s, now + rest_s)
         return True
@@ -173,7 +177,7 @@ class AsideNotices:
         return sorted(notices)
 
 
-def _described(how: str, resting: Mapping[str, Rest]) -> str:
+def _described(how: str, resting: Mapping[str, RestingReplica]) -> str:
     each = ", ".join(f"{name} ({resting[name].reason})" for name in sorted(resting))
     return f"; {how}: {each}" if each else ""
 

@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from asyncrl.controller.state.reserve import ROLLOUTER, Reserve, Rest
+from asyncrl.controller.state.reserve import ROLLOUTER, Reserve, RestingReplica
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from asyncrl.core.roles import ROLES, drain_rank, gang_of, is_optional, is_replicated, is_set_aside, role_of
 from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, RunState, Stuck
@@ -204,10 +204,10 @@ class RunStateMachine:
     def ended(
         self, name: str, exit_code: int, fatal: bool, reason: str, log: str, now: float, *, incarnation: int = 0
     ) -> bool:
-        """Note the end of a process. If it is ``fatal``, its agent does not restart it: set it aside, or fail the run.
+        """Note the end of a process. A run that drains begins the next rank if it waited for this actor only.
 
-        ``log`` is the path of its log. A run that drains begins the next rank if it waited for this actor only. Ignores
-        an actor that is not expected.
+        ``fatal``: its agent has given the actor up. Then the run sets it aside if it can continue without it
+        (``is_set_aside``), and otherwise fails. ``log`` is the path of its log. Ignores an actor that is not expected.
         """
         if name not in self.expected:
             return False
@@ -246,7 +246,7 @@ class RunStateMachine:
         return self._changed()
 
     def host_lost(self, host: str, names: Iterable[str], now: float) -> bool:
-        """Note that ``host`` is lost, and these actors with it."""
+        """Note that ``host`` is lost, and these actors with it. If the run needs one, it fails only after a grace."""
         lost = self.expected.intersection(names)
         self._lost.update(dict.fromkeys(lost, (now, host)))
         # A drain does not wait for lost actors.
@@ -436,17 +436,18 @@ class RunStateMachine:
         return self._continue_without(name, reason, log, resting_before, now)
 
     def _continue_without(
-        self, name: str, reason: str, log: str, resting_before: Mapping[str, Rest], now: float
+        self, name: str, reason: str, log: str, resting_before: Mapping[str, RestingReplica], now: float
     ) -> bool:
         """Continue after replicas were set aside, or fail the run if too few are left and it is not preempted.
 
-        ``name`` is one of these replicas, set aside for ``reason``. ``resting_before`` has the replicas that were
-        resting before.
+        ``name`` is one of these replicas, set aside for ``reason``. ``resting_before`` has the replicas that rested
+        before, so that only the roles of the newly set-aside replicas are checked.
         """
-        shortage = self._reserve.shortage(self.expected, self.min_replicas, resting_before)
+        shortage_text = self._reserve.describe_shortage(self.expected, self.min_replicas, resting_before)
         # A preempted run only needs the learner, for its checkpoint.
-        if shortage is not None and self.phase != "preempting":
-            return self.fail(name, reason + shortage, log, 1, now)
+        if shortage_text is not None and self.phase != "preempting":
+            return self.fail(name, reason + shortage_text, log, 1, now)
+        # A starting run may now have every actor that it needs.
         self.ready(self._ready - self._resting, now)
         return self._changed()
 
@@ -469,9 +470,9 @@ class RunStateMachine:
         return self.fail(late[0], reason, "", 1, now)
 
     def _lost_host_deadline(self) -> tuple[float, str, str] | None:
-        """Find the first deadline of a lost host. Returns its time (s), a needed actor there, and the host.
+        """Find the earliest time at which a lost host fails the run, unless the host is back or no longer needed.
 
-        None if the run needs no actor of a lost host.
+        Returns that time (s), a needed actor of the host, and the host. None if the run needs no actor of a lost host.
         """
         needed = self._lost.keys() - self._spared
         last_loss: dict[str, float] = {}
@@ -482,7 +483,7 @@ class RunStateMachine:
         for name in needed:
             since, host = self._lost[name]
             if is_replicated(name):
-                # The run needs these replicas only since the last one of the role was lost, so count from then.
+                # Fewer losses may have left enough replicas of the role, so count from its newest loss.
                 since = last_loss[role_of(name)]
             deadlines.append((since + self.host_grace_s, name, host))
         return min(deadlines, default=None)

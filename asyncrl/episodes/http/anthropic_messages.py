@@ -97,6 +97,7 @@ class MessageEvents:
         self._blocks = 0
         """Number of blocks that have begun."""
         self._begun = False
+        """Whether the event for the begin of the message was made."""
 
     def text(self, choice: int, text: str) -> bytes:
         begin = b"" if self._sent else self._begin() + self._start({"type": "text", "text": ""})

@@ -108,6 +108,7 @@ class CallBook:
         self.nodes: dict[int, int] = {}
         """By call number: the node of its first choice. A stream's id has the call's number, as its node is unknown."""
         self._next = 0
+        """Number of the next call."""
 
     def new(self, identity: bytes, *, choices: int, created: int) -> Call:
         """Add a call for a new sample."""
@@ -173,8 +174,11 @@ class PolicyCalls:
     def __init__(self, core: Core, patience: Patience, counts: Counter[str], log: Logger) -> None:
         self._core, self._patience, self._counts, self._log = core, patience, counts, log
         self._books: dict[str, CallBook] = {}
+        """Calls of each session, by its key."""
         self._tasks: dict[Call, asyncio.Task[None]] = {}
+        """Task of each running call."""
         self._closed = False
+        """Whether ``close`` was called: a cancelled call then does not start again."""
 
     @property
     def held(self) -> tuple[int, int]:

@@ -78,6 +78,7 @@ class HttpAnswer:
         self._count_failure = explain
         self._keep_alive_s, self._timeout_s = patience.keep_alive_s, patience.client_timeout_s
         self._response: web.StreamResponse | None = None
+        """Response whose status was sent; None before that."""
         self._sent = [0] * asked.n
         """For each choice, the number of characters of its content that were sent."""
 

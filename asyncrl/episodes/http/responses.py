@@ -76,10 +76,13 @@ class ResponseEvents:
     def __init__(self, asked: ChatRequest, stamp: Stamp) -> None:
         self._asked, self._stamp = asked, stamp
         self._sequence = 0
+        """Number of events made so far."""
         self._sent = ""
         """The part of the content that was sent."""
         self._begun = False
+        """Whether the events for the begin of the response were made."""
         self._message_begun = False
+        """Whether the item of the message was announced."""
 
     def text(self, choice: int, text: str) -> bytes:
         self._sent += text

@@ -96,6 +96,7 @@ class Client:
     def __init__(self, policy: PolicyHandler, *, session: str, model: str, base_url: str) -> None:
         self._policy, self._session = policy, session
         self._calls = 0
+        """Number of calls so far, which names the newest call."""
         self._node: int | None = None
         """Number of the newest answer that is trained, which ``reward`` is for; None before the first."""
         self.model = model

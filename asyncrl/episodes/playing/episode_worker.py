@@ -47,9 +47,15 @@ class EpisodePrinter:
     """
 
     def __init__(self, limit: int, send: Callable[[str, int], None]) -> None:
-        self._left, self._send = limit, send
+        self._send = send
+        self._left = limit
+        """Bytes that the episode may still print."""
         self._held: list[str] = []
-        self._size = self._dropped = 0
+        """Text that is held back until its line ends, or it has LINES_BYTES."""
+        self._size = 0
+        """Bytes of the text that is held back."""
+        self._dropped = 0
+        """Bytes dropped since the last call of ``send``."""
 
     def write(self, text: str) -> None:
         """Add text; bytes beyond the limit are dropped and counted."""
@@ -180,7 +186,9 @@ class EpisodeWorker:
         self._loop.set_task_factory(_owned_task)
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(frames.Asked)
         self._sessions: dict[str, PlayedEpisode] = {}
+        """Episodes whose end was not reported, by session key."""
         self._episodes: dict[str, asyncio.Task[None]] = {}
+        """The task that runs each of these episodes (``_play``)."""
 
     def take(self, message: frames.ToWorker) -> None:
         """Act on a message of the host: begin or stop an episode, or give an answer or a refusal to its call."""
@@ -252,7 +260,7 @@ class EpisodeWorker:
     async def _play(self, key: str, session: PlayedEpisode, task: Task) -> None:
         """Run the user's code for one task, end the asyncio tasks that it left behind, and report the outcome.
 
-        An episode that was stopped before this task began does not run.
+        An episode that was stopped before this coroutine began does not run.
         """
         if session.over:
             self._report_end(frames.Ended(key, error=STOPPED))
@@ -351,7 +359,7 @@ async def serve(connection: socket.socket) -> None:
         return
 
     def note(tool: str, error: Exception | None, mistaken: bool) -> None:
-        """Report a tool call of the episode whose code runs."""
+        """Report a tool call of the episode whose code runs. Without an episode there is no call, and no ``worker``."""
         if (session := _session.get()) is not None:
             error_and_kind = ("", "") if error is None else (describe(error), kind_of(error))
             worker.send_soon(frames.Noted(session.key, tool, *error_and_kind, mistaken))

@@ -101,7 +101,8 @@ async def check_inputs(
 
     ``with_rows`` adds each set of prompts, for the host of the dataloader. A finding then fails if the training prompts
     differ from ``known``, those of the run that is resumed. ``for_learner`` adds the conversations and the scoring
-    models, for the learner's rank 0. A process of its own runs the checks, and is killed after ``limit_s``.
+    models, for the learner's rank 0. A process of its own runs the checks, unless they need only asyncrl's own code and
+    few rows. It is killed after ``limit_s``, which gives a warning, because the run itself waits longer.
     """
     sets = _sets(config) if with_rows else {}
     synthetic = all(data.source == "synthetic" and data.size <= CHEAP_ROWS for data in sets.values())
@@ -231,7 +232,8 @@ def _check_set(
     """Read and tokenize a set as the dataloader does, for about ``seconds`` at most; return the findings.
 
     If the time ends first, the finding says how far the check came. Without a tokenizer, rows are only read. If
-    ``known`` is given and the whole set was read in time, its fingerprint must be that of ``known``.
+    ``known`` is given and the whole set was read in time, its fingerprint must be that of ``known``. A set that was
+    read whole and has warnings gets no finding "ok" on its rows.
     """
     end = time.monotonic() + seconds
     try:

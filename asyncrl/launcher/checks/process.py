@@ -13,6 +13,7 @@ from asyncrl.rpc.lifecycle.supervision import describe_exit
 from asyncrl.workers import warden
 
 END_S = 5.0
+"""Seconds that the warden has to end the process and its descendants."""
 READ_BYTES = 1 << 16
 LONGEST_ANSWER_BYTES = 256 << 20
 ERROR_BYTES = 1 << 16
@@ -26,7 +27,8 @@ async def ask_process(
 
     Returns its standard output, and how it ended with the last line of its standard error. Output over
     LONGEST_ANSWER_BYTES counts as empty. Raises TimeoutError after ``limit_s``. The process runs below a warden
-    (workers/warden.py), so it and its descendants have ended when this function returns or raises.
+    (workers/warden.py), which ends it and its descendants before this function returns or raises. A warden that does
+    not end within END_S is killed.
     """
     with tempfile.TemporaryFile() as order_file, tempfile.TemporaryFile() as error_file:
         # The order is in a file, because a pipe would fill up if the process did not read it.

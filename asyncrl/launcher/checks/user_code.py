@@ -92,6 +92,7 @@ class RewardTrial:
             "start_timeout_s": import_s,
         }
         self._pool: RewardPool | JudgePool
+        """The reward function in one worker."""
         if single.function in JUDGES:
             self._pool = JudgePool(for_trial(single), **arguments)
         else:

@@ -20,8 +20,8 @@ Two ranks never share a GPU, because NCCL refuses it, and two engines never do, 
 cache. If a run does not fit, the error shows the sum of the GPUs that it needs.
 
 Engines and ranks with a GPU get an even share of their host's threads. Ranks that train on the CPU share all cores,
-because engines are mostly idle while a slow learner trains. So the last bits of what a learner computes depend on the
-cores and ranks of its host (or on learner.threads), and not on the number of engines. Other actors get one thread.
+because engines are mostly idle while a slow learner trains. So the last bits of a learner's results depend on the cores
+and ranks of its host, or on learner.threads, but not on the number of engines. Other actors get one thread.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def with_gpus(config: Config, hosts: Sequence[PlacementHost]) -> Config:
 def with_episode_hosts(config: Config, hosts: Sequence[PlacementHost]) -> Config:
     """Return the config with episode.extra_hosts set: by default one on every host without GPUs, ranks and engines.
 
-    ``config`` has passed through ``with_gpus``. Raises ConfigError if the user asks for more than there are.
+    ``config`` has passed through ``with_gpus``. Returns it unchanged if the user has set a number, if episodes are
+    single responses, or if there is no such host. Raises ConfigError if the user asks for more than there are.
     """
     wanted = config.episode.extra_hosts
     if config.episode.kind == "single" or wanted == 0:
@@ -267,8 +268,8 @@ def shared_gpus(placed: Iterable[Placed], host: str) -> dict[str, list[str]]:
 def _set_sharers(placed: dict[str, Placed], host: str, *, rehearsed: bool) -> None:
     """Replace the actors in ``placed`` that share a GPU on a host by copies with SHARED_GPU_VARIABLE.
 
-    With ``rehearsed`` the host has no GPUs, and time slices are rehearsed on CPUs: pairs of a rank and an engine share
-    GPUs that are called "cpu0", "cpu1" and so on.
+    ``rehearsed``: placement.share is "time_slice", and neither ranks nor engines use GPUs. To take turns as on GPUs,
+    each pair of a rank and an engine on the host shares a made-up GPU: "cpu0", "cpu1" and so on.
     """
     shared = shared_gpus(placed.values(), host)
     if rehearsed:

@@ -133,8 +133,8 @@ def needed_packages(config: Config, placed: Sequence[Placed]) -> dict[str, list[
 def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Placed]) -> list[Finding]:
     """Check the GPUs that the run uses on each host, or all GPUs if nothing is placed. Returns a finding for each host.
 
-    A host fails if its GPUs are unknown and needed, or nothing is placed. It gets a warning if its GPUs are unknown and
-    not needed, in use already, or of another kind or driver than the head's.
+    A host whose GPUs are unknown fails if the run uses some of them or nothing is placed; else it gets a warning. GPUs
+    that are in use already, or of another kind or driver than the head's, also give a warning.
     """
     findings = []
     head_card = next(iter(facts[head].cards.values()), None)

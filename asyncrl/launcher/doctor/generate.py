@@ -142,7 +142,9 @@ class Generator:
             Awaits(self._clock.now),
         )
         self._trial: RewardTrial | None = None
+        """The reward function; None before ``start``, and if only episodes give rewards."""
         self._renderer: Renderer | None = None
+        """Renders the contexts of episodes; None before ``start``, and for single responses."""
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Start the reward function and the engine, and load the model's weights into the engine.

@@ -208,10 +208,10 @@ class Listeners:
     """Listening sockets. Each answers a peer that sends the token with the proof, until it is closed."""
 
     def __init__(self) -> None:
-        self._open: list[socket.socket] = []
+        self._sockets: list[socket.socket] = []
 
     def listen(self, order: Listen) -> Listening:
-        """Listen at the first free port of each range in ``order``. The result lacks a range without a free port."""
+        """Listen at the first free port of each range in ``order``. The result lacks a range without a port to bind."""
         port_of = {}
         for ports in order.ports:
             for port in ports_of(ports):
@@ -221,7 +221,7 @@ class Listeners:
                     if error.errno in (errno.EADDRINUSE, errno.EACCES):
                         continue
                     break
-                self._open.append(listener)
+                self._sockets.append(listener)
                 port_of[ports] = int(listener.getsockname()[1])
                 threading.Thread(target=_serve, args=(listener, order.token), daemon=True).start()
                 break
@@ -229,7 +229,7 @@ class Listeners:
 
     def close(self) -> None:
         """Stop listening."""
-        for listener in self._open:
+        for listener in self._sockets:
             with contextlib.suppress(OSError):
                 # ``close`` alone does not end an ``accept`` in another thread.
                 listener.shutdown(socket.SHUT_RDWR)

@@ -177,22 +177,27 @@ class LoneEpisode(EpisodeObserver):
             clock=clock,
         )
         self._agent_sessions: dict[str, PolicySession] = {}
+        """The agent's end of its sessions, by key: one for each start of the episode."""
         self._session: Session | None = None
+        """The policy's end of the newest session; None before the first start."""
         self.failure = ""
-        """Why the attempt gave no trajectory."""
+        """Why the attempt gave no trajectory; empty if it gave one."""
         self.trajectory: Trajectory | None = None
         self._notices: dict[str, str] = {}
         """Texts of the endpoint about the agent's requests, by KIND/NAME."""
         self._refused: dict[str, str] = {}
         """Reason by field of a call that the session refused."""
         self._hidden_tools: list[str] = []
+        """Names of tools that the chat template did not show to the model."""
         self._printed = ""
+        """The end of the agent's output."""
         self._times: dict[str, float] = {}
         """Time of the events that ``_spans`` names."""
         self._last_error = ""
+        """Error of the last start of the episode that ended; empty if it had none."""
 
     async def play(self, lease: Lease) -> None:
-        """Play one attempt to its end. Raises ConfigError, CannotPlay."""
+        """Play one attempt to its end, and set ``trajectory`` or ``failure``. Raises ConfigError, CannotPlay."""
         player = EpisodePlayer(self._config, self._sessions, self, clock=self._clock)
         account = GroupAccount(lease, self._clock.now, self._clock.wall).samples[0]
         episode = self._config.episode
@@ -341,7 +346,7 @@ class LoneEpisode(EpisodeObserver):
         session, counts = self._session, self._endpoint.counts
         assert session is not None
         conversation = session.conversation
-        figures = conversation.counts()
+        token_counts = conversation.counts()
         refused = self._notices_of("refused")
         for field, text in self._refused.items():
             if not any(text in noticed for noticed in refused.values()):
@@ -365,7 +370,7 @@ class LoneEpisode(EpisodeObserver):
                 for node in conversation.nodes
             ],
             sequences=[_total_tokens(each) for each in conversation.sequences()],
-            cost_factor=figures.cost_factor,
+            cost_factor=token_counts.cost_factor,
             dialects={path: counts[path] for path in paths if counts[path]},
             streamed=counts["streamed"],
             retries=counts["joined"] + counts["replayed"] + counts["resumed"],

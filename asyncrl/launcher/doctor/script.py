@@ -37,7 +37,9 @@ class Script:
     def __init__(self, *, thinks: bool) -> None:
         self._thinks = thinks
         self._called: set[str] = set()
+        """Names of the tools that an answer has called."""
         self._answer_count = 0
+        """Number of answers so far."""
 
     def answer(self, tools: Sequence[Mapping[str, Any]], *, stop: Sequence[str] = (), thinking: bool = False) -> str:
         """Return the next answer, without its end token.

@@ -54,11 +54,16 @@ class Contact:
         self._errors = b""
         """The end of the command's standard error, at most ERRORS_KEPT bytes."""
         self._log: Path | None = None
+        """File that also gets standard error, from ``keep_errors`` on; None before."""
         self._reading: asyncio.Task[None] | None = None
+        """Task that reads standard error; None before ``reach`` and after ``exited``."""
 
     async def reach(self) -> None:
-        """Start the command, and set ``facts`` to what the host offers. Raises HostFailed, also if its version or
-        GPUs do not fit."""
+        """Start the command, and set ``facts`` to what the host offers.
+
+        Skips up to GREETING_LINES other lines. Raises HostFailed, also for another version of asyncrl or unknown GPUs,
+        unless ``any_host`` allows these.
+        """
         argv = self.start.argv(self.name)
         try:
             self.process = await asyncio.create_subprocess_exec(

@@ -5,7 +5,7 @@
     node-2            # its GPUs are detected
 
 Order counts: the first host is the head. ssh gets each name unchanged, so users, ports and addresses belong into the
-ssh configuration, and a name that ssh would read as an option is an error.
+ssh configuration. A name that ssh would read as an option is an error.
 
 Fails with UsageError, which has a line for every wrong line of the file.
 """
@@ -80,7 +80,7 @@ def parse_hostfile(text: str, path: str) -> list[HostLine]:
 def select_hosts(hosts: Sequence[HostLine], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[HostLine]:
     """Select the hosts named in ``include`` (all, if it is empty) but not in ``exclude``, in the hostfile's order.
 
-    Raises UsageError for names that are not in the hostfile, and where nothing is left.
+    Raises UsageError for names that are not in the hostfile, and if no host is left.
     """
     known = {host.name.lower(): host for host in hosts}
     problems = []

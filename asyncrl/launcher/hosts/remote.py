@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def serve(facts: HostOffer, answers: Mapping[type[Any], Callable[[Any], Any]], output: int = 1) -> int:
-    """Send ``facts``, then answer orders until standard input ends; returns the exit code.
+    """Send ``facts``, then answer orders until standard input ends or none comes for ORDER_S; returns the exit code.
 
     ``answers`` has a function for each type of order. ``output`` is the descriptor to which lines are written. If an
     order fails, a Refusal is the last line.
@@ -127,7 +127,9 @@ def _launcher_hung_up() -> bool:
 def _become_guard(spec: HostSpec) -> NoReturn:
     """Make the host's folders, answer Prepared, and replace this process by the guard.
 
-    Removes the folders again if the guard cannot be started. Raises UsageError, OSError.
+    Before that, removes private folders of killed runs. If the guard cannot be started, removes the host's folders
+    again. An error before the private folder is held leaves the marked folder, because another run may be live in it.
+    Raises UsageError, OSError.
     """
     own_version = version("asyncrl")
     if spec.version != own_version:
@@ -186,9 +188,9 @@ def _make_part(run_dir: Path, spec: HostSpec) -> None:
 def end(order: EndOrder) -> HostEnded:
     """Carry out an EndOrder: wait for the run's processes to end, and report whether some are left.
 
-    After ``patience_s`` it kills the agent, if the order says so and there is one, and waits as long again. Once
-    nothing is left, it also removes the private folders of runs that were killed. The guard is found by its argument,
-    the private folder.
+    With ``preempt`` it first sends the agent SIGTERM. After ``patience_s`` it kills the agent, if the order says so and
+    there is one, and waits as long again. Once nothing is left, it reads the record of the end, and removes the private
+    folders of runs that were killed. The guard is found by its argument, the private folder.
     """
     run_dir, private = Path(order.run_dir), private_name(order.index)
     if order.preempt:

@@ -83,7 +83,7 @@ async def _wait_until_left(controller: LiveController, agent: str) -> MemberHost
 
 
 async def stop_run(run: LiveRun) -> int:
-    """Preempt the run and wait for its end; returns 0 if it can be resumed without a loss, else 1.
+    """Preempt the run and wait for its end; returns 0 if it is done or can be resumed without a loss, else 1.
 
     As after SIGTERM to the launcher, the controller preempts the run. The head's agent learns of it, keeps the
     deadlines, and writes the record of how the run ended. This command waits for the controller's answer, and then for

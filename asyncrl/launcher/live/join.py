@@ -196,6 +196,7 @@ class JoinedHosts:
                 raise UsageError(f"the run was not ready for other hosts within {limit:g} s: it waits for {waiting}")
 
     async def _withdraw(self, ask: str, why: str) -> None:
+        """Have the controller drop the hosts of the Join with the id ``ask``; ``why`` is the reason that it gets."""
         # Errors do not matter: the controller may not know these hosts, or may have refused them.
         for name in self._hosts:
             leave = Leave(host=name, within_s=0.0, reason=f"it could not be started: {why}", ask=ask)
@@ -203,7 +204,7 @@ class JoinedHosts:
                 await self.controller.ask(leave, timeout=WITHDRAW_S)
 
     def _start_agent(self, host: MemberHost) -> AgentHandle:
-
+        """Start the agent of an admitted host, and send it the controller's address."""
         folder = self.run.folder
         spec = agent_spec(
             folder,
@@ -286,13 +287,14 @@ class JoinedHosts:
             for task in asking:
                 task.cancel()
         if self._drain_refused:
+            # Returns at once if the second signal has arrived.
             await self.interrupts.first()
         self._killing = True
         self.progress.say("ending them at once")
         await kill_members(self.members, self.interrupts)
 
     async def _ask_to_leave(self, member: AgentHandle, within_s: float) -> None:
-
+        """Ask the controller to drain a member's host. Shows an error, and records a refusal in ``_drain_refused``."""
         if member.over:
             return
         reason = f"its launcher was ended by {signal.Signals(self.interrupts.signal).name}"

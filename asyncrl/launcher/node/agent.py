@@ -30,12 +30,14 @@ from asyncrl.rpc.linux import become_subreaper, die_with_parent, end_children
 
 SPEC_BYTES = 16 << 20
 END_S = 5.0
+"""Seconds for processes that are left at the end to end, once they are killed."""
 
 
 async def _run_agent(run_dir: Path, pipe: int) -> int:
     """Read the spec, run a HostAgent to its end, and send the launcher the last events; returns the exit code.
 
-    Meanwhile a thread writes heartbeats for the guard to the descriptor ``pipe``.
+    Meanwhile a thread writes heartbeats for the guard to the descriptor ``pipe``. If the launcher ends before it sends
+    the spec, removes this host's part of the run folder and returns 1.
     """
     loop = asyncio.get_running_loop()
     commands = asyncio.StreamReader(limit=SPEC_BYTES)

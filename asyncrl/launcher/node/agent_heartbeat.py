@@ -45,6 +45,7 @@ class HeartbeatWatch:
     def __init__(self, pid: int, pipe: int) -> None:
         self._pipe = pipe
         self._ended = os.pidfd_open(pid)
+        """Descriptor that becomes readable when the agent has ended."""
         self._poll = select.poll()
         self._poll.register(self._ended, select.POLLIN)
         self._poll.register(pipe, select.POLLIN)
@@ -81,7 +82,9 @@ class AgentHeartbeat:
         self._pipe, self._loop = pipe, loop
         self._heartbeat_s, self._stall_s = heartbeat_s, stall_s
         self._line = f"{silence_s:g}\n".encode()
+        """One heartbeat."""
         self._loop_ran = time.monotonic()
+        """Time (s, monotonic) at which the event loop last ran the thread's callback."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="guard heartbeat", daemon=True)
         os.set_blocking(pipe, False)

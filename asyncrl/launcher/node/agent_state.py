@@ -171,7 +171,7 @@ class AgentState:
         """The controller has answered: for the first time, or as a successor that knows nothing yet.
 
         The first time, all other actors start. A successor gets reports on the living actors and on the last end of
-        each actor, and the request to preempt the run if there was one.
+        each actor, and the request to preempt the run, if any.
         """
         if self.ending:
             return []
@@ -225,7 +225,8 @@ class AgentState:
         """A process and all of its group are gone; ``hint`` is the last line of its log.
 
         Returns the report on the end, but the controller's own end has none. While the run continues here, the end
-        counts as a death. An exit code of 0 does so only if the controller did not ask for it (``end_noted``).
+        counts as a death. An exit code of 0 does so only if the controller did not ask for it (``end_noted``). The
+        end of a replica that is set aside is only reported.
         """
         self.living.discard(name)
         # For a condemned actor the reason is more useful than the last line of its log.
@@ -398,7 +399,8 @@ class AgentState:
     def tick(self, now: float) -> list[Instruction]:
         """Do what is due at this time.
 
-        That is: kill what is left at a deadline, give up or condemn a silent controller, judge ends, restart actors.
+        Kills what is left at a deadline, or once a preempted run is late. Gives up or condemns a silent controller.
+        Counts unexplained ends as deaths, and restarts actors.
         """
         if self.ending:
             return self._kill(now) if self.deadline is not None and now >= self.deadline else []
@@ -498,7 +500,10 @@ class AgentState:
         return [Spawn(name)]
 
     def _make_report(self, name: str, exit_code: int, reason: str, *, fatal: bool) -> ActorEnded:
-        """Return the report on an actor's end, and keep it in ``_ends`` so that it can be sent again."""
+        """Return the report on an actor's end, and keep it in ``_ends`` so that it can be sent again.
+
+        ``fatal``: this agent has given the actor up.
+        """
         report = ActorEnded(
             name=name,
             incarnation=self.incarnations.get(name, 0),

@@ -27,6 +27,7 @@ from asyncrl.launcher.node.agent_heartbeat import HeartbeatWatch
 from asyncrl.rpc.linux import become_subreaper, end_children
 
 END_S = 10.0
+"""Seconds for the processes that an agent leaves behind to end, once they are killed."""
 STANDARD_ERROR = 2
 IGNORED = (*STOPPING, signal.SIGUSR1, signal.SIGPIPE)
 

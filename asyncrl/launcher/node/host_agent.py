@@ -82,11 +82,13 @@ class HostAgent:
         self._starts: dict[str, int] = {}
         """Number of times that each actor was started; roles whose incarnation is fixed are not counted."""
         self._address = ""
+        """Address of the controller; empty until it is known."""
         self._address_sent = asyncio.Event()
         """Set once the launcher has sent the controller's address."""
         self._has_own_folder = (self._run_dir / PART).exists()
         """Whether the run folder is this host's alone, so that its logs are sent to the launcher."""
         self._link: AgentLink | None = None
+        """Connection to the controller; None until its address is known."""
         self._event_came = asyncio.Event()
         """Set after each event, so that the main loop checks whether the host is finished."""
         self._first_signal = 0

@@ -69,7 +69,10 @@ class LauncherLink:
                     await asyncio.sleep(READ_S)
 
     async def send_new_lines(self, *, last: bool = False) -> bool:
-        """Send the new lines of all logs for which there is room; returns whether there may be more."""
+        """Send the new lines of all logs for which there is room; returns whether there may be more.
+
+        ``last`` also sends unfinished lines. If the logs cannot be read, or the launcher is gone, returns False.
+        """
         room = self.room()
         try:
             pieces = await asyncio.to_thread(self._read_pieces, room, last=last)

@@ -1,7 +1,7 @@
 """Run folders: their names, their layout, and the attempts in them.
 
-A run takes the first free name of NAME, NAME-2, NAME-3 and so on, by an atomic ``mkdir``, so nothing that exists is
-overwritten and two starts never share a folder. Each start and each resume is an attempt, with its own folder of logs
+A run takes the first free name of NAME, NAME-2, NAME-3 and so on, by an atomic ``mkdir``. So nothing that exists is
+overwritten, and two starts never share a folder. Each start and each resume is an attempt, with its own folder of logs
 and configuration in the run folder. Only one attempt runs at a time, because it holds the private folder (private.py).
 """
 

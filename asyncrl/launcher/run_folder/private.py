@@ -4,7 +4,7 @@ A private folder holds the actors' credentials and a lock (flock).
 
 Invariant: it appears with the lock held, by one atomic rename that fails if another run holds the folder. So of two
 launchers that resume a run at the same moment, one is refused. The kernel releases the lock when the last process that
-holds it ends, so a folder whose lock is free belongs to a run that was killed; the next start removes it.
+holds it ends. So a folder whose lock is free belongs to a run that was killed, and the next start removes it.
 
 Hosts may not share the head's run folder. Then each makes a folder of its own for its part of the run.
 
@@ -41,7 +41,8 @@ RUN_ID = "run_id"
 def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
     """Make a host's private folder with the key files ``files``, and return the descriptor of its held lock.
 
-    Raises UsageError if another run is live in the folder.
+    Raises UsageError if the folder exists, because another run is live in it; callers first remove those of killed
+    runs (``remove_abandoned``). Raises OSError.
     """
     made = private.with_name(f"{private.name}-{run_id}")
     try:

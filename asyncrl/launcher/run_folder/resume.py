@@ -43,11 +43,11 @@ class Resumption:
     checkpoint: Found | None
     """Checkpoint to resume from; None for the initial weights, if the run has no checkpoint."""
     is_finished: bool
-    """True if all steps are trained and the final model is exported, so nothing is left to do."""
+    """True if nothing is left to do: all steps are trained, and the model is exported unless export_at_end is off."""
     others: list[Path] = field(default_factory=list)
     """Other runs of the name that ``auto`` did not choose."""
     search: NewestWholeSearch | None = None
-    """The search that found the checkpoint, with the damaged ones that it passed over; None if the user named one."""
+    """The search that found the checkpoint; None if the user named one. ``begin`` renames the damaged ones it met."""
     prompts: KnownPrompts | None = None
     """Fingerprint and number of the prompts that the run must have; None if they may differ."""
     state: CheckpointState | None = None
@@ -100,7 +100,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
     """Find the run and the checkpoint to resume, and compare the checkpoint with ``config``.
 
     ``place`` is "auto", a run folder, or a checkpoint. The returned configuration has name and folder of the run that
-    was found. Raises UsageError if a run is live there, CheckpointError, ConfigError or RunChanged.
+    was found. Raises UsageError if no run is found or it is live, CheckpointError, ConfigError, RunChanged or OSError.
     """
     chosen: Path | None = None
     other_runs: list[Path] = []
@@ -142,7 +142,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
 def _newest_of_name(config: Config) -> tuple[Path, list[Path]]:
     """Return the folder of ``run.name`` with the newest checkpoint, or the last folder if none has one, and the others.
 
-    Raises UsageError if a run is live in one of them, because the user may mean that run.
+    Raises UsageError if there is no folder, or if a run is live in one of them, because the user may mean that run.
     """
     runs = runs_of_name(config)
     if not runs:

@@ -102,6 +102,7 @@ class _Waiting:
 
     def __init__(self, child: int, pipe: int, output: IO[bytes]) -> None:
         self._child, self._pipe, self._output = child, pipe, output
+        """Pid of the child, read end of the pipe, and the file that the child writes now."""
         self._offset = 0
         """Bytes of the output that were shown."""
         self._run: dict[str, str] = {}

@@ -23,6 +23,7 @@ class Interrupts:
         self.second = 0
         """Number of the signal that ends the run at once; 0 before it."""
         self._arrived = asyncio.Event()
+        """Set by a signal that wakes the waits, until ``next`` clears it."""
 
     def listen(self) -> None:
         """Handle this process's signals by ``note`` from here on."""
@@ -33,7 +34,7 @@ class Interrupts:
     def note(self, number: int) -> None:
         """Record a signal. The first one wakes the waits.
 
-        A later one also wakes the waits, and may be the second, unless it is SIGHUP or only SIGHUP came before.
+        A later one also wakes them, unless it is SIGHUP or only SIGHUP came before. The first such one is ``second``.
         """
         previous = self.signal
         if previous in (0, signal.SIGHUP):

@@ -34,13 +34,13 @@ _STEP_WORDS: dict[str, Callable[[float], str]] = {
 }
 
 
-def describe_step(line: Line, steps: int, pace: str = "", losses: Iterable[str] = ()) -> str:
+def describe_step(line: Line, steps: int, pace: str = "", untrained: Iterable[str] = ()) -> str:
     """Return a training step's line as text; a metric that it lacks is left out.
 
-    ``steps`` is the run's last step, ``pace`` the text of elapsed and remaining time, ``losses`` the texts of
-    ``describe_losses``. These come early, because a narrow terminal cuts the end.
+    ``steps`` is the run's last step, ``pace`` the text of elapsed and remaining time, ``untrained`` the texts of
+    ``describe_untrained``. These come early, because a narrow terminal cuts the end.
     """
-    parts = [f"step {line.get('step', '?')}/{steps}", *filter(None, [pace]), *losses]
+    parts = [f"step {line.get('step', '?')}/{steps}", *filter(None, [pace]), *untrained]
     for key, words in _STEP_WORDS.items():
         value = line.get(key)
         if key == "rollout/tokens_per_s" and not value:
@@ -69,7 +69,7 @@ def describe_warm_step(line: Line) -> str:
     return "  ".join(parts)
 
 
-LOSSES = {
+UNTRAINED = {
     "ledger/filtered": "filtered",
     "ledger/quarantined": "quarantined",
     "ledger/left_out": "left out",
@@ -83,15 +83,15 @@ attempts at them since the start of the run's learner.
 """
 
 
-def losses_of(line: Line) -> dict[str, int]:
-    """Return the counts of LOSSES that a line has, by metric."""
-    return {key: int(line[key]) for key in LOSSES if isinstance(line.get(key), int | float)}
+def untrained_counts(line: Line) -> dict[str, int]:
+    """Return the counts of UNTRAINED that a line has, by metric."""
+    return {key: int(line[key]) for key in UNTRAINED if isinstance(line.get(key), int | float)}
 
 
-def describe_losses(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+def describe_untrained(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     """Return a text for each count of ``now`` that is higher than ``before``, with its increase."""
     increases = {key: count - before.get(key, 0) for key, count in now.items() if count > before.get(key, 0)}
-    return [f"{LOSSES[key]} {now[key]} (+{by})" for key, by in increases.items()]
+    return [f"{UNTRAINED[key]} {now[key]} (+{by})" for key, by in increases.items()]
 
 
 def describe_eval(line: Line) -> str:

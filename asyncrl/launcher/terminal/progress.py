@@ -33,10 +33,10 @@ from asyncrl.launcher.terminal.metrics_words import (
     NAMES_SHOWN,
     WARM_STEP,
     describe_eval,
-    describe_losses,
     describe_step,
+    describe_untrained,
     describe_warm_step,
-    losses_of,
+    untrained_counts,
 )
 from asyncrl.observe.metrics_line import Line
 from asyncrl.rpc.lifecycle.roster import CONTROLLER
@@ -66,8 +66,8 @@ class TerminalProgress:
         """The last trained step that was reported."""
         self.restarts: dict[str, int] = {}
         """Restarts of each actor, by name."""
-        self._losses: dict[str, int] = {}
-        """Counts of what was not trained, in the last step's line, by metric (``losses_of``)."""
+        self._untrained: dict[str, int] = {}
+        """Counts of what was not trained, in the last step's line, by metric (``untrained_counts``); empty at first."""
         self._learner_died: tuple[str, float] | None = None
         """The learner rank that died first since the last step, and the time of its death (s, monotonic)."""
         self._learner_start = 0
@@ -97,9 +97,10 @@ class TerminalProgress:
         """Number of hosts in the last line that showed which hosts have not answered."""
 
     def show(self, event: Event) -> None:
-        """Show an event if it is news: rewrite the state, or add a line that stays."""
+        """Show an event if it is news: rewrite the state, or add a line that stays. Also count restarts."""
         if isinstance(event, StateEvent):
             if event.controller != self._controller:
+                # Another process of the controller has answered, so a controller that died is ready again.
                 self._show_ready(CONTROLLER)
             self._show_hosts(event)
             self._show_waits(event.waits)
@@ -177,14 +178,13 @@ class TerminalProgress:
         if isinstance(line.get("step"), int):
             self.step = line["step"]
             self._pace.heard(line["step"], now)
-        losses = losses_of(line)
-        if not self._losses and self.step > 1:
-            # The counts of a resumed run continue, so the first line shows no increase.
-            self._losses = losses
-        self._set_state(
-            describe_step(line, self._steps, self._pace.describe(now), describe_losses(self._losses, losses))
-        )
-        self._losses = losses
+        untrained = untrained_counts(line)
+        if not self._untrained and self.step > 1:
+            # In a resumed run the ledger/ counts include earlier attempts, so the first line shows no increase.
+            self._untrained = untrained
+        increases = describe_untrained(self._untrained, untrained)
+        self._set_state(describe_step(line, self._steps, self._pace.describe(now), increases))
+        self._untrained = untrained
 
     def _show_learner_return(self, line: Line) -> None:
         """If ``line`` is a restarted learner's first step, show its delay and the steps that are trained again."""

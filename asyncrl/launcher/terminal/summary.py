@@ -41,7 +41,7 @@ def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Ter
         trained=left.trained,
         checkpoint=left.checkpoint.path if left.checkpoint is not None else None,
         restarts=progress.restarts,
-        figures={} if left.trained else _last_figures(folder),
+        last_metrics={} if left.trained else _last_metrics(folder),
     ):
         progress.say(row)
     progress.warn(progress.notices.summary())
@@ -54,7 +54,7 @@ def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Ter
     return ended.exit_code
 
 
-def _last_figures(folder: RunFolder) -> dict[str, float]:
+def _last_metrics(folder: RunFolder) -> dict[str, float]:
     """Return the learner's metrics in the last snapshot of the recording; empty without a recording on this host."""
     try:
         recorded = last_recorded(folder.path, folder.attempt)
@@ -73,14 +73,14 @@ def summarise(
     trained: int = 0,
     checkpoint: Path | None = None,
     restarts: Mapping[str, int] | None = None,
-    figures: Mapping[str, float] | None = None,
+    last_metrics: Mapping[str, float] | None = None,
 ) -> list[str]:
     """Return rows on the results of a run: steps, reward and evaluations (first → last), and the paths of its files.
 
     ``lines`` of metrics.jsonl are those of training and evaluations. Lines after step ``steps`` do not count: an
     attempt with a larger learner.steps wrote them. Lines may be missing after a full disk, so at least ``trained``
-    steps count. ``checkpoint`` is the newest complete one, ``restarts`` counts the restarts of each actor. ``figures``
-    are the learner's last metrics, for a run without a line of training.
+    steps count. ``checkpoint`` is the newest complete one, ``restarts`` counts the restarts of each actor.
+    ``last_metrics`` are those of the learner, for a run without a line of training.
     """
     lines = [line for line in lines if line.get("step", 0) <= steps]
     train = [line for line in lines if line.get("kind") != "eval"]
@@ -93,7 +93,7 @@ def summarise(
             evals.setdefault(key.removesuffix("/mean"), []).append(line[key])
     for name, values in sorted(evals.items()):
         rows.append((name, " → ".join(mean_in_words(value) for value in dict.fromkeys((values[0], values[-1])))))
-    if untrained := _untrained(train or [dict(figures or {})]):
+    if untrained := _untrained(train or [dict(last_metrics or {})]):
         rows.append(("not trained", untrained))
     if restarts:
         rows.append(("restarts", ", ".join(f"{name} {count}" for name, count in sorted(restarts.items()))))

@@ -69,7 +69,7 @@ def words_of(line: LogLine, uid: str) -> Iterator[GroupEvent]:
         case group_log.GENERATED:
             for sample, events in enumerate(line.samples):
                 for seconds, what, *facts in events:
-                    yield event(what, _SAMPLE_TEXTS[what](*facts), line.since + seconds, sample, told=facts)
+                    yield event(what, _SAMPLE_TEXTS[what](*facts), line.since + seconds, sample, details=facts)
             if line.left_out:
                 yield event("events left out", f"{line.left_out} more events of its samples are not kept")
             if line.end == "running":

@@ -47,6 +47,7 @@ class Sinks(Actor):
         """Number of failures and address of each sink at the last report."""
         self._snapshots = msgspec.msgpack.Decoder(Snapshot)
         self._temporary = ""
+        """Folder for the temporary files of libraries; empty before ``setup``."""
 
     async def setup(self) -> None:
         """Start the thread of each sink, which opens it."""

@@ -1,8 +1,8 @@
 """The sinks with a history: TensorBoard and Weights & Biases, which write each line of metrics at its step.
 
 TensorBoard: event files under RUN/tensorboard, one for each process of the sinks. Invariant: a record is written as a
-whole, or cut off again. An event before the first train line of each start of the learner makes TensorBoard drop that
-step and later ones, because the learner may train them again. Raises OSError.
+whole, or cut off again. The learner may train some steps again after a start. So an event before its first train line
+makes TensorBoard drop that step and later ones. Raises OSError.
 
 Weights & Biases, offline or online: one W&B run for a run and all of its resumes. RUN/monitor/wandb.json holds the id.
 ``step`` is a metric and the axis of all others, because a learner that resumes from a checkpoint repeats steps. W&B
@@ -79,8 +79,8 @@ class HistoryEntry(NamedTuple):
 
     step: int
     again: bool
-    """Whether this is the first train line of a start of the learner, or of this process: it voids earlier entries of
-    its step and of later steps."""
+    """Whether this is the first train line of a start of the learner, or of this process. It then voids earlier entries
+    of its step and of later steps."""
     values: dict[str, float]
 
 
@@ -94,8 +94,10 @@ class Entries:
 
     def __init__(self) -> None:
         self._run: dict[str, float] = {}
+        """``run/*`` of the newest snapshot."""
         self._step = 0
         self._start: int | None = None
+        """Step and learner's start of the newest train line; None before the first."""
 
     def take(self, record: Line | Snapshot) -> HistoryEntry | None:
         """Make the entry of a line. Returns None for a supervised warm step, and for a snapshot, which is kept."""
@@ -130,6 +132,7 @@ class TensorBoardSink:
         self._folder = run_dir / FOLDER
         self._path = self._folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.0"
         self._file = -1
+        """Descriptor of the open file; -1 while it is closed."""
         self._entries = Entries()
 
     def open(self) -> None:
@@ -178,7 +181,9 @@ class WandbSink:
         self._run_dir, self._wandb, self._config = run_dir, wandb, config
         self._entries = Entries()
         self._run: Any = None
+        """The library's run; None while the sink is closed."""
         self._new_id = secrets.token_hex(4)
+        """Id of the W&B run if no file has one."""
         self.address = ""
 
     def open(self) -> None:

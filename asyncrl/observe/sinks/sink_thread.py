@@ -49,13 +49,17 @@ class SinkThread:
         self._sink = sink
         self._lines: deque[Line] = deque()
         self._snapshot: Snapshot | None = None
+        """The newest snapshot, until it is written."""
         self._news = threading.Condition()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sink {sink.name}", daemon=True)
         self.name = sink.name
         self.dropped = 0
+        """Number of lines that found no room in the queue."""
         self.lost = 0
+        """Number of records that were lost by failures."""
         self.failures = 0
+        """Number of failures so far."""
         self.trouble = ""
         """Reason of the present failure; empty while the sink works."""
 

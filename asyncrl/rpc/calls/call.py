@@ -82,6 +82,7 @@ class SendQueue:
 
     def __init__(self) -> None:
         self.credit = 0
+        """Largest number of calls that may be out."""
         self.under_way = 0
         """Bytes of large payloads that were sent and are not known to have arrived."""
         self._out: dict[int, int] = {}

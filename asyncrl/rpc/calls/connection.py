@@ -48,12 +48,14 @@ class PeerConnection(ABC):
         self._endpoint = endpoint
         self._loop = asyncio.get_running_loop()
         self._record = record
+        """Newest known record of the peer; None until the registry has answered."""
         self._client: ClientConnection | None = None
         self._incarnation = 0
         """Incarnation of the peer, from its WELCOME; 0 before the first."""
         self._adopted = 0
         """Messages of incarnations below this one are ignored."""
         self._draws = random.Random(f"{endpoint.name} {endpoint.incarnation} {name}")
+        """Random numbers for the lengths of pauses."""
         self._next_id = 1
         self._hello_ids: set[int] = set()
         """Ids of the HELLOs on this connection that are not answered yet."""

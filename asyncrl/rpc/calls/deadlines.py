@@ -30,6 +30,7 @@ class Deadlines(Generic[T]):
         self._loop = loop
         self._expire = expire
         self._ticks: dict[int, dict[T, None]] = {}
+        """Items by tick."""
         self._timer: asyncio.TimerHandle | None = None
         self._armed_tick: float = math.inf
         """The tick that the timer waits for."""

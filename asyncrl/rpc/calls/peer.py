@@ -57,7 +57,9 @@ class Peer(PeerConnection):
     def __init__(self, endpoint: Endpoint, name: str, record: ActorRecord | None = None) -> None:
         super().__init__(endpoint, name, record)
         self._limit = endpoint.max_message_bytes
+        """Size of the largest message that the peer accepts (bytes)."""
         self._pending: dict[int, CallFuture] = {}
+        """Calls that have not ended, by id, the smallest first."""
         self._deadlines = Deadlines(self._loop, self._on_timer)
         self._queue = SendQueue()
         """Calls on the present connection. Calls that wait for a connection are in ``_pending`` only."""
@@ -204,7 +206,7 @@ class Peer(PeerConnection):
     def _on_timer(self, future: CallFuture) -> None:
         """End a call whose time is over; else connect, send the call again, or ask after it, and set the next timer.
 
-        If the call still waits for its turn, ask instead after the payloads under way that are over.
+        If the call still waits for its turn, ask instead whether the payloads of ended calls have arrived.
         """
         now = self._loop.time()
         if now >= future.deadline or now >= future.heard + future.silence:
@@ -232,7 +234,7 @@ class Peer(PeerConnection):
     def _next_timer(self, future: CallFuture, first_s: float) -> float:
         """Time at which the timer looks at a call again, to ask after it or to end it (s).
 
-        ``first_s`` is the longest first pause.
+        ``first_s`` is the longest first pause. It begins PARKED_S later for a parked call, whose answer may take long.
         """
         # At least ASKED_WITHIN_SILENCE times within ``silence``, even with the longest pause.
         first_s = min(first_s, future.silence / ASKED_WITHIN_SILENCE / 2**DOUBLINGS)
@@ -314,7 +316,7 @@ class Peer(PeerConnection):
         self._send_queued()
 
     def _send_again(self, future: CallFuture) -> None:
-        """Queue a call again that the peer lacks."""
+        """Queue again a call that the peer lacks."""
         self._queue.remove(future.id)
         self._queue.add(future.id, future.size)
         self._send_queued()
@@ -351,7 +353,10 @@ class Peer(PeerConnection):
         self._send_queued()
 
     def _on_welcome(self, header: Header, body: Welcome) -> None:
-        """Queue all pending calls on the new connection; fail those that a replaced incarnation may have run."""
+        """Queue all pending calls on the new connection.
+
+        If the peer was replaced, fail those calls that are not idempotent and may have run.
+        """
         restarted = self._incarnation not in (0, body.incarnation)
         if not self._take_welcome(header, body):
             return

@@ -91,6 +91,7 @@ class _Session:
     """Time at which its last message came (s)."""
     connection: Connection = field(default_factory=Connection)
     running: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    """Handlers that run, by the id of the call."""
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Replies, as frames, to calls that are not idempotent, by the id of the call, until the caller has them."""
     unexpected: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_UNEXPECTED))
@@ -111,6 +112,7 @@ class CallServer:
         self._loop = asyncio.get_running_loop()
         self._handlers = {name: found for part in parts for name, found in handlers_of(part).items()}
         self._sessions: dict[bytes, _Session] = {}
+        """Sessions by routing id."""
         self._by_name: dict[str, dict[bytes, _Session]] = {}
         """Sessions by name of the caller and routing id, the oldest first."""
         self._newest: dict[str, int] = {}

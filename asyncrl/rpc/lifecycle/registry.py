@@ -111,6 +111,7 @@ class Entry:
         self.heartbeat, self.beaten = _bounded(beat, self.record.name), now
         if not beat.held_back:
             self.stayed = now
+        # The kept heartbeat lacks the values that are kept by name: ``taken`` of these were stored above.
         wrong = [name for name in NUMBERS if getattr(beat, name) != getattr(self.heartbeat, name)]
         return _values(beat) - _values(self.heartbeat) - taken + len(wrong)
 
@@ -218,6 +219,7 @@ class Registry:
     _reasons: dict[str, str] = field(default_factory=dict)
     """By gang, the reason for the end of its last generation that is over."""
     _looked_at: float = 0.0
+    """Time of the last call of ``listen`` (s)."""
     _shortest_s: float = math.inf
     """Shortest limit on silence of all callers."""
     _listening_since: float = 0.0
@@ -273,8 +275,9 @@ class Registry:
         newest known incarnation of the name has ended.
         """
         entry = self.entries.get(name)
-        if incarnation >= self.newest.get(name, 0) and (entry is None or incarnation > entry.record.incarnation):
-            # The process ended before any message from it came. With an entry, its late messages are refused.
+        is_unheard = entry is None or incarnation > entry.record.incarnation
+        if is_unheard and incarnation >= self.newest.get(name, 0):
+            # The process ended before any message from it came. Enter it, so that its late messages are refused.
             record = ActorRecord(name=name, incarnation=incarnation, address="")
             entry = self._enter(Entry(record, since=now, heard=now))
         if entry is not None and incarnation == entry.record.incarnation:
@@ -352,7 +355,10 @@ class Registry:
         self._looked_at = now
 
     def silent(self, now: float, silence_s: float) -> list[Condemned]:
-        """The living actors that were silent for ``silence_s``. Calls ``listen``, so call it as regularly."""
+        """The living actors that were silent for ``silence_s``. Calls ``listen``, so call it as regularly.
+
+        An actor that has not sent any message may be silent for FIRST_WORD_S at least.
+        """
         self.listen(now, silence_s)
         return [
             Condemned(name, entry.record.incarnation, f"it did not beat for {now - entry.heard:.0f} s")

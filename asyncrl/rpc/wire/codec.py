@@ -47,7 +47,9 @@ class Codec:
 
     def __init__(self) -> None:
         self._outgoing: list[Any] = []
+        """Buffers of the arrays of the message that is being encoded."""
         self._incoming: Sequence[Any] = ()
+        """Buffers of the arrays of the message that is being decoded."""
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
         self._decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 

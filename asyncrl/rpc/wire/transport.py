@@ -46,8 +46,9 @@ class Transport(Protocol):
     def bind(self, address: str, receive: ServerReceive, turned_away: Callable[[], None]) -> Server:
         """Bind a server. ``Server.address`` has the port that was taken.
 
-        ``turned_away`` is called for each connection that fails before it is admitted. Its key is missing or unknown,
-        or it violates the transport's protocol.
+        ``turned_away`` is called for each connection that fails before it is admitted: its key is missing or unknown,
+        or it violates the transport's protocol. A transport that limits new connections also calls it each time that it
+        begins to hold them back.
         """
 
     def connect(

@@ -64,6 +64,7 @@ class ZmqTransport:
         self._context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
         self._credentials = credentials
         self._peers: Mapping[str, list[str]] = credentials.peers
+        """Public keys by actor name, one for each attempt."""
         self._max_message_bytes = max_message_bytes
         self._open: set[_ZmqSocket] = set()
         self._doorkeeper: Doorkeeper | None = None
@@ -299,6 +300,7 @@ class ZmqServer(_ZmqSocket):
         self._door = Door(loop.time())
         self._listening: ListeningSocket | None = None
         self._opening: asyncio.TimerHandle | None = None
+        """Timer that opens the listening socket again; None while the socket is open."""
         # Before the bind, whose event carries the descriptor of the listening socket.
         self._monitor = _Monitor(socket, TURNED_AWAY | BEGUN, self._on_event)
         super().__init__(socket, closed)

@@ -105,9 +105,9 @@ def _message(given: Any, field: str) -> Message:
     role = SAME_ROLE.get(role, role)
     if role not in ROLES:
         raise ChatRefused(f"{field}.role", f"is {role!r}; there are {', '.join(ROLES)} and developer")
-    for old in ("function_call", "audio"):
-        if given.get(old) is not None:
-            raise ChatRefused(f"{field}.{old}", "cannot be shown to the model; send content and tool_calls")
+    for unsupported in ("function_call", "audio"):
+        if given.get(unsupported) is not None:
+            raise ChatRefused(f"{field}.{unsupported}", "cannot be shown to the model; send content and tool_calls")
     message: Message = {"role": role, "content": _content(given, role, field)}
     if given.get("name") is not None:
         message["name"] = _text(given["name"], f"{field}.name")

@@ -163,6 +163,7 @@ class ShownCheck:
         self._render, self._writes_calls, self._shows_reasoning = render, writes_calls, shows_reasoning
         self._by_answer = by_answer
         self._known: dict[Any, Missing | None] = {}
+        """Results of ``_first_missing``, by the kind of conversation (``_Marked.kind``)."""
 
     @classmethod
     def of(cls, template: ChatTemplate, chat: ChatConfig, *, by_answer: bool = False) -> ShownCheck:
@@ -261,6 +262,7 @@ class _Marked:
         return mark
 
     def _message(self, message: Message, index: int) -> Message:
+        """Copy a message, with a mark in each field that has a text."""
         marked = dict(message)
         for key in ("content", "reasoning_content"):
             if message.get(key, "").strip():

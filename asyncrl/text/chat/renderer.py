@@ -109,7 +109,7 @@ class TemplateRenderer:
         self._hidden_ids = frozenset(
             id for text, id in template.tokenizer.special_ids.items() if keep is not None and text not in keep
         )
-        """Special tokens that the parser does not read; ``text`` leaves them out."""
+        """Special tokens that the parser does not read; ``text`` leaves them out. Empty if ``markers`` is None."""
         end, seam, note = _find_seam(template)
         self.report = make_report(
             chat,

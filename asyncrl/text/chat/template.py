@@ -106,7 +106,11 @@ class ChatTemplate:
         *,
         generate: bool = True,
     ) -> str:
-        """Render a conversation as the model sees it. Raises ChatRefused."""
+        """Render a conversation as the model sees it. With ``generate`` the text ends where an answer must begin.
+
+        ``options`` are further arguments of the template. Raises ChatRefused if the template refuses the conversation,
+        and ConfigError if the template cannot be compiled.
+        """
         converted = [self._convert(message) for message in messages]
         try:
             return self.tokenizer.render_chat(converted, tools, options, generate=generate)

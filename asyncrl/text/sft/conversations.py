@@ -73,8 +73,8 @@ def load_conversations(
 ) -> Conversations:
     """Read and encode the rows of sft.data, in order, until ``goes_on`` returns False after a usable row.
 
-    An unusable row raises DataError, or is skipped and counted under sft.on_bad_row = "skip". Raises DataError without
-    a usable row, and ConfigError.
+    An unusable row raises DataError, or is skipped and counted under sft.on_bad_row = "skip". Raises DataError if no
+    row is usable; ConfigError if the chat template cannot be used.
     """
     sft = config.sft
     assert sft.data is not None

@@ -54,6 +54,7 @@ class Encoder:
         self._template, self._system = config.data.template, config.data.system
         self._max_tokens, self._may_cut = config.longest_supervised, config.sft.on_long == "cut"
         self._shown: ShownCheck | None = None
+        """Check whether the template shows all parts of a row; None without a template."""
         if renderer is not None:
             self._shown = _shown_check(config, tokenizer, renderer)
 
@@ -191,7 +192,7 @@ def _messages_of_prompt(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _weight(message: Mapping[str, Any], field: str) -> int:
-    """Return 1 if an answer is trained, else 0: its ``weight``, as in OpenAI's files for fine-tuning."""
+    """Return 1 if an answer is trained, else 0: its ``weight``, as in OpenAI's files. Raises BadConversation."""
     weight = message.get("weight")
     if weight is None:
         return 1

@@ -396,14 +396,14 @@ def test_the_summary_shows_untrained_groups_their_file_and_restarted_actors(summ
     rows = summary(lines)
     assert rows["not trained"] == "groups quarantined 2, trajectories dropped 7"
     assert rows["quarantine"].startswith(f"{tmp_path / 'quarantine.jsonl'}; asyncrl-top {tmp_path} --explain UID")
-    # Without a step, the learner's figures count.
+    # Without a step, the last metrics of the learner count.
     names = ("ledger/filtered", "ledger/quarantined", "rollout/failed_attempts", "learner/step")
     progress = TerminalProgress(io.StringIO(), steps=4)
     for name in ("rollouter/1", "learner/0", "rollouter/1"):
         progress.show(RestartEvent(name=name, reason="killed by SIGKILL"))
     assert progress.step == 0
-    figures = dict(zip(names, (28.0, 13.0, 40.0, 0.0), strict=True))
-    rows = list(summary([], figures=figures, restarts=progress.restarts).values())
+    metrics = dict(zip(names, (28.0, 13.0, 40.0, 0.0), strict=True))
+    rows = list(summary([], last_metrics=metrics, restarts=progress.restarts).values())
     told = "groups filtered 28, groups quarantined 13, failed attempts 40"
     assert rows[:3] == ["0 of 4", told, "learner/0 1, rollouter/1 2"]
 
