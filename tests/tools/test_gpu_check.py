@@ -1,15 +1,27 @@
 """The checks on a GPU: their judgement, and the part of their work that is the same on a CPU."""
 
 import json
+import signal
+import subprocess
+import sys
 import tomllib
+from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from learner.learner_cases import save_small_model
 from quick import needs_vllm
 
 from asyncrl.config.load import validate_config
+from asyncrl.config.training import ModelConfig
+from asyncrl.gpu.learner_memory import choose_checkpointing, training_shape
+from asyncrl.gpu.sharing import GpuShares
+from asyncrl.learner.fsdp.model.policy import Policy
+from asyncrl.learner.fsdp.startup import sharding
+from asyncrl.learner.fsdp.startup.loading import load_policy
 from tools.gpu_check import __main__ as command
 from tools.gpu_check import checks, learner_rate
 from tools.gpu_check.checks import Host, run_check
@@ -25,6 +37,7 @@ from tools.gpu_check.results import (
     judge_updates,
     put,
 )
+from tools.live_run import RunEnded
 
 
 def update(drift=None, way="shm", **values):
@@ -47,6 +60,17 @@ def test_updates_are_judged_by_the_worst_log_probs(drifts, result, words):
     assert found.result == result and words in found.detail
 
 
+@pytest.mark.parametrize(("fallbacks", "result"), [(0, "pass"), (4, "pass"), (6, "fail"), (12, "fail")])
+def test_most_updates_must_come_by_the_transport_that_was_planned(fallbacks, result):
+    ways = ["shm"] * fallbacks + ["ipc"] * (12 - fallbacks)
+    updates = [update(0.01, way) for way in ways]
+    found = judge_updates("updates", updates, 0.15, "ipc")
+    assert found.result == result and (
+        result == "pass" or f"{12 - fallbacks} of 12 updates came by ipc" in found.detail
+    )
+    assert judge_updates("updates", updates, 0.15).result == "pass"
+
+
 @pytest.mark.parametrize(
     ("accuracies", "result"), [([0.3, 0.9], "pass"), ([0.3, 0.45], "fail"), ([0.3], "fail"), ([], "fail")]
 )
@@ -63,18 +87,25 @@ def test_the_cost_of_an_update_leaves_the_first_load_out():
 
 @pytest.mark.parametrize(("used", "result"), [(10 << 30, "pass"), (12 << 30, "fail")])
 def test_the_learner_may_not_use_much_more_than_is_estimated(used, result):
-    kernels = [{"name": "flash", "share": 0.4}]
-    rate = {"tokens_per_s": 3e4, "mfu": 0.3, "used_bytes": used, "estimated_bytes": 10 << 30, "kernels": kernels}
-    found = judge_rate("learner", rate)
+    found = judge_rate("learner", rate_of(used_bytes=used, estimated_bytes=10 << 30))
     assert found.result == result and "30,000 tokens/s" in found.detail and "40% flash" in found.detail
+    assert "first step 20.3 s" in found.detail and "activation checkpointing selective: " in found.detail
+
+
+def rate_of(**values):
+    kernels = [{"name": "flash<1>*|`x`", "share": 0.4}]
+    rate = {"tokens_per_s": 3e4, "mfu": 0.3, "kernels": kernels, "first_step_s": 20.3, "checkpointing": "selective"}
+    return rate | {"used_bytes": 1, "estimated_bytes": 1} | values
 
 
 def test_the_report_goes_into_a_page():
     results = [Result("versions", "pass", "torch 2"), Result("run", "skip", "torch sees no CUDA device")]
+    results.append(judge_rate("learner", rate_of()))
     report = json.loads(json.dumps(as_json({"GPU": "none"}, results)))
     page = f"# Page\n\n{BEGIN}old\n{END}\n\nmore\n"
     new = put(page, report)
     assert "| run | skip | torch sees no CUDA device |" in new and "old" not in new and new.endswith("more\n")
+    assert r"first step 20.3 s" in new and r"40% flash&lt;1&gt;\*\|\`x\` |" in new
     assert put(new, report) == new
     with pytest.raises(ValueError, match="gpu_check"):
         put("# Page", report)
@@ -116,12 +147,13 @@ class Run:
     """A run whose configuration is checked and whose lines are made up."""
 
     step, output, trees = 20, "", []
+    way = "shm"
 
     def __init__(self, tree, folder):
         tree = {**tree, "run": {**tree.get("run", {}), "name": "live", "dir": str(folder)}}
         assert tomllib.loads(checks_toml(tree))
         self.trees.append(validate_config(tree))
-        self.transport = "nccl" if self.trees[-1].weights.transport == "nccl" else "shm"
+        self.transport = "nccl" if self.trees[-1].weights.transport == "nccl" else self.way
 
     def wait(self, timeout):
         return 0
@@ -141,12 +173,17 @@ def checks_toml(tree):
     return to_toml(tree)
 
 
-def test_the_configurations_of_all_runs_are_valid(tmp_path, monkeypatch):
+def made_up(monkeypatch, run):
+    """Let the checks start runs that are made up, without the quickstart's files."""
     assets = SimpleNamespace(model="/m", train="/t.jsonl", heldout="/h.jsonl")
     monkeypatch.setattr("tools.quickstart.assets.ensure_assets", lambda *_: assets)
-    monkeypatch.setattr(checks, "LiveRun", Run)
-    monkeypatch.setattr(checks, "model_of", lambda host: "/0.6B")
+    monkeypatch.setattr(checks, "LiveRun", run)
     Run.trees.clear()
+
+
+def test_the_configurations_of_all_runs_are_valid(tmp_path, monkeypatch):
+    made_up(monkeypatch, Run)
+    monkeypatch.setattr(checks, "model_of", lambda host: "/0.6B")
     host = host_of(tmp_path, ["H100", "H100"])
     names = [name for name in checks.checks() if not name.startswith(("learner", "two ranks"))]
     found = {name: run_check(host, name, *checks.checks()[name]) for name in names}
@@ -161,14 +198,157 @@ def test_the_configurations_of_all_runs_are_valid(tmp_path, monkeypatch):
 
 def test_the_learner_is_measured_on_a_cpu_as_on_a_gpu(tmp_path, monkeypatch):
     folder = save_small_model(tmp_path / "model")
-    for name, value in {"is_available": True, "max_memory_allocated": 1 << 20, "get_device_name": "H100"}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    for name in ("synchronize", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    stand_in(monkeypatch)
     found = learner_rate.measure(str(folder), 128, compiled=False, device="cpu")
     assert found["tokens_per_s"] == pytest.approx(512 / found["seconds"])
     assert found["estimated_bytes"] > 0 < found["mfu"] and found["used_bytes"] == 1 << 20
     assert judge_rate("learner", found).name == "learner"
+    assert found["first_step_s"] > 0
+
+
+def stand_in(monkeypatch):
+    """The calls of torch.cuda in ``learner_rate.measure``, without CUDA."""
+    for name, value in {"is_available": True, "max_memory_allocated": 1 << 20, "get_device_name": "H100"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+
+
+@pytest.mark.parametrize(("total", "kind"), [(80 * 10**9, "off"), (10**6, "full")])
+def test_memory_is_judged_by_the_checkpointing_that_the_trainer_chose(total, kind, tmp_path, monkeypatch):
+    stand_in(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total))
+    plan = sharding.plan_memory
+
+    def plan_on_a_gpu(policy, scoring, config, ranks, *others):
+        gather = lambda values, what: np.array([values])  # noqa: E731
+        gpu = SimpleNamespace(rank=0, device=torch.device("cuda"), all_gather=gather)
+        return plan(policy, scoring, config, gpu, *others)
+
+    monkeypatch.setattr(sharding, "plan_memory", plan_on_a_gpu)
+    folder = save_small_model(tmp_path / "model")
+    found = learner_rate.measure(str(folder), 128, compiled=False, device="cpu")
+    config = learner_rate.configuration(str(folder), 128, compiled=False, device="cpu")
+    shape = sharding.shape_of(load_policy(ModelConfig(path=str(folder))))
+    assert found["checkpointing"] == kind
+    assert found["estimated_bytes"] == learner_rate.estimated_bytes(config, shape, kind)
+
+
+def test_the_model_of_the_checks_keeps_its_activations_on_80_gb_and_passes():
+    """Qwen3-0.6B in rows of 16k, of which an H100 has room for all activations."""
+    with torch.device("meta"):
+        policy = Policy(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**checks.SIZES)))
+    shape, config = sharding.shape_of(policy), learner_rate.configuration("/m", 16_384, compiled=False)
+    kind = choose_checkpointing(shape, training_shape(config, shape, 2), 80 * 10**9)
+    estimated = learner_rate.estimated_bytes(config, shape, kind)
+    assert kind == "off" and 42 < estimated / 2**30 < 43
+    assert judge_rate("learner", rate_of(used_bytes=estimated, estimated_bytes=estimated)).result == "pass"
+
+
+def test_kernels_are_those_with_most_time(monkeypatch):
+    events = [
+        SimpleNamespace(key=key, self_device_time_total=time)
+        for key, time in {"a": 1, "b": 4, "c": 0, "d": 3, "e": 2}.items()
+    ]
+    stepped = []
+
+    @contextmanager
+    def profile(activities):
+        yield SimpleNamespace(key_averages=lambda: events if stepped else [])
+
+    monkeypatch.setattr(torch.profiler, "profile", profile)
+    found = learner_rate.kernels_of(lambda: stepped.append(1))
+    assert found == [{"name": name, "share": share} for name, share in (("b", 0.4), ("d", 0.3), ("e", 0.2))]
+
+
+def test_the_model_of_the_checks_is_made_once_and_whole(tmp_path, monkeypatch):
+    tiny = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    monkeypatch.setattr(checks, "SIZES", tiny | heads | {"tie_word_embeddings": True})
+    host = host_of(tmp_path)
+    (tmp_path / "0.6B").mkdir()
+    # A process that was ended while it wrote the model.
+    (tmp_path / "0.6B" / "config.json").write_text("{}")
+    folder = checks.model_of(host)
+    policy = load_policy(ModelConfig(path=str(folder)))
+    assert sharding.shape_of(policy).layers == 1 and json.loads((folder / "config.json").read_text())["dtype"]
+    monkeypatch.setattr(checks, "make_model", None)
+    assert checks.model_of(host) == folder
+
+
+def test_the_learner_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "model_of", lambda host: tmp_path)
+    host = host_of(tmp_path, ["H100"])
+    if not torch.cuda.is_available():
+        found = checks.check_rate(host, 16_384, compiled=True)
+        assert (found.result, found.detail) == ("fail", "RuntimeError: torch sees no CUDA device")
+    output, asked = "a line of a library\n" + json.dumps(rate_of()) + "\n", []
+
+    def ran(argv, **_):
+        asked.append(argv[-3:])
+        return SimpleNamespace(returncode=0, stdout=output)
+
+    monkeypatch.setattr(checks.subprocess, "run", ran)
+    found = checks.check_rate(host, 65_536, compiled=True)
+    assert found == judge_rate("learner, rows of 64k, compiled", rate_of()) and found.result == "pass"
+    assert asked == [[str(tmp_path), "65536", "1"]]
+
+
+class Ranks(Run):
+    """A run whose learner/1 is a process that sleeps. It ends with exit code 0 if that process was killed."""
+
+    def until(self, condition, what, timeout):
+        self.rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        return condition()
+
+    def pid(self, actor):
+        return self.rank.pid if actor == "learner/1" else None
+
+    def wait(self, timeout):
+        return 0 if self.rank.wait(10) == -signal.SIGKILL else 1
+
+    def close(self):
+        self.rank.kill()
+        self.rank.wait()
+
+
+def test_the_second_rank_is_killed_and_a_run_that_ends_early_fails(tmp_path, monkeypatch):
+    made_up(monkeypatch, Ranks)
+    host = host_of(tmp_path, ["H100", "H100"])
+    found = checks.check_rank_death(host)
+    assert (found.result, found.detail) == ("pass", "20 steps, on H100")
+    assert (Run.trees[-1].learner.ranks, Run.trees[-1].learner.steps) == (2, 20)
+
+    def ends(self, *_):
+        self.rank = subprocess.Popen(["true"])
+        raise RunEnded("while waiting for step 5: out of memory")
+
+    monkeypatch.setattr(Ranks, "until", ends)
+    found = checks.check_rank_death(host_of(tmp_path / "again", ["H100", "H100"]))
+    assert found.result == "fail" and "out of memory" in found.detail
+
+
+def test_a_run_that_falls_back_from_the_copy_on_the_gpu_fails(tmp_path, monkeypatch):
+    made_up(monkeypatch, Run)
+    shares = GpuShares(0.3, 0.6, "off", 1 << 20, 1 << 30, has_copy=True)
+    monkeypatch.setattr(Run, "output", f"GPU 0 is shared by learner/0 and rollouter/0: {shares}\n")
+    found = checks.check_updates(host_of(tmp_path), "keep")
+    assert found.result == "fail" and found.detail.startswith("0 of 11 updates came by ipc: ")
+    monkeypatch.setattr(Run, "way", "ipc")
+    assert checks.check_updates(host_of(tmp_path / "again"), "keep").result == "pass"
+
+
+def test_a_question_without_an_answer_is_a_problem_of_the_host(monkeypatch):
+    monkeypatch.setattr(checks, "ASK_S", 0.01)
+    assert checks._ask("import time; time.sleep(60)")[1].startswith("no answer within 0.01 s")
+
+
+def test_the_help_says_how_long_the_checks_may_take(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    most = checks.longest_s() / 60
+    assert f"fails after 4 minutes: all take at most {most:.0f}" in " ".join(capsys.readouterr().out.split())
+    assert most >= len(checks.checks()) * checks.CHECK_S / 60
 
 
 @pytest.mark.slow

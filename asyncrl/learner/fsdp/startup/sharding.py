@@ -126,10 +126,11 @@ def limit_memory(device: torch.device, config: Config) -> GpuShares | None:
 
 def build_policy(
     config: Config, ranks: Ranks, dtype: torch.dtype, shares: GpuShares | None = None
-) -> tuple[Policy, Scoring]:
-    """All ranks together: load, check and shard the policy. Returns it and its way of scoring.
+) -> tuple[Policy, Scoring, Checkpointing]:
+    """All ranks together: load, check and shard the policy.
 
-    ``shares`` divides this rank's GPU, if an engine uses it too. Raises ConfigError on all ranks.
+    Returns it, its way of scoring and its kind of activation checkpointing. ``shares`` divides this rank's GPU, if an
+    engine uses it too. Raises ConfigError on all ranks.
     """
     lora = config.lora if config.lora.is_on else None
     mesh = make_mesh(ranks, ranks.device.type)
@@ -144,7 +145,7 @@ def build_policy(
     checkpointing = plan_memory(policy, choice.scoring, config, ranks, dtype, shares)
     offload = _offload(ranks) if config.learner.offload else OffloadPolicy()
     _shard_and_fill(policy, loaded.values, config.learner, ranks, mesh, dtype, offload, checkpointing)
-    return policy, _confirm_scoring(policy, choice, config, ranks, dtype, config.model)
+    return policy, _confirm_scoring(policy, choice, config, ranks, dtype, config.model), checkpointing
 
 
 def build_frozen(
