@@ -21,7 +21,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from asyncrl.core.errors import UsageError
-from asyncrl.messages.snapshot import Snapshot
+from asyncrl.messages.monitor import Snapshot
 from asyncrl.top.app import Top
 from asyncrl.top.replay import SnapshotSource, open_replay
 from asyncrl.top.view import History

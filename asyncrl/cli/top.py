@@ -21,7 +21,7 @@ from asyncrl.cli.which_run import PROGRAM, live_run_place, must_be_reachable, ru
 from asyncrl.core.printable import json_in_ascii, say
 
 if TYPE_CHECKING:
-    from asyncrl.messages.snapshot import Snapshot
+    from asyncrl.messages.monitor import Snapshot
     from asyncrl.top.client import Away, Waiting
     from asyncrl.top.replay import Replay, SnapshotSource
     from asyncrl.top.view import History

@@ -26,7 +26,7 @@ from asyncrl.episodes.episode_pool import EpisodeObserver, EpisodePool
 from asyncrl.episodes.programs import Programs
 from asyncrl.episodes.session import OnDelta, PolicySession
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode
-from asyncrl.messages.snapshot import Resource, Wait
+from asyncrl.messages.monitor import Resource, Wait
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.rpc.calls.retry import backoff
 from asyncrl.workers.confinement import NOTICE, confine

@@ -22,7 +22,7 @@ from asyncrl.learner.groups.deliveries import Deliveries
 from asyncrl.learner.rank_0 import Rank0
 from asyncrl.messages.groups import Deliver, Delivered, Held, Holds, fits
 from asyncrl.messages.learner import RolloutStats
-from asyncrl.messages.snapshot import Resource
+from asyncrl.messages.monitor import Resource
 from asyncrl.observe.trace import PHASES, Track
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.rpc.calls.server import REFUSED

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from asyncrl.messages.snapshot import Gpu
+from asyncrl.messages.monitor import Gpu
 from asyncrl.observe.metrics import Histograms
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any
 
-from asyncrl.messages.snapshot import Histogram
+from asyncrl.messages.monitor import Histogram
 from asyncrl.observe.catalogue import edges_of, find
 
 STRICT_VARIABLE = "ASYNCRL_STRICT_METRICS"

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-from asyncrl.messages.snapshot import Resource
+from asyncrl.messages.monitor import Resource
 
 Kind = Literal["actor", "engine", "rank", "worker", "player"]
 

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from functools import partial
 
 from asyncrl.core.errors import RewardBroken
+from asyncrl.messages.monitor import Resource, Wait
 from asyncrl.messages.reward import Score, Scores
-from asyncrl.messages.snapshot import Resource, Wait
 from asyncrl.observe.trace import FIRST_SLOT
 from asyncrl.reward.faults import FailureRate, Faults, RewardFault
 from asyncrl.reward.functions import JUDGES

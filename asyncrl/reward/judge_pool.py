@@ -23,8 +23,8 @@ import msgspec
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.core.errors import AsyncRLError, ConfigError, RewardFailed, RewardPoolEnded
+from asyncrl.messages.monitor import Resource
 from asyncrl.messages.reward import Outcome, Score, Scores
-from asyncrl.messages.snapshot import Resource
 from asyncrl.reward.faults import RewardFault
 from asyncrl.reward.functions import shaped
 from asyncrl.reward.judge_answers import AnswerCache, BadAnswer, VoteFailed, key_of

@@ -24,7 +24,7 @@ from asyncrl.gpu.slices import EngineSlices
 from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
 from asyncrl.messages.episodes import Chat, ChatReply, EpisodeBegan, TurnReward, TurnRewarded
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
-from asyncrl.messages.snapshot import Resource
+from asyncrl.messages.monitor import Resource
 from asyncrl.messages.weights import Chunk, FetchChunk
 from asyncrl.observe.trace import WEIGHTS
 from asyncrl.rollouter.engines import engine_parsers, make_engine

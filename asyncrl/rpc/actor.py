@@ -20,8 +20,7 @@ from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError, WireError
 from asyncrl.messages.actors import ActorRecord, Dead, Notice, ReportFailure, Resolve, RunState
 from asyncrl.messages.hosts import Members
-from asyncrl.messages.monitor import MOST_UNREACHED, UnreachedRecord
-from asyncrl.messages.snapshot import Resource, Wait
+from asyncrl.messages.monitor import MOST_UNREACHED, Resource, UnreachedRecord, Wait
 from asyncrl.observe.logging import get_logger, lost_lines
 from asyncrl.observe.machine import Vitals, VitalSigns
 from asyncrl.observe.states import Kind, StateLedger

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from asyncrl.messages.snapshot import Wait
+from asyncrl.messages.monitor import Wait
 
 MOST_RECORDS = 8
 """Largest number of waits in a heartbeat."""

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from asyncrl.config.operation import SupervisionConfig, WatchdogConfig
-from asyncrl.messages.monitor import Heartbeat
-from asyncrl.messages.snapshot import Event, Resource
+from asyncrl.messages.monitor import Event, Heartbeat, Resource
 from asyncrl.observe.logging import write_text
 from asyncrl.rpc import stacks
 from asyncrl.rpc.awaits import longest_waits

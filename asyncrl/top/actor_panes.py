@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from asyncrl.core.numbers import ABSENT, count, duration, fixed, percent
-from asyncrl.messages.snapshot import ActorView
+from asyncrl.messages.monitor import ActorView
 from asyncrl.observe.catalogue import edges_of, quantile
 from asyncrl.observe.snapshots.rates import Shares, mean, total
 from asyncrl.top.bottleneck import by_kind

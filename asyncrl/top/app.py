@@ -27,7 +27,7 @@ from asyncrl.top.actor_panes import sorted_next
 from asyncrl.top.client import Away, Waiting
 from asyncrl.top.detail import DetailScreen, HelpScreen
 from asyncrl.top.draw import LEVELS, Choice, PaneName, fit, rich_text, to_ascii
-from asyncrl.top.panes import PANES, pane, panes_of, title
+from asyncrl.top.panes import PANES, panes_of, title
 from asyncrl.top.pipeline import foot, header, pipeline, status, tabs, time_bar
 from asyncrl.top.replay import Feed, Replay, SnapshotSource
 from asyncrl.top.samples_screen import SamplesScreen
@@ -278,7 +278,7 @@ class Top(App[int]):
         for number, (name, widget) in enumerate(self.panes.items(), 1):
             if widget.is_on_screen and widget.room > 0:
                 own = self._wide and name in OWN_HEIGHT
-                widget.show(pane(name, shown, choice, widget.room), tall=not own)
+                widget.show(PANES[name](shown, choice, widget.room), tall=not own)
                 widget.border_title = f"{number} {title(name, shown, choice)}"
         if self.focused is None and self.screen is self.screen_stack[0]:
             self.panes[self._chosen_pane].focus_entries()

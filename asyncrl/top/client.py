@@ -28,9 +28,8 @@ from asyncrl.core.errors import (
     UsageError,
 )
 from asyncrl.core.files import read_json_object
-from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
-from asyncrl.messages.snapshot import OVER, Snapshot
-from asyncrl.observe.snapshots.recording import decode_snapshot, ending
+from asyncrl.messages.monitor import OVER, Snapshot, SnapshotTaken, WatchSnapshot, decode_snapshot
+from asyncrl.observe.snapshots.recording import ending
 from asyncrl.rpc.calls.server import CROWDED
 from asyncrl.rpc.controller_client import ADDRESS_FILE, ControllerClient
 from asyncrl.rpc.lifecycle.roster import CONTROLLER

@@ -18,7 +18,7 @@ from textual.screen import ModalScreen
 
 from asyncrl.core.files import from_json
 from asyncrl.core.numbers import ABSENT, count, duration, fixed, percent, size
-from asyncrl.messages.snapshot import ActorView, Resource
+from asyncrl.messages.monitor import ActorView, Resource
 from asyncrl.top.bottleneck import by_kind, kind_of
 from asyncrl.top.draw import (
     BARS,

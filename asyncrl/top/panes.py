@@ -377,7 +377,7 @@ def events(view: SnapshotView, choice: Choice, width: int) -> Pane:
 
 # --- all of them ---
 
-_DRAWN: dict[PaneName, Callable[[SnapshotView, Choice, int], Pane]] = {
+PANES: dict[PaneName, Callable[[SnapshotView, Choice, int], Pane]] = {
     "rollouters": rollouters,
     "learner": learner,
     "weights": weights,
@@ -387,19 +387,15 @@ _DRAWN: dict[PaneName, Callable[[SnapshotView, Choice, int], Pane]] = {
     "events": events,
     "episodes": episodes,
 }
-PANES: tuple[PaneName, ...] = tuple(_DRAWN)
+"""The function that makes each pane, for a width."""
 MOST_SHOWN: dict[PaneName, int] = {"events": 20, "weights": 8}
 """Most rows in a page."""
 
 
-def panes_of(view: SnapshotView | None) -> tuple[PaneName, ...]:
+def panes_of(view: SnapshotView | None) -> list[PaneName]:
     """The panes of this run: without actors of episodes, and before the first snapshot, all but ``episodes``."""
-    return PANES if view is not None and view.of("episodes") else PANES[: PANES.index("episodes")]
-
-
-def pane(name: PaneName, view: SnapshotView, choice: Choice, width: int) -> Pane:
-    """The pane of this name, ``width`` cells wide."""
-    return _DRAWN[name](view, choice, width)
+    has_episodes = view is not None and view.of("episodes")
+    return [name for name in PANES if has_episodes or name != "episodes"]
 
 
 def title(name: PaneName, view: SnapshotView, choice: Choice) -> str:
@@ -419,6 +415,6 @@ def page(view: SnapshotView, width: int, *, whole: bool = False) -> str:
     longest = max((length([(event.text, "")]) for event in view.events), default=0) if whole else 0
     for name in panes_of(view):
         wide = width + longest if name == "events" else width
-        drawn = pane(name, view, choice, wide).lines(wide, MOST_SHOWN.get(name))
+        drawn = PANES[name](view, choice, wide).lines(wide, MOST_SHOWN.get(name))
         lines += [Text(), Text(title(name, view, choice).upper()), *drawn]
     return "".join(f"{line.plain.rstrip()}\n" for line in lines)

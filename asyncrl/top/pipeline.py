@@ -10,7 +10,7 @@ from rich.text import Text
 
 from asyncrl.core.errors import phase_and_reason, phase_word
 from asyncrl.core.numbers import count, duration, fixed, percent, rate
-from asyncrl.messages.snapshot import OVER
+from asyncrl.messages.monitor import OVER
 from asyncrl.observe.metrics_line import is_eval_mean, number_in, served_versions
 from asyncrl.observe.snapshots.rates import total
 from asyncrl.top.bottleneck import Stage, by_kind, kind_of

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from asyncrl.core.errors import UsageError
-from asyncrl.messages.snapshot import Snapshot
+from asyncrl.messages.monitor import Snapshot
 from asyncrl.observe.snapshots.recording import FOLDER, decode, ended, read_latest, segments
 from asyncrl.top.client import Away, Waiting
 from asyncrl.top.view import LONGEST_S, RATES_S, History

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from asyncrl.messages.snapshot import ENDING, OVER, ActorView, Resource, RunView, Snapshot
+from asyncrl.messages.monitor import ENDING, OVER, ActorView, Resource, RunView, Snapshot
 from asyncrl.observe.catalogue import edges_of
 from asyncrl.observe.metrics_line import Line, number_in, without_first
 from asyncrl.observe.snapshots.rates import Interval, Shares, mean, median, time_mean, total

@@ -24,7 +24,7 @@ import psutil
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.config.training import RewardConfig
 from asyncrl.core.errors import AsyncRLError, ConfigError, DeadlineExceeded
-from asyncrl.messages.snapshot import Resource
+from asyncrl.messages.monitor import Resource
 from asyncrl.observe.states import StateLedger
 from asyncrl.rpc.calls.retry import backoff
 from asyncrl.workers.confinement import UNISOLATED, Confinement

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from asyncrl.core.errors import ActorFailed
-from asyncrl.messages.snapshot import ActorView, Histogram, RunView, Snapshot
+from asyncrl.messages.monitor import ActorView, Histogram, RunView, Snapshot
 from asyncrl.observe.catalogue import edges_of
 from tools.bench.idle import report_idle
 from tools.bench.report import Report

@@ -13,7 +13,7 @@ from asyncrl.controller.health.stalls import ActorStatus, describe_waits
 from asyncrl.controller.health.unreachable import ReadyActor, UnreachableActors
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.messages.actors import WatchRun
-from asyncrl.messages.snapshot import Wait
+from asyncrl.messages.monitor import Wait
 
 SINGLE = ("dataloader/0", "learner/0", "parameter_server/0", "reward/0")
 

@@ -9,8 +9,7 @@ from harness import until
 from run_settings import simulated_run
 
 from asyncrl.messages.actors import ActorEnded, WatchRun
-from asyncrl.messages.monitor import Heartbeat, UnreachedRecord
-from asyncrl.messages.snapshot import Wait
+from asyncrl.messages.monitor import Heartbeat, UnreachedRecord, Wait
 from asyncrl.rpc.actor import CONTROLLER
 
 BEAT_S = 0.02

@@ -15,7 +15,7 @@ from asyncrl.cli import top as command
 from asyncrl.core.printable import json_in_ascii, printable, say
 from asyncrl.launcher.common.agent_messages import StateEvent, WarningEvent
 from asyncrl.launcher.terminal.progress import TerminalProgress
-from asyncrl.messages.snapshot import Event
+from asyncrl.messages.monitor import Event
 from asyncrl.observe.snapshots.recording import Recorder
 from asyncrl.top.detail import detail
 from asyncrl.top.draw import fit, in_ascii

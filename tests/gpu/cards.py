@@ -1,6 +1,6 @@
 """GPUs as the driver describes them."""
 
-from asyncrl.messages.snapshot import Gpu
+from asyncrl.messages.monitor import Gpu
 
 
 def card(total, used=0):

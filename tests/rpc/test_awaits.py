@@ -7,7 +7,7 @@ import pytest
 from harness import Net, until
 
 from asyncrl.messages import ANYBODY, Done, Request
-from asyncrl.messages.snapshot import Wait
+from asyncrl.messages.monitor import Wait
 from asyncrl.rpc.awaits import MOST_RECORDS, Awaits, longest_waits
 from asyncrl.rpc.calls.handlers import Caller, handler
 

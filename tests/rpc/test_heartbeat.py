@@ -11,8 +11,7 @@ from inprocess import CREDENTIALS
 from run_settings import sim_config
 
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.monitor import Heartbeat
-from asyncrl.messages.snapshot import Histogram, Resource
+from asyncrl.messages.monitor import Heartbeat, Histogram, Resource
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.rpc.heartbeat import (
     EVENT_REPEATS,

@@ -4,7 +4,7 @@ import re
 
 from recordings import record
 
-from asyncrl.messages.snapshot import ActorView, Event, Resource, RunView, Snapshot
+from asyncrl.messages.monitor import ActorView, Event, Resource, RunView, Snapshot
 from tools import top_picture
 from tools.top_picture import main, without_hosts
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from asyncrl.messages.snapshot import ActorView, Event, Gpu, Histogram, Resource, RunView, Snapshot, Wait
+from asyncrl.messages.monitor import ActorView, Event, Gpu, Histogram, Resource, RunView, Snapshot, Wait
 
 WALL = 1_790_000_000.0
 ENGINE = {"generating": 0.86, "paused": 0.04, "waiting": 0.10}

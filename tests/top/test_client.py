@@ -21,8 +21,7 @@ from asyncrl.core.errors import ActorFailed, Refused, RemoteError, UsageError
 from asyncrl.launcher.run_folder.folders import make_run_keyring
 from asyncrl.launcher.run_folder.private import is_live
 from asyncrl.messages.actors import StopRun, WatchRun
-from asyncrl.messages.monitor import MetricsLine, WatchSnapshot
-from asyncrl.messages.snapshot import Snapshot
+from asyncrl.messages.monitor import MetricsLine, Snapshot, WatchSnapshot
 from asyncrl.rpc.actor import CONTROLLER, ActorContext
 from asyncrl.rpc.calls import server
 from asyncrl.rpc.calls.handlers import Caller

@@ -13,8 +13,7 @@ from recordings import record
 from top.pictures import WALL, Run
 
 from asyncrl.core.errors import ActorFailed, DeadlineExceeded
-from asyncrl.messages.monitor import SnapshotTaken
-from asyncrl.messages.snapshot import Event
+from asyncrl.messages.monitor import Event, SnapshotTaken
 from asyncrl.observe.snapshots.recording import ending
 from asyncrl.top import app as terminal
 from asyncrl.top import client as sources

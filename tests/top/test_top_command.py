@@ -16,7 +16,7 @@ from terminals import Terminal
 from top.pictures import WALL, Run, starting
 
 from asyncrl.cli import top as command
-from asyncrl.messages.snapshot import Snapshot
+from asyncrl.messages.monitor import Snapshot
 from asyncrl.rpc.wire.keys import VIEWER, create_credentials
 
 TOP = (sys.executable, "-m", "asyncrl.cli.top")

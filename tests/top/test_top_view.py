@@ -11,12 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from top.pictures import STATES, WALL, Run
 
-from asyncrl.messages.snapshot import ActorView, Event, Resource
+from asyncrl.messages.monitor import ActorView, Event, Resource
 from asyncrl.observe import catalogue
 from asyncrl.top.actor_panes import SORTS, sorted_next
 from asyncrl.top.detail import detail, help_page
 from asyncrl.top.draw import STYLES, Choice, columns, in_ascii, length, rich_text, sparkline, state_bar
-from asyncrl.top.panes import PANES, page, pane
+from asyncrl.top.panes import PANES, page
 from asyncrl.top.pipeline import header, pipeline, stages
 from asyncrl.top.view import KEPT, History, SnapshotView
 
@@ -32,13 +32,13 @@ SLOW = {
 
 def lines_of(name, view, width, choice=None):
     """The lines of a pane, without blanks at their ends."""
-    drawn = pane(name, view, choice or Choice(), width).lines(width)
+    drawn = PANES[name](view, choice or Choice(), width).lines(width)
     return [line.plain.rstrip() for line in drawn]
 
 
 def cells(name, view, title):
     """The cells of a pane's column, by the actor of the row; headings left out."""
-    table = pane(name, view, Choice(sort="rollouter"), 200).table
+    table = PANES[name](view, Choice(sort="rollouter"), 200).table
     at = [column.title for column in table.columns].index(title)
     return {row.key: "".join(text for text, _ in row.cells[at]) for row in table.rows if not row.heading}
 
@@ -219,7 +219,7 @@ def test_the_learner_pane_highlights_zeros_and_omits_missing_numbers():
     snapshot = Run().at(100.0)
     figures = {"policy/grad_norm": 0.0, "learner/lr": 0.0, "policy/entropy": None, "reward/mean": math.nan}
     view = seen([replace(snapshot, train=[snapshot.train[-1] | figures | {"policy/engine_kl": 0.00012}])])
-    drawn = pane("learner", view, Choice(), 78)
+    drawn = PANES["learner"](view, Choice(), 78)
     assert [text for text, style in drawn.head[1] if style == "bad"] == ["0.000", "0.000"]
     assert "grad norm 0.000   entropy –" in rich_text(drawn.head[1]).plain
     assert rich_text(drawn.head[2]).plain.endswith("   engine KL 0.00012")
@@ -284,7 +284,7 @@ def test_every_metric_that_is_shown_is_declared():
 def test_every_line_of_every_pane_fits_the_width_of_the_pane(state, width):
     view = seen(STATES[state]())
     top = pipeline(view, width)
-    panes = [pane(name, view, Choice(), width).lines(width) for name in PANES]
+    panes = [PANES[name](view, Choice(), width).lines(width) for name in PANES]
     assert len(top) == 7
     for line in (line for lines in (header(view, width), top, *panes) for line in lines):
         assert line.cell_len <= width, line.plain
@@ -369,7 +369,7 @@ def test_sorting_and_filtering():
     view = seen(Run(rollouters=12, hosts=3, dead=("rollouter/5",)).between())
 
     def keys(**choice):
-        return [row.key for row in pane("rollouters", view, Choice(**choice), 120).table.rows]
+        return [row.key for row in PANES["rollouters"](view, Choice(**choice), 120).table.rows]
 
     every = [f"rollouter/{n}" for n in range(12)]
     assert keys(sort="rollouter") == every

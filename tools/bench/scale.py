@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 from asyncrl.core.errors import ActorFailed
-from asyncrl.messages.snapshot import ActorView, Snapshot
+from asyncrl.messages.monitor import ActorView, Snapshot
 from asyncrl.observe.catalogue import edges_of, quantile
 from asyncrl.observe.snapshots.rates import Interval
 from asyncrl.top.client import WatchedRun, follow

@@ -16,7 +16,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ActorFailed
 from asyncrl.launcher.run_folder.folders import RunFolder, create_run_folder, private_folder
-from asyncrl.messages.snapshot import Snapshot
+from asyncrl.messages.monitor import Snapshot
 from asyncrl.top.client import Away, WatchedRun, find_target
 from tools.waiting import wait_until
 

@@ -26,7 +26,7 @@ from asyncrl.controller.joining.known_hosts import BEATS, KnownHosts
 from asyncrl.controller.observation.observation import Observation
 from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.messages.actors import Condemned, Stuck
-from asyncrl.messages.snapshot import Wait
+from asyncrl.messages.monitor import Wait
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 from asyncrl.rpc.lifecycle.registry import Entry, Registry
 

@@ -28,7 +28,7 @@ from asyncrl.config.operation import ActorState, WatchdogConfig
 from asyncrl.core.printable import name_some
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.messages.actors import RunPhase
-from asyncrl.messages.snapshot import Wait
+from asyncrl.messages.monitor import Wait
 
 LEARNER = "learner/0"
 CONTROLLER = "controller"

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.messages.actors import NOTICE, READY, Notice
-from asyncrl.messages.snapshot import EVENTS, TRAIN_LINES, UPDATE_LINES, Event
+from asyncrl.messages.monitor import EVENTS, TRAIN_LINES, UPDATE_LINES, Event
 from asyncrl.observe.metrics_line import is_sound, is_voided
 
 LONGEST_LINE = 1 << 18

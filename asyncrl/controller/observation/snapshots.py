@@ -31,8 +31,7 @@ from asyncrl.controller.joining.host_changes import HostChanges
 from asyncrl.controller.observation.recent_lines import RecentMetrics
 from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.core.roles import ROLES, role_of
-from asyncrl.messages.monitor import Heartbeat, SnapshotTaken, WatchSnapshot
-from asyncrl.messages.snapshot import ActorView, Resource, RunView, Snapshot
+from asyncrl.messages.monitor import ActorView, Heartbeat, Resource, RunView, Snapshot, SnapshotTaken, WatchSnapshot
 from asyncrl.rpc.calls.handlers import Caller, Connection, handler
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 from asyncrl.rpc.lifecycle.registry import Entry, HeardResource, Registry

@@ -34,7 +34,7 @@ from asyncrl.controller.state.reserve import ROLLOUTER, Reserve, RestingReplica
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from asyncrl.core.roles import ROLES, drain_rank, gang_of, is_optional, is_replicated, is_set_aside, role_of
 from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, RunState, Stuck
-from asyncrl.messages.snapshot import OVER
+from asyncrl.messages.monitor import OVER
 from asyncrl.rpc.lifecycle.supervision import UNHEALABLE_EXITS, describe_exit
 
 DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25, 4: 0.5}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, cycle, pairwise
 
-from asyncrl.messages.snapshot import ActorView, Resource, Snapshot
+from asyncrl.messages.monitor import ActorView, Resource, Snapshot
 from asyncrl.observe.metrics_line import (
     Line,
     component_numbers,

@@ -22,7 +22,7 @@ from typing import Any
 from asyncrl.core.errors import UsageError, phase_and_reason
 from asyncrl.core.files import read_json_object, replace_file
 from asyncrl.core.numbers import exact, fixed, percent
-from asyncrl.messages.snapshot import Event, Snapshot
+from asyncrl.messages.monitor import Event, Snapshot
 from asyncrl.observe.metrics_line import Line, number_in, read_metrics, without_first
 from asyncrl.observe.report import charts
 from asyncrl.observe.report.charts import evenly, mean, spans

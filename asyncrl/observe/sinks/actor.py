@@ -17,8 +17,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.core.errors import WireError
-from asyncrl.messages.monitor import Metrics, WatchMetrics
-from asyncrl.messages.snapshot import Snapshot
+from asyncrl.messages.monitor import Metrics, Snapshot, WatchMetrics
 from asyncrl.observe.sinks.history_sinks import Line, TensorBoardSink, WandbSink
 from asyncrl.observe.sinks.prometheus import PrometheusSink
 from asyncrl.observe.sinks.sink_thread import Sink, SinkThread

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from asyncrl.config.monitor import WandbConfig
 from asyncrl.core.files import append_whole, replace_file
-from asyncrl.messages.snapshot import Snapshot
+from asyncrl.messages.monitor import Snapshot
 from asyncrl.observe.metrics_line import number_in
 
 Line = dict[str, Any]

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from asyncrl.core.files import replace_file
-from asyncrl.messages.snapshot import ActorView, Histogram, Snapshot
+from asyncrl.messages.monitor import ActorView, Histogram, Snapshot
 from asyncrl.observe import catalogue
 from asyncrl.observe.catalogue import Metric
 from asyncrl.observe.metrics_line import is_voided

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from typing import ClassVar, Protocol
 
-from asyncrl.messages.snapshot import Snapshot
+from asyncrl.messages.monitor import Snapshot
 from asyncrl.observe.metrics_line import room_for
 from asyncrl.observe.sinks.history_sinks import Line
 from asyncrl.rpc.calls.retry import backoff

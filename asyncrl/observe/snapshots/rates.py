@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from asyncrl.messages.snapshot import ActorView, Histogram, Resource, Snapshot
+from asyncrl.messages.monitor import ActorView, Histogram, Resource, Snapshot
 
 Shares = dict[str, float]
 """Shares by state, 0 to 1; they add up to 1."""

@@ -25,7 +25,7 @@ import zstandard
 from msgspec.structs import replace
 
 from asyncrl.core.files import append_whole, replace_file
-from asyncrl.messages.snapshot import OVER, SCHEMA, Snapshot
+from asyncrl.messages.monitor import OVER, SCHEMA, Snapshot, decode_snapshot
 
 FOLDER = "monitor"
 LAST_WALL = 253_402_128_000.0
@@ -37,8 +37,6 @@ LOOK_BACK = 8
 """Number of segments, and of snapshots in each, that are searched for a readable one."""
 LEVEL = 3
 """Level of the compression by Zstandard."""
-decode_snapshot = msgspec.msgpack.Decoder(Snapshot).decode
-"""Decodes a snapshot from MessagePack. Raises msgspec.DecodeError."""
 _NAME = re.compile(r"snapshots-(\d+)-(\d+)\.msgpack")
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from asyncrl.core.errors import DeadlineExceeded, MessageTooLarge, PeerRestarted, ProtocolError, Refused, RemoteError
 from asyncrl.messages import Message, Request
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.snapshot import Wait
+from asyncrl.messages.monitor import Wait
 from asyncrl.rpc.calls.call import LARGE_BYTES, CallFuture, SendQueue
 from asyncrl.rpc.calls.connection import PeerConnection
 from asyncrl.rpc.calls.deadlines import Deadlines

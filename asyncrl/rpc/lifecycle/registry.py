@@ -32,8 +32,7 @@ import msgspec
 
 from asyncrl.core.errors import Refused
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
-from asyncrl.messages.monitor import Heartbeat, UnreachedRecord
-from asyncrl.messages.snapshot import Event, Gpu, Histogram, Resource, Wait
+from asyncrl.messages.monitor import Event, Gpu, Heartbeat, Histogram, Resource, UnreachedRecord, Wait
 
 T = TypeVar("T")
 

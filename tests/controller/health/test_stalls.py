@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.operation import WatchdogConfig
 from asyncrl.controller.health.stalls import MOST_STACKS, ActorStatus, StallDetector, describe_waits
-from asyncrl.messages.snapshot import Wait
+from asyncrl.messages.monitor import Wait
 
 STALL_S, LOOK_S, DEADLINES_S = 100.0, 5.0, 250.0
 GROUPS, TOKENS = Wait("rollouter", "groups", 1.0), Wait("engine", "tokens", 1.0)

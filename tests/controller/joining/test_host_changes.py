@@ -17,9 +17,8 @@ from asyncrl.core.errors import Refused, RemoteError
 from asyncrl.launcher.node.agent_link import AgentLink
 from asyncrl.messages.actors import ActorEnded, BringBack, Dead, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft, Join, Leave, Members, NewHost, WatchMembers
-from asyncrl.messages.monitor import WatchSnapshot
+from asyncrl.messages.monitor import WatchSnapshot, decode_snapshot
 from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER
-from asyncrl.top.client import decode_snapshot
 
 ASK = "a" * 16
 FAST = validate_config(CONFIG.model_dump() | {"supervision": {"start_timeout_s": 1.0, "silence_s": 1e6}})

@@ -23,12 +23,10 @@ from asyncrl.controller.observation import snapshots as snapshots_module
 from asyncrl.controller.observation.recent_lines import MOST_EVALS, RecentMetrics
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Given, Snapshots
 from asyncrl.messages.actors import ActorEnded, StopRun, WatchRun
-from asyncrl.messages.monitor import Heartbeat, MetricsLine, WatchSnapshot
-from asyncrl.messages.snapshot import UPDATE_LINES, Event
+from asyncrl.messages.monitor import UPDATE_LINES, Event, Heartbeat, MetricsLine, WatchSnapshot, decode_snapshot
 from asyncrl.observe.snapshots.recording import Recorder
 from asyncrl.rpc import actor as runtime_actor
 from asyncrl.rpc.wire.keys import VIEWER
-from asyncrl.top.client import decode_snapshot
 
 
 async def look(viewer, seen=-1):

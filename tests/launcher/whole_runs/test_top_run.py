@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from terminals import Terminal
 
-from asyncrl.messages.snapshot import Snapshot
+from asyncrl.messages.monitor import Snapshot
 from tools.waiting import wait_until
 
 pytestmark = pytest.mark.slow

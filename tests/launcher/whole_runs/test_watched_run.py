@@ -13,7 +13,7 @@ from ledgers import assert_ledgers_add_up
 from recordings import read_recording
 
 from asyncrl.checkpoint.folder import CheckpointFolder
-from asyncrl.messages.snapshot import Snapshot
+from asyncrl.messages.monitor import Snapshot
 from asyncrl.observe.snapshots.recording import last_recorded
 from asyncrl.top.client import find_target, follow
 from tools.waiting import wait_until

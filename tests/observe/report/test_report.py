@@ -11,7 +11,7 @@ from recordings import record
 from top.pictures import WALL, Run
 
 from asyncrl.core.errors import UsageError
-from asyncrl.messages.snapshot import Event, Resource
+from asyncrl.messages.monitor import Event, Resource
 from asyncrl.observe.metrics_line import read_metrics
 from asyncrl.observe.report import charts, report
 from asyncrl.observe.report.charts import evenly, spans

@@ -6,7 +6,7 @@ import threading
 
 import harness
 
-from asyncrl.messages.snapshot import ActorView, Histogram, Resource, RunView, Snapshot
+from asyncrl.messages.monitor import ActorView, Histogram, Resource, RunView, Snapshot
 
 NET_S = 60.0
 """For what must come to pass."""

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from sinks_cases import evaluation, snapshot, train, update
 
-from asyncrl.messages.snapshot import Histogram
+from asyncrl.messages.monitor import Histogram
 from asyncrl.observe import catalogue
 from asyncrl.observe.sinks.history_sinks import Entries, numbers, run_values
 from asyncrl.observe.sinks.prometheus import GAUGES, families_of, prometheus_name

@@ -5,7 +5,7 @@ import threading
 import pytest
 from sinks_cases import snapshot, train
 
-from asyncrl.messages.snapshot import Snapshot
+from asyncrl.messages.monitor import Snapshot
 from asyncrl.observe.sinks import sink_thread as thread_module
 from asyncrl.observe.sinks.sink_thread import SinkThread, describe
 from tools.waiting import wait_until

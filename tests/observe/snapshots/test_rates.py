@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from top.pictures import Run
 
-from asyncrl.messages.snapshot import ActorView, Histogram, Resource, RunView, Snapshot
+from asyncrl.messages.monitor import ActorView, Histogram, Resource, RunView, Snapshot
 from asyncrl.observe.snapshots.rates import Interval, mean, time_mean, total
 
 

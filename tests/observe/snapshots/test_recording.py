@@ -9,7 +9,7 @@ import pytest
 from disks import room_for
 from recordings import read_recording
 
-from asyncrl.messages.snapshot import SCHEMA, ActorView, RunView, Snapshot
+from asyncrl.messages.monitor import SCHEMA, ActorView, RunView, Snapshot
 from asyncrl.observe.snapshots import recording
 from asyncrl.observe.snapshots.recording import Recorder, decode, read_bodies, read_latest, segments
 from asyncrl.top.replay import recent_history

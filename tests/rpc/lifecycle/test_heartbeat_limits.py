@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.monitor import Heartbeat
-from asyncrl.messages.snapshot import Event, Gpu, Histogram, Resource, Wait
+from asyncrl.messages.monitor import Event, Gpu, Heartbeat, Histogram, Resource, Wait
 from asyncrl.rpc.lifecycle import registry as limits
 from asyncrl.rpc.lifecycle.registry import Registry
 
