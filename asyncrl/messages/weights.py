@@ -310,3 +310,13 @@ class ReportUpdate(Request, frozen=True, kw_only=True):
     error: str = ""
     corrupt: bool = False
     """Whether the bytes differed from the manifest; nothing was loaded then."""
+
+
+class ReportSleep(Request, frozen=True, kw_only=True):
+    """Rollouter to parameter server: the learner asks for the GPU of its engine, which sleeps next.
+
+    The update under way and the open question end, and the update counts as no failure.
+    """
+
+    reply = Done
+    senders = ROLLOUTER

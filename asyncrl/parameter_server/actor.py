@@ -33,6 +33,7 @@ from asyncrl.messages.weights import (
     Offer,
     Publish,
     Published,
+    ReportSleep,
     ReportUpdate,
     RequestLoad,
     Update,
@@ -194,6 +195,14 @@ class ParameterServer(Actor):
                 log("update failed", error=request.error, **facts)
         if request.corrupt and version == self._conductor.newest > self._conductor.condemned:
             self._suspect.set()
+        self.progress()
+        self._apply_effects()
+        return Done()
+
+    @handler
+    def report_sleep(self, request: ReportSleep, caller: Caller) -> Done:
+        """Record that a replica sleeps in time slices, which ends its update without a failure."""
+        self._conductor.slept(caller.name, caller.incarnation, self._now())
         self.progress()
         self._apply_effects()
         return Done()

@@ -291,6 +291,16 @@ class Conductor:
             self._move(replica, ReplicaEvent.FAILED, "has given up", now)
         self._take_steps(now)
 
+    def slept(self, name: str, incarnation: int, now: float) -> None:
+        """Record that a replica sleeps: its question and its update end, and the update counts as no failure."""
+        replica = self._find_or_add(name, incarnation, now)
+        if replica is not None:
+            self.replicas.close(name)
+            # Nothing is kept for it until it asks again.
+            replica.heard, replica.waits_for = SILENT, ""
+            self._move(replica, ReplicaEvent.SLEPT, "sleeps", now)
+            self._take_steps(now)
+
     def left(self, name: str, incarnation: int, now: float) -> None:
         """Record that this incarnation of a replica, or of the learner, is dead."""
         self.replicas.close_of_dead(name, incarnation)
@@ -378,7 +388,7 @@ class Conductor:
         phase_before = replica.phase
         if not self.replicas.move(replica, event):
             return False
-        if replica.phase is Phase.BEHIND:
+        if replica.phase in IDLE_PHASES:
             self.broadcast.member_lost(replica.name, phase_before, why, now)
         return True
 

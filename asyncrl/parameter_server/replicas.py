@@ -59,6 +59,8 @@ class ReplicaEvent(StrEnum):
     """ReportUpdate: the replica serves the version."""
     FAILED = "failed"
     """ReportUpdate: the replica could not update; or it has cancelled its question."""
+    SLEPT = "slept"
+    """ReportSleep: in time slices the engine sleeps, which ends an update without a failure."""
     OFFERED = "offered"
     """A version was offered to the replica by shm or stream."""
     GRANTED = "granted"
@@ -76,7 +78,14 @@ class ReplicaEvent(StrEnum):
 
 
 MESSAGES = frozenset(
-    {ReplicaEvent.IDLE, ReplicaEvent.ASKED, ReplicaEvent.JOINED, ReplicaEvent.COMMITTED, ReplicaEvent.FAILED}
+    {
+        ReplicaEvent.IDLE,
+        ReplicaEvent.ASKED,
+        ReplicaEvent.JOINED,
+        ReplicaEvent.COMMITTED,
+        ReplicaEvent.FAILED,
+        ReplicaEvent.SLEPT,
+    }
 )
 """Events that are a replica's own messages."""
 
@@ -89,42 +98,50 @@ TRANSITIONS: dict[tuple[Phase, ReplicaEvent], Phase] = {
     (_P.SERVING, _E.ASKED): _P.WAITING,
     (_P.SERVING, _E.COMMITTED): _P.SERVING,
     (_P.SERVING, _E.FAILED): _P.BEHIND,
+    (_P.SERVING, _E.SLEPT): _P.SERVING,
     # --- by shm or stream ---
     (_P.STAGING, _E.IDLE): _P.BEHIND,
     (_P.STAGING, _E.ASKED): _P.WAITING,
     (_P.STAGING, _E.FAILED): _P.BEHIND,
     (_P.STAGING, _E.OVERDUE): _P.BEHIND,
+    (_P.STAGING, _E.SLEPT): _P.SERVING,
     (_P.WAITING, _E.IDLE): _P.BEHIND,
     (_P.WAITING, _E.ASKED): _P.WAITING,
     (_P.WAITING, _E.GRANTED): _P.LOADING,
     (_P.WAITING, _E.FAILED): _P.BEHIND,
+    (_P.WAITING, _E.SLEPT): _P.SERVING,
     (_P.LOADING, _E.IDLE): _P.BEHIND,
     (_P.LOADING, _E.ASKED): _P.LOADING,
     (_P.LOADING, _E.COMMITTED): _P.SERVING,
     (_P.LOADING, _E.FAILED): _P.BEHIND,
     (_P.LOADING, _E.OVERDUE): _P.BEHIND,
+    (_P.LOADING, _E.SLEPT): _P.SERVING,
     (_P.BEHIND, _E.IDLE): _P.BEHIND,
     (_P.BEHIND, _E.OFFERED): _P.STAGING,
     # The replica continued an update that was given up here.
     (_P.BEHIND, _E.ASKED): _P.WAITING,
     (_P.BEHIND, _E.COMMITTED): _P.SERVING,
     (_P.BEHIND, _E.FAILED): _P.BEHIND,
+    (_P.BEHIND, _E.SLEPT): _P.BEHIND,
     # --- by broadcast ---
     (_P.ANNOUNCED, _E.IDLE): _P.ANNOUNCED,
     (_P.ANNOUNCED, _E.JOINED): _P.PAUSED,
     (_P.ANNOUNCED, _E.FAILED): _P.BEHIND,
     (_P.ANNOUNCED, _E.OVERDUE): _P.BEHIND,
     (_P.ANNOUNCED, _E.CALLED_OFF): _P.SERVING,
+    (_P.ANNOUNCED, _E.SLEPT): _P.SERVING,
     (_P.PAUSED, _E.IDLE): _P.BEHIND,
     (_P.PAUSED, _E.JOINED): _P.PAUSED,
     (_P.PAUSED, _E.FAILED): _P.BEHIND,
     (_P.PAUSED, _E.BEGUN): _P.RECEIVING,
     (_P.PAUSED, _E.CALLED_OFF): _P.SERVING,
+    (_P.PAUSED, _E.SLEPT): _P.SERVING,
     (_P.RECEIVING, _E.IDLE): _P.BEHIND,
     (_P.RECEIVING, _E.JOINED): _P.RECEIVING,
     (_P.RECEIVING, _E.COMMITTED): _P.SERVING,
     (_P.RECEIVING, _E.FAILED): _P.BEHIND,
     (_P.RECEIVING, _E.BROKEN): _P.BEHIND,
+    (_P.RECEIVING, _E.SLEPT): _P.SERVING,
 }
 
 IDLE_PHASES = frozenset({Phase.SERVING, Phase.BEHIND})
@@ -204,7 +221,7 @@ class Replica:
 
 
 SILENT = float("-inf")
-"""Value of ``Replica.heard`` for a replica that has cancelled its question, so it does not count as present."""
+"""Value of ``Replica.heard`` for a replica that sleeps or has cancelled its question: it does not count as present."""
 COUNTED = (
     "updates_committed",
     "updates_failed",
@@ -386,7 +403,7 @@ class Replicas:
         if replica.failed_attempts:
             self._failing[replica.name] = replica
         # Not for IDLE: an outrun replica asks for the next update, and keeps its seniority.
-        if event in (ReplicaEvent.COMMITTED, ReplicaEvent.FAILED, ReplicaEvent.OVERDUE):
+        if event in (ReplicaEvent.COMMITTED, ReplicaEvent.FAILED, ReplicaEvent.OVERDUE, ReplicaEvent.SLEPT):
             replica.seniority = 0
         if event is ReplicaEvent.COMMITTED:
             self.counts["updates_committed"] += 1

@@ -106,6 +106,10 @@ class Play:
         report = ReportUpdate(version=version, committed=committed, times=UpdateTimes(version=version), error="oh")
         return self.conductor.report(name, incarnation, report, self.now)
 
+    def sleep(self, name, incarnation=1):
+        self.asked.pop(name, None)
+        self.conductor.slept(name, incarnation, self.now)
+
     def announce(self, version, learner=LEARNER, **changes):
         return self._ask(*learner, announcement(version, **changes))
 

@@ -63,6 +63,65 @@ def test_messages_without_a_place_change_nothing_and_decisions_without_one_fail(
                 replica.follow(event)
 
 
+IN_PHASES = {
+    Phase.SERVING: lambda play: play.next("r/0", 1),
+    Phase.STAGING: lambda play: None,
+    Phase.WAITING: lambda play: (play.next("r/1", -1), play.pause("r/1", 2), play.pause("r/0", 2)),
+    Phase.LOADING: lambda play: play.pause("r/0", 2),
+    Phase.BEHIND: lambda play: play.report("r/0", 2, committed=False),
+}
+
+
+@pytest.mark.parametrize("phase", IN_PHASES)
+def test_an_update_that_ends_because_the_engine_sleeps_is_no_failure(phase):
+    play = Play(transport="stream", max_paused_fraction=0.1)
+    play.serve("r/0", version=1)
+    if phase is not Phase.SERVING:
+        play.publish(2)
+        assert play.look("r/0").version == 2
+    IN_PHASES[phase](play)
+    assert play.replica("r/0").phase is phase
+    question, failures, _ = play.asked.get("r/0"), play.figure("updates_failed"), play.woken()
+    play.sleep("r/0")
+    play.publish(3)
+    assert "r/0" not in play.woken()
+    if question is not None:
+        # The replica cancels its question afterwards.
+        play.conductor.withdrew(question, play.now)
+    assert play.figure("updates_failed") == failures
+    play.later(play.weights.stage_deadline_s + 1.0)
+    replica = play.replica("r/0")
+    assert replica.phase is (Phase.BEHIND if phase is Phase.BEHIND else Phase.SERVING)
+    assert replica.target == -1 and 2 not in play.needed()
+    assert replica.failed_attempts == failures
+    assert play.next("r/0", -1).version == 3
+
+
+def test_others_of_its_host_do_not_wait_for_a_replica_that_sleeps():
+    play = Play(transport="auto")
+    play.publish(1)
+    place = {"host": "far", "same_host": False}
+    assert play.next("r/0", -1, **place).share
+    assert play.next("r/1", -1, **place) is None
+    play.sleep("r/0")
+    assert "r/1" in play.woken() and play.look("r/1").share
+    # A replica that sleeps while it waits for another keeps no version for itself.
+    assert play.next("r/2", -1, **place) is None
+    play.sleep("r/2")
+    play.pause("r/1", 1, paths=["/proc/1/fd/1"])
+    play.publish(2)
+    assert play.needed() == {2}
+
+
+def test_a_member_that_sleeps_before_a_broadcast_begins_calls_it_off():
+    play = Play()
+    play.serve("r/0", "r/1")
+    epoch = play.gather(1, "r/0", "r/1")
+    play.sleep("r/1")
+    assert play.counts("called_off", "broken") == (1, 0) and play.figure("updates_failed") == 0
+    assert play.look("learner/0").group is None and not play.join("r/0", 1, epoch)
+
+
 # --- versions ---
 
 

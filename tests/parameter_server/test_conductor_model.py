@@ -92,6 +92,7 @@ def long_run(dice, *, transport, fraction, hosts):
         lambda: world.repeat_report(dice.choice(names)): 3,
         lambda: world.lose_engine(dice.choice(names), lost()): 2,
         lambda: world.give_up(dice.choice(names), lost()): 5,
+        lambda: world.sleep_in_turn(dice.choice(names), lost()): 5,
         lambda: world.die(dice.choice(names), lost()): 1,
         lambda: world.later(dice.choice([5, 11, 40])): 2,
         lambda: world.cancel_learner(): 0.5,

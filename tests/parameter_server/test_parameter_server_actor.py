@@ -22,6 +22,7 @@ from asyncrl.messages.weights import (
     Manifest,
     NextUpdate,
     Publish,
+    ReportSleep,
     ReportUpdate,
     RequestLoad,
     WatchBroadcast,
@@ -341,6 +342,23 @@ async def test_a_member_whose_engine_dies_before_the_begin_calls_it_off_at_once(
     assert (await announced).group is None
     assert asyncio.get_running_loop().time() - began < 1
     assert not (await stage.call(R[1], request)).granted
+
+
+@staged(**ONE_AT_A_TIME)
+async def test_a_replica_that_sleeps_ends_its_parked_request_without_a_failure(stage, publication):
+    await stage.publish(publication(0))
+    for name in R:
+        await stage.next(name)
+    assert (await stage.pause(R[0])).granted
+    waiting = stage.pause(R[1])
+    await stage.parked(waiting)
+    # In this order on one connection, as the update follower sends them.
+    reporting = stage.call(R[1], ReportSleep())
+    waiting.cancel()
+    await reporting
+    await stage.report(R[0], 0)
+    assert (stage.server.counters["weights/updates_failed"], stage.server.counters["weights/replicas_behind"]) == (0, 0)
+    assert (await stage.next(R[1])).offer.version == 0
 
 
 @staged(transport="auto")

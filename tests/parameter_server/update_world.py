@@ -262,6 +262,18 @@ class World(Play):
         caller.reported = None
         self.settle()
 
+    def sleep_in_turn(self, name, lost=False):
+        """Its engine sleeps and wakes; ``lost``: the report of that is lost, and nothing else is sent."""
+        caller = self.replicas[name]
+        if lost:
+            self.asked.pop(name, None)
+        else:
+            self.sleep(name, caller.incarnation)
+        # The parameter server takes it for a new engine.
+        caller.state, caller.serving, caller.engine = ("idle",), -1, self.new_engine()
+        caller.reported = None
+        self.settle()
+
     def die(self, name, lost=False):
         """``lost``: it is known only with the successor's first message."""
         caller = self.replicas[name]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,7 +38,6 @@ from asyncrl.core.errors import (
     WireError,
 )
 from asyncrl.gpu.shares import sharers
-from asyncrl.gpu.slices import EngineSlices
 from asyncrl.messages import Request
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
@@ -48,6 +48,7 @@ from asyncrl.messages.weights import (
     NextUpdate,
     Offer,
     Probe,
+    ReportSleep,
     ReportUpdate,
     RequestLoad,
     Update,
@@ -63,8 +64,8 @@ from asyncrl.rpc.services import ActorServices
 from asyncrl.weights.held_version import HeldVersion
 
 T = TypeVar("T")
-ASKED = "the learner asks for the GPU"
-"""Reason of an update that ends because the engine must sleep."""
+SLEEP_REPORT_S = 1.0
+"""Longest wait (s) until the parameter server knows that the engine sleeps."""
 PROBE_S = 30.0
 """Longest time for a probe of an engine that serves requests meanwhile."""
 
@@ -130,17 +131,13 @@ class UpdateFollower:
     async def _follow(self) -> None:
         """Wait for offers and take them one after another, until the engine dies."""
         # The loops also check ``died``, because a cancellation may be lost if several tasks end at once.
-        slices = self._host.slices
         while not self._host.died.is_set():
             if self._must_sleep():
                 await self._sleep()
                 continue
-            with self._awaits.on(PARAMETER_SERVER, "NextUpdate", idle=True):
+            with self._awaits.on(PARAMETER_SERVER, "NextUpdate", idle=True), suppress(_Asked):
                 while self._current_offer is None and not self._host.died.is_set():
-                    if slices is None:
-                        self._current_offer = await self._next_offer()
-                    elif not await self._wait_for_offer(slices):
-                        break
+                    self._current_offer = await self._unless_asked(self._next_offer())
             if self._current_offer is not None:
                 await self._take(self._current_offer)
             if not self._host.died.is_set():
@@ -181,32 +178,20 @@ class UpdateFollower:
                 self._failed_loads = 0
                 return
 
-    async def _wait_for_offer(self, slices: EngineSlices) -> bool:
-        """Wait for the parameter server's next answer, and store its offer (None: no newer version).
-
-        Returns False if the learner asks for the GPU before the answer.
-        """
-        asking = asyncio.create_task(slices.asked.wait())
-        offering = asyncio.create_task(self._next_offer())
-        try:
-            await asyncio.wait({asking, offering}, return_when=asyncio.FIRST_COMPLETED)
-            if offering.done():
-                self._current_offer = offering.result()
-            return offering.done()
-        finally:
-            for task in (asking, offering):
-                task.cancel()
-            await asyncio.gather(asking, offering, return_exceptions=True)
-
     async def _unless_asked(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for ``work``. In time slices, cancel it and raise _Asked once the learner asks for the GPU."""
+        """Wait for ``work``. In time slices, once the learner asks for the GPU, end the update and raise _Asked.
+
+        An offer that arrives with the request is lost, and the parameter server learns that it is not taken.
+        """
         if self._host.slices is None:
             return await work
         working, asking = asyncio.ensure_future(work), asyncio.ensure_future(self._host.slices.asked.wait())
         try:
             await asyncio.wait({working, asking}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
-                # A version that is loaded now would be lost in the sleep.
+                # A version that is loaded now would be lost in the sleep. This is reported before the work is
+                # cancelled, because a cancelled question counts as a failure.
+                await self._report_sleep()
                 raise _Asked
             return working.result()
         finally:
@@ -257,7 +242,7 @@ class UpdateFollower:
             else:
                 await self._take_broadcast(offer, offer.broadcast)
         except _Asked:
-            await self._report_failure(offer, ASKED)
+            self._log.info("update ends: the learner asks for the GPU", version=offer.version)
         except VersionGone as error:
             self._log.info("version is gone", version=offer.version, error=str(error))
         except EngineDied as error:
@@ -467,6 +452,13 @@ class UpdateFollower:
         except (DeadlineExceeded, RemoteError) as lost:
             # The parameter server ends this replica's permission to load by itself after its deadline.
             self._log.warning("update not reported", version=report.version, error=str(lost))
+
+    async def _report_sleep(self) -> None:
+        """Report that the engine sleeps next. The learner waits for its GPU, so a lost report is not repeated."""
+        try:
+            await self._call(PARAMETER_SERVER, ReportSleep(), SLEEP_REPORT_S)
+        except (DeadlineExceeded, RemoteError) as lost:
+            self._log.info("sleep not reported", error=str(lost))
 
     async def _ask(self, request: Request) -> Any:
         """Call the parameter server; returns its reply, or None after a pause if the call failed."""

@@ -15,7 +15,7 @@ from virtual import LoopClock, run_virtual
 
 from asyncrl.core.errors import ActorFailed, BroadcastFailed, DeadlineExceeded, EngineDied, WeightsCorrupt
 from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE
-from asyncrl.messages import Done
+from asyncrl.messages import Done, Request
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
     BroadcastGroup,
@@ -27,6 +27,7 @@ from asyncrl.messages.weights import (
     Manifest,
     NextUpdate,
     Offer,
+    ReportSleep,
     ReportUpdate,
     RequestLoad,
     Update,
@@ -37,7 +38,7 @@ from asyncrl.parameter_server.actor import HeldVersions
 from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.serving.drift import NORMAL
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.updating.update_follower import ASKED, UpdateFollower
+from asyncrl.rollouter.updating.update_follower import UpdateFollower
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.weights.held_version import hold
 from asyncrl.weights.segments import Segment, layout
@@ -110,6 +111,9 @@ class Server:
         self.loads: list[tuple[int, int | None]] = []
         """Version and epoch of each request to load; the first of each is answered with "ask again"."""
         self.reports: list[ReportUpdate] = []
+        self.sleeps: list[type[Request] | None] = []
+        """For each report of a sleep, the question or fetch that was open then."""
+        self.open: type[Request] | None = None
         self.paths: list[list[str]] = []
         """Paths of the version held for others at each pause."""
         self.told: list[tuple[str, str, dict]] = []
@@ -123,6 +127,16 @@ class Server:
         raise AssertionError("nothing is to be fetched")
 
     async def call(self, request):
+        if isinstance(request, ReportSleep):
+            self.sleeps.append(self.open)
+            return Done()
+        self.open = type(request)
+        try:
+            return await self.answer(request)
+        finally:
+            self.open = None
+
+    async def answer(self, request):
         await asyncio.sleep(0.001)
         if self.away:
             self.away -= 1
@@ -301,23 +315,62 @@ def test_the_learner_gets_the_gpu_though_a_drain_does_not_end(publish, offer):
     assert [event for event in events if not event.startswith("accept")][-3:] == ["pause abort", "sleep", "wake"]
     # The learner asks after 7 s. The sleep drains too, for weights.deadline_s at most.
     assert slices.given[0] == pytest.approx(37.0, abs=0.1)
-    assert server.reports[1].error == ASKED and (host.sleeps, host.restarts, host.version) == (1, 0, -1)
+    assert [report.version for report in server.reports] == [1] and len(server.sleeps) == 1
+    assert (host.sleeps, host.restarts, host.version) == (1, 0, -1)
 
 
 @pytest.mark.parametrize("waits_for", [RequestLoad, FetchChunk], ids=["its turn", "chunks"])
 def test_the_learner_gets_the_gpu_though_the_parameter_server_does_not_answer(publish, waits_for):
     class Slow(Server):
-        async def call(self, request):
+        async def answer(self, request):
             if isinstance(request, waits_for) and self.committed:
                 await asyncio.Event().wait()
-            return await super().call(request)
+            return await super().answer(request)
 
     slices, second = Slices(1, 7.0), publish(2)
     streamed = Offer(version=2, transport="stream", manifest=as_streamed(second))
     offers = [by_shm(publish(1)), streamed if waits_for is FetchChunk else by_shm(second)]
     events, server, host = follow(Slow(offers), slices=slices)
     assert events[-2:] == ["sleep", "wake"] and slices.given[0] == pytest.approx(7.0, abs=0.2)
-    assert server.reports[1].error == ASKED and (host.sleeps, host.restarts) == (1, 0)
+    # The report comes before the question is cancelled, which would be a failure.
+    assert [report.version for report in server.reports] == [1] and server.sleeps == [waits_for]
+    assert (host.sleeps, host.restarts) == (1, 0)
+
+
+def test_an_offer_that_crosses_the_learners_request_is_given_back(publish):
+    """It is loaded after the sleep, when it is offered again."""
+    second = by_shm(publish(2))
+
+    class Crossing(Server):
+        async def answer(self, request):
+            if isinstance(request, NextUpdate) and self.committed == [1] and not self.sleeps:
+                self.asked.append(request)
+                slices.asked.set()
+                return Update(offer=second)
+            return await super().answer(request)
+
+    slices, server = Slices(-1, 0.0), Crossing([by_shm(publish(1)), second])
+    events, server, host = follow(server, slices=slices)
+    assert [event for event in events if event.startswith(("load", "sleep"))] == [
+        "load 1 staged",
+        "sleep",
+        "load 2 staged",
+    ]
+    assert len(server.sleeps) == 1 and [report.version for report in server.reports] == [1, 2]
+    assert all(report.committed for report in server.reports) and host.restarts == 0
+
+
+def test_the_learner_gets_the_gpu_though_no_parameter_server_notes_the_sleep(publish):
+    class Away(Server):
+        async def call(self, request):
+            if isinstance(request, ReportSleep):
+                raise DeadlineExceeded("rollouter/0", "parameter_server/0", "ReportSleep", 1.0)
+            return await super().call(request)
+
+    slices, server = Slices(1, 7.0), Away([by_shm(publish(1))])
+    server.linger_s = 20.0
+    events, _, host = follow(server, slices=slices)
+    assert events[-2:] == ["sleep", "wake"] and (host.sleeps, host.restarts) == (1, 0)
 
 
 @pytest.mark.parametrize("problem", [CORRUPT_2, BroadcastFailed(2, "it broke")], ids=["staged", "broadcast"])
