@@ -63,12 +63,12 @@ def test_a_broken_group_is_named_before_it_is_trained(fields, problem) -> None:
         {"prompt_ids": np.ones(1, np.int32)},
     ],
 )
-def test_a_good_group_is_not(fields) -> None:
+def test_a_valid_group_passes_the_check(fields) -> None:
     assert check_group(pair(**fields)) is None
     assert all(check_group(group) is None for group in random_groups(3, 8))
 
 
-def test_a_whole_group_is_checked_and_the_broken_sequence_told() -> None:
+def test_a_whole_group_is_checked_and_the_broken_sequence_is_named() -> None:
     two = [make_trajectory([1]), make_trajectory([2])]
     assert "at least 2" in str(check_group(make_group(0, [1], two[:1])))
     assert "empty" in str(check_group(make_group(0, [], two)))

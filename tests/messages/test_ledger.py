@@ -113,7 +113,7 @@ def finished(epochs: int, size: int) -> Ledger:
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 501])
-def test_ended_epochs_cost_nothing_in_any_order_of_kinds(size: int) -> None:
+def test_ended_epochs_use_no_memory_for_any_order_of_outcomes(size: int) -> None:
     """Added one by one they reach the form of ``finished``: any number of such epochs is as small."""
     ledger = Ledger()
     for epoch in range(6):

@@ -31,7 +31,7 @@ def test_reinforce_has_the_mean_of_the_step_for_a_baseline(groups: list[list[flo
 
 
 @pytest.mark.parametrize("name", BY_GROUP)
-def test_equal_rewards_have_no_advantage_and_others_are_refused(name: str) -> None:
+def test_equal_rewards_have_no_advantage_and_invalid_ones_are_refused(name: str) -> None:
     # 0.1 is no binary fraction: the mean of ten of them is not exactly 0.1.
     assert np.concatenate(BUILT_IN[name]([make_scored([0.1] * 10)])[0]).tolist() == [0.0] * 10
     for rewards in ([1.0], [1.0, float("nan")], [1.0, float("inf")]):
@@ -65,12 +65,12 @@ def test_a_turn_has_its_return_against_the_baseline_and_scale_of_the_group(group
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-9])
-def test_grpo_does_not_blow_up_turns_where_trajectories_all_but_agree(spread) -> None:
+def test_grpo_bounds_turn_advantages_if_trajectories_almost_agree(spread) -> None:
     (found,) = BUILT_IN["grpo"]([make_scored([1.0, 1.0 + spread], [[0.0, 1.0]] * 2)])
     assert np.abs(np.concatenate(found)).max() < 2.0
 
 
-def test_an_advantage_of_the_users_own_may_be_one_number_a_trajectory() -> None:
+def test_a_user_advantage_may_be_one_number_per_trajectory() -> None:
     advantage = find_advantage(LearnerConfig(advantage="losses_of_a_user:first_is_best"))
     (found,) = advantage([make_scored([0.0, 1.0], [[0.0, 0.5], [0.0]])])
     assert [turns.tolist() for turns in found] == [[1.0, 1.0], [0.0]]
@@ -94,7 +94,7 @@ def test_an_advantage_of_another_shape_is_refused(monkeypatch, made, said) -> No
         advantage([make_scored([0.0, 1.0])])
 
 
-def test_an_advantage_that_is_not_there_is_named_with_its_key() -> None:
+def test_a_missing_advantage_function_is_named_with_its_key() -> None:
     with pytest.raises(ConfigError, match=r"learner\.advantage: there is no built-in advantage 'gpro'"):
         find_advantage(LearnerConfig(advantage="gpro"))
 
@@ -130,5 +130,5 @@ LONG = RIGHT | {"overlong_penalty": -0.1}
         (_in_turns(0.5, 0.5), "reward", False),
     ],
 )
-def test_a_group_has_a_signal_where_something_is_told_apart(group: Group, signal: str, expected: bool) -> None:
+def test_a_group_has_a_signal_if_its_rewards_differ(group: Group, signal: str, expected: bool) -> None:
     assert has_signal(group, LearnerConfig(signal=signal)) == expected

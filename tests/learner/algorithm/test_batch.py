@@ -249,7 +249,7 @@ def _computed(plan: Any) -> Iterator[tuple]:
     budget=st.sampled_from([1, 12, 200]),
 )
 @settings(max_examples=examples(100), deadline=None)
-def test_a_step_trains_what_a_loop_over_the_answers_would_train(
+def test_a_step_trains_the_same_tokens_as_a_loop_over_the_answers(
     data, advantage, aggregation, truncated, late, packed, shared, world_size, budget
 ) -> None:
     """Each answer once, in its own context, with its own advantage, however many sequences repeat it."""

@@ -55,7 +55,7 @@ def _played():
 REFERENCE = [[[np.array([-1.5, -1.0, -0.75]), np.array([-2.0])], [np.array([-1.0, -3.0])]]]
 
 
-def test_a_turn_is_charged_with_all_but_what_came_before_it_in_its_sequence() -> None:
+def test_the_kl_penalty_of_a_turn_excludes_earlier_tokens_of_its_sequence() -> None:
     found = kl_penalties([_played()], REFERENCE, KLConfig(coefficient=2.0, place="reward"), step=1)
     # k1: 0.5, -1.0 | 0.25 in the first sequence, -1.0 in the fork, 0.0, 2.0 in the other trajectory.
     assert found.total[0].tolist() == [2 * (0.5 - 1.0 + 0.25 - 1.0), 2 * 2.0]
@@ -81,7 +81,7 @@ K = {
 
 
 @pytest.mark.parametrize(("name", "used"), [("auto", "k1"), ("k2", "k2"), ("k3", "k3")])
-def test_each_estimator_is_what_it_says_token_by_token(name, used) -> None:
+def test_each_kl_estimator_matches_its_formula_for_every_token(name, used) -> None:
     groups = random_groups(3, 3)
     random = np.random.default_rng(0)
     reference = by_group(groups, [-3 * random.random(len(s.logprobs)) for _, s in sampled_sequences(groups)])

@@ -34,14 +34,14 @@ OPTIONS = [
 ]
 
 
-def test_each_built_in_loss_is_written_down_a_second_time() -> None:
+def test_each_built_in_loss_matches_a_second_implementation() -> None:
     assert set(BUILT_IN) == set(REFERENCES) == {name for name, _ in OPTIONS}
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
 @settings(max_examples=examples(15))
 @given(seed=st.integers(0, 2**32 - 1), drift=st.sampled_from([0.0, 0.1, 1.0]))
-def test_a_loss_and_its_gradient_are_those_of_the_formula(name, options, seed, drift) -> None:
+def test_a_loss_and_its_gradient_match_the_formula(name, options, seed, drift) -> None:
     batch = make_batch(seed, drift=drift)
     loss, _ = find_loss(LearnerConfig(loss=name, loss_options=options))
     values, _ = loss(batch=batch)
@@ -51,7 +51,7 @@ def test_a_loss_and_its_gradient_are_those_of_the_formula(name, options, seed, d
     np.testing.assert_allclose(batch.logprobs.grad, np.concatenate([e[1] for e in expected]), rtol=1e-9, atol=1e-12)
 
 
-def test_sums_count_tokens_with_a_weight_alone() -> None:
+def test_sums_count_only_tokens_with_a_weight() -> None:
     batch, outside, above = make_batch(5, drift=2.0), 0, 0
     for t in (t for tokens in by_sequence(batch) for t in tokens if t["weights"] > 0):
         ratio = math.exp(t["logprobs"] - t["behaviour"])
@@ -72,7 +72,7 @@ def test_a_loss_says_whether_a_token_of_advantage_0_has_no_gradient(name) -> Non
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_an_absurd_ratio_stays_finite_and_what_is_no_number_is_not_hidden(name) -> None:
+def test_an_extreme_ratio_stays_finite_and_nan_stays_visible(name) -> None:
     batch = make_batch(1, dtype=torch.float32)
     far = replace(batch, behaviour=batch.behaviour - 1e4, proximal=batch.proximal - 1e4)
     values, _ = BUILT_IN[name](batch=far)
@@ -84,7 +84,7 @@ def test_an_absurd_ratio_stays_finite_and_what_is_no_number_is_not_hidden(name) 
     assert math.isnan(values.detach()[0])
 
 
-def test_a_loss_of_the_users_own_is_found_with_its_options_and_traits() -> None:
+def test_a_user_loss_is_found_with_its_options_and_traits() -> None:
     config = LearnerConfig(loss="losses_of_a_user:squared", loss_options={"scale": 3.0})
     loss, traits = find_loss(config)
     batch = make_batch(2)
@@ -102,6 +102,6 @@ def test_a_loss_of_the_users_own_is_found_with_its_options_and_traits() -> None:
         ("losses_of_a_user:odd", {}, r"learner\.loss: losses_of_a_user:odd does not take 'batch'"),
     ],
 )
-def test_a_loss_that_cannot_be_had_is_named_with_its_key(loss, options, said) -> None:
+def test_a_missing_loss_is_named_with_its_key(loss, options, said) -> None:
     with pytest.raises(ConfigError, match=said):
         find_loss(LearnerConfig(loss=loss, loss_options=options))

@@ -63,7 +63,7 @@ def _factor(tokens: list[dict[str, float]], config: CorrectionConfig) -> list[fl
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.model_dump_json(exclude_defaults=True))
 @settings(max_examples=examples(15))
 @given(seed=st.integers(0, 2**32 - 1))
-def test_the_factor_of_each_token_is_that_of_the_formula(config, seed) -> None:
+def test_the_correction_factor_of_each_token_matches_the_formula(config, seed) -> None:
     batch = make_batch(seed, drift=0.4)
     found, sums = correction(batch, config, CAP)
     expected = np.concatenate([_factor(tokens, config) for tokens in by_sequence(batch)])
@@ -74,7 +74,7 @@ def test_the_factor_of_each_token_is_that_of_the_formula(config, seed) -> None:
     assert dropped >= int(((expected == 0.0) & real).sum())
 
 
-def test_a_factor_that_is_no_number_is_not_hidden() -> None:
+def test_a_correction_factor_of_nan_stays_visible() -> None:
     batch = make_batch(4)
     nan = batch.behaviour.clone()
     nan[0] = math.nan
@@ -89,7 +89,7 @@ def test_a_factor_that_is_no_number_is_not_hidden() -> None:
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
 @settings(max_examples=examples(15))
 @given(seed=st.integers(0, 2**32 - 1))
-def test_kl_in_the_loss_is_that_of_the_formula(name, seed) -> None:
+def test_kl_in_the_loss_matches_the_formula(name, seed) -> None:
     batch = make_batch(seed)
     found = kl_losses(batch, name, CAP)
     found.sum().backward()
@@ -106,7 +106,7 @@ def test_kl_in_the_loss_is_that_of_the_formula(name, seed) -> None:
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
-def test_kl_in_the_loss_has_in_the_mean_the_gradient_of_the_divergence(name) -> None:
+def test_kl_in_the_loss_has_the_gradient_of_the_divergence_on_average(name) -> None:
     """Over all tokens of a small vocabulary, each as often as the behaviour samples it."""
     torch.manual_seed(0)
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
@@ -155,7 +155,7 @@ def test_the_objective_is_the_weighted_sum_of_its_parts(name, weight) -> None:
     torch.testing.assert_close(batch.entropies.grad, -0.2 * batch.weights / 7.0)
 
 
-def test_sequences_of_advantage_0_are_computed_for_the_sake_of_another_term() -> None:
+def test_sequences_of_advantage_0_are_computed_if_another_term_needs_them() -> None:
     objective = make_objective(LearnerConfig())
     assert (objective.needs_reference, objective.needs_entropy_gradient) == (False, False)
     assert objective.skips_zero_advantages
@@ -171,7 +171,7 @@ def test_sequences_of_advantage_0_are_computed_for_the_sake_of_another_term() ->
 
 
 @pytest.mark.parametrize("name", ["bypass", "gspo", "cispo", "dppo", "reinforce"])
-def test_what_would_correct_twice_is_refused(name) -> None:
+def test_a_configuration_that_corrects_twice_is_refused(name) -> None:
     weight = "token" if name == "bypass" else "sequence"
     with pytest.raises(ConfigError, match=rf'learner\.correction\.weight: is "{weight}", but the loss {name} corrects'):
         make_objective(LearnerConfig(loss=name, correction=CorrectionConfig(weight=weight)))
@@ -203,7 +203,7 @@ def test_sums_of_a_users_loss_have_the_same_names_in_each_batch() -> None:
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_statistics_against_a_float64_reference(fresh) -> None:
+def test_statistics_match_a_float64_reference(fresh) -> None:
     """Sums of two micro-batches together."""
     batches, total = [make_batch(1), make_batch(2)], TokenSums()
     for batch in batches:
@@ -229,7 +229,7 @@ def test_statistics_against_a_float64_reference(fresh) -> None:
     assert total.metrics() == pytest.approx(expected, rel=1e-6)
 
 
-def test_there_is_no_number_without_tokens_nor_an_infinite_one() -> None:
+def test_metrics_without_tokens_are_omitted_and_all_others_are_finite() -> None:
     assert TokenSums().metrics() == {}
     assert "policy/engine_kl" not in TokenSums(count=1, ratio=1, ratio_squared=1).metrics()
     batch = make_batch(1, dtype=torch.float32)

@@ -31,7 +31,7 @@ def _batches(draw: Any) -> tuple[list[np.ndarray], list[int]]:
 
 
 @given(_batches())
-def test_a_prefix_is_the_longest_beginning_that_a_family_has(batch) -> None:
+def test_a_prefix_is_the_longest_common_beginning_of_its_family(batch) -> None:
     sequences, keys = batch
     found = find_sharing(sequences, keys)
     for i, key in enumerate(keys):
@@ -88,7 +88,7 @@ def test_each_sequence_is_in_one_row_within_the_budget(batch, budget: int, world
 
 
 @given(_batches(), st.integers(1, 60), st.integers(1, 4))
-def test_to_share_never_makes_the_ranks_wait_longer(batch, budget: int, world_size: int) -> None:
+def test_prefix_sharing_never_makes_the_ranks_wait_longer(batch, budget: int, world_size: int) -> None:
     """A micro-batch takes as long as its costliest row."""
     sequences, keys = batch
     lengths, sharing = [*map(len, sequences)], find_sharing(sequences, keys)
@@ -104,7 +104,7 @@ def _family(count: int, prefix: int) -> SharedPrompts:
     return SharedPrompts(np.zeros(count, np.int64), np.full(count, prefix))
 
 
-def test_a_family_stays_together_where_it_fits_and_is_split_where_it_does_not() -> None:
+def test_a_family_stays_together_if_it_fits_and_is_split_otherwise() -> None:
     lengths = [100 + 20] * 8
     assert pack(lengths, budget=260, world_size=1, sharing=_family(8, 100)) == [[list(range(8))]]
     rows = pack(lengths, budget=200, world_size=1, sharing=_family(8, 100))[0]
@@ -121,7 +121,7 @@ def test_a_family_stays_together_where_it_fits_and_is_split_where_it_does_not() 
 
 
 @given(_batches(), st.data())
-def test_the_cost_of_a_row_is_that_of_its_attention(batch, data) -> None:
+def test_the_cost_of_a_row_equals_the_cost_of_its_attention(batch, data) -> None:
     sequences, keys = batch
     row = data.draw(st.lists(st.sampled_from(range(len(keys))), min_size=1, unique=True).map(sorted))
     sharing = find_sharing(sequences, keys)
@@ -159,7 +159,7 @@ CASES = {
 
 
 @given(**CASES)
-def test_where_rows_are_not_packed_each_sequence_has_its_own(lengths, budget, world_size) -> None:
+def test_each_sequence_has_its_own_row_without_packing(lengths, budget, world_size) -> None:
     ranks = pack(lengths, budget=budget, world_size=world_size, packed=False)
     assert len(ranks) == world_size and len({len(rank) for rank in ranks}) == 1
     rows = [row for rank in ranks for row in rank]
@@ -168,7 +168,7 @@ def test_where_rows_are_not_packed_each_sequence_has_its_own(lengths, budget, wo
 
 
 @given(**CASES)
-def test_a_micro_batch_has_rows_of_like_cost(lengths, budget, world_size) -> None:
+def test_a_micro_batch_has_rows_of_similar_cost(lengths, budget, world_size) -> None:
     """Ranks wait for one another in each micro-batch: none is cheaper than any of the following micro-batch."""
     ranks = pack(lengths, budget=budget, world_size=world_size)
     costs = cost(np.array(lengths))
@@ -185,7 +185,7 @@ def test_the_work_of_two_ranks_differs_by_no_more_than_the_rows_of_one_micro_bat
     assert np.ptp(work.sum(axis=1)) <= np.ptp(work, axis=0).max() + 1e-9 * work.sum()
 
 
-def test_ranks_hardly_wait_for_one_another() -> None:
+def test_ranks_rarely_wait_for_one_another() -> None:
     """A micro-batch takes as long as its costliest row; what that is of the mean is the time of all of them."""
     drawn = np.random.default_rng(0).lognormal(np.log(700), 0.9, 1024)
     lengths = np.clip(drawn, 1, 8192).astype(int)

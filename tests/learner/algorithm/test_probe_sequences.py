@@ -25,14 +25,14 @@ def check(sequences: list[ProbeSequence], length: int) -> None:
         assert 1 <= sequence.begin <= len(sequence.tokens)
 
 
-def test_it_fits_into_the_smallest_context_that_an_engine_may_have(tmp_path) -> None:
+def test_the_probe_fits_into_the_smallest_context_of_an_engine(tmp_path) -> None:
     config = make_config(tmp_path)
     assert probe_length(config) == config.data.max_prompt_tokens + config.rollout.max_tokens - 1 < LENGTH
     wide = config.rollout.model_copy(update={"max_tokens": LENGTH})
     assert probe_length(config.model_copy(update={"rollout": wide})) == LENGTH
 
 
-def test_of_a_prompt_its_end_is_taken() -> None:
+def test_the_probe_of_a_prompt_is_its_end() -> None:
     short, long = from_prompts([np.arange(5, dtype=np.int32), np.arange(200, dtype=np.int32)], 100)
     assert short == ProbeSequence([0, 1, 2, 3, 4], 3)
     assert long == ProbeSequence(list(range(100, 200)), 50)
@@ -53,7 +53,7 @@ def trained(prompt: list[int], response: list[int]):
         (4, 4, 1, (1, 0)),
     ],
 )
-def test_of_a_group_the_response_after_the_end_of_its_prompt(prompt, response, length, taken) -> None:
+def test_the_probe_of_a_group_is_a_response_after_the_end_of_the_prompt(prompt, response, length, taken) -> None:
     before, after = list(range(100, 100 + prompt)), list(range(200, 200 + response))
     (sequence,) = from_groups([trained(before, after)], length)
     assert sequence.tokens == before[len(before) - taken[0] :] + after[: taken[1]]
@@ -61,7 +61,7 @@ def test_of_a_group_the_response_after_the_end_of_its_prompt(prompt, response, l
     check([sequence], length)
 
 
-def test_all_groups_and_all_samples_have_their_turn() -> None:
+def test_the_probe_takes_all_groups_and_all_samples_in_turn() -> None:
     many = random_groups(0, 2 * SEQUENCES, samples=3)
     sequences = from_groups(many, LENGTH)
     assert len(sequences) == SEQUENCES
@@ -74,7 +74,7 @@ def test_all_groups_and_all_samples_have_their_turn() -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 12), length=st.integers(1, 60))
-def test_whatever_was_trained_the_sequences_fit(seed: int, count: int, length: int) -> None:
+def test_probe_sequences_fit_the_length_for_any_groups(seed: int, count: int, length: int) -> None:
     groups = random_groups(seed, count, samples=2)
     check(from_groups(groups, length), length)
     check(from_prompts([group.lease.prompt_ids for group in groups[:SEQUENCES]], length), length)

@@ -65,7 +65,7 @@ def _attend(pieces: Pieces, values: list[torch.Tensor], keys: int, **named: Any)
         (4, {"softcap": 2.0, "sliding_window": 8}),
     ],
 )
-def test_attention_is_that_of_whole_sequences(keys: int, named: dict[str, Any]) -> None:
+def test_attention_over_shared_rows_equals_that_of_whole_sequences(keys: int, named: dict[str, Any]) -> None:
     """In float64: what comes out, and the gradients by every query, key and value."""
     sequences, families = _sequences()
     layout = lay_out(sequences, find_sharing(sequences, families))
@@ -132,7 +132,7 @@ def _learn(policy: Policy, update: UpdatePlan) -> tuple[torch.Tensor, ...]:
         pytest.param("Qwen3Moe", 60, marks=pytest.mark.slow),
     ],
 )
-def test_a_model_learns_the_same_of_shared_rows(family: str, budget: int, tmp_path: Path) -> None:
+def test_a_model_learns_the_same_from_shared_rows(family: str, budget: int, tmp_path: Path) -> None:
     folder = save_family(tmp_path / "model", make_family(family, tied=False))
     policy = load_policy(ModelConfig(path=str(folder)))
     policy.entropy_gradient = True
@@ -156,7 +156,7 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("chunk", [True, False])
-def test_i8_a_row_of_many_who_share_has_the_same_gradient_every_time(
+def test_i8_a_row_of_many_sequences_has_the_same_gradient_every_time(
     chunk: bool, folder: Path, two_threads: None
 ) -> None:
     """On several threads, and so many positions that torch divides what it does with them."""
@@ -186,7 +186,7 @@ def _both_ways(backend: Any, config: Any) -> tuple[list[dict[str, float]], list[
     return [backend.train(plan) for plan in plans], [plan.tokens for plan in plans]
 
 
-def test_ranks_take_the_same_step_of_shared_rows(folder: Path, run_well) -> None:
+def test_ranks_take_the_same_step_with_shared_rows(folder: Path, run_well) -> None:
     extra = {"activation_checkpointing": "full", "entropy_bonus": 0.01}
     config = make_config(folder, ranks=2, budget=100, lr=1e-12, weight_decay=0.0, **extra)
     (whole, shared), tokens = run_well(config, _both_ways)
@@ -216,7 +216,7 @@ def _told(backend: Any, config: Any) -> tuple[bool, bool, set[int], set[int]]:
     return backend.packed, shared, *prefixes
 
 
-def test_what_goes_wrong_in_long_rows_alone_is_seen(folder: Path, run, monkeypatch, caplog) -> None:
+def test_an_error_in_long_rows_only_is_detected(folder: Path, run, monkeypatch, caplog) -> None:
     forward = Policy.forward
 
     def wrong(self: Policy, row: PackedRow, *rest: Any) -> Any:
@@ -230,7 +230,7 @@ def test_what_goes_wrong_in_long_rows_alone_is_seen(folder: Path, run, monkeypat
     assert "common beginning" in caplog.text
 
 
-def test_a_reference_that_cannot_share_has_its_say(folder: Path, run, monkeypatch) -> None:
+def test_a_reference_that_cannot_share_rows_disables_sharing(folder: Path, run, monkeypatch) -> None:
     build = trainer_module.build_frozen
 
     def alone(*arguments: Any, **named: Any) -> Any:

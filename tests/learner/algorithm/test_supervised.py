@@ -67,7 +67,7 @@ def _mixed(config, step: int, *, packed: bool = True):
     return _steps(config, packed=packed).beside(plan, step)
 
 
-def test_conversations_go_on_behind_those_of_the_warm_steps_and_are_shared_by_updates(folder) -> None:
+def test_conversations_continue_after_the_warm_steps_and_are_shared_by_updates(folder) -> None:
     config = _config(folder, sft={"weight": 1.0, "warm_steps": 4, "batch": 2})
     steps, rows = _steps(config), _conversations(batch=2)
     assert steps.warm_step(4).updates[0].supervised.places[0] == rows.of_step(4)[0].place
@@ -81,7 +81,7 @@ def test_conversations_go_on_behind_those_of_the_warm_steps_and_are_shared_by_up
     assert _steps(without).beside(plan, 1) is plan
 
 
-def test_a_loss_of_the_users_that_asks_for_a_reference_is_given_none_that_warm_steps_lead_away_from(folder) -> None:
+def test_a_user_loss_with_a_reference_is_refused_with_warm_steps(folder) -> None:
     config = _config(folder, sft={"warm_steps": 2}, loss="losses_of_a_user:referred")
     with pytest.raises(AssertionError, match=r"ConfigError: learner\.kl\.path: .* sft\.warm_steps change the policy"):
         run_alone(config, lambda backend, config: None)
@@ -118,7 +118,7 @@ def _gradients(backend, config, *plans: str) -> list[tuple[dict[str, np.ndarray]
     return list(zip(found, metrics, strict=True))
 
 
-def test_the_gradient_is_that_of_the_mean_over_all_tokens_however_the_batch_is_cut(folder, run) -> None:
+def test_the_gradient_of_the_token_mean_does_not_depend_on_micro_batches(folder, run) -> None:
     loss, expected = _plain(folder, 1)
     sft = {"weight": WEIGHT, "batch": 3, "warm_steps": 9, "lr": 0.0}
     config = _config(folder, ranks=2, lr=0.0, max_grad_norm=1e9, sft=sft | {"warm_steps": 0})
@@ -173,7 +173,7 @@ def _load_then_train(backend, config, source: Path) -> dict[str, Any]:
     return _warm_then_train(backend, config, -1, source) | {"before": before}
 
 
-def test_a_warm_start_teaches_and_goes_on_from_its_midst_with_the_same_bits(folder, tmp_path) -> None:
+def test_a_warm_start_learns_and_resumes_in_its_middle_bit_for_bit(folder, tmp_path) -> None:
     config, target = _config(folder, sft=TAUGHT), tmp_path / "trainer"
     found = run_alone(config, _warm_then_train, 10, target)
     warm, mixed = found["losses"][:14], found["losses"][14:]
@@ -215,7 +215,7 @@ def _refuse(backend, config) -> list[tuple[str, list[str], list[str], str, bool]
     return found
 
 
-def test_a_loss_that_is_not_finite_blames_conversations_and_no_group(folder) -> None:
+def test_a_loss_that_is_not_finite_names_the_conversations(folder) -> None:
     config = _config(folder, sft=TAUGHT | {"warm_steps": 1}, on_nonfinite="skip")
     found = run_alone(config, _refuse)
     assert [each[0] for each in found] == ["supervised loss"] * 2

@@ -60,13 +60,13 @@ def checkpoints(tmp_path: Path) -> CheckpointFolder:
     return folder
 
 
-def test_where_they_are(tmp_path: Path) -> None:
+def test_the_configuration_sets_the_checkpoint_folder(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "first"
     assert checkpoint_dir(Config(), run) == run / "checkpoints"
     assert checkpoint_dir(Config(checkpoint=CheckpointConfig(dir="/shared")), run) == Path("/shared/first")
 
 
-def test_the_highest_version_counts_and_of_one_that_is_written_again_the_last(checkpoints, tmp_path) -> None:
+def test_the_newest_checkpoint_is_the_last_one_of_the_highest_version(checkpoints, tmp_path) -> None:
     assert CheckpointFolder(tmp_path / "nothing").newest() is None
     for version in (2, 12, 100_000_000):
         path = _write(checkpoints, version)
@@ -83,7 +83,7 @@ def test_the_highest_version_counts_and_of_one_that_is_written_again_the_last(ch
     assert _text(checkpoints) == "third"
 
 
-def test_leftovers_are_removed_and_what_is_not_ours_or_holds_files_stays(checkpoints) -> None:
+def test_only_leftovers_of_the_run_are_removed(checkpoints) -> None:
     old, kept = _write(checkpoints, 2), _write(checkpoints, 3)
     (checkpoints.begin(4) / "half").write_text("half")
     for name in ("v00000009", ".dead-v00000001-5", ".v00000002.partial-7", "abandoned-v00000008", "notes"):
@@ -98,9 +98,7 @@ def test_leftovers_are_removed_and_what_is_not_ours_or_holds_files_stays(checkpo
     assert (checkpoints.folder / "damaged-v00000003" / "state.json").read_text() == "state of 3"
 
 
-def test_leftovers_that_cannot_be_removed_are_told_and_keep_no_learner_from_starting(
-    checkpoints, monkeypatch, caplog
-) -> None:
+def test_leftovers_that_cannot_be_removed_are_reported_and_the_learner_starts(checkpoints, monkeypatch, caplog) -> None:
     """As on NFS, while a process that was replaced has a file of them open."""
     (checkpoints.begin(4) / "half").write_text("half")
     with monkeypatch.context() as patch:
@@ -133,7 +131,7 @@ def test_nothing_is_committed_below_the_newest(checkpoints) -> None:
     assert _write(checkpoints, 41).name == "v00000041"
 
 
-def test_the_highest_version_is_that_of_any_name(checkpoints) -> None:
+def test_the_highest_version_counts_checkpoints_of_any_name(checkpoints) -> None:
     assert checkpoints.highest_version() == -1
     for name, highest in (
         ("v00000012.1", 12),
@@ -196,7 +194,7 @@ def test_an_older_learner_in_the_middle_of_its_commit_is_too_late(checkpoints, m
     assert newer.newest() is None
 
 
-def test_what_is_no_checkpoint_or_was_damaged_is_named(checkpoints) -> None:
+def test_a_damaged_or_missing_checkpoint_is_named(checkpoints) -> None:
     path = _write(checkpoints, 3)
     with pytest.raises(CheckpointError, match="is not named like a checkpoint"):
         checkpoints.at(checkpoints.folder)
@@ -227,7 +225,7 @@ def test_what_is_no_checkpoint_or_was_damaged_is_named(checkpoints) -> None:
     assert mark.exists()
 
 
-def test_one_that_is_removed_while_somebody_looks_gives_way_to_a_newer_one(checkpoints, monkeypatch) -> None:
+def test_a_checkpoint_removed_during_the_search_is_replaced_by_a_newer_one(checkpoints, monkeypatch) -> None:
     _write(checkpoints, 1)
     reader = CheckpointFolder(checkpoints.folder)
     real = reader.at
@@ -316,7 +314,7 @@ def _history(folder: Path, done: list[str]) -> None:
 
 
 @pytest.mark.parametrize("undo_renames", [False, True])
-def test_after_a_crash_at_any_call_the_last_committed_one_is_there_whole(tmp_path, monkeypatch, undo_renames) -> None:
+def test_the_last_committed_checkpoint_is_whole_after_a_crash_at_any_call(tmp_path, monkeypatch, undo_renames) -> None:
     """I1: the run continues from what was last committed."""
     order = ["old", "first", "second", "third"]
     seen: set[str] = set()
@@ -355,7 +353,7 @@ def test_after_a_crash_at_any_call_the_last_committed_one_is_there_whole(tmp_pat
     assert seen == set(order)
 
 
-def test_a_commit_is_durable_whatever_becomes_of_the_hint(checkpoints, monkeypatch) -> None:
+def test_a_commit_is_durable_even_if_the_latest_file_cannot_be_written(checkpoints, monkeypatch) -> None:
     (checkpoints.folder / "latest").mkdir()
     with monkeypatch.context() as patch:
         machine = _Machine(checkpoints.folder, patch)
@@ -364,7 +362,7 @@ def test_a_commit_is_durable_whatever_becomes_of_the_hint(checkpoints, monkeypat
     assert _text(checkpoints) == "state of 1"
 
 
-def test_an_error_at_any_call_is_told_and_the_last_good_one_stays(tmp_path, monkeypatch) -> None:
+def test_an_error_at_any_call_is_reported_and_the_last_good_checkpoint_stays(tmp_path, monkeypatch) -> None:
     failures = 0
     for fail_at in itertools.count(1):
         checkpoints = CheckpointFolder(tmp_path / str(fail_at))
@@ -423,7 +421,7 @@ def _found(version: int, step: int, serial: int = 0) -> Found:
         ([40, 40, 35], 1, 0, [1]),
     ],
 )
-def test_the_checkpoints_that_are_kept(steps, keep, every, gone) -> None:
+def test_retention_keeps_the_configured_checkpoints(steps, keep, every, gone) -> None:
     complete = [_found(version, step) for version, step in enumerate(steps, 1)]
     assert [f.version for f in superfluous(reversed(complete), keep=keep, keep_every_steps=every)] == gone
 
@@ -434,7 +432,7 @@ COMPLETES = st.lists(
 
 
 @given(COMPLETES, st.integers(1, 5), st.integers(0, 10))
-def test_the_newest_stay_and_removing_again_removes_nothing(complete, keep, every) -> None:
+def test_the_newest_checkpoints_stay_and_a_second_removal_removes_nothing(complete, keep, every) -> None:
     gone = superfluous(complete, keep=keep, keep_every_steps=every)
     left = [found for found in complete if found not in gone]
     assert gone == sorted(gone)

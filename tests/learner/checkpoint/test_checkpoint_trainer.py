@@ -83,9 +83,7 @@ def _load_then_train(backend, config, source: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_checkpoint_holds_what_was_when_it_was_taken_and_gives_it_back_bit_for_bit(
-    optimizer, folder, tmp_path, run_well
-) -> None:
+def test_a_checkpoint_restores_the_state_at_its_start_bit_for_bit(optimizer, folder, tmp_path, run_well) -> None:
     target = tmp_path / "trainer"
     config = _config(folder, 2, optimizer=optimizer)
     saved = run_well(config, _save_then_train, target)
@@ -131,7 +129,7 @@ def _save_before_any_step_and_stop_while_saving(backend, config, target: Path) -
     return steps, unfinished
 
 
-def test_a_state_without_moments_is_put_back_and_a_rank_that_stops_waits_for_a_limited_time(
+def test_a_state_without_moments_is_restored_and_a_stopping_rank_waits_a_limited_time(
     folder, tmp_path, run_well
 ) -> None:
     target = tmp_path / "trainer"
@@ -223,7 +221,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
 ]
 
 
-def test_what_fails_on_one_rank_is_told_by_rank_0_and_training_goes_on(good, folder, tmp_path, run_well) -> None:
+def test_rank_0_reports_a_failed_save_of_one_rank_and_training_continues(good, folder, tmp_path, run_well) -> None:
     (tmp_path / "in the way of one" / "__1_0.distcp").mkdir(parents=True)
     sources = [tmp_path / str(number) for number in range(len(DAMAGES))]
     for source, (name, damage, _) in zip(sources, DAMAGES, strict=True):
@@ -259,7 +257,7 @@ def test_what_fails_on_one_rank_is_told_by_rank_0_and_training_goes_on(good, fol
         ({"intermediate_size": 1, "tied": True}, r"weights/model\.lm_head\.weight: the model has none of that name"),
     ],
 )
-def test_a_checkpoint_of_another_model_says_what_differs(good, tmp_path, settings, told) -> None:
+def test_a_checkpoint_of_another_model_is_refused_with_the_differences(good, tmp_path, settings, told) -> None:
     model = load_policy(ModelConfig(path=str(save_small_model(tmp_path, **settings))))
     with pytest.raises(CheckpointError, match=f"is of another model: .*{told}"):
         dcp.load_weights(good, model)
@@ -284,9 +282,7 @@ def _save_and_export(backend, config, *folders: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_about_as_much_is_written_as_is_expected_and_a_full_disk_is_recognised_on_any_rank(
-    folder, tmp_path, run_well
-) -> None:
+def test_the_expected_bytes_are_written_and_a_full_disk_is_recognised_on_any_rank(folder, tmp_path, run_well) -> None:
     with small_disk(tmp_path / "disk", 64 << 10) as disk:
         written, full = run_well(_config(folder, 2), _save_and_export, tmp_path, disk)
         assert full["trainer"][0] == full["export"][0] == errno.ENOSPC

@@ -197,7 +197,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint(folder, thread) -> None:
+def test_a_run_continues_from_its_newest_checkpoint(folder, thread) -> None:
     groups = random_groups(2, 4)
     fields = {"quarantined": 2, "delivered_lengths": [3, 4]}
 
@@ -229,7 +229,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(folder, thread) -> None:
     assert isinstance(caught.value.exceptions[0], CheckpointError)
 
 
-def test_the_ledger_counts_as_room(folder, thread, monkeypatch) -> None:
+def test_the_needed_disk_space_includes_the_ledger(folder, thread, monkeypatch) -> None:
     """Its bits are as many as an epoch under way has prompts: those of ten million do not fit into the rest."""
     ledger = Ledger()
     for index in (0, 9_999_999):
@@ -247,7 +247,7 @@ def test_the_ledger_counts_as_room(folder, thread, monkeypatch) -> None:
     assert 10_000_000 / 8 < len(msgspec.json.encode(state)) <= world.failed[0].needed
 
 
-def test_one_that_comes_due_meanwhile_is_skipped_and_a_final_one_waits(folder, thread) -> None:
+def test_a_checkpoint_due_during_a_write_is_skipped_and_a_final_one_waits(folder, thread) -> None:
     held = _Held(create(CONFIG, 0))
     groups = random_groups(2, 2)
 
@@ -282,7 +282,7 @@ def test_one_that_comes_due_meanwhile_is_skipped_and_a_final_one_waits(folder, t
     assert world.failed == []
 
 
-def test_a_failure_is_told_and_the_last_good_one_stays(folder, thread, monkeypatch) -> None:
+def test_a_failed_write_is_reported_and_the_last_good_checkpoint_stays(folder, thread, monkeypatch) -> None:
     held = _Held(create(CONFIG, 0))
 
     async def script(checkpoints: CheckpointWriter) -> None:
@@ -327,7 +327,7 @@ def _full(*arguments: Any, **keywords: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_without_room_none_is_begun_and_it_is_owed_once_there_is_some(tmp_path, thread, monkeypatch) -> None:
+def test_a_checkpoint_without_disk_space_waits_for_space(tmp_path, thread, monkeypatch) -> None:
     monkeypatch.setattr(writer_module, "LOOK_S", 0.01)
     held = _Held(create(CONFIG, 0))
     held.bytes = 3 << 18
@@ -360,7 +360,7 @@ def test_without_room_none_is_begun_and_it_is_owed_once_there_is_some(tmp_path, 
         assert [w.version for w in world.written] == [2, 3, 5]
 
 
-def test_a_quota_that_is_used_up_is_no_disk_to_wait_for(folder, thread, monkeypatch) -> None:
+def test_an_exhausted_quota_does_not_make_the_learner_wait(folder, thread, monkeypatch) -> None:
     """The disk says that there is room: the next checkpoint is tried when it is due."""
     monkeypatch.setattr(writer_module, "LOOK_S", 0.01)
     held = _Held(create(CONFIG, 0))
@@ -384,7 +384,7 @@ def test_a_quota_that_is_used_up_is_no_disk_to_wait_for(folder, thread, monkeypa
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000004", "writer.json"]
 
 
-def test_a_learner_that_ends_waits_for_no_disk_and_the_next_one_removes_the_rest(folder, thread) -> None:
+def test_an_ending_learner_does_not_wait_for_disk_space_and_the_next_one_cleans_up(folder, thread) -> None:
     held = _Held(create(CONFIG, 0))
 
     async def script(checkpoints: CheckpointWriter) -> None:
@@ -426,7 +426,7 @@ def _flip(path: Path) -> None:
     ("name", "damage", "said"),
     [("COMPLETE", os.unlink, "is not complete: it holds no COMPLETE"), (STATE, _flip, "its checksum differs")],
 )
-def test_a_learner_steps_back_from_a_damaged_checkpoint_and_says_so(two, thread, name, damage, said) -> None:
+def test_a_learner_skips_a_damaged_checkpoint_and_reports_it(two, thread, name, damage, said) -> None:
     damage(two / "v00000004" / name)
     before = sorted(path.name for path in (two / "v00000004").rglob("*"))
     world = _World(two, thread, incarnation=101)
@@ -449,7 +449,7 @@ def test_a_learner_steps_back_from_a_damaged_checkpoint_and_says_so(two, thread,
     assert again.damaged == []
 
 
-def test_where_none_is_whole_nothing_is_renamed_and_nothing_begins_anew(two, thread) -> None:
+def test_a_learner_without_a_whole_checkpoint_fails_and_renames_nothing(two, thread) -> None:
     _flip(two / "v00000003" / STATE)
     _flip(two / "v00000004" / GROUPS)
     for incarnation in (101, 102):
@@ -466,7 +466,7 @@ def test_where_none_is_whole_nothing_is_renamed_and_nothing_begins_anew(two, thr
 
 
 @pytest.mark.parametrize(("code", "is_damage"), [(errno.EIO, True), (errno.ENOENT, True), (errno.ESTALE, False)])
-def test_an_unreadable_sector_is_damage_and_a_disk_that_is_away_says_nothing_of_the_checkpoint(code, is_damage) -> None:
+def test_an_unreadable_sector_counts_as_damage_and_a_missing_disk_does_not(code, is_damage) -> None:
     with pytest.raises(CheckpointError, match=f"cannot be read: {os.strerror(code)}") as caught, reading(Path("state")):
         raise OSError(code, os.strerror(code))
     assert isinstance(caught.value, DamagedCheckpoint) == is_damage

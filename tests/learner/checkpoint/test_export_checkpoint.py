@@ -61,7 +61,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_it_is_what_the_learner_exports(trained, tmp_path, capsys):
+def test_the_exported_checkpoint_equals_the_learners_export(trained, tmp_path, capsys):
     assert main([str(trained), str(tmp_path / "out" / "model")]) == 0
     assert capsys.readouterr().out == f"version 5: {tmp_path / 'out' / 'model'}\n"
     assert contents(tmp_path / "out" / "model") == contents(trained / "export")
@@ -78,7 +78,7 @@ def adapted(tmp_path_factory) -> Path:
     return write_run(tmp_path, config, [3], run_alone)
 
 
-def test_adapters_are_exported_alone_or_added_in(adapted, tmp_path, capsys):
+def test_adapters_are_exported_alone_or_merged(adapted, tmp_path, capsys):
     assert main([str(adapted), str(tmp_path / "whole")]) == 0
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "whole", adapted / "export"))
     assert ours.keys() == theirs.keys()
@@ -95,7 +95,7 @@ def test_adapters_are_exported_alone_or_added_in(adapted, tmp_path, capsys):
     assert capsys.readouterr().out.count("version 3:") == 3
 
 
-def test_version_dtype_and_a_model_that_has_moved(trained, tmp_path, capsys):
+def test_the_export_takes_version_dtype_and_a_moved_model(trained, tmp_path, capsys):
     moved = tmp_path / "moved"
     shutil.copytree(trained.parent / "model", moved)
     arguments = ["--version", "3", "--dtype", "bfloat16", "--model", str(moved)]
@@ -109,7 +109,7 @@ def test_version_dtype_and_a_model_that_has_moved(trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("damaged", ["trainer/__0_0.distcp", "state.json"])
-def test_damage_is_named_and_nothing_is_written(trained, tmp_path, capsys, damaged):
+def test_a_damaged_checkpoint_is_named_and_not_exported(trained, tmp_path, capsys, damaged):
     shutil.copytree(trained, tmp_path / "trial")
     path = tmp_path / "trial" / "checkpoints" / "v00000005" / damaged
     body = bytearray(path.read_bytes())
@@ -120,7 +120,7 @@ def test_damage_is_named_and_nothing_is_written(trained, tmp_path, capsys, damag
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_meant_is_refused(trained, tmp_path, capsys, monkeypatch):
+def test_invalid_arguments_of_the_export_are_refused(trained, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("precious")
@@ -143,7 +143,7 @@ def test_what_cannot_be_meant_is_refused(trained, tmp_path, capsys, monkeypatch)
     assert (tmp_path / "full" / "file").read_text() == "precious"
 
 
-def test_a_folder_that_cannot_be_replaced_is_refused_before_anything_is_read(tmp_path, capsys, monkeypatch):
+def test_a_target_that_cannot_be_replaced_is_refused_before_reading(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for out in (".", str(tmp_path)):
         assert main(["nowhere", out]) == 2
@@ -151,7 +151,7 @@ def test_a_folder_that_cannot_be_replaced_is_refused_before_anything_is_read(tmp
 
 
 @pytest.mark.parametrize("fails", ["out", ".out.partial"])
-def test_a_model_that_cannot_take_its_place_leaves_all_as_it_was(fails, tmp_path, monkeypatch):
+def test_an_export_that_cannot_be_renamed_changes_nothing(fails, tmp_path, monkeypatch):
     for name in ("source", "out"):
         (tmp_path / name).mkdir()
     (tmp_path / "out" / "file").write_text("precious")

@@ -148,7 +148,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_without_room_the_failure_says_what_is_lost_and_what_to_do(disk, thread) -> None:
+def test_a_final_write_without_disk_space_names_the_loss_and_the_advice(disk, thread) -> None:
     scene = Scene(disk, thread, 0.05)
     scene.backend.checkpoint_size = MIB
     failure = scene.play(lambda: fill(disk, left=MIB // 2))
@@ -176,7 +176,7 @@ def test_without_room_the_failure_says_what_is_lost_and_what_to_do(disk, thread)
     assert again.left == []
 
 
-def test_room_that_comes_in_time_is_used(disk, thread) -> None:
+def test_a_final_write_uses_space_that_becomes_free_in_time(disk, thread) -> None:
     scene = Scene(disk, thread, WAIT_S)
     scene.backend.checkpoint_size = MIB
     waited_for = []
@@ -198,7 +198,7 @@ def test_preemption_ends_the_wait(disk, thread) -> None:
     assert scene.left == []
 
 
-def test_a_model_that_cannot_be_exported_is_in_the_checkpoint(tmp_path, thread) -> None:
+def test_a_failed_export_leaves_the_model_in_the_checkpoint(tmp_path, thread) -> None:
     """An export of an earlier end of the run is not taken for it."""
     scene = Scene(tmp_path, thread, 0.01)
     (tmp_path / "export").mkdir()
@@ -212,7 +212,7 @@ def test_a_model_that_cannot_be_exported_is_in_the_checkpoint(tmp_path, thread) 
 
 
 @pytest.mark.parametrize("problem", [RuntimeError("out of step"), DeadlineExceeded("a", "b", "c", 1.0)])
-def test_ranks_out_of_step_start_again_only_where_the_last_step_is_in_a_checkpoint(disk, thread, problem) -> None:
+def test_ranks_out_of_step_restart_only_if_a_checkpoint_holds_the_last_step(disk, thread, problem) -> None:
     scene = Scene(disk, thread, 0.01)
     scene.backend.problem = problem
     with pytest.raises(ExceptionGroup) as caught:

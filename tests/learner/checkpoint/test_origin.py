@@ -40,7 +40,7 @@ def test_the_origin_is_kept_in_the_checkpoint(tmp_path) -> None:
         ({"data": {"size": 4}, "run": {"seed": 2}, "learner": {"groups_per_step": 3}}, ""),
     ],
 )
-def test_groups_are_given_back_for_a_change_that_they_depend_on_alone(sections, reason) -> None:
+def test_only_changed_keys_that_affect_groups_return_them(sections, reason) -> None:
     found = read_back(Origin.of(simulated_run())).compare(simulated_run(**sections))
     assert found.gives_back == reason
     *lines, last = found.describe(12)
@@ -51,7 +51,7 @@ def test_groups_are_given_back_for_a_change_that_they_depend_on_alone(sections, 
     assert not any("given back" in line for line in found.describe(0))
 
 
-def test_code_of_the_same_name_is_compared_by_its_file_and_never_imported(tmp_path, monkeypatch) -> None:
+def test_code_is_compared_by_its_file_and_never_imported(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     package = tmp_path / "mine"
     package.mkdir()
@@ -128,9 +128,7 @@ def test_the_file_of_a_module_is_found_as_an_import_finds_it(tmp_path, monkeypat
     assert found == (Path(file) if file else None)
 
 
-def test_a_file_that_is_edited_while_the_run_lives_is_compared_as_it_was_when_the_run_began(
-    tmp_path, monkeypatch
-) -> None:
+def test_a_file_edited_during_a_run_is_compared_as_it_was_at_the_start(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, run_dir = tmp_path / "mine.py", tmp_path / "run"
     run_dir.mkdir()
@@ -156,7 +154,7 @@ def test_without_digests_of_the_run_the_files_are_read(tmp_path, monkeypatch, co
     assert Origin.recorded(config, tmp_path) == Origin.of(config)
 
 
-def test_the_words_say_that_groups_of_data_that_may_change_are_not_trained() -> None:
+def test_the_description_says_that_groups_of_changed_data_are_not_trained() -> None:
     allowed = simulated_run(rollout={"temperature": 0.5}, resume={"allow": ["data"]})
     last = Origin.of(simulated_run()).compare(allowed).describe(12)[-1]
     assert last == (
@@ -165,7 +163,7 @@ def test_the_words_say_that_groups_of_data_that_may_change_are_not_trained() -> 
     )
 
 
-def test_a_models_folder_of_another_name_with_the_same_files_gives_nothing_back(tmp_path, monkeypatch) -> None:
+def test_a_renamed_model_folder_with_the_same_files_returns_no_groups(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = write_model(Path("model"))
     before = read_back(Origin.of(simulated_run(model={"path": str(model)})))
@@ -182,7 +180,7 @@ def test_a_models_folder_of_another_name_with_the_same_files_gives_nothing_back(
     assert before.compare(simulated_run(model={"path": "missing"})).gives_back == "model.path"
 
 
-def test_a_chat_template_that_changed_in_the_models_folder_is_seen(tmp_path) -> None:
+def test_a_changed_chat_template_in_the_model_folder_is_detected(tmp_path) -> None:
     model = write_model(tmp_path / "model")
     config = simulated_run(model={"path": str(model)})
     before = Origin.of(config)

@@ -34,18 +34,18 @@ def _others(rank: int, **positions: Position) -> Others:
         (Position(9, 6, "the batch of step 3"), ["learner/1 (in the batch of step 3)"]),
     ],
 )
-def test_a_rank_that_is_behind_is_to_blame(position: Position, blamed: list[str]) -> None:
+def test_a_rank_that_is_behind_is_blamed(position: Position, blamed: list[str]) -> None:
     assert _others(0, r1=position).blame(7, STEP, 1.0) == blamed
 
 
-def test_a_rank_that_says_nothing_new_is_to_blame() -> None:
+def test_a_rank_that_reports_nothing_new_is_blamed() -> None:
     others = _others(0, r1=Position(1, 7, STEP), r2=Position(1, 7, STEP))
     others.note({1: Position(2, 7, STEP), 2: Position(1, 7, STEP)}, SILENT_S)
     assert others.blame(7, STEP, SILENT_S) == []
     assert others.blame(7, STEP, SILENT_S + 1.0) == [f"learner/2 (silent for {SILENT_S + 1:.0f} s, last in {STEP})"]
 
 
-def test_a_store_that_does_not_answer_is_a_silence_of_rank_zero() -> None:
+def test_a_store_that_does_not_answer_counts_as_silence_of_rank_0() -> None:
     others = _others(1, r0=Position(1, 7, STEP))
     others.note({0: Position(2, 7, STEP)}, 10.0)
     others.ask(10.0)
@@ -58,7 +58,7 @@ def test_a_store_that_does_not_answer_is_a_silence_of_rank_zero() -> None:
     assert others.blame(7, STEP, 12.0 + SILENT_S) == []
 
 
-def test_nobody_is_to_blame_before_anybody_was_heard_of() -> None:
+def test_no_rank_is_blamed_before_the_first_report() -> None:
     assert Others(0, 4).blame(1, STEP, 1e9) == []
     assert in_words([]) == "the other ranks of the learner"
     assert in_words([str(rank) for rank in range(MOST_NAMED + 3)]).endswith("and 3 more")

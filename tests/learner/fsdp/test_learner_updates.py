@@ -113,7 +113,7 @@ def _error(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> flo
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(name, folder, other, run) -> None:
+def test_the_gradient_does_not_depend_on_the_micro_batches(name, folder, other, run) -> None:
     """2 ranks, two budgets, sequences of unequal lengths; in one way a rank has less to do than the other."""
     settings: dict[str, Any] = {"lr": 0.0, "max_grad_norm": 1e9} | OBJECTIVES[name]
     if "kl" in settings:
@@ -143,12 +143,12 @@ def _cut_up(backend, config) -> list[bool]:
     return found
 
 
-def test_a_frozen_model_is_cut_up_between_its_passes(folder, other, run_well) -> None:
+def test_a_frozen_model_is_resharded_between_its_passes(folder, other, run_well) -> None:
     settings = {"kl": {"coefficient": 0.7, "path": str(other)}}
     assert run_well(make_config(folder, ranks=2, **settings), _cut_up) == [True, True]
 
 
-def test_several_updates_are_held_against_the_weights_before_the_first(folder, run) -> None:
+def test_several_updates_are_compared_with_the_weights_before_the_first(folder, run) -> None:
     settings = {
         "lr": 3e-3,
         "max_grad_norm": 1e9,
@@ -181,7 +181,7 @@ def _poison_an_update(backend, config) -> tuple[Any, int, int]:
     return facts, first, backend.steps
 
 
-def test_an_update_that_is_refused_ends_the_step_and_not_those_before_it(folder, run_well) -> None:
+def test_a_refused_update_ends_the_step_and_keeps_earlier_updates(folder, run_well) -> None:
     """On one rank; with more, each raises in its own actor, as for a gradient that is not finite."""
     config = make_config(folder, updates_per_batch=2, on_nonfinite="skip")
     facts, taken, steps = run_well(config, _poison_an_update)

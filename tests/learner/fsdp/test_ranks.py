@@ -17,7 +17,7 @@ from asyncrl.learner.fsdp.ranks.ranks import CommandLine, Gather, Ranks, See, St
 from asyncrl.weights.broadcast import listen, open_store
 
 
-def test_a_follower_that_comes_late_gets_every_command_and_the_store_keeps_none() -> None:
+def test_a_late_follower_gets_every_command_and_the_store_keeps_none() -> None:
     store, commands = open_store("127.0.0.1", 5.0), [See("first"), Gather("export"), StopRank()]
     sender, follower = (CommandLine(rank, 2, client=store, interrupter=store) for rank in range(2))
     before = store.num_keys()
@@ -27,7 +27,7 @@ def test_a_follower_that_comes_late_gets_every_command_and_the_store_keeps_none(
     assert store.num_keys() == before
 
 
-def test_micro_batches_keep_types_shapes_and_bits_in_a_parcel() -> None:
+def test_i8_micro_batches_keep_types_shapes_and_bits_between_ranks() -> None:
     """I8: on every rank the same bits are trained."""
     config = make_config(ranks=2)
     plan = build_step(random_groups(0, 4), version=0, config=config, world_size=2, packed=True, shared=True)
@@ -69,7 +69,7 @@ def _long_run(rank: int, addresses: Any) -> list[Any]:
     return said
 
 
-def test_a_follower_waits_as_long_as_it_takes_and_no_longer_than_it_should(pools) -> None:
+def test_a_follower_waits_for_commands_without_limit_and_for_collectives_with_one(pools) -> None:
     first, (command, *second) = pools.play(2, _long_run)
     assert command == See("first")
     words = ["wörd", [[0.0, 0.1], [1.0, 0.1]], [], ["wrong at 1"]]
@@ -94,7 +94,7 @@ def _misses(rank: int, addresses: Any, dead: int) -> tuple[str, int, bool, bool]
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_rendezvous_with_a_dead_rank_ends_after_its_deadline_and_may_be_tried_again(dead: int) -> None:
+def test_a_rendezvous_with_a_dead_rank_ends_at_its_deadline_and_can_be_repeated(dead: int) -> None:
     """I7: a rank that was sent to one starts again by itself."""
     # A process of its own: torch counts this group among those of its process for ever.
     pool = RankPool(1)

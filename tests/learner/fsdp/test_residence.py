@@ -54,7 +54,7 @@ def train(steps, moves):
 
 
 @pytest.mark.parametrize("chunk_bytes", [100, 64 * 16, 1 << 20])
-def test_training_does_not_notice_a_move(chunk_bytes, monkeypatch):
+def test_moving_the_model_does_not_change_training(chunk_bytes, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
     for ours, theirs in zip(train(4, moves=True), train(4, moves=False), strict=True):
         assert torch.equal(ours, theirs)
@@ -77,7 +77,7 @@ def test_a_storage_moves_once_and_its_host_memory_is_used_again(monkeypatch):
     residence.come_back()
 
 
-def test_what_is_on_another_device_stays():
+def test_tensors_on_another_device_are_not_moved():
     weight = torch.ones(4)
     residence = Residence(lambda: [weight], torch.device("meta"))
     residence.leave()
@@ -85,7 +85,7 @@ def test_what_is_on_another_device_stays():
     residence.come_back()
 
 
-def test_a_gpu_is_waited_for_until_the_share_is_free(monkeypatch):
+def test_a_rank_waits_until_its_share_of_the_gpu_is_free(monkeypatch):
     free = iter([1, 5, 8, 8])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10))
     monkeypatch.setattr(module, "LOOK_S", 0.0)

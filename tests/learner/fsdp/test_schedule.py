@@ -30,7 +30,7 @@ def test_learning_rate(warmup_steps: int, decay: str, expected: dict[int, float]
 
 
 @given(steps=st.integers(1, 400), warmup=st.integers(0, 400), decay=st.sampled_from(["constant", "linear", "cosine"]))
-def test_every_step_has_a_rate_above_the_minimum_and_the_decay_ends_behind_the_last(steps, warmup, decay) -> None:
+def test_every_step_has_a_rate_above_the_minimum_and_the_decay_ends_after_the_last(steps, warmup, decay) -> None:
     warmup = min(warmup, steps)
     config = LearnerConfig(steps=steps, warmup_steps=warmup, lr=1.0, decay=decay)
     rates = [learning_rate(step, config) for step in range(1, steps + 1)]

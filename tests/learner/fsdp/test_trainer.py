@@ -96,7 +96,7 @@ def _reference(folder: Path) -> tuple[list[dict[str, float]], dict[str, np.ndarr
         (2, {"activation_checkpointing": "selective", "offload": True}, 2),
     ],
 )
-def test_training_does_not_depend_on_how_the_batch_is_cut(ranks, extra, micro_batches, folder, run) -> None:
+def test_training_does_not_depend_on_the_micro_batches(ranks, extra, micro_batches, folder, run) -> None:
     config = make_config(folder, ranks=ranks, budget=50, **HYPER, **extra)
     (metrics, weights, counts), followers = run(config, _train)
     assert followers == [None] * (ranks - 1)
@@ -175,7 +175,7 @@ def _train_while_the_second_rests(backend, config, gpu: str) -> dict[str, torch.
     return weights_of(backend.publish(STEPS).result())
 
 
-def test_a_rank_rests_though_rank_0_shares_no_gpu(folder, run_well, pools, tmp_path) -> None:
+def test_a_rank_rests_even_if_rank_0_shares_no_gpu(folder, run_well, pools, tmp_path) -> None:
     config = make_config(folder, ranks=2, **HYPER)
     _, expected, _ = run_well(config, _train)
     slices, gpu = config.model_copy(update={"placement": PlacementConfig(share="time_slice")}), f"test{tmp_path.name}"
@@ -234,7 +234,7 @@ def _publish_and_export(backend, config, target: Path) -> dict[str, Any]:
     return found
 
 
-def test_publication_and_export_are_what_save_pretrained_would_write(tmp_path, run) -> None:
+def test_publication_and_export_equal_the_files_of_save_pretrained(tmp_path, run) -> None:
     import transformers
 
     source = save_small_model(tmp_path / "source", tied=True)
@@ -329,7 +329,7 @@ def _fail_to_write(backend, folder: Path) -> tuple[list[str], int]:
     return problems, sum(target.startswith("/") for _, target in open_descriptors() - opened)
 
 
-def test_steps_are_trained_while_a_gather_takes_its_time_and_after_one_that_fails(folder, tmp_path, run_well) -> None:
+def test_steps_are_trained_during_a_slow_gather_and_after_a_failed_one(folder, tmp_path, run_well) -> None:
     """On two real ranks: a version, which is of one moment, costs the training only the copy of their shards."""
     (tmp_path / "file").write_text("in the way")
     config = make_config(folder, ranks=2, bucket_bytes=50_000)

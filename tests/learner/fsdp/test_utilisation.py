@@ -8,7 +8,7 @@ from asyncrl.learner.fsdp.utilisation import mfu, peak_flops
 @pytest.mark.parametrize(
     ("name", "peak"), [("NVIDIA H200", 9.89e14), ("NVIDIA H100 PCIe", 7.56e14), ("NVIDIA H20", 1.48e14)]
 )
-def test_a_share_of_the_peak_of_all_devices(name: str, peak: float) -> None:
+def test_utilisation_is_the_share_of_the_peak_of_all_devices(name: str, peak: float) -> None:
     step = {"tokens": 10**6, "devices": 2, "device_name": name}
     whole, frozen = (mfu(parameters=10**9, trained=trained, seconds=6.0, **step) for trained in (10**9, 10**7))
     assert (whole, frozen) == pytest.approx((6e15 / (12.0 * peak), 4.02e15 / (12.0 * peak)))

@@ -171,7 +171,7 @@ def test_steps_between_two_reports_have_the_rate_of_that_time():
 
 
 @pytest.mark.parametrize(("succeeds", "tokens"), [(False, 5000), (True, 250)])
-def test_the_whole_life_of_a_rollouter_is_not_the_first_step_of_a_learner_that_starts_again(succeeds, tokens):
+def test_the_first_step_of_a_restarted_learner_excludes_earlier_work_of_rollouters(succeeds, tokens):
     log = GenerationLog(succeeds=succeeds)
     told(log, "rollouter/0", (10.0, 4750), (10.5, 5000))
     assert log.take_tokens(9.0, 10.5).sampled == tokens
@@ -180,7 +180,7 @@ def test_the_whole_life_of_a_rollouter_is_not_the_first_step_of_a_learner_that_s
     assert log.take_tokens(10.5, 11.0).sampled == 70
 
 
-def test_a_long_step_of_many_rollouters_is_held_in_few_reports(monkeypatch):
+def test_a_long_step_of_many_rollouters_keeps_few_reports(monkeypatch):
     """Half a second between two reports of a thousand rollouters would be a million reports in ten minutes."""
     monkeypatch.setattr(generation_log, "MOST_HELD", 64)
     log = GenerationLog()
@@ -207,7 +207,7 @@ def test_each_token_counts_in_one_step(reports, ends):
     assert sum(found) == pytest.approx(tokens, abs=len(found))
 
 
-def test_a_step_has_the_means_of_its_updates_and_the_sums_of_what_they_cost():
+def test_a_step_has_the_means_of_its_updates_and_the_sums_of_their_costs():
     times = {"stage_s": 1.0, "pause_s": 0.25, "load_s": 0.5, "resume_s": 0.125, "stall_s": 0.75}
     told = {"version": 3, "transport": "shm", "bytes": 1000, "encoded_bytes": 400}
     measured = {"drift": 0.03, "drift_worst": 0.4, "probe_kl": 0.02}

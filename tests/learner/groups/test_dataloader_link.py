@@ -67,7 +67,7 @@ class StartingAgain:
 
 
 @pytest.mark.parametrize("lost", [set(), {1}, {1, 2}, {0, 1, 2, 3}])
-def test_a_dataloader_that_acknowledges_less_than_was_reported_is_told_where_the_run_stands(lost):
+def test_a_dataloader_that_acknowledges_too_few_reports_gets_the_state_of_the_run(lost):
     async def main():
         dataloader, intake, progress = Dataloader(lost), Intake(LearnerConfig()), TrainingProgress(version=0)
         link = DataloaderLink(
@@ -93,7 +93,7 @@ def test_a_dataloader_that_acknowledges_less_than_was_reported_is_told_where_the
 
 
 @pytest.mark.parametrize("at_s", [0.5, 1.0, 1.5])
-def test_what_comes_while_a_dataloader_is_told_where_the_run_stands_is_reported_after_it(at_s):
+def test_outcomes_during_the_restore_of_a_dataloader_are_reported_after_it(at_s):
     """At the end of the training: without further steps no later report would follow."""
 
     async def main():
@@ -123,7 +123,7 @@ def test_what_comes_while_a_dataloader_is_told_where_the_run_stands_is_reported_
 
 
 @pytest.mark.parametrize("late", [RemoteError("dataloader/0", DEADLINE, "late"), DeadlineExceeded("a", "b", "c", 30.0)])
-def test_a_dataloader_whose_data_are_large_is_given_the_time_that_it_needs(late):
+def test_a_dataloader_with_large_data_gets_the_time_that_it_needs(late):
     given = []
 
     async def look(request, patience):

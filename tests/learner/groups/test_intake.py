@@ -60,7 +60,7 @@ def test_a_group_is_taken_once_and_has_one_outcome():
     assert (intake.dropped_trajectories, intake.failed_attempts) == (2, 10)
 
 
-def test_a_signal_that_no_reward_has_ends_the_run():
+def test_a_signal_that_names_no_reward_ends_the_run():
     intake = Intake(LearnerConfig(signal="accuracy"))
     intake.deliver(group(0, rewards=(1.0, 0.0)))
     assert 'learner.signal: is "accuracy", but the rewards of group 0-0 have no components' in (intake.problem() or "")
@@ -70,7 +70,7 @@ def test_a_signal_that_no_reward_has_ends_the_run():
     assert "but the rewards of group 0-1 have components acuracy, length" in (intake.problem() or "")
 
 
-def test_what_earlier_updates_of_a_step_have_trained_stays_trained():
+def test_groups_of_earlier_updates_of_a_step_stay_trained():
     intake = Intake(LearnerConfig(groups_per_step=3))
     for i in range(3):
         intake.deliver(group(i))
@@ -81,7 +81,7 @@ def test_what_earlier_updates_of_a_step_have_trained_stays_trained():
     assert sorted(reported(intake), key=lambda o: o.uid) == [Outcome("0-0", "trained"), Outcome("0-1", "quarantined")]
 
 
-def test_prompts_that_the_data_rules_leave_out_are_no_failure_and_no_lack_of_signal():
+def test_prompts_left_out_by_data_rules_count_neither_as_failures_nor_as_no_signal():
     intake = Intake(LearnerConfig(groups_per_step=1, max_filtered_ratio=1.0, max_quarantined_fraction=0.1))
     for index in range(100):
         intake.reject(Rejected(f"0-{index}", "too long", "left_out"))
@@ -111,7 +111,7 @@ def test_quarantines_of_a_restored_ledger_end_the_run_with_the_key_to_raise():
     assert raised.problem() is None
 
 
-def test_what_was_filtered_before_a_step_that_trained_nothing_counts_with_the_next():
+def test_groups_filtered_before_an_empty_step_count_in_the_next_step():
     intake = Intake(LearnerConfig(groups_per_step=2))
     intake.deliver(group(0, rewards=(1.0, 1.0)))
     for i in (1, 2):
@@ -157,7 +157,7 @@ def test_the_groups_of_a_step_without_a_token_are_filtered_and_count_until_the_n
     deliveries=st.lists(st.tuples(st.integers(0, 12), st.sampled_from(["good", "flat", "bad"])), max_size=40),
     steps=st.integers(0, 3),
 )
-def test_i1_a_successor_goes_on_from_a_snapshot_as_if_it_had_been_there(deliveries, steps):
+def test_i1_a_successor_continues_from_a_snapshot_like_its_predecessor(deliveries, steps):
     made = {"good": {}, "flat": {"rewards": (1.0, 1.0)}, "bad": {"failure": "bad"}}
     intake = Intake(LEARNER)
     for index, kind in deliveries:

@@ -49,7 +49,7 @@ SIM = {key: value for key, value in GOOD.items() if not key.startswith(("loss/",
         ([STILL | {"policy/grad_norm": 1e-300}] * 9, []),
     ],
 )
-def test_what_the_last_steps_tell(lines, told):
+def test_the_last_steps_decide_which_notices_appear(lines, told):
     watch = LearningWatch(make_config())
     found = [notice for step, line in enumerate(lines, 1) for notice in watch.after_step(line | {"step": step})]
     assert [notice.key for notice in found] == told
@@ -63,7 +63,7 @@ def test_what_the_last_steps_tell(lines, told):
         ({"lr": 1e-6, "warmup_steps": 1000}, []),
     ],
 )
-def test_without_a_learning_rate_it_is_told_at_the_start(settings, told):
+def test_a_learning_rate_of_0_is_reported_at_the_start(settings, told):
     watch = LearningWatch(make_config(**settings))
     assert [notice.key for notice in watch.at_start()] == told
     assert watch.at_start() == []
@@ -92,7 +92,7 @@ ZERO, ONE, MIXED = group(0, 0, 0), group(1, 1, 1), group(0, 1, 0)
         ([ZERO] * LEAST_GROUPS, 1, ["0.000"]),
     ],
 )
-def test_equal_rewards_are_told_with_their_value(groups, groups_per_step, told):
+def test_equal_rewards_are_reported_with_their_value(groups, groups_per_step, told):
     watch = LearningWatch(make_config(groups_per_step=groups_per_step))
     found = [notice for rewards in groups for notice in watch.group_came(rewards, filtered=0)]
     assert [notice.key for notice in found] == ["equal rewards"] * len(told)
@@ -101,7 +101,7 @@ def test_equal_rewards_are_told_with_their_value(groups, groups_per_step, told):
 
 
 @pytest.mark.parametrize(("filtered", "told"), [(39, []), (40, ["mostly filtered"])])
-def test_before_a_run_ends_for_want_of_a_signal_it_is_told(filtered, told):
+def test_a_missing_signal_is_reported_before_it_ends_the_run(filtered, told):
     watch = LearningWatch(make_config(groups_per_step=8, max_filtered_ratio=10.0))
     found = [notice for n in range(1, filtered + 1) for notice in watch.group_came(MIXED, filtered=n)]
     assert [notice.key for notice in found] == told
@@ -110,7 +110,7 @@ def test_before_a_run_ends_for_want_of_a_signal_it_is_told(filtered, told):
 
 
 @given(st.lists(st.floats(0.01, 0.99), min_size=1, max_size=30), st.randoms(use_true_random=False))
-def test_a_run_that_learns_is_told_nothing(chances, random):
+def test_a_run_that_learns_has_no_notice(chances, random):
     """A binary reward whose chance wanders: as long as a group in a step differs within itself."""
     watch = LearningWatch(make_config(groups_per_step=8))
     found = watch.at_start()
@@ -221,11 +221,11 @@ def line(step, train_s, publish_s=0.0):
 
 
 @pytest.mark.parametrize(("step_s", "is_short"), [(0.0, False), (21.0, False), (21.1, True), (40.0, True)])
-def test_the_wait_for_the_last_groups_takes_its_share(step_s, is_short):
+def test_the_grace_includes_the_wait_for_the_last_groups(step_s, is_short):
     assert (CONFIG.preempt.too_short(step_s) != ("", "")) == is_short
 
 
-def test_the_advice_is_enough():
+def test_the_advised_grace_is_long_enough():
     config = simulated_run(preempt={"grace_s": 59.0})
     assert CONFIG.preempt.too_short(40.0) == (SAID, FIX)
     assert config.preempt.too_short(40.0) == ("", "")
@@ -241,13 +241,13 @@ def test_the_advice_is_enough():
         ([line(step, 39.0, 1.0) for step in range(1, 9)], [(STEPS, f"{SAID}. To do: {FIX}")]),
     ],
 )
-def test_it_is_said_once_when_it_is_measured(lines, said):
+def test_a_short_grace_is_reported_once_after_it_is_measured(lines, said):
     watch = GraceWatch(CONFIG)
     found = [(each["step"], notice.text) for each in lines for notice in watch.after_step(each)]
     assert found == said
 
 
-def test_it_is_said_before_the_start_of_a_run_that_is_resumed_and_of_a_simulated_one(tmp_path):
+def test_a_short_grace_is_reported_before_a_resumed_or_simulated_run_starts(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line(step, 40.0)) + "\n" for step in range(1, 9)))
     warned = [f"warning: preempt.grace_s: {SAID}; fix: {FIX}"]
     assert warnings_of(check_grace(CONFIG)) == []

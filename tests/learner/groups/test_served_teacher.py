@@ -89,7 +89,7 @@ def expected(group, sequence):
     return [logprob_of(ids, len(prompt) + int(at)) for at in sampled_positions(sequence)]
 
 
-def test_each_sampled_token_has_the_log_prob_of_its_place():
+def test_each_sampled_token_gets_the_log_prob_of_its_position():
     groups = random_groups(4, 3)
     found, counters, server = run(groups, begin=groups[:1], concurrency=3)
     for group, of_group in zip(groups, found, strict=True):
@@ -129,7 +129,7 @@ FOR_GOOD = {
 
 
 @pytest.mark.parametrize("name", FAULTS | FOR_GOOD)
-def test_a_fault_that_passes_is_asked_again_and_one_that_stays_ends_the_run_with_the_url(name):
+def test_a_passing_fault_is_retried_and_a_lasting_one_ends_the_run_with_the_url(name):
     action, told = (FAULTS | FOR_GOOD)[name]
     group = make_group(7, [1, 2], [make_trajectory([3, 4])])
     settings = {"timeout_s": 0.5} if name == "late" else {}
@@ -144,7 +144,7 @@ def test_a_fault_that_passes_is_asked_again_and_one_that_stays_ends_the_run_with
     assert ("(2 times; learner.teacher_server.tries)" in str(error.value)) == (name in FAULTS)
 
 
-def test_a_server_that_is_not_there_is_named():
+def test_an_unreachable_teacher_server_is_named():
     async def play():
         async with served() as there:
             pass
@@ -154,7 +154,7 @@ def test_a_server_that_is_not_there_is_named():
         asyncio.run(play())
 
 
-def test_a_server_that_takes_no_connection_is_not_told_to_answer_late(monkeypatch):
+def test_the_error_of_a_refused_connection_does_not_advise_a_longer_timeout(monkeypatch):
     monkeypatch.setattr("asyncrl.learner.groups.teacher.CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as others:
         port = server.getsockname()[1]
@@ -179,7 +179,7 @@ def test_a_server_that_takes_no_connection_is_not_told_to_answer_late(monkeypatc
     ("models", "name", "told"),
     [(("a", "b"), None, "serves several models"), (("a",), "b", "serves no model 'b'; it serves a")],
 )
-def test_the_model_must_be_told_apart(models, name, told):
+def test_a_server_with_several_models_needs_a_model_name(models, name, told):
     async def play():
         async with served(models=models) as there:
             client = TeacherClient(there.url, TeacherServerConfig(model=name))
@@ -192,7 +192,7 @@ def test_the_model_must_be_told_apart(models, name, told):
         asyncio.run(play())
 
 
-def test_a_group_that_nobody_needs_any_more_fails_nothing():
+def test_a_failed_score_of_an_unneeded_group_has_no_effect():
     lost = make_group(8, [9], [make_trajectory([3, 4])])
 
     def only_small(ids):
@@ -203,7 +203,7 @@ def test_a_group_that_nobody_needs_any_more_fails_nothing():
 
 
 @pytest.mark.parametrize("done", [True, False], ids=["scored", "hardly begun"])
-def test_a_group_that_is_generated_again_is_scored_anew(done):
+def test_a_regenerated_group_is_scored_again(done):
     first, second = (make_group(8, [9], [make_trajectory(tokens)]) for tokens in ([3, 4], [5]))
 
     async def play():
@@ -218,7 +218,7 @@ def test_a_group_that_is_generated_again_is_scored_anew(done):
     assert of_trajectory[0].tolist() == pytest.approx(expected(second, second.trajectories[0].sequences[0]))
 
 
-def test_the_key_is_that_of_the_environment(monkeypatch):
+def test_the_teacher_key_comes_from_the_environment(monkeypatch):
     for key in ("s3cret", "s3cret\n"):
         monkeypatch.setenv("TEACHER_KEY", key)
         _, _, server = run([small()], api_key_env="TEACHER_KEY")
@@ -226,7 +226,7 @@ def test_the_key_is_that_of_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize(("key", "netrc"), [("s3\ncret", ""), ("s3cret", "machine 127.0.0.1 login a password b\n")])
-def test_a_key_that_cannot_be_sent_is_an_error_that_stays(tmp_path, monkeypatch, key, netrc):
+def test_a_key_that_cannot_be_sent_is_a_permanent_error(tmp_path, monkeypatch, key, netrc):
     (tmp_path / "netrc").write_text(netrc)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("TEACHER_KEY", key)

@@ -74,7 +74,7 @@ def config_of(folder, url):
     return validate_config(tree)
 
 
-def test_its_log_probs_are_the_model_s_at_temperature_1(folder, url):
+def test_log_probs_of_the_teacher_are_the_models_at_temperature_1(folder, url):
     import torch
     import transformers
 
@@ -100,6 +100,6 @@ def test_its_log_probs_are_the_model_s_at_temperature_1(folder, url):
         assert np.abs(found - expected).max() < 1e-4
 
 
-def test_it_passes_the_check_before_the_start(folder, url):
+def test_a_vllm_teacher_passes_the_check_before_the_start(folder, url):
     found = asyncio.run(check_server(url, config_of(folder, url), load_tokenizer(str(folder))))
     assert found.result == "ok", found

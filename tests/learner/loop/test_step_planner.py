@@ -154,9 +154,7 @@ ROUNDS = st.tuples(ARRIVALS, ARRIVALS, st.booleans(), ARRIVALS, ENDS, st.boolean
     rounds=st.lists(ROUNDS, min_size=2, max_size=10),
 )
 @settings(max_examples=examples(60), deadline=None)
-def test_an_early_plan_that_is_used_is_the_one_that_would_be_made_at_the_begin(
-    late, limit, steps_per_version, rounds
-) -> None:
+def test_an_early_plan_equals_the_plan_at_the_start_of_the_step(late, limit, steps_per_version, rounds) -> None:
     steps = Steps(configure(late, limit=limit, steps_per_version=steps_per_version))
     numbers, used = itertools.count(), 0
 
@@ -298,7 +296,7 @@ def test_a_plan_for_other_groups_is_made_again() -> None:
     play(planner, scene)
 
 
-def test_early_plans_take_at_most_half_of_the_time_however_often_groups_change() -> None:
+def test_early_plans_take_at_most_half_of_the_time() -> None:
     planner = Planner()
     planner.plan_s = 0.02
 
@@ -384,7 +382,7 @@ def run(config: Config, indices: Sequence[int], *, early: bool, on: Callable[[Lo
 
 
 @pytest.mark.parametrize("steps_per_version", [1, 2])
-def test_steps_that_were_planned_early_are_those_that_would_be_planned_when_they_begin(steps_per_version) -> None:
+def test_steps_planned_early_equal_steps_planned_at_their_start(steps_per_version) -> None:
     config = configure(steps=6, steps_per_version=steps_per_version)
     early, at_begin = (run(config, range(12), early=early) for early in (True, False))
     assert early.counters["learner/plans_ahead"] == 5

@@ -221,7 +221,7 @@ def test_a_run_that_is_resumed_with_fewer_steps_than_it_has_taken_is_at_its_end(
     run_virtual(main())
 
 
-def test_i1_a_step_waits_for_all_its_groups_though_the_dataloader_leases_no_more() -> None:
+def test_i1_a_step_waits_for_all_its_groups_even_if_the_dataloader_leases_no_more() -> None:
     """A preemption may reach the dataloader before the learner: then it leases no more, and the step stays whole."""
 
     async def main() -> None:
@@ -319,7 +319,7 @@ def test_a_wait_for_the_parameter_server_ends_with_news_and_a_preempted_run_give
     run_virtual(main())
 
 
-def test_a_version_has_its_whole_time_however_long_the_wait_for_groups_was_before() -> None:
+def test_a_version_has_its_whole_time_even_after_a_long_wait_for_groups() -> None:
     async def main() -> None:
         scene, clock = Scene(steps=2, groups=range(1), checkpoint={"room_wait_s": 60}), LoopClock()
         await scene.training.begin([])

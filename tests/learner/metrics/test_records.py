@@ -27,7 +27,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_lines_carry_the_start_and_what_json_cannot_say_is_null(tmp_path):
+def test_lines_have_the_start_and_null_for_non_json_numbers(tmp_path):
     records = RecordFiles(tmp_path, 3)
     records.metrics({"kind": "train", "step": 1, "loss/policy": float("nan")}, {"kind": "update"})
     assert lines(tmp_path / "metrics.jsonl") == [
@@ -44,7 +44,7 @@ def test_lines_carry_the_start_and_what_json_cannot_say_is_null(tmp_path):
     assert (second["uid"], second["prompt"]) == ("0-8", None)
 
 
-def test_there_is_no_file_of_nothing(tmp_path):
+def test_empty_records_make_no_file(tmp_path):
     records = RecordFiles(tmp_path, 1)
     records.samples(1, 4, [])
     records.metrics()
@@ -88,7 +88,7 @@ def test_a_conversation_is_written_with_its_messages_turns_and_roles(tmp_path):
     ]
 
 
-def test_a_torn_line_stands_by_itself_and_one_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch):
+def test_a_torn_line_stays_separate_and_a_line_without_disk_space_leaves_nothing(tmp_path, monkeypatch):
     path, room, real = tmp_path / "metrics.jsonl", [5], os.write
     path.write_text('{"step": 1}\n{"st')
     records = RecordFiles(tmp_path, 1)
@@ -115,7 +115,7 @@ def test_a_torn_line_stands_by_itself_and_one_that_does_not_fit_leaves_nothing(t
 
 
 @pytest.mark.parametrize("ends", ["there is room again", "the disk stays full to the end"])
-def test_lines_that_find_no_room_wait_for_it(tmp_path, monkeypatch, ends):
+def test_lines_without_disk_space_wait_for_it(tmp_path, monkeypatch, ends):
     counters, reported, shown = Counters(), [], []
     monkeypatch.setattr(step_lines, "RETRY_S", 0.01)
     monkeypatch.setattr(step_lines, "LAST_TRY_S", 0.05)
@@ -179,7 +179,7 @@ def test_samples_are_written_after_their_folder_was_deleted(tmp_path):
     assert [line["uid"] for line in lines(path)] == ["0-7"]
 
 
-def test_a_run_folder_that_was_deleted_is_not_made_again(tmp_path):
+def test_a_deleted_run_folder_is_not_created_again(tmp_path):
     (tmp_path / "run").mkdir()
     records = RecordFiles(tmp_path / "run", 1)
     shutil.rmtree(tmp_path / "run")

@@ -42,7 +42,7 @@ def updated(lines, *replicas):
         lines.stats(replica, 1, RolloutStats(sampled_tokens=0, sampling=[], updates=[UpdateTimes(version=3)]))
 
 
-def test_nobody_is_told_of_a_step_before_its_line(tmp_path):
+def test_a_step_is_reported_only_after_its_line_is_written(tmp_path):
     """With it the sinks forget the lines of an earlier learner about that step and later ones."""
     told = []
 
@@ -70,7 +70,7 @@ def test_nobody_is_told_of_a_step_before_its_line(tmp_path):
     assert sorted(map(str, written)) == sorted(map(str, told))
 
 
-def test_all_updates_of_a_step_are_told(tmp_path):
+def test_all_updates_of_a_step_are_reported(tmp_path):
     told, replicas = [], [f"rollouter/{number}" for number in range(200)]
 
     async def live():
@@ -87,7 +87,7 @@ def test_all_updates_of_a_step_are_told(tmp_path):
     assert [line["replica"] for line in told if line["kind"] == "update"] == 2 * replicas
 
 
-def test_a_line_that_finds_no_room_takes_no_other_along(tmp_path, monkeypatch):
+def test_a_line_without_disk_space_does_not_lose_other_lines(tmp_path, monkeypatch):
     """An evaluation is complete while the line of a step is written."""
     write, other_came, lost = os.write, threading.Event(), []
 
@@ -119,7 +119,7 @@ def test_a_line_that_finds_no_room_takes_no_other_along(tmp_path, monkeypatch):
     assert (tmp_path / "metrics.jsonl").read_text() == train + ended
 
 
-def test_a_line_that_is_being_written_is_not_reported_as_one_that_waits(tmp_path, monkeypatch):
+def test_a_line_during_its_write_is_not_reported_as_waiting(tmp_path, monkeypatch):
     """Several tasks write lines. ``made`` fails the test at any report."""
     append = records._append_data
 

@@ -269,7 +269,7 @@ Put = Callable[[BucketQueue, Any, int], None]
     ],
     ids=["not gathered", "late", "size", "tensors", "closed"],
 )
-def test_a_bucket_that_is_not_as_announced_breaks_it_off(second: Put, error: str) -> None:
+def test_a_bucket_that_differs_from_its_announcement_ends_the_broadcast(second: Put, error: str) -> None:
     async def scenario(scene: Scene) -> None:
         sending = scene.begin(1)
         with make_publication(1) as publication:
@@ -377,7 +377,7 @@ def test_the_learner_stops_when_the_parameter_server_knows_that_the_broadcast_br
 
 
 @pytest.mark.parametrize("is_decided", [True, False])
-def test_a_learner_that_ends_breaks_off_its_broadcast(is_decided: bool) -> None:
+def test_an_ending_learner_ends_its_broadcast(is_decided: bool) -> None:
     async def scenario(scene: Scene) -> None:
         scene.sender.go_on.clear()
         if not is_decided:

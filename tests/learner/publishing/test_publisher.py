@@ -173,7 +173,7 @@ def test_a_newer_version_replaces_those_that_a_frozen_parameter_server_has_not_a
     play(scenario)
 
 
-def test_a_version_that_changed_in_memory_is_published_anew_and_a_refused_one_is_an_error() -> None:
+def test_a_version_that_changed_in_memory_is_published_again_and_a_refusal_is_an_error() -> None:
     async def scenario(scene: Scene) -> None:
         scene.publisher.offer(make_publication(3))
         await scene.acknowledged(3)

@@ -16,7 +16,7 @@ from asyncrl.learner.publishing.version_numbers import FILE, Used, VersionNumber
 
 @settings(max_examples=examples(25))
 @given(starts=st.lists(st.integers(0, 4), min_size=1, max_size=8))
-def test_no_number_is_given_twice_whatever_becomes_of_those_who_took_it(starts, tmp_path_factory):
+def test_no_version_number_is_used_twice_over_any_restarts(starts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     given_out = [mark.advance() for count in starts for mark in [VersionNumbers(folder)] for _ in range(count)]
     assert given_out == list(range(sum(starts)))
@@ -43,7 +43,7 @@ def test_a_number_that_cannot_be_made_durable_is_not_given(tmp_path, monkeypatch
     assert VersionNumbers(tmp_path).version == 1
 
 
-def test_it_is_on_disk_before_it_is_given(tmp_path, monkeypatch):
+def test_a_version_number_is_on_disk_before_it_is_used(tmp_path, monkeypatch):
     """File, then name: a crash at any moment leaves the old mark or the new one."""
     done = []
     real = os.fsync
@@ -68,7 +68,7 @@ def test_it_is_on_disk_before_it_is_given(tmp_path, monkeypatch):
         (b'{"version": 40, "start": 2}', ""),
     ],
 )
-def test_a_mark_that_is_lost_older_or_damaged_begins_above_what_else_is_known(tmp_path, content, problem):
+def test_a_lost_older_or_damaged_mark_starts_above_all_known_versions(tmp_path, content, problem):
     if content is not None:
         (tmp_path / FILE).write_bytes(content)
     mark = VersionNumbers(tmp_path, Used(40, 2))
@@ -79,13 +79,13 @@ def test_a_mark_that_is_lost_older_or_damaged_begins_above_what_else_is_known(tm
     assert (again.version, again.start, again.problem) == (mark.version, mark.start, "")
 
 
-def test_a_mark_that_is_not_there_is_no_problem_of_a_new_run(tmp_path):
+def test_a_missing_mark_is_no_problem_of_a_new_run(tmp_path):
     assert VersionNumbers(tmp_path, find_used(tmp_path, tmp_path / "checkpoints")).problem == ""
     (tmp_path / FILE).write_bytes(b"{")
     assert VersionNumbers(tmp_path).problem.startswith("is damaged")
 
 
-def test_a_mark_that_may_not_be_read_is_an_error_that_names_it(tmp_path, monkeypatch):
+def test_an_unreadable_mark_is_an_error_that_names_the_file(tmp_path, monkeypatch):
     def refused(_path):
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -112,7 +112,7 @@ def test_numbers_are_known_from_the_checkpoints_and_the_metrics(tmp_path, names,
     assert find_used(tmp_path, tmp_path / "checkpoints") == used
 
 
-def test_of_a_long_file_of_metrics_the_end_is_read(tmp_path, monkeypatch):
+def test_only_the_end_of_a_long_metrics_file_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(version_numbers, "TAIL_BYTES", 100)
     lines = [b'{"weights/version":%d,"start":1}\n' % version for version in range(1000)]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))

@@ -280,7 +280,7 @@ def test_the_learner_waits_only_if_a_gather_takes_longer_than_a_step(play: Play,
         assert times["whole", version] - copied == pytest.approx(gather_s)
 
 
-def test_a_learner_that_dies_before_the_publication_leaves_the_number_out(play: Play) -> None:
+def test_a_learner_that_dies_before_the_publication_skips_the_number(play: Play) -> None:
     async def dies(made: Versions, script: Script) -> None:
         await made.publish()
         await made.settled()
@@ -338,7 +338,7 @@ MARK = "/no/such/folder/version_mark.json"
         (OSError(errno.EIO, "Input/output error", MARK), "mend what is named", ""),
     ],
 )
-def test_a_version_that_cannot_be_published_says_what_helps(error, to_do, waits_for, monkeypatch) -> None:
+def test_an_unpublished_version_is_reported_with_advice(error, to_do, waits_for, monkeypatch) -> None:
     told: dict[str, Any] = {}
 
     def notify(key: str, text: str, **more: Any) -> None:

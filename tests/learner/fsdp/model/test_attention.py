@@ -36,13 +36,13 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dropout": 0.1}, "dropout"),
     ],
 )
-def test_the_kernel_is_taken_where_it_can_do_what_is_asked(changed: dict[str, Any], why: str | None) -> None:
+def test_the_varlen_kernel_is_refused_for_unsupported_inputs(changed: dict[str, Any], why: str | None) -> None:
     asked: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "head": 128, "value_head": 128}
     found = refusal(**(asked | changed))
     assert (found is None) if why is None else (found is not None and why in found)
 
 
-def test_the_longest_is_rounded_to_few_numbers() -> None:
+def test_the_longest_sequence_is_rounded_to_a_power_of_two() -> None:
     rounded = {n: round_longest(n) for n in range(1, 5000)}
     assert all(n <= longest for n, longest in rounded.items())
     assert sorted(set(rounded.values())) == [128, 256, 512, 1024, 2048, 4096, 8192]
@@ -87,12 +87,12 @@ def _both(
         (2, (9, 3), None, {"softcap": 2.0}),
     ],
 )
-def test_a_row_gets_in_one_kernel_what_its_sequences_get_alone(kernel, keys, lengths, prefixes, named) -> None:
+def test_one_kernel_over_a_row_equals_attention_over_each_sequence(kernel, keys, lengths, prefixes, named) -> None:
     for ours, truth in _both(lengths, keys, prefixes, **named):
         assert float((ours.float() - truth).norm() / truth.norm()) < 0.02
 
 
-def test_keys_are_repeated_where_torch_has_no_groups(kernel, monkeypatch) -> None:
+def test_keys_are_repeated_if_torch_has_no_grouped_attention(kernel, monkeypatch) -> None:
     attend = attention.varlen.varlen_attn
 
     def of_2_11(query: Any, key: Any, *rest: Any, scale: Any, window_size: Any) -> Any:

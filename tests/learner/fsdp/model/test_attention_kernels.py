@@ -25,7 +25,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "DEVICE", "cpu")
 
 
-def test_the_kernel_is_tried_where_it_is_to_run(kernel, monkeypatch) -> None:
+def test_the_kernel_is_tried_on_the_device_of_the_run(kernel, monkeypatch) -> None:
     attend = attention.attend
 
     def tried(windowed: bool = True) -> str | None:
@@ -99,7 +99,7 @@ def test_without_packages_torch_calls_its_own_kernel(packages) -> None:
     assert current_flash_attention_impl() is None
 
 
-def test_the_fastest_kernel_that_is_right_is_used(packages, monkeypatch) -> None:
+def test_the_fastest_correct_kernel_is_used(packages, monkeypatch) -> None:
     packages.add("FA3")
     assert packages.choose() == (None, []) and current_flash_attention_impl() == "FA3"
     packages.add("FA4")

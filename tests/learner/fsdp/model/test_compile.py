@@ -82,7 +82,7 @@ def _shared_row(random: np.random.Generator, sequences: int, policy: Policy) -> 
     # Attention sequence by sequence breaks the graph of a layer, and dynamo knows sizes of one and of several.
     [("varlen", 2, 2), pytest.param("packed", 12, 4, marks=pytest.mark.slow)],
 )
-def test_the_number_of_sequences_in_a_row_makes_no_graph(
+def test_the_number_of_sequences_in_a_row_causes_no_recompilation(
     attention: Attention, most: int, more: int, kernel, tmp_path: Path, monkeypatch
 ) -> None:
     """A layer has one for rows with a gradient, one for rows without, and again where sequences share a beginning."""
@@ -124,7 +124,7 @@ def _gradients(policy: Policy, row: PackedRow) -> tuple[dict[str, torch.Tensor],
     ("attention", "kind", "again"),
     [("packed", "selective", True), ("varlen", "full", True), ("varlen", "selective", False)],
 )
-def test_activations_are_computed_again_in_compiled_layers(
+def test_compiled_layers_recompute_activations(
     attention: Attention, kind: Any, again: bool, request, tmp_path: Path, monkeypatch
 ) -> None:
     if attention == "varlen":

@@ -33,7 +33,7 @@ def _case(*, bias: bool, frozen: bool) -> tuple[torch.Tensor, ...]:
         (7, False, True, None, True),
     ],
 )
-def test_chunks_have_the_values_and_gradients_of_the_whole(
+def test_a_head_in_chunks_has_the_values_and_gradients_of_the_whole(
     positions, entropy_gradient, bias, softcap, frozen, monkeypatch
 ) -> None:
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * positions)
@@ -77,7 +77,7 @@ def test_more_chunks_do_not_make_the_gradient_of_the_head_worse(monkeypatch) -> 
     assert errors[1] < 1.5 * errors[0] < 0.01
 
 
-def test_the_entropy_and_its_gradient_are_finite_where_probabilities_are_0() -> None:
+def test_the_entropy_and_its_gradient_are_finite_for_probabilities_of_0() -> None:
     logits = torch.tensor([[0.0, -200.0, -1e4], [3.0, 2.0, float("-inf")]], requires_grad=True)
     _, entropies = score_logits(logits, torch.zeros(2, dtype=torch.int64), 1.0, entropy_gradient=True)
     entropies.sum().backward()
@@ -90,7 +90,7 @@ def test_the_entropy_and_its_gradient_are_finite_where_probabilities_are_0() -> 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_values_and_gradients_are_those_of_float64(temperature, softcap, monkeypatch) -> None:
+def test_values_and_gradients_of_the_head_match_float64(temperature, softcap, monkeypatch) -> None:
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * 7)
     hidden, weight, shift, targets, by_logprob, by_entropy = _case(bias=True, frozen=False)
     exact = [p.detach().double().requires_grad_() for p in (hidden, weight, shift)]
@@ -107,7 +107,7 @@ def test_values_and_gradients_are_those_of_float64(temperature, softcap, monkeyp
         assert float((ours.grad - truth.grad).norm() / truth.grad.norm()) < 1e-5
 
 
-def test_the_slopes_of_a_head_are_finite_where_probabilities_are_0() -> None:
+def test_the_gradients_of_a_head_are_finite_for_probabilities_of_0() -> None:
     hidden = torch.tensor([[0.0, 1.0], [200.0, 1.0]]).requires_grad_()
     weight = torch.tensor([[0.0, 0.0], [-1.0, 0.0], [1.0, -1e38]]).requires_grad_()
     scores = score_hidden(hidden, weight, None, torch.tensor([0, 0]), 1.0, entropy_gradient=True)
@@ -116,7 +116,7 @@ def test_the_slopes_of_a_head_are_finite_where_probabilities_are_0() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_head_runs_as_it_is_written_where_the_compiler_fails(fails, monkeypatch, caplog) -> None:
+def test_a_head_runs_uncompiled_if_the_compiler_fails(fails, monkeypatch, caplog) -> None:
     def compile_it(function, dynamic):
         def run(*arguments):
             made.append(function)
@@ -141,7 +141,7 @@ def test_a_head_runs_as_it_is_written_where_the_compiler_fails(fails, monkeypatc
     assert caplog.text.count("Failed to find C compiler") == 2 * fails
 
 
-def test_a_head_without_memory_is_not_taken_for_one_that_cannot_be_compiled(monkeypatch) -> None:
+def test_out_of_memory_in_a_head_does_not_count_as_a_failed_compilation(monkeypatch) -> None:
     def lacks_memory(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 

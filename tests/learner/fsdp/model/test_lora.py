@@ -57,7 +57,7 @@ def _policy(folder: Path, **lora: Any):
     return policy
 
 
-def test_every_linear_layer_of_the_decoder_gets_one_and_nothing_else(folder) -> None:
+def test_exactly_the_linear_layers_of_the_decoder_get_adapters(folder) -> None:
     """Only trained parameters take memory: the frozen rest has no gradient and no state."""
     policy = _policy(folder)
     layers = adapted_layers(policy.model)
@@ -77,7 +77,7 @@ def test_every_linear_layer_of_the_decoder_gets_one_and_nothing_else(folder) -> 
     assert (memory.weights, memory.gradients, memory.states) == (2 * frozen + 4 * numbers, 4 * numbers, 8 * numbers)
 
 
-def test_targets_are_ends_of_names_and_one_that_is_none_is_told(folder) -> None:
+def test_targets_match_ends_of_names_and_an_unmatched_one_is_named(folder) -> None:
     layers = adapted_layers(_policy(folder, targets=["q_proj", "mlp.up_proj"]).model)
     assert sorted(layers) == [
         f"model.layers.{i}.{name}" for i in range(2) for name in ("mlp.up_proj", "self_attn.q_proj")
@@ -121,7 +121,7 @@ def _of_whole_model(backend, config) -> tuple[dict[str, np.ndarray], dict[str, f
     return gradients[0], metrics
 
 
-def test_gradients_follow_from_those_of_the_whole_weights(folder, tmp_path, run) -> None:
+def test_adapter_gradients_follow_from_those_of_the_whole_weights(folder, tmp_path, run) -> None:
     """dB = s dW A^T and dA = s B^T dW, where dW is the gradient of a whole model with the adapters added in.
 
     The reference is the model without adapters, and needs none of its own.
@@ -268,7 +268,7 @@ def _publish(backend, config) -> tuple[dict[str, torch.Tensor], set[tuple[torch.
     return weights_of(backend.publish(1).result(60)), types
 
 
-def test_in_bfloat16_the_frozen_weights_are_that_and_adapters_are_not(folder, run) -> None:
+def test_frozen_weights_are_bfloat16_and_adapters_float32(folder, run) -> None:
     config = _config(folder, dtype="bfloat16", lora={"publish": "merged", "targets": ["down_proj"]})
     (found, types), _ = run(config, _publish)
     assert types == {(torch.bfloat16, False), (torch.float32, True)}
@@ -278,7 +278,7 @@ def test_in_bfloat16_the_frozen_weights_are_that_and_adapters_are_not(folder, ru
         assert torch.equal(value, original[name].bfloat16()) == ("down_proj" not in name), name
 
 
-def test_a_checkpoint_of_the_other_kind_is_refused(folder, tmp_path) -> None:
+def test_a_checkpoint_with_other_trained_weights_is_refused(folder, tmp_path) -> None:
     run_alone(_config(folder), _save, tmp_path / "adapters")
     with pytest.raises(CheckpointError, match="holds adapters, and lora.rank = 0 trains the model itself"):
         load_weights(tmp_path / "adapters", load_policy(ModelConfig(path=str(folder))))

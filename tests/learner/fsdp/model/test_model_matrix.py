@@ -65,7 +65,7 @@ def _plain(folder: Path) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Te
     ("family", "tied"),
     [pytest.param(*each, marks=[] if each[0] in OF_THEIR_OWN else pytest.mark.slow) for each in HALF],
 )
-def test_the_learner_computes_what_the_model_says(family: str, tied: bool, tmp_path: Path, run, monkeypatch) -> None:
+def test_the_learner_matches_the_plain_model(family: str, tied: bool, tmp_path: Path, run, monkeypatch) -> None:
     # Chunks of 7 positions.
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * 7)
     folder = save_family(tmp_path / "model", make_family(family, tied=tied))

@@ -31,7 +31,7 @@ def _with_gradients(folder, **learner):
     return policy, config
 
 
-def test_muon_moves_the_matrices_of_the_layers_and_adamw_everything_else(small):
+def test_muon_updates_the_matrices_of_the_layers_and_adamw_the_rest(small):
     policy, config = _with_gradients(small, optimizer="muon", weight_decay=0.1)
     optimizer = make_optimizer(policy, config)
     assert isinstance(optimizer, MuonWithAdamW)
@@ -68,7 +68,7 @@ def test_a_step_of_muon_is_orthogonal_and_as_long_as_one_of_adamw(small):
         assert 0.1 * LR < float(moved.square().mean().sqrt()) < 0.3 * LR, name
 
 
-def test_all_groups_take_the_rate_and_lose_their_gradients(small):
+def test_the_optimizer_sets_the_rate_and_clears_gradients_of_all_groups(small):
     policy, config = _with_gradients(small, optimizer="muon")
     optimizer = make_optimizer(policy, config)
     before = [p.detach().clone() for p in policy.parameters()]
@@ -86,7 +86,7 @@ def test_all_groups_take_the_rate_and_lose_their_gradients(small):
 
 
 @pytest.mark.parametrize("shape", [(3, 40), (40, 3), (16, 16), (1, 8)])
-def test_the_orthogonal_matrix_is_that_of_torch(shape):
+def test_the_orthogonal_matrix_matches_that_of_torch(shape):
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     matrix = torch.nn.Parameter(torch.zeros(shape))
     matrix.grad = gradient
@@ -95,7 +95,7 @@ def test_the_orthogonal_matrix_is_that_of_torch(shape):
     assert torch.allclose(orthogonal(gradient.bfloat16()).float(), expected, atol=2e-2)
 
 
-def test_matrices_of_adapters_are_moved_by_muon_and_frozen_ones_by_nothing(small):
+def test_muon_updates_adapter_matrices_and_no_frozen_ones(small):
     policy, config = _with_gradients(small, optimizer="muon")
     add_adapters(policy, LoraConfig(rank=4), seed=0)
     optimizer = make_optimizer(policy, config)
@@ -108,7 +108,7 @@ def _steps(backend, config):
     return weights_of(backend.publish(1).result(60))
 
 
-def test_shards_of_two_ranks_move_as_a_whole_matrix_does(small, run_well):
+def test_two_shards_are_updated_like_the_whole_matrix(small, run_well):
     alone, together, offloaded, adamw = (
         run_well(make_config(small, ranks=ranks, lr=LR, optimizer=optimizer, offload=offload), _steps)
         for ranks, optimizer, offload in [
@@ -161,7 +161,7 @@ def _load(backend, config, source):
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw", "muon"), ("muon", "adamw")])
-def test_a_checkpoint_of_the_other_optimizer_gives_its_weights_and_what_both_move_alike(
+def test_a_checkpoint_of_the_other_optimizer_restores_weights_and_common_state(
     before, after, small, tmp_path, run_well
 ):
     source = tmp_path / "trainer"

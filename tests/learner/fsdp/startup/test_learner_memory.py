@@ -48,7 +48,7 @@ QWEN_7B = ModelShape(
 LOAD = TrainingShape(shards=8, tokens=8192, chunk=441, compute_bytes=2, checkpointing="off", offloaded=False)
 
 
-def test_a_7b_model_on_8_ranks_needs_what_is_known_of_it():
+def test_the_estimate_for_a_7b_model_on_8_ranks_matches_known_values():
     found = estimate(QWEN_7B, LOAD)
     assert found.weights + found.gradients + found.states == 16 * (4 * QWEN_7B.parameters // 8) // 4
     assert 45e9 < found.activations < 70e9
@@ -63,7 +63,7 @@ WIDE = {"intermediate_size": 192, "num_hidden_layers": 4}
     ("family", "kind", "dtype"),
     [("Qwen2", "full", torch.float32), *((family, "off", torch.bfloat16) for family in FAMILIES if family != "Gemma2")],
 )
-def test_activations_are_what_autograd_keeps(tmp_path, family, kind, dtype):
+def test_estimated_activations_match_those_that_autograd_keeps(tmp_path, family, kind, dtype):
     folder = tmp_path / "model"
     if family == "Qwen2":
         save_small_model(folder, **WIDE)
@@ -136,7 +136,7 @@ def gpu_ranks(*memories):
         ({"num_attention_heads": 4, "intermediate_size": [64, 64]}, "TypeError: "),
     ],
 )
-def test_a_model_of_other_sizes_than_a_dense_one_is_not_estimated(sizes, problem, gpus_of_80_gb, caplog):
+def test_only_dense_models_are_estimated(sizes, problem, gpus_of_80_gb, caplog):
     policy = Policy(make_family("Mistral", tied=False))
     told = SimpleNamespace(hidden_size=32, vocab_size=64, **sizes)
     policy.model.config.get_text_config = lambda: told
@@ -156,7 +156,7 @@ def test_a_model_of_other_sizes_than_a_dense_one_is_not_estimated(sizes, problem
     st.booleans(),
     st.floats(1e9, 300e9),
 )
-def test_what_is_advised_fits_or_asks_for_more_ranks(shards, tokens, kind, offloaded, available):
+def test_advised_settings_fit_or_ask_for_more_ranks(shards, tokens, kind, offloaded, available):
     load = TrainingShape(shards, tokens, 441, 2, kind, offloaded)
     told = advise(QWEN_7B, load, int(available))
     fits = estimate(QWEN_7B, load).device <= int(USABLE * int(available))
@@ -174,7 +174,7 @@ def test_what_is_advised_fits_or_asks_for_more_ranks(shards, tokens, kind, offlo
     assert estimate(QWEN_7B, then).device <= int(USABLE * int(available))
 
 
-def test_the_cheapest_change_is_told_first():
+def test_the_cheapest_change_is_advised_first():
     assert advise(QWEN_7B, LOAD, 80 * 10**9) == 'learner.activation_checkpointing = "full"'
     small = advise(QWEN_7B, TrainingShape(1, 8192, 441, 2, "full", False), 80 * 10**9)
     assert small == "learner.tokens_per_microbatch = 1024 and learner.offload = true"
@@ -207,7 +207,7 @@ QWEN_HALF_B = ModelShape(
         (QWEN_7B, 1, 8192, 80, "full"),
     ],
 )
-def test_as_many_activations_are_kept_as_fit_well(shape, shards, tokens, gigabytes, kind):
+def test_activation_checkpointing_is_the_lightest_that_fits(shape, shards, tokens, gigabytes, kind):
     load = TrainingShape(shards, tokens, 441, 2, "off", False)
     available = gigabytes * 10**9
     assert choose_checkpointing(shape, load, available) == kind
@@ -216,7 +216,7 @@ def test_as_many_activations_are_kept_as_fit_well(shape, shards, tokens, gigabyt
 
 
 @given(st.integers(1, 64), st.sampled_from([1024, 8192, 32768]), st.floats(1e9, 300e9), st.floats(0, 100e9))
-def test_more_memory_never_makes_more_to_compute_again(shards, tokens, available, more):
+def test_more_memory_never_increases_recomputation(shards, tokens, available, more):
     load = TrainingShape(shards, tokens, 441, 2, "off", False)
     order = ["full", "selective", "off"]
     less, much = (order.index(choose_checkpointing(QWEN_7B, load, int(room))) for room in (available, available + more))
@@ -240,7 +240,7 @@ def test_the_smallest_gpu_decides_for_all_ranks(gpus_of_80_gb, caplog):
     assert "activation checkpointing full" in caplog.text
 
 
-def test_a_sequence_longer_than_a_row_has_a_row_of_its_own(gpus_of_80_gb):
+def test_a_sequence_longer_than_a_row_gets_its_own_row(gpus_of_80_gb):
     policy, short = Policy(make_family("Mistral", tied=False)), make_config(budget=1024)
     long = short.model_copy(update={"rollout": short.rollout.model_copy(update={"max_tokens": 1 << 25})})
     taught = short.model_copy(update={"sft": short.sft.model_copy(update={"max_tokens": 1 << 25})})
@@ -257,7 +257,7 @@ def test_a_sequence_longer_than_a_row_has_a_row_of_its_own(gpus_of_80_gb):
         ("Qwen2", Scoring(packed=True, attention="packed", chunked=False)),
     ],
 )
-def test_what_the_estimate_does_not_know_is_computed_again(family, scoring, gpus_of_80_gb):
+def test_an_unknown_model_gets_full_activation_checkpointing(family, scoring, gpus_of_80_gb):
     policy = Policy(make_family(family, tied=False))
     assert plan_memory(policy, scoring, make_config(), gpu_ranks(80e9), BF16) == "full"
 
@@ -269,7 +269,7 @@ def test_muon_keeps_one_state_of_the_layers():
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["off", "selective", "full"])
-def test_a_config_json_is_estimated_no_lower_than_the_model(family, kind):
+def test_the_estimate_from_config_json_is_no_lower_than_that_of_the_model(family, kind):
     model = make_family(family, tied=False, intermediate_size=192)
     load = TrainingShape(1, 512, 441, 2, kind, False)
     exact = estimate(shape_of(Policy(model)), load).device
@@ -295,7 +295,7 @@ def test_a_rank_may_not_take_more_than_its_share_of_a_shared_gpu(monkeypatch):
     assert limits == [(0.3, second)]
 
 
-def test_the_engine_gets_what_the_planned_checkpointing_leaves(gpus_of_80_gb, monkeypatch):
+def test_the_engine_gets_the_memory_that_activation_checkpointing_leaves(gpus_of_80_gb, monkeypatch):
     policy = Policy(make_family("Mistral", tied=False))
     planned = GpuShares(rank=0.5, engine=0.4, checkpointing="selective", cached_tokens=1, cache_bytes=1)
     assert plan_memory(policy, OURS, make_config(), gpu_ranks(80e9), BF16) == "off"

@@ -89,7 +89,7 @@ def _differences(ranks: Ranks, mesh: Any, folder: Path, ours: Path | None = None
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_each_rank_gets_its_rows_of_the_model_in_every_bit(ranks: int, replicas: int, tmp_path: Path, pools) -> None:
+def test_each_rank_loads_its_rows_of_the_model_bit_for_bit(ranks: int, replicas: int, tmp_path: Path, pools) -> None:
     # Rows, and experts, that do not divide; weights that transformers joins.
     for family, tied in (("Phi3", True), ("Gemma3", True), ("Qwen3Moe", False)):
         folder = save_family(tmp_path / family, make_family(family, tied=tied).to(torch.bfloat16))
@@ -108,7 +108,7 @@ def _rewrite(source: Path, folder: Path, change: Callable[[dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("case", ["equal", "other", "head alone"])
-def test_a_head_is_tied_as_transformers_ties_it(case: str, tmp_path: Path, pools) -> None:
+def test_a_head_is_tied_as_in_transformers(case: str, tmp_path: Path, pools) -> None:
     """By its configuration, unless the checkpoint holds two weights that differ."""
 
     def change(weights: dict[str, torch.Tensor]) -> None:
@@ -123,7 +123,9 @@ def test_a_head_is_tied_as_transformers_ties_it(case: str, tmp_path: Path, pools
 
 
 @pytest.mark.parametrize("how", ["bin", "on one host alone"])
-def test_what_cannot_be_read_in_shards_is_handed_out_and_told_of(how: str, tmp_path: Path, pools) -> None:
+def test_rank_0_distributes_a_model_that_cannot_be_read_in_shards_and_reports_it(
+    how: str, tmp_path: Path, pools
+) -> None:
     folder, other = save_family(tmp_path / "model", make_family("Gemma3", tied=True)), tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_bytes((folder / "config.json").read_bytes())
@@ -148,7 +150,7 @@ def _told(ranks: Ranks, mesh: Any, folder: Path, other: Path) -> Any:
         log.removeHandler(handler)
 
 
-def test_what_is_wrong_on_one_rank_is_told_by_all(tmp_path: Path, pools) -> None:
+def test_every_rank_reports_an_error_of_one_rank(tmp_path: Path, pools) -> None:
     source = save_small_model(tmp_path / "source")
     name = "model.layers.1.mlp.up_proj.weight"
 
@@ -230,7 +232,7 @@ def _counts(ranks: Ranks, mesh: Any, folder: Path) -> dict[str, Any]:
     return {name: each.counts.numpy() for name, each in slices.items()}
 
 
-def test_every_number_is_read_by_one_rank_once(tmp_path: Path, pools) -> None:
+def test_exactly_one_rank_reads_each_weight_once(tmp_path: Path, pools) -> None:
     model = make_family("Qwen3Moe", tied=True).to(torch.bfloat16)
     folder = save_family(tmp_path / "model", model)
     # In several files, with an index.
@@ -270,7 +272,7 @@ def _grown(ranks: Ranks, mesh: Any, small: Path, folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_no_rank_has_memory_for_the_model(tmp_path: Path) -> None:
+def test_no_rank_needs_memory_for_the_whole_model(tmp_path: Path) -> None:
     """Half of 60 MB is each rank's, and the rest is a layer, activations and what else there is."""
     small = save_small_model(tmp_path / "small")
     source = save_small_model(tmp_path / "source", num_hidden_layers=19, intermediate_size=4096)

@@ -48,7 +48,7 @@ WINDOW = 2 * max(LENGTHS)
         ({"attention_chunk_size": 5, "layer_types": ["full_attention", "chunked_attention"]}, 5),
     ],
 )
-def test_the_window_is_that_of_the_layers_that_have_one(model: dict[str, Any], window: int | None) -> None:
+def test_the_attention_window_comes_from_the_layers_that_have_one(model: dict[str, Any], window: int | None) -> None:
     assert attention_window(SimpleNamespace(**model)) == window
 
 
@@ -63,7 +63,7 @@ def test_the_window_is_that_of_the_layers_that_have_one(model: dict[str, Any], w
         (None, 9999, 10**13, "cpu", STRETCH),
     ],
 )
-def test_the_long_sequence_passes_the_window_and_costs_seconds(window, longest, parameters, device, length) -> None:
+def test_the_long_sequence_exceeds_the_window_and_costs_seconds(window, longest, parameters, device, length) -> None:
     assert long_length(window, longest=longest, parameters=parameters, device=device) == length
 
 
@@ -124,7 +124,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "DEVICE", "cpu")
 
 
-def test_a_window_that_is_not_kept_is_seen(confirm, monkeypatch) -> None:
+def test_an_ignored_attention_window_is_detected(confirm, monkeypatch) -> None:
     assert confirm() == Scoring(True, "packed", True, shared=True)
     plain = attention.packed_attention
     blind = {"sliding_window": None}
@@ -135,7 +135,7 @@ def test_a_window_that_is_not_kept_is_seen(confirm, monkeypatch) -> None:
     assert "in bfloat16 on cpu" in found.warnings[0]
 
 
-def test_the_kernel_is_taken_and_given_up_where_it_is_wrong(confirm, kernel, monkeypatch) -> None:
+def test_a_correct_kernel_is_used_and_a_wrong_one_is_not(confirm, kernel, monkeypatch) -> None:
     assert confirm() == Scoring(True, "varlen", True, shared=True)
     # Not in float32.
     assert confirm(dtype=torch.float32).attention == "packed"
@@ -154,7 +154,7 @@ def test_the_kernel_is_taken_and_given_up_where_it_is_wrong(confirm, kernel, mon
     assert "own attention over packed rows cannot be used" in found.warnings[0]
 
 
-def test_without_the_heads_of_its_layers_the_kernel_is_not_tried(confirm, kernel, monkeypatch) -> None:
+def test_the_kernel_is_not_used_if_the_head_shape_is_unknown(confirm, kernel, monkeypatch) -> None:
     def refuse(model):
         raise RuntimeError("'head_dim' is a per-layer attribute")
 
@@ -164,7 +164,7 @@ def test_without_the_heads_of_its_layers_the_kernel_is_not_tried(confirm, kernel
     assert "a kernel for each sequence: the heads of its layers are not known: RuntimeError: " in found.warnings[0]
 
 
-def test_a_leak_into_long_rows_alone_ends_packing(confirm, monkeypatch) -> None:
+def test_a_leak_in_long_rows_only_disables_packing(confirm, monkeypatch) -> None:
     forward = Policy.forward
 
     def leaking(self: Policy, row: PackedRow, *rest: Any) -> Any:
@@ -192,7 +192,7 @@ def _without_restarts(row: PackedRow) -> PackedRow:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wrong", [_without_bounds, _without_restarts])
-def test_a_leak_and_wrong_positions_are_seen_in_both_types(confirm, monkeypatch, dtype, wrong) -> None:
+def test_a_leak_and_wrong_positions_are_detected_in_both_dtypes(confirm, monkeypatch, dtype, wrong) -> None:
     forward = Policy.forward
 
     def broken(self: Policy, row: PackedRow, *rest: Any) -> Any:
@@ -203,7 +203,7 @@ def test_a_leak_and_wrong_positions_are_seen_in_both_types(confirm, monkeypatch,
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_leak_of_two_ten_thousandths_is_seen_in_float32(policy, confirm, monkeypatch, first: bool) -> None:
+def test_a_leak_of_two_ten_thousandths_is_detected_in_float32(policy, confirm, monkeypatch, first: bool) -> None:
     forward = Policy.forward
 
     def leaking(self: Policy, row: PackedRow, *rest: Any) -> Any:
@@ -232,7 +232,7 @@ def test_one_rank_that_differs_decides_for_all(confirm, theirs, found) -> None:
     assert (scoring.packed, scoring.attention, scoring.chunked) == found
 
 
-def test_another_model_than_was_loaded_is_refused(confirm, ways) -> None:
+def test_a_model_that_differs_from_its_files_is_refused(confirm, ways) -> None:
     other = msgspec.structs.replace(ways, truth=[each - 3.0 for each in ways.truth])
     with pytest.raises(ConfigError, match=r"model\.path: /model: .* no rounding explains"):
         confirm(choice=other)

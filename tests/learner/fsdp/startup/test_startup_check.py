@@ -23,7 +23,7 @@ def loaded(folder: Path) -> Policy:
     return load_policy(ModelConfig(path=str(folder)))
 
 
-def test_the_check_takes_the_fastest_way_that_is_right(loaded) -> None:
+def test_the_check_selects_the_fastest_correct_method(loaded) -> None:
     choice = choose_scoring(loaded, LearnerConfig(), seed=0)
     assert choice.scoring == Scoring(packed=True, attention="packed", chunked=True, shared=True)
     assert (choice.packed, choice.single) == (["packed", "loaded", "plain"], "loaded")
@@ -31,7 +31,7 @@ def test_the_check_takes_the_fastest_way_that_is_right(loaded) -> None:
     assert alone.scoring == Scoring(packed=False, attention="loaded", chunked=True)
 
 
-def test_rounding_is_measured_on_the_model_and_is_not_a_leak(loaded) -> None:
+def test_rounding_is_measured_on_the_model_and_does_not_count_as_a_leak(loaded) -> None:
     # Log-probs of thousands of nats: their rounding alone is far above a bound that suits others.
     loaded.model.get_output_embeddings().weight.data *= 3000
     choice = choose_scoring(loaded, LearnerConfig(), seed=0)
@@ -86,7 +86,7 @@ def _is_no_number(loaded: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
         (_is_no_number, False, "plain", False, "whole logits"),
     ],
 )
-def test_the_check_sees_what_a_model_ails(
+def test_the_check_detects_each_fault_of_a_model(
     ails: Callable[..., None], packed: bool, way: str, chunked: bool, told: str, loaded, monkeypatch
 ) -> None:
     ails(loaded, monkeypatch)
@@ -101,7 +101,7 @@ def test_the_check_sees_what_a_model_ails(
 
 
 @pytest.mark.parametrize("load", [load_policy, empty_policy])
-def test_a_model_that_is_not_there_names_its_key(load, tmp_path: Path) -> None:
+def test_a_missing_model_is_named_with_its_key(load, tmp_path: Path) -> None:
     for path, files, told in (
         (tmp_path / "nowhere", {}, "nowhere is no folder"),
         (tmp_path, {}, r"holds no config\.json"),
@@ -113,7 +113,7 @@ def test_a_model_that_is_not_there_names_its_key(load, tmp_path: Path) -> None:
             load(ModelConfig(path=str(path)))
 
 
-def test_the_layers_are_found(loaded) -> None:
+def test_the_check_finds_the_layers_of_a_model(loaded) -> None:
     for named in (["Qwen2DecoderLayer", "Qwen2MLP"], None):
         loaded.model._no_split_modules = named
         assert [type(m).__name__ for m in loaded.decoder_layers()] == ["Qwen2DecoderLayer"] * 2

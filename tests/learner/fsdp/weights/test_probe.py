@@ -55,7 +55,7 @@ def _train_and_publish(backend, config, start: Path) -> list[tuple[list[Any], An
     ("ranks", "extra"),
     [(1, {"packing": "off", "activation_checkpointing": "full"}), (2, {})],
 )
-def test_it_is_what_the_published_weights_make_of_it_and_training_goes_on_as_if_never_asked(
+def test_the_probe_scores_match_the_published_weights_and_do_not_change_training(
     ranks, extra, folder, tmp_path, run_well
 ) -> None:
     import transformers
@@ -102,7 +102,7 @@ def test_it_is_what_the_published_weights_make_of_it_and_training_goes_on_as_if_
             assert entropies[place - begin] >= entropies.topk(PLACES).values[-1] - TOLERANCE
 
 
-def test_of_a_large_vocabulary_the_likeliest_tokens_are_told(folder) -> None:
+def test_the_probe_of_a_large_vocabulary_has_the_likeliest_tokens(folder) -> None:
     policy = load_policy(ModelConfig(path=str(folder)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("asyncrl.learner.fsdp.weights.probe.LIKELIEST", 4)

@@ -126,7 +126,7 @@ def wrong(found: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_the_learner_publishes_is_what_vllm_serves(tmp_path: Path) -> None:
+def test_vllm_serves_exactly_the_published_weights(tmp_path: Path) -> None:
     assert not wrong(differences(made(SERVED, tmp_path), tmp_path))
 
 

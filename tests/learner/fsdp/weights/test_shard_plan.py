@@ -11,7 +11,7 @@ from asyncrl.learner.fsdp.weights.shard_plan import converts_rows, layer_of, obs
 
 
 @given(rows=st.integers(1, 200), shards=st.integers(1, 40))
-def test_each_row_is_one_ranks_as_torch_cuts_them(rows: int, shards: int) -> None:
+def test_each_row_belongs_to_one_rank_as_in_torch_chunk(rows: int, shards: int) -> None:
     parts = [own_rows(rows, rank, shards) for rank in range(shards)]
     assert [row for part in parts for row in part] == list(range(rows))
     chunks = torch.arange(rows).chunk(shards)
@@ -24,7 +24,7 @@ NAMES = st.builds(
 
 
 @given(targets=st.dictionaries(NAMES | st.text("abc.", max_size=5), NAMES | st.sampled_from(["embed", "norm"])))
-def test_what_becomes_one_layer_is_read_at_once_and_nothing_twice(targets: dict[str, str]) -> None:
+def test_tensors_of_one_layer_are_read_together_and_each_once(targets: dict[str, str]) -> None:
     groups = read_together(targets)
     assert sorted(name for group in groups for name in group) == sorted(targets)
     layers = [{layer_of(targets[name]) for name in group} for group in groups]
@@ -67,7 +67,7 @@ def test_conversions_that_keep_rows_apart_are_recognised(operations, rows: int, 
         (["model.safetensors"], {"transformers_weights": "other.safetensors"}, "names the file"),
     ],
 )
-def test_what_keeps_a_model_from_being_read_in_shards(files: list[str], settings: dict, told: str | None) -> None:
+def test_an_obstacle_to_reading_a_model_in_shards_is_named(files: list[str], settings: dict, told: str | None) -> None:
     found = obstacle(files, settings)
     assert (found is None) if told is None else (found is not None and told in found)
 

@@ -46,7 +46,7 @@ def _train(backend: Any, config: Any, target: Path, other: Path | None = None) -
         pytest.param((CUT, ALONE), "muon", marks=pytest.mark.slow),
     ],
 )
-def test_replicas_train_publish_and_save_as_one_rank_does_and_read_what_others_wrote(
+def test_replicas_train_publish_and_save_like_one_rank_and_read_other_layouts(
     meshes, optimizer, folder, run_well, tmp_path
 ) -> None:
     first, second = (
