@@ -82,7 +82,7 @@ def test_every_key_of_the_configuration_has_one_class():
         ({"run": {"name": "x", "dir": "y"}, "resume": {"allow": ["batch"]}}, []),
     ],
 )
-def test_a_change_is_named_with_both_values_and_its_effect(sections, expected):
+def test_a_changed_key_is_named_with_both_values_and_its_effect(sections, expected):
     found = changes(tree_of(simulated_run()), simulated_run(**sections))
     assert [(change.key, change.applies, change.difference) for change in found] == expected
     assert all(change.applies.value in change.describe() for change in found)

@@ -35,7 +35,7 @@ TORN = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_the_cause_of_an_error_decides(error, found):
+def test_the_cause_of_an_error_shows_a_full_disk(error, found):
     assert full_errno(error) == found
 
 

@@ -29,7 +29,7 @@ print(lost_lines())
 """
 
 
-def test_text_is_written_as_it_is_and_a_full_disk_takes_it_and_nothing_else(tmp_path: Path) -> None:
+def test_text_is_written_unchanged_and_a_full_disk_loses_it_without_an_error(tmp_path: Path) -> None:
     """Neither the writer nor the end of its process fails for it, and lines beyond those that are kept are counted."""
     for place, lost in (("/dev/full", "2"), (tmp_path / "log", "0")):
         with open(place, "wb") as errors:
@@ -39,7 +39,7 @@ def test_text_is_written_as_it_is_and_a_full_disk_takes_it_and_nothing_else(tmp_
     assert (tmp_path / "log").read_text().startswith("stacks of reward/0:\n  é\n" * 3)
 
 
-def test_lines_that_find_no_room_are_written_when_there_is_room_in_order_and_whole(tmp_path: Path) -> None:
+def test_lines_without_disk_space_are_written_later_in_order_and_whole(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1 << 16) as disk:
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(1 << 15))

@@ -9,7 +9,7 @@ from asyncrl.launcher.terminal.metrics_words import describe_eval, describe_step
 
 
 @given(value=st.floats(), digits=st.integers(0, 3))
-def test_none_takes_more_than_ten_characters(value, digits):
+def test_every_number_takes_at_most_ten_characters(value, digits):
     assert len(fixed(value, digits)) <= LONGEST
     assert all(len(words(value)) <= LONGEST for words in (count, duration, exact, fixed, percent, rate, size))
 
@@ -22,7 +22,7 @@ def test_none_takes_more_than_ten_characters(value, digits):
         *((float("nan"), "nan"), (float("-inf"), "-inf"), (10**18, "1e+18")),
     ],
 )
-def test_what_three_decimals_do_not_show_has_an_exponent(value, said):
+def test_numbers_below_three_decimals_have_an_exponent(value, said):
     assert fixed(value, 3) == said
 
 
@@ -41,7 +41,7 @@ def test_numbers_for_people(words, said):
     assert {value: words(value) for value in said} == said
 
 
-def test_a_mad_reward_leaves_the_lines_of_the_terminal_short():
+def test_an_extreme_reward_keeps_terminal_lines_short():
     line = {"kind": "train", "step": 1, "reward/mean": -1e300, "time/step_s": 1e-9, "rollout/tokens_per_s": 1e300}
     assert describe_step(line, 2) == "step 1/2  reward -1e+300  1e+300 tokens/s  0 µs"
     assert describe_eval({"kind": "eval", "step": 1, "eval/gsm/mean": 1e300}) == "step 1  eval/gsm 1e+300"

@@ -31,7 +31,7 @@ def controls(text, keep="\n"):
 
 
 @given(WRITTEN | st.text())
-def test_nothing_that_comes_out_is_a_control_and_what_is_seen_stays(text):
+def test_printable_text_has_no_control_characters_and_keeps_visible_ones(text):
     assert not controls(printable(text), keep="")
     assert not controls(printable(text, keep="\n"))
     assert printable(printable(text)) == printable(text)
@@ -39,13 +39,13 @@ def test_nothing_that_comes_out_is_a_control_and_what_is_seen_stays(text):
     assert printable(seen) == seen
 
 
-def test_an_escape_says_what_it_stands_for():
+def test_an_escape_shows_its_code_point():
     assert printable("a\x1b[2J\x9b\u202e\n\U000e0041\ud800") == r"a\x1b[2J\x9b\u202e\n\U000e0041\ud800"
     assert printable("a\u3000b\u00a0c 字") == "a\u3000b\u00a0c 字"
 
 
 @given(st.text(st.characters(codec="utf-8")))
-def test_json_says_the_same_in_ascii(text):
+def test_json_has_the_same_text_in_ascii(text):
     written = json_in_ascii(msgspec.json.encode({"text": text}).decode())
     assert written.isascii() and written.isprintable()
     assert json.loads(written) == {"text": text}
@@ -60,7 +60,7 @@ def test_a_character_that_an_encoding_lacks_is_replaced():
 
 
 @given(WRITTEN, st.integers(0, 30))
-def test_a_line_takes_exactly_the_cells_it_is_given(text, width):
+def test_a_line_takes_exactly_the_given_cells(text, width):
     line = fit([(text, "dim"), ("tail", "")], width)
     assert line.cell_len == cell_len(line.plain) == width
     assert not controls(line.plain, keep="")
@@ -93,7 +93,7 @@ def run_dir(tmp_path):
 
 
 @pytest.mark.parametrize("words", [("--replay", "--once"), ("--replay", "--json"), ("--explain", "0-7")])
-def test_nothing_printed_of_a_run_is_obeyed(run_dir, capsys, words):
+def test_control_characters_in_data_of_a_run_are_escaped(run_dir, capsys, words):
     assert command.main([str(run_dir), *words]) == 0
     out, err = capsys.readouterr()
     assert "PWNED" in out and not controls(out) and not controls(err)
@@ -101,7 +101,7 @@ def test_nothing_printed_of_a_run_is_obeyed(run_dir, capsys, words):
 
 
 @pytest.mark.parametrize("words", [(EVIL, "--replay"), ("h:80", "--keys", EVIL), ("--once", EVIL, EVIL)])
-def test_nothing_that_is_complained_of_is_obeyed(words, capsys, tmp_path, monkeypatch):
+def test_control_characters_in_error_messages_are_escaped(words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     try:
         code = command.main(list(words))
@@ -112,7 +112,7 @@ def test_nothing_that_is_complained_of_is_obeyed(words, capsys, tmp_path, monkey
     assert "PWNED" in err and not controls(err)
 
 
-def test_nothing_in_the_details_of_an_actor_is_obeyed(run_dir):
+def test_control_characters_in_the_details_of_an_actor_are_escaped(run_dir):
     from asyncrl.top.replay import open_replay
 
     replay = open_replay(run_dir, lives=False)
@@ -123,7 +123,7 @@ def test_nothing_in_the_details_of_an_actor_is_obeyed(run_dir):
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_nothing_that_a_launcher_shows_is_obeyed(live):
+def test_control_characters_in_the_output_of_a_launcher_are_escaped(live):
     class Terminal(io.StringIO):
         def isatty(self):
             return live

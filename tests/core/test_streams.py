@@ -40,7 +40,7 @@ def read_until(descriptor: int, end: bytes) -> str:
     return found.decode()
 
 
-def test_text_arrives_in_order_however_late_it_is_read(pipe):
+def test_text_arrives_in_order_even_if_it_is_read_late(pipe):
     reader, stream = pipe
     printer = Printer()
     lines = [f"line {number} {'x' * 90}\n" for number in range(400)]
@@ -64,7 +64,7 @@ def test_the_oldest_text_is_dropped_and_its_lines_are_counted_where_they_are_mis
     assert shown[:at] + lines[at : at + missing] + shown[at + 1 :] == lines
 
 
-def test_a_full_disk_loses_what_it_does_not_take_and_a_later_line_says_how_much(tmp_path):
+def test_a_later_line_counts_the_text_that_a_full_disk_lost(tmp_path):
     path = tmp_path / "out"
     printer = Printer()
     with open(path, "w") as file, open("/dev/full", "w") as full:
@@ -107,7 +107,7 @@ def test_a_signal_ends_the_last_wait_and_nothing_else(pipe):
     assert not came, "the exit code is decided by then"
 
 
-def test_a_process_ends_though_its_last_text_is_not_taken(pipe):
+def test_a_process_ends_even_if_its_last_text_is_not_read(pipe):
     """The interpreter waits for no lock of the stream."""
     _, stream = pipe
     code = (
@@ -120,7 +120,7 @@ def test_a_process_ends_though_its_last_text_is_not_taken(pipe):
     assert (done.returncode, done.stderr) == (7, b"")
 
 
-def test_a_character_that_a_stream_lacks_is_replaced_wherever_it_is_printed():
+def test_a_character_that_a_stream_cannot_encode_is_replaced():
     held = io.BytesIO()
     stream = io.TextIOWrapper(held, encoding="latin-1")
     replace_unknown(stream, None)

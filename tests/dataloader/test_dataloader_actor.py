@@ -116,7 +116,7 @@ async def test_a_parked_call_is_answered_with_nothing_before_half_of_its_deadlin
         assert await it.supply(seen=supply.number, wait_s=0.4) == supply
 
 
-async def test_the_learner_is_woken_when_the_supply_changes_and_rollouters_are_sent_away_in_the_end(
+async def test_the_learner_wakes_when_the_supply_changes_and_rollouters_are_dismissed_at_the_end(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, small_config(**ONE_STEP)) as it:
@@ -137,7 +137,7 @@ async def test_the_learner_is_woken_when_the_supply_changes_and_rollouters_are_s
         assert (await it.lease(B)).closed
 
 
-async def test_the_learner_hears_at_once_of_a_rejected_prompt_although_nothing_was_leased(
+async def test_the_learner_hears_of_a_rejected_prompt_at_once_without_any_lease(
     tmp_path: Path,
 ) -> None:
     """Nothing is leased for training before the learner has reported all of the round at the start."""
@@ -195,7 +195,7 @@ def test_bad_data_ends_the_actor_before_it_is_ready(
     assert error.exit_code == 78
 
 
-async def test_groups_of_the_dead_are_leased_again_before_a_successor_is_there(tmp_path: Path) -> None:
+async def test_groups_of_a_dead_rollouter_are_leased_again_before_its_successor_starts(tmp_path: Path) -> None:
     """I1: the controller's word is enough, once the learner has said which groups it holds."""
 
     async with running(tmp_path, small_config(**FRESH)) as it:

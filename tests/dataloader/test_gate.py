@@ -63,7 +63,7 @@ def test_a_laggard_is_counted_rightly_after_older_versions_are_forgotten() -> No
     assert [gate.room(served, 0) for served in (1, 2, 3)] == [0, *before]
 
 
-def test_never_more_than_the_run_still_needs() -> None:
+def test_the_gate_admits_no_more_groups_than_the_run_needs() -> None:
     gate = make_gate(run=10)
     assert admitted(gate, 0) == 8
     publish(gate, 2, 8)

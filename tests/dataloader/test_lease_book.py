@@ -250,7 +250,7 @@ def test_an_outcome_counts_once_also_before_its_prompts_turn() -> None:
     assert (book.outstanding, book.gate.trained, book.supply.evals) == (2, 2, {"eval/a@1": 2})
 
 
-def test_the_number_of_the_supply_moves_with_news_for_the_learner_and_not_with_every_lease() -> None:
+def test_the_supply_number_changes_only_with_news_for_the_learner() -> None:
     book = Book(eval_set("a", (0,), every_versions=1), steps=2, staleness_max=5)
     seen = [book.supply_number]
 
@@ -275,14 +275,14 @@ def test_the_number_of_the_supply_moves_with_news_for_the_learner_and_not_with_e
 # --- evaluation, the end ---
 
 
-def test_rounds_in_between_take_turns_with_training_and_need_no_place() -> None:
+def test_intermediate_rounds_alternate_with_training_and_need_no_place() -> None:
     book = Book(eval_set("a", (0, 1, 2), every_versions=1), staleness_max=0)
     book.tell(*book.uids(), version=1)
     assert book.uids(seen=4, served=1) == ["a@1-0", "0-4", "a@1-1", "0-5"]
     assert book.uids(seen=8, served=1) == ["a@1-2", "0-6", "0-7"]
 
 
-def test_closed_once_the_run_is_finished_and_no_round_is_open() -> None:
+def test_the_book_closes_once_the_run_is_finished_and_no_round_is_open() -> None:
     book = Book(eval_set("a", (0,), at_end=True), steps=1)
     book.tell(*book.uids(), version=1)
     assert not book.closed

@@ -75,7 +75,7 @@ def test_known_prompts_are_passed_over_and_finished_epochs_are_not_looked_at() -
     assert take(make_queue(size=2, ledger=ledger), 2) == ["1000-1", "1001-0"]
 
 
-def test_a_prompt_is_held_only_once_and_only_while_it_is_to_come() -> None:
+def test_a_prompt_is_held_only_once_and_only_before_its_turn() -> None:
     queue = make_queue(2)
     queue.finish("filtered", 0, 0)
     assert [queue.hold(0, index) is not None for index in (0, 1, 1, 3)] == [False, True, False, False]

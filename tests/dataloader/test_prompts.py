@@ -23,7 +23,7 @@ def make_set(prompts: list[Any], **fields: Any) -> PromptSet:
     return PromptSet(dataset, DataConfig(path="d.jsonl", **fields), ByteTokenizer())
 
 
-def test_tokenized_in_batches_and_a_row_is_a_fresh_copy_each_time() -> None:
+def test_prompts_are_tokenized_in_batches_and_each_row_is_a_copy() -> None:
     prompts = make_set(["one", "twö", "three"])
     assert [prompts.tokenize(2), prompts.tokenize(2), len(prompts)] == [False, True, 3]
     ids, text, row = prompts.prompt(1)
@@ -98,7 +98,7 @@ def test_a_set_that_cannot_be_used_is_an_error_with_its_place(
         make_set(prompts, **fields).tokenize(9)
 
 
-def test_a_prompt_that_cannot_be_tokenized_is_left_out_where_that_is_wanted() -> None:
+def test_a_prompt_that_cannot_be_tokenized_is_left_out_if_configured() -> None:
     """The set is the same as without that row, however it is read."""
     good = ["one", "two", "three"]
     prompts = make_set([good[0], CHAT, *good[1:], CHAT], on_bad_row="skip")

@@ -33,7 +33,7 @@ async def needs_restore(it: Running) -> None:
 # --- the gate ---
 
 
-async def test_nothing_is_leased_before_the_learner_has_said_where_the_run_stands(tmp_path: Path) -> None:
+async def test_nothing_is_leased_before_the_learner_reports_the_state_of_the_run(tmp_path: Path) -> None:
     rollouters = {A: Rollouter({"0-1": 0}, seen=1)}
     async with running(tmp_path, rollouters=rollouters, restore=False) as it:
         parked, returned = it.lease(free=2, seen=1), it.call(A, ReturnLeases(uids=["0-1"]))
@@ -72,7 +72,7 @@ async def test_known_and_held_prompts_are_not_leased(tmp_path: Path) -> None:
         assert (await it.supply()).attempts == {}
 
 
-async def test_a_successor_numbers_supplies_above_those_of_its_predecessor(tmp_path: Path) -> None:
+async def test_supply_numbers_of_a_successor_are_above_those_of_its_predecessor(tmp_path: Path) -> None:
     """The learner takes no supply for news whose number is not above what it has seen."""
     numbers = []
     for incarnation in (7, 8):
@@ -98,7 +98,7 @@ async def test_a_rollouter_that_does_not_answer_holds_nothing_and_its_prompts_go
         assert (await it.supply()).outstanding == 1
 
 
-async def test_neither_a_rollouter_that_is_not_there_nor_a_silent_learner_keeps_the_gate_shut(tmp_path: Path) -> None:
+async def test_neither_a_missing_rollouter_nor_a_silent_learner_keeps_the_gate_closed(tmp_path: Path) -> None:
     learner = Learner()
     async with running(tmp_path, two(), learner=learner, rollouters={B: Rollouter()}, restore=False) as it:
         learner.may_answer.clear()
@@ -106,7 +106,7 @@ async def test_neither_a_rollouter_that_is_not_there_nor_a_silent_learner_keeps_
         assert await it.leased(A, 1) == ["0-0"]
 
 
-async def test_a_rollouter_that_dies_after_its_answer_leaves_orphans(tmp_path: Path) -> None:
+async def test_leases_of_a_rollouter_that_dies_after_its_answer_are_orphaned(tmp_path: Path) -> None:
     slow = Rollouter()
     rollouters = {A: Rollouter({"0-0": 0}, seen=1), B: slow}
     async with running(tmp_path, two(call_timeout_s=20), rollouters=rollouters, restore=False) as it:
@@ -156,7 +156,7 @@ async def test_prompts_of_a_checkpoint_have_no_open_leases(tmp_path: Path) -> No
         assert it.actor.counters["tickets/granted"] == 5, "counters only grow"
 
 
-async def test_a_restarted_dataloader_stands_where_the_lost_one_stood(tmp_path: Path) -> None:
+async def test_a_restarted_dataloader_restores_the_state_of_its_predecessor(tmp_path: Path) -> None:
     rollouter, learner = Rollouter(), Learner()
     async with running(tmp_path, learner=learner, rollouters={A: rollouter}) as first:
         leased = await first.leased()

@@ -252,7 +252,7 @@ def test_bad_folders_of_hugging_face(tmp_path: Path) -> None:
         ("hf", "none", "no such folder"),
     ],
 )
-def test_sources_that_are_not_there_or_empty(tmp_path: Path, source: str, path: str, match: str) -> None:
+def test_missing_and_empty_sources_are_errors(tmp_path: Path, source: str, path: str, match: str) -> None:
     write_lines(tmp_path / "empty.jsonl", "")
     fails(match, source=source, path=str(tmp_path / path))
 
@@ -293,7 +293,9 @@ def test_the_kind_of_source_follows_from_the_file(tmp_path: Path) -> None:
         ("a.json", b'[{"prompt": "x"}, 3]', r"a\.json:2: a row must be an object, not a number"),
     ],
 )
-def test_a_file_that_is_of_no_kind_or_damaged_says_so(tmp_path: Path, name: str, content: bytes, match: str) -> None:
+def test_a_file_of_an_unknown_kind_or_a_damaged_one_is_an_error(
+    tmp_path: Path, name: str, content: bytes, match: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     fails(match, path=str(tmp_path / name))
 
@@ -396,7 +398,7 @@ def test_synthetic_sums_are_the_same_every_time() -> None:
 @pytest.mark.parametrize(
     "rows", [ROWS[::-1], ROWS[:1], [*ROWS, ROWS[0]], [ROWS[0], {**ROWS[1], "level": 4}], [ROWS[0], {**ROWS[1], "x": 0}]]
 )
-def test_the_fingerprint_is_of_the_content_and_not_of_the_place(tmp_path: Path, rows: list[Any]) -> None:
+def test_the_fingerprint_depends_on_the_content_and_not_on_the_path(tmp_path: Path, rows: list[Any]) -> None:
     one = load(path=write_rows(tmp_path / "a.jsonl", ROWS)).fingerprint
     write_rows(tmp_path / "1.txt", ROWS[:1])
     write_rows(tmp_path / "2.txt", ROWS[1:])

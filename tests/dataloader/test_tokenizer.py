@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.text())
-def test_bytes_go_there_and_back(text: str) -> None:
+def test_byte_tokens_survive_a_round_trip(text: str) -> None:
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode_prompt(text)
     assert tokenizer.decode(ids) == text
@@ -99,7 +99,7 @@ def test_bytes_go_there_and_back(text: str) -> None:
 
 @pytest.mark.parametrize("add_bos_token", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
 @pytest.mark.parametrize(("template", "first"), [("$A", []), ("<s> $A", [0]), ("<s> $A <|endoftext|>", [0])])
-def test_text_and_chat_as_transformers_has_them_but_for_the_last_token_of_the_post_processor(
+def test_text_and_chat_have_the_tokens_of_transformers_without_the_final_special_token(
     tmp_path: Path, template: str, first: list[int], add_bos_token: dict[str, bool]
 ) -> None:
     from transformers import AutoTokenizer
@@ -158,7 +158,7 @@ def test_responses_end_with_every_token_that_any_file_names(
     assert load_tokenizer(str(path)).eos_ids == expected
 
 
-def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_json_is_loaded_by_transformers(tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.mkdir()
     vocabulary = {token: id for id, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "hello", "world"])}

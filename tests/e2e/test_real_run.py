@@ -166,7 +166,7 @@ def test_i4_the_trainers_own_logprobs_agree_with_the_engines_on_equal_versions(f
     assert "drift apart" not in finished
 
 
-def test_evaluations_are_of_the_first_and_the_last_version(folder, finished):
+def test_the_first_and_the_last_version_are_evaluated(folder, finished):
     evals = lines(folder, "eval")
     for name in ("held", "greedy"):
         first, last = (line for line in evals if f"eval/{name}/mean" in line)
@@ -206,7 +206,7 @@ def test_the_timeline_has_every_actor_and_the_phases_of_each_rank(folder, finish
         assert phases.count("copy") >= STEPS
 
 
-def test_nothing_is_left_and_the_summary_names_the_results(folder, finished):
+def test_a_run_leaves_no_process_and_its_summary_names_the_results(folder, finished):
     run_dir = folder / "runs" / "real"
     assert not (run_dir / "private").exists()
     left = [p for p in psutil.process_iter(["cmdline"]) if str(run_dir) in " ".join(p.info["cmdline"] or [])]

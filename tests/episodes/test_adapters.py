@@ -21,7 +21,7 @@ def said(text):
     return {"role": "assistant", "content": text}
 
 
-def test_textarena_plays_a_game_whose_seed_holds_also_beside_others():
+def test_textarena_games_keep_their_seed_when_several_run():
     pytest.importorskip("textarena")
     from asyncrl.episodes.adapters.textarena import TextArena
 

@@ -122,7 +122,7 @@ async def test_episodes_of_a_dead_rollouter_end_with_its_successor(tmp_path):
             call.cancel()
 
 
-async def test_word_of_a_death_that_comes_late_ends_no_episode_of_the_successor(tmp_path):
+async def test_late_news_of_a_death_ends_no_episode_of_the_successor(tmp_path):
     told = asyncio.Event()
 
     async def answer(_rollouter, _request):
@@ -166,7 +166,7 @@ async def test_an_extra_host_plays_for_every_rollouter_as_many_as_one_may_have(t
             call.cancel()
 
 
-async def test_a_reward_that_cannot_be_noted_fails_the_episode_and_one_out_of_bounds_its_request(tmp_path):
+async def test_an_unrecorded_reward_fails_the_episode_and_an_invalid_one_its_request(tmp_path):
     rollouter, key, path = Rollouter("a"), "f" * 32, "asyncrl/reward"
     rollouter.refusal = RuntimeError("no room")
     async with hosting(FUNCTION, tmp_path, rollouter) as host:
@@ -216,7 +216,7 @@ async def test_the_host_ends_while_episodes_hang(tmp_path):
     assert worker_pids() == []
 
 
-def test_what_users_import_is_light():
+def test_user_imports_load_no_heavy_packages():
     code = """
 import sys
 from asyncrl.episodes import BlockingClient, ChatRefused, Client, EpisodeOver, Reply, Task

@@ -151,14 +151,14 @@ async def test_the_key_of_an_episode_is_in_no_log_and_no_error(tmp_path):
         assert told in text
 
 
-async def test_a_program_that_cannot_be_started_says_so(tmp_path):
+async def test_a_program_that_cannot_start_is_an_error(tmp_path):
     async with hosting(config_with(command=["no-such-agent"]), tmp_path) as host:
         done = await host.play()
         assert done.error.startswith("the program cannot be started: [Errno 2] No such file")
         assert done.blame == "episode"
 
 
-async def test_nothing_of_a_program_outlives_its_episode_and_one_that_is_stopped_is_asked_before_it_is_killed(tmp_path):
+async def test_a_program_ends_with_its_episode_and_is_asked_to_end_before_it_is_killed(tmp_path):
     async with hosting(command(), tmp_path) as host:
         printed, began = host.watch_output(), tmp_path / "began"
         assert (await host.play(f"family {began}")).error == ""

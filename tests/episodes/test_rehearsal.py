@@ -42,7 +42,7 @@ def test_the_same_task_is_played_alike_and_siblings_are_not():
     assert {reward for reward, *_ in siblings} == {0.0, 1.0}
 
 
-def test_turns_observations_and_tools_are_what_the_options_say():
+def test_turns_observations_and_tools_follow_the_options():
     options = {"turns": 5, "turns_sigma": 0, "tool_s": 2, "tool_sigma": 0, "observation": 30, "observation_sigma": 0}
     reward, asked, seconds = played(**options)
     assert [message["role"] for message in asked] == ["system", "user", *["assistant", "user"] * 4]

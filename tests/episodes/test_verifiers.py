@@ -49,7 +49,7 @@ def folder(tmp_path, monkeypatch):
     assert [path for path in (home / ".cache" / "verifiers").rglob("*") if path.is_file()] == []
 
 
-def test_the_program_is_short():
+def test_the_documented_program_is_short():
     assert list(PROGRAMS) == ["sums.py", "play_taskset.py"]
     assert len(PROGRAMS["play_taskset.py"].splitlines()) < 30
 

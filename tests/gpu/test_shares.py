@@ -40,7 +40,7 @@ def test_shares_follow_from_the_model_and_the_smallest_gpu(monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])
-def test_a_config_json_that_cannot_be_read_has_no_sizes(monkeypatch, tmp_path, text):
+def test_an_unreadable_config_json_gives_no_sizes(monkeypatch, tmp_path, text):
     monkeypatch.setattr(shares, "read_gpu", lambda _: card(80 << 30))
     if text is not None:
         (tmp_path / "config.json").write_text(text)

@@ -68,7 +68,7 @@ def test_a_config_json_alone_gives_the_parameters_to_a_thousandth(name, paramete
     assert shape_of_settings({"text_config": MODELS[name]}).parameters == pytest.approx(parameters, rel=1e-3)
 
 
-def test_adapters_alone_are_trained():
+def test_only_adapters_are_counted_as_trained():
     shape = shape_of_settings(MODELS["0.5B"], 8)
     full = shape_of_settings(MODELS["0.5B"])
     # 8 x (rows + columns) of q, k, v, o, gate, up and down in each of 24 layers.
@@ -93,7 +93,7 @@ def test_adapters_alone_are_trained():
         (80, "7B", 0, False),
     ],
 )
-def test_what_fits_on_a_card(gigabytes, model, rank, fits):
+def test_models_fit_on_a_gpu_as_estimated(gigabytes, model, rank, fits):
     # The driver reports less than the name of a card says.
     total, config = CARDS[gigabytes] << 20, configured(rank)
     if not fits:
@@ -116,7 +116,7 @@ def test_a_small_model_keeps_its_activations_on_a_large_card_only():
     assert plan_sharing(asked, MODELS["0.5B"], 80 * GIB).checkpointing == "selective"
 
 
-def test_a_copy_of_the_weights_is_planned_where_it_costs_neither_activations_nor_sequences():
+def test_a_copy_of_the_weights_is_planned_if_it_costs_no_activations_and_no_sequences():
     def planned(size, **tables):
         return plan_sharing(configured(**tables), MODELS["1.5B"], size * GIB)
 
@@ -178,7 +178,7 @@ def test_a_model_whose_memory_is_unknown_shares_no_gpu(changed, word):
         (65_536, 3000, "learner.tokens_per_microbatch = 32768"),
     ],
 )
-def test_advised_keys_have_the_effect_that_is_promised(tokens, length, named):
+def test_advised_keys_have_the_promised_effect(tokens, length, named):
     def with_tokens(tokens):
         return configured(
             learner={"tokens_per_microbatch": tokens, "activation_checkpointing": "full"},
@@ -193,7 +193,7 @@ def test_advised_keys_have_the_effect_that_is_promised(tokens, length, named):
         plan_sharing(with_tokens(32768), MODELS["1.5B"], 48 * GIB)
 
 
-def test_what_else_takes_memory_is_counted():
+def test_other_uses_of_memory_are_counted():
     alone = plan_sharing(configured(), MODELS["0.5B"], 80 * GIB)
     # Groups over NCCL with an engine on another GPU.
     other = plan_sharing(configured(rollout={"gpus_per_replica": 1, "replicas": 2}), MODELS["0.5B"], 80 * GIB)
@@ -208,13 +208,13 @@ def test_what_else_takes_memory_is_counted():
 
 
 @pytest.mark.parametrize("name", UNCOUNTED)
-def test_what_would_change_the_engine_unseen_is_refused(name):
+def test_engine_options_that_change_its_memory_are_refused(name):
     config = configured(rollout={"gpus_per_replica": 1, "vllm": {"extra": {name: 1}}})
     with pytest.raises(ConfigError, match=rf"rollout\.vllm\.extra\.{name}: changes the memory of .*; leave it out"):
         plan_sharing(config, MODELS["0.5B"], 80 * GIB)
 
 
-def test_in_turn_both_may_have_almost_everything():
+def test_in_time_slices_rank_and_engine_each_get_almost_all_memory():
     config = configured(placement={"share": "time_slice"})
     shares = plan_sharing(config, MODELS["3B"], CARDS[80] << 20)
     assert min(shares.rank, shares.engine) > 0.9 and str(shares).endswith(", in turn")
@@ -259,7 +259,7 @@ DEMANDS = st.builds(
 
 @settings(max_examples=examples(200))
 @given(demand=DEMANDS, gigabytes=st.integers(8, 192))
-def test_both_sides_have_what_they_are_estimated_to_need_and_no_more_than_there_is(demand, gigabytes):
+def test_each_side_gets_its_estimated_memory_and_both_fit_on_the_gpu(demand, gigabytes):
     total = gigabytes * GIB
     shares = share_gpu(total, demand)
     if shares is None:

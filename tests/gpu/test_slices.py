@@ -55,7 +55,7 @@ def rank(gpu):
         (True, False, True, False),
     ],
 )
-def test_who_may_have_the_memory(has, rank_lives, asked, may):
+def test_the_engine_may_take_the_memory_only_if_no_rank_needs_it(has, rank_lives, asked, may):
     assert engine_may_have(has=has, rank_lives=rank_lives, asked=asked) is may
 
 
@@ -64,7 +64,7 @@ async def taken(engine, within_s=5.0):
         await engine.take()
 
 
-async def test_they_have_the_memory_in_turn_and_the_rank_comes_first(gpu, rank):
+async def test_rank_and_engine_take_turns_and_the_rank_comes_first(gpu, rank):
     engine = EngineSlices([gpu])
     with pytest.raises(TimeoutError):
         await taken(engine, 0.2)
@@ -92,7 +92,7 @@ async def test_they_have_the_memory_in_turn_and_the_rank_comes_first(gpu, rank):
     engine.give()
 
 
-async def test_a_rank_says_for_which_engine_it_waited(gpu, rank):
+async def test_a_rank_names_the_engine_that_it_waited_for(gpu, rank):
     learner = rank(0.3)
     learner.give()
     engine = EngineSlices([gpu])
@@ -225,7 +225,7 @@ def spans(processes):
     return sorted(found)
 
 
-def test_a_death_frees_the_memory_and_never_do_two_have_it(gpu):
+def test_a_death_frees_the_memory_and_two_processes_never_hold_it(gpu):
     """Kills of both sides at random moments, with a printed seed."""
     seed = random.randrange(1 << 32)
     print("seed", seed)

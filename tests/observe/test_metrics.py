@@ -16,7 +16,7 @@ GROUPS = {metric.name.partition("/")[0] for metric in every() if "/" in metric.n
 NAME = re.compile(rf"\"((?:{'|'.join(sorted(GROUPS))})/[a-z][a-z0-9_]*)\"")
 
 
-def test_the_page_is_what_the_catalogue_says():
+def test_the_metrics_page_matches_the_catalogue():
     assert (ROOT / "docs" / "metrics.md").read_text() == document(), (
         "python -m asyncrl.observe.catalogue > docs/metrics.md"
     )

@@ -121,7 +121,7 @@ def test_conversations_have_roles_and_calls_and_what_they_share_is_shown_once():
     ]
 
 
-def test_no_text_reaches_a_terminal_as_a_control_and_none_is_without_bound():
+def test_text_of_samples_is_bounded_and_has_no_control_characters():
     evil = "\x1b]0;mine\x07\x9b2J\r\u202e\ud800\tend"
     call = {"function": {"name": evil, "arguments": {evil.replace("\ud800", ""): evil.replace("\ud800", "")}}}
     odd = [evil, {"role": 7, "content": 8}, {"content": [evil, {"type": "image"}], "tool_calls": [call, evil]}]

@@ -26,14 +26,14 @@ def test_the_states_add_up_to_the_life(steps, before):
     assert told == [state for state, _ in steps]
 
 
-def test_what_was_before_it_was_made_counts_as_its_start():
+def test_time_before_a_ledger_exists_counts_as_starting():
     ledger = StateLedger(lambda: 10.0, "rank", born=4.0)
     ledger.enter("waiting", "groups")
     assert ledger.record("").seconds == {"starting": 6.0, "waiting": 0.0}
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_there_are_no_other_states(kind):
+def test_an_undeclared_state_fails(kind):
     ledger = StateLedger(lambda: 0.0, kind)
     for state in STATES[kind]:
         ledger.enter(state)

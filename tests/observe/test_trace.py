@@ -22,7 +22,7 @@ ACTIONS = st.lists(
 
 @settings(deadline=None)
 @given(ACTIONS, st.sampled_from([4.0, 50.0]), st.integers(1, 12))
-def test_the_newest_is_kept_the_rest_is_bounded_and_no_track_does_two_things_at_once(actions, window_s, kept):
+def test_the_trace_is_bounded_keeps_the_newest_spans_and_no_track_overlaps(actions, window_s, kept):
     time, trace = make_trace(window_s, kept)
     ended, running, last = [], {}, defaultdict(lambda: -1.0)
 
@@ -64,7 +64,7 @@ def test_the_newest_is_kept_the_rest_is_bounded_and_no_track_does_two_things_at_
         assert all(one[1] <= other[0] for one, other in zip(times, times[1:], strict=False))
 
 
-def test_facts_come_from_the_beginning_and_from_the_end():
+def test_a_span_has_the_facts_of_its_start_and_its_end():
     time, trace = make_trace()
     track = trace.track("slot 0", 100)
     track.enter("generate v3", uid="0-1", version=3)
@@ -75,7 +75,7 @@ def test_facts_come_from_the_beginning_and_from_the_end():
     assert span == TraceSpan("slot 0", 100, "generate v3", span.began, 2.0, {"uid": "0-1", "version": 3, "tokens": 7})
 
 
-def test_it_is_handed_over_in_parts_and_what_is_done_meanwhile_changes_nothing():
+def test_a_trace_is_handed_over_in_parts_while_tracks_continue():
     _, trace = make_trace(kept=3 * SPANS_IN_PART)
     track = trace.track("a", 1)
     for number in range(2 * SPANS_IN_PART + 5):

@@ -97,7 +97,7 @@ def test_a_silent_replica_is_left_out_and_one_between_two_questions_is_not():
 
 
 @pytest.mark.parametrize("why", ["none serves", "published", "one is under way", "called off"])
-def test_no_broadcast_is_offered(why):
+def test_a_broadcast_is_refused_for_each_reason(why):
     play = serving() if why != "none serves" else Play()
     if why == "none serves":
         play.publish(0)
@@ -149,7 +149,7 @@ ANOTHER_SET = {
 
 
 @pytest.mark.parametrize("change", ANOTHER_SET)
-def test_an_epoch_is_of_one_set_of_engines_and_lasts_as_long_as_that(change):
+def test_an_epoch_lasts_as_long_as_its_set_of_engines(change):
     play = serving(first_epoch=5)
     assert play.begin(1, *R) == 5
     play.publish(1)
@@ -181,7 +181,7 @@ BLAMELESS = {
 
 
 @pytest.mark.parametrize("what", BLAMELESS)
-def test_a_missing_member_calls_it_off_for_all(what):
+def test_a_missing_member_cancels_the_broadcast_for_all(what):
     happens, blameless = BLAMELESS[what]
     play = serving()
     epoch = play.gather(1, *R)
@@ -225,7 +225,7 @@ BREAKS = {
 
 @pytest.mark.parametrize("published", [False, True], ids=["unpublished", "published"])
 @pytest.mark.parametrize("what", BREAKS)
-def test_after_a_broken_broadcast_the_version_goes_by_stream(what, published):
+def test_a_version_goes_by_stream_after_a_broken_broadcast(what, published):
     play = serving()
     epoch = play.begin(1, *R)
     commit_all(play, 1, "r/2")
@@ -252,7 +252,7 @@ def test_after_a_broken_broadcast_the_version_goes_by_stream(what, published):
     assert play.counts("broken", "begun") == (1, 1)
 
 
-def test_versions_are_left_out_after_broadcasts_that_broke():
+def test_broadcasts_become_rarer_after_failures():
     play = serving("r/0")
     announced = []
     for version in range(1, 14):

@@ -130,7 +130,7 @@ def test_a_member_that_sleeps_before_a_broadcast_begins_calls_it_off():
     staging=st.lists(VERSIONS, max_size=12).map(lambda versions: [(v, i) for i, v in enumerate(versions)]),
     most=st.integers(2, 6),
 )
-def test_no_more_versions_are_let_go_than_must_and_the_most_senior_stays(kept, staging, most):
+def test_as_few_stagings_as_possible_are_cancelled_and_the_most_senior_stays(kept, staging, most):
     gone = outrun(kept, staging, most=most)
     held = kept | {version for version, _ in staging} - gone
     assert not gone & kept

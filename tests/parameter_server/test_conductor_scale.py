@@ -74,5 +74,5 @@ def test_one_message_of_many_replicas_is_not_more_work(make):
     assert steps_of(make(400)) < 1.2 * steps_of(make(50)) + 20
 
 
-def test_an_offer_looks_at_its_own_host_and_once_at_each_that_fetches():
+def test_an_announcement_visits_its_own_host_and_once_each_fetching_host():
     assert steps_of(offer(400)) < 400 / HOSTS * 10 + steps_of(offer(HOSTS)) + 100

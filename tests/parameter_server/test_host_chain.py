@@ -94,7 +94,7 @@ def test_a_replica_that_waited_gets_the_version_that_it_waited_for():
     assert play.next("r/2", -1, **HERE).version == 2
 
 
-def test_no_replica_waits_for_a_version_that_was_let_go():
+def test_no_replica_waits_for_a_dropped_version():
     play = on_hosts(versions_held=2)
     play.next("r/9", -1, **THERE)
     play.publish(1)

@@ -31,7 +31,7 @@ class Calls:
 
 
 @pytest.mark.parametrize(("workers", "handful"), [(1, 16), (6, 30), (64, 50)])
-def test_one_that_never_gave_a_reward_is_broken_after_a_handful_of_calls(workers, handful):
+def test_a_function_that_never_gave_a_reward_is_broken_after_few_calls(workers, handful):
     calls = Calls(workers)
     for number in range(100):
         calls.call(number % 5, works=False)
@@ -40,14 +40,14 @@ def test_one_that_never_gave_a_reward_is_broken_after_a_handful_of_calls(workers
 
 
 @given(prompts=st.integers(1, MIN_PROMPTS - 1), worked=st.sampled_from([0, 50]), samples=st.integers(1, 64))
-def test_one_or_two_bad_prompts_end_nothing_however_often_they_fail(prompts, worked, samples):
+def test_one_or_two_failing_prompts_never_end_the_run(prompts, worked, samples):
     calls = Calls(worked=worked)
     for number in range(3 * samples * prompts):
         calls.call(number % prompts, works=False, after_s=10.0)
     assert not calls.broken
 
 
-def test_one_that_has_worked_may_fail_for_a_moment_and_is_broken_once_that_lasts():
+def test_a_working_function_may_fail_briefly_and_is_broken_after_the_outage_limit():
     calls = Calls(worked=200)
     since = calls.now
     while calls.now < since + OUTAGE_S - 1.0:
@@ -90,7 +90,7 @@ def test_a_share_of_failures_never_ends_a_run(share, what):
     assert calls.made > 1000
 
 
-def test_more_prompts_are_needed_where_more_fail_by_nature():
+def test_a_higher_failure_rate_requires_more_failing_prompts():
     needed = []
     for bad_of_10 in (0, 1, 3):
         calls = Calls()

@@ -48,7 +48,7 @@ def number(entry):
 
 
 @given(NAMES, st.data())
-def test_nothing_but_one_good_score_for_each_in_any_order_is_taken(names, data):
+def test_an_answer_needs_exactly_one_valid_score_per_trajectory(names, data):
     given_names = data.draw(st.permutations(names) | st.lists(st.sampled_from([*names, "zz", "", 7, None]), max_size=6))
     values = st.floats(0, 1) | st.sampled_from([1, 1.5, -1, math.nan, math.inf, 10**400, "0.5", True, None, []])
     entries = [{"id": name, "score": data.draw(values)} for name in given_names]
@@ -62,7 +62,7 @@ def test_nothing_but_one_good_score_for_each_in_any_order_is_taken(names, data):
             match(entries, "id", names, number)
 
 
-def test_all_that_is_wrong_with_an_answer_is_said():
+def test_every_problem_of_an_answer_is_named():
     entries = [{"id": id, "score": score} for id, score in (("a", 1), ("a", 1), ("b", "high"), ("c", 7), ("z", 1))]
     with pytest.raises(BadAnswer) as caught:
         match(entries, "id", "abcd", number)
@@ -123,13 +123,13 @@ def test_a_question_is_the_same_for_the_same_vote_and_shows_each_trajectory_once
     assert question.read(answer) == [at / 10 for at in range(count)]
 
 
-def test_an_id_stands_in_no_text():
+def test_an_id_occurs_in_no_text():
     first = draw_ids(random.Random("x"), 2, [])
     again = draw_ids(random.Random("x"), 2, [f"I am {first[0]}, the best"])
     assert first[0] not in again and len(set(again)) == 2
 
 
-def test_criteria_stand_in_another_order_in_each_vote():
+def test_each_vote_has_another_order_of_criteria():
     criteria = [Criterion(name=name, text="t") for name in "abcdef"]
     judge = Rubric(RubricOptions(**OPTIONS, rubric=criteria, votes=5, instructions="Be strict."))
     systems = [question.messages[0]["content"] for question in judge.questions(asked("x"))]
@@ -140,7 +140,7 @@ def test_criteria_stand_in_another_order_in_each_vote():
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(0, 120))
-def test_room_is_shared_evenly_by_those_that_want_more(sizes, total):
+def test_space_is_shared_evenly_among_long_texts(sizes, total):
     rooms = shares(sizes, total)
     assert all(room <= size for room, size in zip(rooms, sizes, strict=True))
     assert sum(rooms) == sum(sizes) or total - len(sizes) < sum(rooms) <= total
@@ -199,7 +199,7 @@ def test_a_view_is_bounded_and_equal_ones_are_one(texts, prompt, limit):
         assert all(found.body_of[other] == at for other, text in enumerate(texts) if text == one)
 
 
-def test_equal_trajectories_take_the_room_of_one_and_those_that_differ_in_the_middle_are_one():
+def test_equal_trajectories_share_one_view_even_if_their_cut_middles_differ():
     assert view("", [said("a" * 100)] * 4, 100).bodies == ["a" * 100]
     found = view("", [said("a" * 50 + middle + "a" * 50) for middle in "bcb"], 60)
     assert (len(found.bodies), found.body_of) == (1, [0, 0, 0])
@@ -216,7 +216,7 @@ def test_any_message_can_be_shown():
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 12)), max_size=30), st.integers(1, 10))
-def test_no_minute_has_more_than_its_limit(asked, limit):
+def test_no_minute_has_more_requests_than_the_limit(asked, limit):
     minute, now, begun = MinuteLimit(limit), 0.0, []
     for pause, units in asked:
         now += pause
@@ -233,7 +233,7 @@ def test_no_minute_has_more_than_its_limit(asked, limit):
         assert sum(within) <= limit or len(within) == 1
 
 
-def test_tokens_count_as_the_server_says():
+def test_token_counts_come_from_the_server():
     minute = MinuteLimit(100)
     spent = minute.begin(90, 0.0)
     assert minute.wait_s(50, 1.0) == 59.0

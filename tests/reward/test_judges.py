@@ -111,7 +111,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("answer", [permuted, in_prose, said_again, late(0.2)], ids=lambda a: a.__name__)
-async def test_scores_go_by_id_in_any_form_and_order(answer):
+async def test_scores_are_matched_by_id_in_any_form_and_order(answer):
     async with judging(answer) as (server, pool):
         found = await pool.score(group())
         assert found.rewards == WORTH
@@ -123,7 +123,7 @@ async def test_scores_go_by_id_in_any_form_and_order(answer):
 
 
 @pytest.mark.parametrize("kind", UNUSABLE)
-async def test_an_answer_that_cannot_be_used_is_sent_back_once_and_then_leaves_the_group_unjudged(kind):
+async def test_an_invalid_answer_is_sent_back_once_and_then_leaves_the_group_unjudged(kind):
     heard = []
     async with judging(UNUSABLE[kind], right, heard=heard) as (server, pool):
         assert (await pool.score(group())).rewards == WORTH
@@ -149,7 +149,7 @@ PASSING = {
 
 
 @pytest.mark.parametrize("kind", PASSING)
-async def test_a_request_that_fails_for_the_moment_is_sent_again_and_in_the_end_leaves_the_group_unjudged(kind):
+async def test_a_failing_request_is_retried_and_finally_leaves_the_group_unjudged(kind):
     async with judging(PASSING[kind], right, tries=2) as (server, pool):
         assert (await pool.score(group())).rewards == WORTH
         assert (len(server.bodies), pool.judged.retries, pool.judged.requests) == (2, 1, 2)
@@ -159,7 +159,7 @@ async def test_a_request_that_fails_for_the_moment_is_sent_again_and_in_the_end_
 
 
 @pytest.mark.parametrize("text", ["not JSON", '{"choices": []}'])
-async def test_an_answer_that_is_no_chat_completion_fails_its_vote(text):
+async def test_an_answer_that_is_not_a_chat_completion_fails_its_vote(text):
     async with judging(status(200, text)) as (server, pool):
         await fails(pool, group(), "unjudged: http://127.* gave (no|a) chat completion")
         assert len(server.bodies) == 1
@@ -229,7 +229,7 @@ async def test_the_time_of_a_request_is_measured_to_its_end(answer):
 
 
 @pytest.mark.parametrize("answer", [hang, status(500)], ids=["hang", "refused again and again"])
-async def test_a_judge_that_says_nothing_ends_by_the_deadline(answer):
+async def test_a_silent_judge_ends_at_the_deadline(answer):
     async with judging(answer, timeout_s=0.3, tries=20) as (_, pool):
         await fails(pool, group(), r"unjudged: .* within 0.3 s \(reward.timeout_s\)")
         assert (pool.counters.timed_out, pool.running, pool.queued) == (1, 0, 0)
@@ -249,7 +249,7 @@ async def test_votes_are_averaged_and_a_majority_is_needed():
         assert server.most_at_once == 1
 
 
-async def test_the_request_is_as_the_options_say(monkeypatch):
+async def test_the_request_follows_the_options(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "k-123\n")
     options = {
         "api_key_env": "JUDGE_KEY",
@@ -299,7 +299,7 @@ async def test_a_missing_package_is_named(monkeypatch):
             pass
 
 
-async def test_a_server_that_takes_no_schema_is_asked_without():
+async def test_a_server_that_refuses_a_schema_gets_requests_without_one():
     async def picky(request, body):
         if "response_format" in body:
             return web.Response(status=400, text="response_format is not supported")
@@ -328,7 +328,7 @@ async def test_limits_hold_for_all_groups_together():
             third.cancel()
 
 
-async def test_answers_are_found_again_by_the_next_attempt_of_the_run_and_one_that_is_not_kept_costs_nothing(tmp_path):
+async def test_the_next_attempt_of_a_run_finds_kept_answers_and_an_unkept_one_is_harmless(tmp_path):
     async with judging(permuted, votes=2, folder=tmp_path) as (server, pool):
         assert (await pool.score(group())).rewards == WORTH
         await pool.close()
@@ -365,7 +365,7 @@ async def test_a_function_may_be_added(tmp_path, monkeypatch):
             pass
 
 
-async def test_no_group_is_to_blame_where_the_added_functions_workers_are_gone(monkeypatch):
+async def test_a_lost_worker_of_the_added_function_blames_no_group(monkeypatch):
     added, heard = [], []
     make = pool_module.RewardPool
     monkeypatch.setattr(pool_module, "RewardPool", lambda *of, **how: added.append(make(*of, **how)) or added[0])
@@ -468,7 +468,7 @@ async def test_a_cut_answer_is_reported_and_sent_back_unless_it_is_empty(answer,
         assert len(server.bodies) == requests
 
 
-async def test_a_vote_that_is_kept_counts_once_also_where_all_are_asked_in_the_same_words(tmp_path):
+async def test_a_kept_vote_counts_once_even_if_all_questions_are_equal(tmp_path):
     yes, no = verdicts(right="yes"), verdicts(right="no")
     how = {"function": "rubric", "rubric": RUBRIC[:1], "votes": 3, "tries": 1, "concurrency": 1}
     async with judging(status(500), status(500), yes, no, folder=tmp_path, **how) as (server, pool):
@@ -518,7 +518,7 @@ def of_rubric(*criteria):
         (of_rubric(*RUBRIC[:1] * 2), "there are two named right"),
     ],
 )
-async def test_options_that_are_wrong_are_named_before_the_first_call(fields, problem, monkeypatch):
+async def test_invalid_options_are_named_before_the_first_call(fields, problem, monkeypatch):
     monkeypatch.setenv("BROKEN_KEY", "k\n123")
     options = {"url": "http://127.0.0.1:9/v1", "model": "m"}
     config = {"function": "relative_judge", "per": "group", "options": options}

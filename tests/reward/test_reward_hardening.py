@@ -137,7 +137,7 @@ async def test_each_call_hands_out_its_output_and_has_a_budget_of_its_own():
 
 
 @pytest.mark.parametrize(("text", "end"), [("detached", "hang"), ("spawn_and_exit", "exit")])
-async def test_all_that_a_function_lets_go_of_is_ended_with_its_worker(tmp_path, text, end):
+async def test_detached_processes_of_a_function_end_with_its_worker(tmp_path, text, end):
     """I7: also what has left its parent, its group and its session, and what a worker leaves that ends by itself."""
     path = tmp_path / "pid"
     async with started(timeout_s=2.0) as pool:

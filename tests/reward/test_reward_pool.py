@@ -85,7 +85,7 @@ async def test_an_error_of_the_function_or_its_task_fails_it_alone_and_keeps_the
         assert await reward(pool, "pid") == worker
 
 
-async def test_a_response_that_runs_over_its_time_gets_the_number_that_was_asked_for_at_once():
+async def test_a_response_past_its_time_gets_the_configured_reward_at_once():
     faults = []
     async with started(workers=2, timeout_s=1.0, on_timeout=-0.5, truncated="penalty", faults=faults) as pool:
         others = [pool.score(request("abc")) for _ in range(20)]
@@ -146,7 +146,7 @@ async def test_an_import_that_ends_its_process_or_never_returns_fails_the_start(
         await pool.start()
 
 
-async def test_the_pool_fails_as_a_whole_when_no_worker_can_be_had_and_not_before(tmp_path, monkeypatch):
+async def test_the_pool_fails_only_when_no_worker_can_start(tmp_path, monkeypatch):
     monkeypatch.setattr(pool_module, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(pool_module, "MAX_START_FAILURES", 3)
     async with started() as pool:
@@ -169,7 +169,7 @@ async def test_the_pool_fails_as_a_whole_when_no_worker_can_be_had_and_not_befor
         assert caught.value.retryable
 
 
-async def test_a_worker_that_cannot_be_started_is_tried_on_for_as_long_as_there_is_another(monkeypatch):
+async def test_a_worker_that_cannot_start_is_retried_while_another_works(monkeypatch):
     tried = []
 
     def fails(*_, **more):
@@ -225,7 +225,7 @@ asyncio.run(main())
     asyncio.run(until(lambda: not any(lives(pid) for pid in pids)))
 
 
-def test_hundreds_of_small_tasks_are_done_beside_one_that_hangs_on_the_other_loop():
+def test_hundreds_of_small_tasks_finish_during_a_hanging_one_on_the_asyncio_loop():
     async def body():
         assert not isinstance(asyncio.get_running_loop(), uvloop.Loop)
         async with started(workers=2, timeout_s=3.0) as pool:
@@ -251,7 +251,7 @@ async def test_rewards_of_an_async_function_come_back_in_order_and_one_that_hang
         assert await reward(pool, "ab") == 2.5
 
 
-async def test_the_world_of_a_worker():
+async def test_a_worker_has_one_thread_and_no_torch_and_ignores_signals():
     async with started() as pool:
         world = {"main_thread": 1.0, "torch": 0.0, "threads": 1.0, "stdin": 0.0}
         assert {text: await reward(pool, text) for text in world} == world
@@ -333,7 +333,7 @@ async def test_a_task_sent_behind_one_that_hangs_or_dies_is_run_by_another_worke
 # --- the end ---
 
 
-async def test_close_ends_hanging_tasks_all_that_waits_and_the_helpers_of_all_workers(tmp_path):
+async def test_close_ends_hanging_and_waiting_tasks_and_the_helpers_of_all_workers(tmp_path):
     async with started(workers=3) as pool:
         helpers = [int(await reward(pool, "helper"))]
         path = tmp_path / "helper.pid"

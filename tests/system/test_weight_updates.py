@@ -103,7 +103,7 @@ def test_every_replica_is_updated_by_the_chosen_transport_and_a_joining_one_dist
 
 
 @pytest.mark.parametrize("transport", ["stream", "gloo"])
-def test_a_death_in_an_update_or_of_its_conductor_costs_the_others_nothing(tmp_path, monkeypatch, transport):
+def test_a_death_during_an_update_costs_the_other_replicas_nothing(tmp_path, monkeypatch, transport):
     system = system_of(tmp_path, transport)
 
     async def kill():
@@ -116,7 +116,7 @@ def test_a_death_in_an_update_or_of_its_conductor_costs_the_others_nothing(tmp_p
     run_until_all_serve_the_last(system, monkeypatch, kill)
 
 
-def test_survivors_of_a_death_in_a_broadcast_get_the_weights_by_another_transport(tmp_path, monkeypatch):
+def test_surviving_replicas_of_a_failed_broadcast_get_the_weights_by_another_transport(tmp_path, monkeypatch):
     system = system_of(tmp_path, "gloo", replicas=3, sim={"step_s": 0.03, "publish_bytes": 8_000_000})
     send, sending, dead = broadcast._Epoch.broadcast, threading.Event(), threading.Event()
     survivors, versions = {"rollouter/0", "rollouter/2"}, []

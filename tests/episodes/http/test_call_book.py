@@ -59,12 +59,12 @@ def test_a_retry_is_the_call_whose_connection_broke(states, taken):
         (OSError(), False),
     ],
 )
-def test_only_what_another_try_cannot_change_is_given_again(outcome, settled):
+def test_only_final_outcomes_are_returned_to_a_retry(outcome, settled):
     assert Call(number=0, identity=A, created=0, texts=[""], outcome=outcome).settled == settled
 
 
 @given(st.text(min_size=1), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30))))
-def test_the_text_of_a_call_is_always_the_beginning_of_its_answer(text, cuts):
+def test_the_text_of_a_call_is_always_a_prefix_of_its_answer(text, cuts):
     call = Call(number=0, identity=A, created=0, texts=["", ""])
     best = 0
     for start, end in cuts:
@@ -74,7 +74,7 @@ def test_the_text_of_a_call_is_always_the_beginning_of_its_answer(text, cuts):
         assert call.texts == ["", text[:best]]
 
 
-def test_what_has_ended_is_kept_for_a_time_and_in_a_number_and_numbers_are_never_given_twice():
+def test_ended_calls_are_kept_within_limits_and_no_call_number_is_reused():
     book = CallBook()
     heard, unheard = in_state(book, "heard"), in_state(book, "unheard")
     ended = [in_state(book, state) for state in ["delivered", "undelivered", "cut"] * MOST_KEPT]

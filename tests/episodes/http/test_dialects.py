@@ -76,7 +76,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("request_of", "more", "field"), REFUSED, ids=[field for _, _, field in REFUSED])
-def test_what_cannot_be_had_is_refused_by_its_name(request_of, more, field):
+def test_unsupported_fields_are_refused_by_name(request_of, more, field):
     parse(request_of)
     with pytest.raises(ChatRefused) as refused:
         parse(request_of, **more)
@@ -107,7 +107,7 @@ NOTICED = [
 
 
 @pytest.mark.parametrize(("request_of", "more", "noticed"), NOTICED)
-def test_what_does_nothing_is_noticed(request_of, more, noticed):
+def test_ignored_and_relaxed_fields_are_reported(request_of, more, noticed):
     asked = parse(request_of, **more)
     assert sorted(asked.ignored + asked.relaxed) == noticed
 
@@ -153,7 +153,7 @@ def as_sampled(answer, *, separators=(", ", ": ")):
 
 
 @answers
-def test_an_answer_that_is_sent_back_is_the_answer(answer):
+def test_an_answer_sent_back_by_a_client_equals_the_original(answer):
     chat = CHAT[0].reply(parse(CHAT), STAMP, [answer])["choices"][0]["message"]
     assert {name: chat[name] for name in ("role", "content", "tool_calls") if name in chat} == as_sampled(answer)
     assert chat.get("reasoning_content") == answer.reasoning

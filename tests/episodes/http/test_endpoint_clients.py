@@ -101,7 +101,7 @@ async def test_a_chat_completion_is_answered():
             assert core.asked[-1].untrained is untrained
 
 
-async def test_text_is_streamed_as_it_comes_and_what_is_lost_comes_with_the_reply():
+async def test_text_is_streamed_as_it_is_sampled_and_lost_text_comes_with_the_reply():
     heard = asyncio.Event()
 
     async def waits_to_be_heard(core, call, on_delta):
@@ -138,7 +138,7 @@ async def test_a_client_that_waits_half_a_second_outlives_a_long_pause(stream):
     assert (text, len(core.asked)) == ("At last.", 1)
 
 
-async def test_what_agents_choose_is_ignored_or_relaxed_aloud_and_what_cannot_be_had_refused_by_its_name():
+async def test_ignored_and_relaxed_options_are_named_and_unsupported_ones_refused():
     async with openai_client() as (core, served, client):
         chosen = {"tool_choice": "required", "response_format": {"type": "json_object"}, "temperature": 0.1, "seed": 3}
         raw = await client.chat.completions.with_raw_response.create(**ASKED, tools=[WEATHER], top_p=1, **chosen)

@@ -86,7 +86,7 @@ async def asked_and_left(core, client, body=HI, headers=None, *, times=1):
     await asyncio.gather(*asking, return_exceptions=True)
 
 
-async def test_a_retry_joins_what_is_under_way_and_an_equal_body_does_not():
+async def test_a_retry_joins_its_running_call_and_an_equal_request_does_not():
     gate = Gate()
     async with http_client(gate) as (served, client):
         await asked_and_left(gate, client)
@@ -128,7 +128,7 @@ async def test_a_retry_continues_where_its_call_was_cut_off():
     assert served.counts["resumed"] == 3
 
 
-async def test_a_retry_that_comes_while_its_call_is_given_up_has_it_called_again():
+async def test_a_retry_during_the_cancellation_of_its_call_starts_it_again():
     ending = asyncio.Event()
 
     async def ends_slowly(core, call, on_delta):
@@ -152,7 +152,7 @@ async def test_a_retry_that_comes_while_its_call_is_given_up_has_it_called_again
     assert [call.call for call in core.asked] == ["http-0", "http-0"]
 
 
-async def test_a_session_has_so_many_calls_and_no_more(monkeypatch):
+async def test_a_session_has_a_limited_number_of_calls(monkeypatch):
     monkeypatch.setattr("asyncrl.episodes.http.calls.MOST_OPEN", 3)
     gate = Gate()
     async with http_client(gate) as (_, client):
@@ -166,7 +166,7 @@ async def test_a_session_has_so_many_calls_and_no_more(monkeypatch):
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_calls")
 
 
-async def test_a_program_cannot_fill_the_counts(monkeypatch):
+async def test_a_program_cannot_grow_the_counters_without_limit(monkeypatch):
     monkeypatch.setattr("asyncrl.episodes.http.endpoint.MOST_COUNTED", 16)
     async with http_client(ScriptedCore()) as (served, client):
         for at in range(20):
@@ -176,7 +176,7 @@ async def test_a_program_cannot_fill_the_counts(monkeypatch):
     assert len(served.notices) <= 17
 
 
-async def test_an_answer_that_is_not_what_was_streamed_is_an_error_of_the_stream():
+async def test_an_answer_that_differs_from_the_streamed_text_is_an_error():
     heard = asyncio.Event()
 
     async def changes_its_mind(core, call, on_delta):
@@ -195,7 +195,7 @@ async def test_an_answer_that_is_not_what_was_streamed_is_an_error_of_the_stream
     assert '"Yes"' in told and '"error"' in told and "[DONE]" not in told
 
 
-async def test_only_what_is_served_is_served():
+async def test_unknown_paths_and_methods_are_refused():
     requests = {
         404: ["POST /v1/embeddings", "GET /", "GET /v1/%ff%fe"],
         405: ["GET /v1/chat/completions", "POST /v1/models"],
@@ -215,7 +215,7 @@ async def test_only_what_is_served_is_served():
     assert first.startswith(b"HTTP/1.1 405") and rest.startswith(b"HTTP/1.1 200 OK")
 
 
-async def test_what_is_no_json_object_is_refused():
+async def test_a_body_that_is_not_a_json_object_is_refused():
     bodies = [b"{", b"", b"[]", b"\xff\xfe", b'{"messages": NaN}', b'{"messages": "\\ud800"}']
     bodies += [b'{"messages":' + b"[" * 100_000]
     # Long ones are read in another way.
@@ -229,7 +229,7 @@ async def test_what_is_no_json_object_is_refused():
         assert (await client.post(CHAT, json=HI)).status_code == 200
 
 
-async def test_too_long_a_body_is_refused_however_it_is_sent():
+async def test_a_body_over_the_limit_is_refused_in_any_encoding():
     core = ScriptedCore()
     long = json.dumps(HI | {"user": "x" * 20_000}).encode()
 
@@ -302,7 +302,7 @@ async def test_a_client_that_does_not_read_is_closed(stream):
             writer.transport.abort()
 
 
-async def test_connections_that_are_cut_leave_nothing():
+async def test_broken_connections_leave_nothing():
     gate = Gate()
     async with http_client(gate, grace_s=0.1, kept_s=0.1, keep_alive_s=0.05) as (served, client):
         await asked_and_left(gate, client, times=10)
@@ -316,7 +316,7 @@ async def test_connections_that_are_cut_leave_nothing():
         assert len(gate.cancelled) == len(gate.asked) >= 10
 
 
-async def test_no_key_is_in_a_log(capfd, caplog):
+async def test_no_log_contains_a_key(capfd, caplog):
     async def fails(core, call, on_delta):
         raise OSError("gone")
 

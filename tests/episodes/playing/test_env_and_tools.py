@@ -149,7 +149,7 @@ def test_the_policy_reads_text_as_text_and_structures_as_json(result, text):
     assert result_text(result) == (text or nested)
 
 
-async def test_tools_are_closed_whichever_of_them_fails_to(tmp_path):
+async def test_all_tools_are_closed_even_if_one_fails_to_close(tmp_path):
     config = config_with(tools=["plays:Jammed", "plays:Box"], workers=1)
     async with hosting(config, tmp_path, Rollouter("done")) as host:
         printed = host.watch_output()
@@ -175,7 +175,9 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize(("kind", "code", "options", "problem"), PROBLEMS)
-def test_what_cannot_be_played_is_found_before_the_first_episode(tmp_path, monkeypatch, kind, code, options, problem):
+def test_episode_code_that_cannot_run_is_found_before_the_first_episode(
+    tmp_path, monkeypatch, kind, code, options, problem
+):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "plays", raising=False)
     code = [f"plays:{name}" for name in code]

@@ -93,7 +93,7 @@ MALFORMED = {
 }
 
 
-async def test_what_the_code_raises_fails_its_episode_alone_and_the_user_hears_of_it_once(tmp_path):
+async def test_an_exception_fails_only_its_episode_and_is_reported_once(tmp_path):
     async with hosting(play(max_request_bytes=3_000_000), tmp_path) as host:
         printed, beside = host.watch_output(), host.run("wait")
         for prompt, error in RAISED.items():
@@ -163,7 +163,7 @@ SESSION = "a" * 32
 TASK = {"prompt": "p", "messages": [], "row": {}, "seed": 1, "uid": "0-1", "sample": 0, "attempt": 0}
 
 
-async def test_an_episode_that_is_stopped_before_its_code_or_behind_it_says_that_it_has_ended():
+async def test_an_episode_stopped_before_or_after_its_code_reports_its_end():
     closing, close, left = asyncio.Event(), asyncio.Event(), []
 
     async def lingers():
@@ -241,7 +241,7 @@ async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path)
         assert host.figure("suspects") == 0
 
 
-async def test_the_guilty_of_the_death_of_workers_is_found_and_the_innocent_are_not_blamed(tmp_path):
+async def test_the_episode_that_kills_workers_is_found_and_others_are_not_blamed(tmp_path):
     # On a busy machine memory takes its time, and is not to be taken for standing still.
     async with hosting(play(stall_timeout_s=4.0, max_memory_bytes=100_000_000), tmp_path) as host:
 
@@ -264,7 +264,7 @@ async def test_the_guilty_of_the_death_of_workers_is_found_and_the_innocent_are_
         assert [host.figure(name) for name in names] == [1, 1, 1, 2]
 
 
-async def test_who_waits_for_a_lone_worker_that_does_not_come_up_is_not_blamed_for_its_end(tmp_path):
+async def test_an_episode_is_not_blamed_for_a_worker_that_dies_before_it_starts(tmp_path):
     async with hosting(play(), tmp_path) as host:
         assert [(await host.play("exit", attempt=attempt)).blame for attempt in range(2)] == ["host", "host"]
         assert (await host.play("reply", uid="0-2")).reward == 3.0
@@ -364,7 +364,7 @@ def test_a_long_print_is_cut_to_what_is_left_of_the_limit():
 
 
 @pytest.mark.parametrize("missing", ["code", "library"])
-async def test_what_cannot_be_played_ends_the_actor_before_it_is_ready(tmp_path, monkeypatch, missing):
+async def test_episode_code_that_cannot_run_ends_the_actor_before_it_is_ready(tmp_path, monkeypatch, missing):
     if missing == "library":
         monkeypatch.setitem(sys.modules, "asyncrl.episodes.http.endpoint", None)
     told = {"code": r"episode\.function: .*did you mean play", "library": r"pip install 'asyncrl\[episodes\]'"}

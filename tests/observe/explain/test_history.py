@@ -74,7 +74,7 @@ def whats(run_dir):
 WHOLE = ["leased", "began", "aborted", "resumed", "finished", "scored", "buffered", "delivered", "trained"]
 
 
-def test_a_story_is_told_in_words_and_in_order(logs, tmp_path):
+def test_the_history_of_a_group_is_printed_in_order(logs, tmp_path):
     logs.whole()
     assert explain(tmp_path, UID) == (
         f"prompt group {UID}: trained at step 3, on the weights of version 2\n"
@@ -92,7 +92,7 @@ def test_a_story_is_told_in_words_and_in_order(logs, tmp_path):
     )
 
 
-def test_turns_of_an_episode_are_told(logs, tmp_path):
+def test_the_history_shows_the_turns_of_an_episode(logs, tmp_path):
     logs.leased(0.0)
     events = [
         [0.01, "episode", 0, "episodes/0"],
@@ -144,7 +144,7 @@ def test_logs_with_the_earlier_names_of_leases_are_read(logs, tmp_path):
         explain(tmp_path, "0-9")
 
 
-def test_a_time_is_told_in_its_unit(logs, tmp_path):
+def test_times_are_printed_with_a_unit(logs, tmp_path):
     logs.generated(99.0, 0.0, [[0.1, "scored", 0.5, 0.0004], [5.0, "scored", 0.5, 4.9871], [98.0, "scored", 0.5, 65.2]])
     said = [line.partition("which took ")[2] for line in explain(tmp_path, UID).splitlines() if "scored" in line]
     assert said == ["400 µs", "5.0 s", "1m05s"]
@@ -176,7 +176,7 @@ def test_torn_and_foreign_lines_are_left_out(logs, tmp_path):
 
 @settings(max_examples=examples(30), deadline=None)
 @given(st.data())
-def test_whatever_is_cut_off_or_mixed_up_never_breaks_the_story(tmp_path_factory, data):
+def test_damaged_logs_never_break_the_history(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("run")
     Logs(folder).whole()
     for path in sorted(folder.rglob("*.log")):
@@ -190,7 +190,7 @@ def test_whatever_is_cut_off_or_mixed_up_never_breaks_the_story(tmp_path_factory
         assert explain(folder, UID).startswith(f"prompt group {UID}: ")
 
 
-def test_a_death_and_another_lease(logs, tmp_path):
+def test_the_history_shows_a_death_and_the_next_lease(logs, tmp_path):
     # Its reply was lost; of what is said again and again while a group runs the last word counts.
     for at in (0.0, 0.2):
         logs.leased(at, number=4)
@@ -210,7 +210,7 @@ def test_a_death_and_another_lease(logs, tmp_path):
     ]
 
 
-def test_what_a_rollouter_gave_up_is_not_said_to_be_unheard_of_since_its_lease(logs, tmp_path):
+def test_a_group_given_up_by_its_rollouter_is_reported_as_given_up(logs, tmp_path):
     logs.leased(0.0)
     events = [[0.1, "began", 2], [0.5, "aborted", 60]]
     logs.generated(0.3, 0.001, events[:1], end="running")
@@ -226,9 +226,7 @@ def test_what_a_rollouter_gave_up_is_not_said_to_be_unheard_of_since_its_lease(l
     assert verdict(read_history(tmp_path, UID)) == "given up by rollouter/1; nothing is known since"
 
 
-def test_a_learner_that_goes_on_from_before_undoes_what_was_trained_and_leaves_what_its_checkpoint_holds(
-    logs, tmp_path
-):
+def test_a_restored_learner_undoes_training_after_its_checkpoint_only(logs, tmp_path):
     logs.line(-5.0, "learner/0", "restored", step=0, uids=[])
     logs.whole()
     logs.line(5.0, "learner/0", "restored", step=3, version=3, uids=[])
@@ -250,7 +248,7 @@ def test_a_learner_that_goes_on_from_before_undoes_what_was_trained_and_leaves_w
     assert "which holds it in the buffer" in explain(other.run_dir, UID)
 
 
-def test_a_quarantine_tells_its_reason_and_what_was_printed_is_told(logs, tmp_path):
+def test_the_history_shows_the_reason_of_a_quarantine_and_the_printed_output(logs, tmp_path):
     logs.leased(0.0)
     logs.line(0.4, "reward/0", "printed", uid=UID, text="odd answer")
     logs.generated(
@@ -270,7 +268,7 @@ def test_a_prompt_that_the_data_rules_left_out_is_explained(logs, tmp_path):
     assert text.startswith(f"prompt group {UID}: left out: over data.max_prompt_tokens\n")
 
 
-def test_where_nothing_is_known_it_is_said_what_is(logs, tmp_path):
+def test_an_unknown_group_is_an_error_with_advice(logs, tmp_path):
     for uid in ("", "../0-7", "a b@0-1"):
         with pytest.raises(UsageError, match="EPOCH-INDEX"):
             explain(tmp_path, uid)
@@ -302,7 +300,7 @@ def test_where_nothing_is_known_it_is_said_what_is(logs, tmp_path):
         ("evaluation", "with the learner; its round of evaluation is not complete"),
     ],
 )
-def test_the_learners_word_counts_where_the_rollouter_logs_after_it(logs, tmp_path, into, said):
+def test_the_learners_log_decides_if_the_rollouter_logs_later(logs, tmp_path, into, said):
     events = [[0.1, "began", 2], [0.3, "finished", 9, "stop", [[2, 0, 9]]], [0.4, "scored", 1.0, 0.002]]
     logs.leased(0.0)
     logs.taken(0.5, into)
@@ -321,7 +319,7 @@ def test_the_learners_word_counts_where_the_rollouter_logs_after_it(logs, tmp_pa
         assert verdict(read_history(tmp_path, UID)) == "evaluated, after step 5"
 
 
-def test_lines_are_written_as_the_log_writes_them_and_only_where_it_does(monkeypatch):
+def test_group_events_are_logged_only_at_the_configured_level(monkeypatch):
     written = []
     monkeypatch.setattr(logging, "write_line", written.append)
     group_log = GroupLog("learner/0")

@@ -96,7 +96,7 @@ def written(run_dir, tmp_path):
     return Page(out)
 
 
-def test_a_whole_run(run_dir, tmp_path):
+def test_the_report_of_a_whole_run(run_dir, tmp_path):
     shares = {"rollout/turns_mean": 3.0, "rollout/episode_share/engine": 0.75, "rollout/episode_share/user": 0.25}
     lines = [line for number in range(1, 9) for line in (update(number), step(number, **shares))]
     write_lines(run_dir, *lines, evaluation(4), evaluation(8))
@@ -122,14 +122,14 @@ def test_a_whole_run(run_dir, tmp_path):
     assert "learner.lr" in shown
 
 
-def test_workers_of_episodes_are_not_those_of_the_reward():
+def test_workers_of_episodes_and_of_rewards_are_separate():
     run = Run(episodes={"user": 4.0}, worker={"idle": 1.0})
     (span,) = spans([run.at(60.0), run.at(100.0)])
     assert set(span.shares["worker"]) == {"idle"}
     assert span.shares["player"] == pytest.approx({"playing": 0.9, "idle": 0.1})
 
 
-def test_means_are_over_the_time_of_all_steps_but_the_first_of_each_learner(run_dir, tmp_path):
+def test_means_exclude_the_first_step_of_each_learner(run_dir, tmp_path):
     def timed(number, seconds, rate, start=1):
         return step(number, start, **{"time/step_s": seconds, "rollout/tokens_per_s": rate})
 
@@ -150,7 +150,7 @@ def test_means_are_over_the_time_of_all_steps_but_the_first_of_each_learner(run_
         (0, "", "done · "),
     ],
 )
-def test_the_end_of_a_run_is_told_in_the_words_of_the_terminal(run_dir, tmp_path, exit_code, reason, said):
+def test_the_report_and_the_terminal_describe_the_end_alike(run_dir, tmp_path, exit_code, reason, said):
     last = Run(phase="done", exit_code=exit_code, reason=reason).at(10)
     record(run_dir, last)
     assert said in " ".join(written(run_dir, tmp_path).text)
@@ -159,7 +159,7 @@ def test_the_end_of_a_run_is_told_in_the_words_of_the_terminal(run_dir, tmp_path
     assert said.removesuffix(" · ") in page(SnapshotView(history), 80)
 
 
-def test_whatever_comes_from_the_run_is_text(tmp_path):
+def test_text_from_a_run_is_escaped(tmp_path):
     run_dir = tmp_path / "a<b>&c"
     run_dir.mkdir()
     (run_dir / "config.json").write_text(json.dumps({"model": {"path": EVIL}, "learner": {"steps": EVIL}}))
@@ -188,7 +188,7 @@ def test_whatever_comes_from_the_run_is_text(tmp_path):
     assert any(EVIL in curve["name"] for curves in page.figures.values() for curve in curves)
 
 
-def test_what_there_is_none_of_is_said(run_dir, tmp_path):
+def test_missing_records_are_named_in_the_report(run_dir, tmp_path):
     page = written(run_dir, tmp_path)
     assert page.figures == {}
     shown = " ".join(page.text)
@@ -198,7 +198,7 @@ def test_what_there_is_none_of_is_said(run_dir, tmp_path):
     assert sorted(written(run_dir, tmp_path).figures) == [0, 1, 2, 4, 5, 6, 7, 8]
 
 
-def test_what_is_no_run_or_cannot_be_written(tmp_path, run_dir):
+def test_a_report_without_a_run_or_a_target_folder_is_refused(tmp_path, run_dir):
     with pytest.raises(UsageError, match="no config.json"):
         write_report(tmp_path / "nothing", tmp_path / "out.html")
     with pytest.raises(UsageError, match="out.html: there is no folder"):
@@ -216,7 +216,7 @@ def test_a_report_is_small_however_long_the_run(run_dir, tmp_path):
     assert len(x) < 600 and x[-1] == 5000 and x == sorted(x)
 
 
-def test_moments_are_chosen_evenly_over_time_and_nothing_is_said_of_that_between_two_attempts():
+def test_times_are_sampled_evenly_and_the_gap_between_attempts_is_empty():
     assert evenly([1.0, 2.0], 3) == [0, 1]
     assert evenly([0.0, 1.0, 2.0, 3.0, 4.0], 3) == [0, 2, 4]
     # A gap: what is there is taken once.
@@ -248,7 +248,7 @@ def test_an_evaluation_has_curves_of_pass_at_k_components_and_lengths():
     }
 
 
-def test_an_evaluation_stands_at_the_step_that_made_what_it_sampled():
+def test_an_evaluation_is_drawn_at_the_step_of_its_version():
     # The learner went back to step 2 and published its weights as 10; from step 4 on two steps make a version.
     train = [step(n, **{"weights/version": version}) for n, version in ((1, 1), (2, 2), (3, 11), (4, 11), (5, 12))]
     del train[3]["weights/gather_s"]
@@ -261,14 +261,14 @@ def test_an_evaluation_stands_at_the_step_that_made_what_it_sampled():
     assert list(panel.curves[-1].x) == [3] and list(panel.curves[-1].notes) == [""]
 
 
-def test_a_share_of_the_time_of_episodes_that_is_no_number_is_taken_for_absent():
+def test_a_missing_share_of_episode_time_is_drawn_as_absent():
     told = [{"engine": None, "user": 0.5}, {"engine": 0.75, "user": 0.25}]
     train = [step(n, **{f"rollout/episode_share/{k}": v for k, v in each.items()}) for n, each in enumerate(told, 1)]
     (panel,) = charts.episodes(train)
     assert {curve.name: curve.y for curve in panel.curves} == {"engine": [0.0, 0.75], "user": [0.5, 0.25]}
 
 
-def test_prompts_that_the_data_rules_left_out_are_a_curve_of_their_own():
+def test_prompts_left_out_by_data_rules_have_their_own_curve():
     train = [{"kind": "train", "step": n, "ledger/trained": n, "ledger/left_out": 2 * n} for n in (1, 2)]
     (panel,) = charts.ledger(train)
     assert [(curve.name, curve.y) for curve in panel.curves] == [("trained", [1, 2]), ("left out", [2, 4])]
@@ -288,7 +288,7 @@ def test_without_a_configuration_there_is_a_report_that_says_why(run_dir, tmp_pa
     assert 0 in page.figures and "step 2 of ?" in shown and f"{run_dir / 'config.json'}" in shown
 
 
-def test_a_learner_that_goes_back_voids_what_was_told_of_the_same_steps_and_later_ones(run_dir):
+def test_a_restored_learner_voids_earlier_lines_of_the_same_and_later_steps(run_dir):
     before = [step(1), update(1), evaluation(2), step(2), step(3), evaluation(3)]
     # A late line of the old learner counts: it was true then.
     after = [step(2, start=2), evaluation(3), step(1, start=3)]
@@ -299,7 +299,7 @@ def test_a_learner_that_goes_back_voids_what_was_told_of_the_same_steps_and_late
     assert read_metrics(run_dir / "metrics.jsonl") == [before[1], after[2]]
 
 
-def test_of_updates_only_what_is_drawn_is_held(run_dir, tmp_path, monkeypatch):
+def test_only_drawn_fields_of_updates_are_kept(run_dir, tmp_path, monkeypatch):
     """A thousand replicas write a million of them in a thousand steps."""
     held = []
     monkeypatch.setattr(report, "read_metrics", lambda *what: held.extend(read_metrics(*what)) or held)
@@ -310,7 +310,7 @@ def test_of_updates_only_what_is_drawn_is_held(run_dir, tmp_path, monkeypatch):
     assert held == [step(1), about | {"weights/stall_s": 0.1}, step(2, start=2)]
 
 
-def test_a_run_that_was_killed_has_failed_in_the_report_as_in_a_replay(run_dir, tmp_path):
+def test_a_killed_run_has_failed_in_the_report_and_in_a_replay(run_dir, tmp_path):
     write_lines(run_dir, step(1))
     record(run_dir, Run().at(40.0), Run().at(41.0))
     shown = " ".join(written(run_dir, tmp_path).text)
@@ -323,7 +323,7 @@ def test_a_run_that_was_killed_has_failed_in_the_report_as_in_a_replay(run_dir, 
     assert "running · " in " ".join(Page(out).text)
 
 
-def test_what_only_some_runs_have_is_shown_where_it_is():
+def test_optional_curves_are_shown_only_if_they_have_data():
     plain, more = [step(n) for n in (1, 2)], [step(n, **{"loss/sft": 1.0, "policy/reference_kl": 0.1}) for n in (1, 2)]
     titles = [panel.title for panel in charts.learning(more)]
     assert "Loss of conversations" in titles and len(titles) == len(charts.learning(plain)) + 1

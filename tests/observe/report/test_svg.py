@@ -38,7 +38,7 @@ def drawn(panel):
     st.sampled_from(["", "bars", "areas"]),
     st.booleans(),
 )
-def test_whatever_is_finite_is_drawn_within_its_frame(points, stack, zero):
+def test_all_finite_values_are_drawn_within_the_frame(points, stack, zero):
     points.sort()
     x, *ys = zip(*points, strict=True)
     if stack:
@@ -55,7 +55,7 @@ def test_whatever_is_finite_is_drawn_within_its_frame(points, stack, zero):
     assert [len(curve["x"]) for curve in told(panel)["curves"]] == [len(x)] * 2
 
 
-def test_a_point_stands_where_its_value_is():
+def test_a_point_has_the_position_of_its_value():
     curve = Curve(name="loss", colour="#000", x=[0, 5, 10], y=[0.0, 1.0, 0.5])
     panel = Panel(curves=[curve], width=int(LEFT + RIGHT) + 1020, height=int(TOP + BOTTOM) + 210)
     (path,) = drawn(panel)
@@ -73,7 +73,7 @@ def test_labels_differ_from_their_neighbours():
         assert len(labels) == len(set(labels)) > 2
 
 
-def test_areas_stand_on_one_another_and_shares_fill_the_frame():
+def test_areas_are_stacked_and_shares_fill_the_frame():
     curves = [Curve(name=name, colour="#000", x=[0, 1], y=y) for name, y in (("a", [0.25, 0.5]), ("b", [0.75, 0.5]))]
     a, b = drawn(Panel(curves=curves, stack="areas", shares=True, height=int(TOP + BOTTOM) + 100))
     assert [down for _, down in coordinates(a)] == [75.0, 50.0, 100.0, 100.0]

@@ -43,7 +43,7 @@ def test_a_link_is_followed(tmp_path, there):
     assert link.is_symlink() and target.read_text() == "new" and names(tmp_path / "far") == ["target"]
 
 
-def test_what_is_no_regular_file_is_left_alone(tmp_path):
+def test_only_a_regular_file_is_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "round").symlink_to("round")
@@ -64,7 +64,7 @@ def test_what_is_no_regular_file_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["replace", "fchmod", "fsync"])
-def test_nothing_stays_where_it_fails(tmp_path, monkeypatch, call):
+def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch, call):
     path = tmp_path / "x.html"
     path.write_text("old")
 

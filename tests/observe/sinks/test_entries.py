@@ -16,7 +16,7 @@ HEARD = ("counter", "gauge", "histogram")
 """Kinds of what comes with heartbeats."""
 
 
-def test_only_finite_numbers_are_figures():
+def test_only_finite_numbers_are_metrics():
     line = train(3, a=None, b="shm", c=math.nan, d=math.inf, e=True, f=2)
     assert dict(numbers(line)) == {"weights/version": 3.0, "reward/mean": 0.03, "f": 2.0}
 
@@ -40,14 +40,14 @@ def test_steps(lines, steps):
 
 
 @pytest.mark.parametrize("free", [None, 0, 10**11])
-def test_the_room_on_a_disk_is_told_where_it_is_known(free):
+def test_free_disk_space_is_exported_if_it_is_known(free):
     made = snapshot()
     figures = run_values(replace(made, run=replace(made.run, disk_free_bytes=free)))
     assert figures.get("run/disk_free_bytes") == free
     assert None not in figures.values()
 
 
-def test_who_has_left_the_run_is_shown_no_more():
+def test_actors_that_left_the_run_are_not_exported():
     lines = [update(7), update(6, "rollouter/5")]
     replicas = families_of(lines, snapshot())["asyncrl_update_stall_s"].values
     assert replicas == {(("replica", "rollouter/0"),): 0.25}

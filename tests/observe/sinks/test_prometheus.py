@@ -54,7 +54,7 @@ def where(sink):
     return parts.hostname, parts.port
 
 
-def test_it_is_scraped_over_http(sink, tmp_path):
+def test_metrics_are_scraped_over_http(sink, tmp_path):
     components = {'reward/component/a"\n\\b': 0.5}
     for record in (train(1), evaluation(2), evaluation(2, "math"), update(2), train(3) | components, snapshot(step=3)):
         sink.write(record)
@@ -89,7 +89,7 @@ def test_a_port_that_is_taken_is_named(sink, tmp_path):
         other.open()
 
 
-def test_a_client_that_never_reads_keeps_nobody_else_from_it(sink):
+def test_a_client_that_never_reads_does_not_block_others(sink):
     many = {f"reward/component/{number}": 0.5 for number in range(5_000)}
     sink.write({"kind": "train", "step": 1} | many)
     with socket.socket() as blocked:
@@ -100,7 +100,7 @@ def test_a_client_that_never_reads_keeps_nobody_else_from_it(sink):
         assert "asyncrl_step 2.0" in scrape(sink.address)
 
 
-def test_those_who_take_too_long_are_cut_off_and_make_room(sink, monkeypatch):
+def test_slow_clients_are_disconnected_and_free_their_places(sink, monkeypatch):
     monkeypatch.setattr(prometheus, "CONNECTION_S", 3.0)
     silent = [socket.create_connection(where(sink), timeout=30) for _ in range(CONNECTIONS)]
     try:
@@ -118,7 +118,7 @@ def test_those_who_take_too_long_are_cut_off_and_make_room(sink, monkeypatch):
             client.close()
 
 
-def test_connections_that_there_is_no_descriptor_for_wait_and_cost_no_core(sink, monkeypatch):
+def test_connections_without_a_descriptor_wait_without_using_the_cpu(sink, monkeypatch):
     asked = []
 
     def refuses(_server):
@@ -135,7 +135,7 @@ def test_connections_that_there_is_no_descriptor_for_wait_and_cost_no_core(sink,
             assert b"200 OK" in client.recv(1 << 16)
 
 
-def test_an_end_does_not_wait_for_clients(sink, monkeypatch):
+def test_the_endpoint_ends_without_waiting_for_clients(sink, monkeypatch):
     # Only the endpoint cuts the client off.
     monkeypatch.setattr(prometheus, "CONNECTION_S", 3600.0)
     with socket.create_connection(where(sink), timeout=30) as client:

@@ -85,7 +85,7 @@ def test_a_sink_that_fails_loses_one_record_and_is_opened_again(thread, fake, fa
     wait_until(lambda: thread.trouble == "")
 
 
-def test_a_sink_that_takes_snapshots_and_no_lines_is_not_well(thread, fake):
+def test_a_sink_that_accepts_only_snapshots_counts_as_failing(thread, fake):
     """As on a full disk: it would be said to be well and in trouble at each step."""
     fake.fails = [OSError("full")] * 2
     for step in range(2):
@@ -99,7 +99,7 @@ def test_a_sink_that_takes_snapshots_and_no_lines_is_not_well(thread, fake):
     assert fake.taken == [100, 101, 9]
 
 
-def test_a_sink_that_cannot_be_opened_is_tried_again_and_nothing_is_lost_meanwhile(thread, fake):
+def test_a_sink_that_cannot_open_is_retried_and_loses_nothing(thread, fake):
     fake.fails = [OSError("service is gone"), "open", "open"]
     put(thread, 1, 2, 3)
     wait_until(lambda: fake.taken == [2, 3])
@@ -125,6 +125,6 @@ def test_a_sink_that_fails_at_the_end_gets_no_time_to_recover(thread, fake, monk
     assert thread.lost == 8
 
 
-def test_what_is_said_of_a_failure_holds_no_key(monkeypatch):
+def test_the_error_of_a_sink_contains_no_key(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "k3y" * 13)
     assert describe(ValueError(f"bad\nkey {'k3y' * 13}")) == "ValueError: bad key ***"

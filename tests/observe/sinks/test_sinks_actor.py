@@ -128,7 +128,7 @@ async def exposed(run_dir):
     return await asyncio.to_thread(read)
 
 
-async def test_those_that_are_started_again_go_on_and_bring_out_all_that_is_there_when_the_run_ends(tmp_path):
+async def test_restarted_sinks_continue_and_write_all_lines_before_the_run_ends(tmp_path):
     async with living(tmp_path, **TENSORBOARD, **PROMETHEUS) as cluster:
         cluster.controller._sinks.snapshot(msgspec.msgpack.encode(snapshot(step=1234)))
         cluster.feed(train(1))
@@ -150,7 +150,7 @@ async def test_those_that_are_started_again_go_on_and_bring_out_all_that_is_ther
     assert steps(cluster.run_dir) == list(range(1, 501))
 
 
-async def test_they_go_on_with_another_controller(tmp_path, monkeypatch):
+async def test_sinks_continue_with_a_successor_of_the_controller(tmp_path, monkeypatch):
     monkeypatch.setattr(retry, "AWAY_S", 0.01)
     async with living(tmp_path, **TENSORBOARD) as cluster:
         cluster.feed(train(1))
@@ -161,7 +161,7 @@ async def test_they_go_on_with_another_controller(tmp_path, monkeypatch):
         await cluster.taken(1, 2)
 
 
-async def test_a_port_in_use_is_told_to_the_user_and_costs_the_others_nothing(tmp_path):
+async def test_a_port_in_use_is_reported_and_does_not_affect_other_sinks(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         prometheus = {"enabled": True, "host": "127.0.0.1", "port": other.getsockname()[1]}
         async with living(tmp_path, prometheus=prometheus, **TENSORBOARD) as cluster:
@@ -177,7 +177,7 @@ async def test_a_port_in_use_is_told_to_the_user_and_costs_the_others_nothing(tm
                 pass  # It answers before it has been fed.
 
 
-async def test_a_sink_that_stands_still_holds_up_the_end_no_longer_than_it_may(tmp_path, monkeypatch):
+async def test_a_frozen_sink_delays_the_end_by_a_limited_time(tmp_path, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr("asyncrl.observe.sinks.history_sinks.TensorBoardSink.write", lambda *_: go.wait(60))
     monkeypatch.setattr(sinks_module, "FLUSH_S", 0.2)
@@ -192,7 +192,7 @@ async def test_a_sink_that_stands_still_holds_up_the_end_no_longer_than_it_may(t
         go.set()
 
 
-async def test_temporary_files_go_with_the_actor_or_with_its_successor(tmp_path, temporary):
+async def test_the_sinks_or_their_successor_remove_temporary_files(tmp_path, temporary):
     async with living(tmp_path, **TENSORBOARD) as cluster:
         (own,) = temporary.iterdir()
         assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(own)

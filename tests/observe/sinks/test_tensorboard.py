@@ -23,7 +23,7 @@ def write(sink, *records):
         sink.write(record)
 
 
-def test_everything_that_is_written_is_read_back(sink, tmp_path):
+def test_everything_written_to_tensorboard_is_read_back(sink, tmp_path):
     write(sink, snapshot(step=1), train(1), evaluation(1), update(2), train(2, staleness__limit=None))
     found = scalars(tmp_path)
     assert found["reward/mean"] == [(1, 0.01), (2, 0.02)]
@@ -34,7 +34,7 @@ def test_everything_that_is_written_is_read_back(sink, tmp_path):
     assert "staleness/limit" not in found
 
 
-def test_steps_that_are_done_again_count_once_also_by_a_resumed_run_in_another_file(sink, tmp_path, monkeypatch):
+def test_repeated_steps_count_once_even_in_the_file_of_a_resumed_run(sink, tmp_path, monkeypatch):
     write(sink, *(train(step) for step in range(1, 7)), evaluation(6))
     write(sink, *(train(step, start=2, reward__mean=0.9) for step in (4, 5)))
     found = scalars(tmp_path)
@@ -50,7 +50,7 @@ def test_steps_that_are_done_again_count_once_also_by_a_resumed_run_in_another_f
     assert [step for step, _ in scalars(tmp_path)["reward/mean"]] == list(range(1, 7))
 
 
-def test_a_disk_that_fills_up_costs_whole_events_only(sink, tmp_path):
+def test_a_full_disk_loses_only_whole_events(sink, tmp_path):
     write(sink, train(1))
     (path,) = (tmp_path / "tensorboard").iterdir()
     size = path.stat().st_size

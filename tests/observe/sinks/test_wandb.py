@@ -73,7 +73,7 @@ def put(thread, *records):
         thread.put(record)
 
 
-def test_a_run_is_written_offline_and_a_resumed_one_is_the_same(run_dir, tmp_path):
+def test_an_offline_run_keeps_its_id_when_it_is_resumed(run_dir, tmp_path):
     with writing(run_dir) as thread:
         put(thread, snapshot(step=1), train(1), evaluation(1), update(2), train(2), train(2, start=2, reward__mean=0.9))
         core = service()
@@ -99,7 +99,7 @@ def test_a_run_is_written_offline_and_a_resumed_one_is_the_same(run_dir, tmp_pat
     assert wandb_files.run_of(second).run_id == run.run_id
 
 
-def test_its_service_is_killed_and_it_goes_on_with_another_though_its_id_cannot_be_kept(run_dir):
+def test_wandb_continues_after_its_service_is_killed_without_a_writable_id(run_dir):
     """Records given meanwhile are lost and counted; those after it are in W&B's files."""
     (run_dir / "monitor").write_text("in the way")
     with writing(run_dir) as thread:

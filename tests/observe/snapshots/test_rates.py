@@ -34,7 +34,7 @@ def test_a_rate_is_over_the_time_between_heartbeats_and_not_between_snapshots():
     assert rate(actor(100.0, heard_s=1.0), actor(1000.0, heard_s=2.0)) == pytest.approx(900 / 9)
 
 
-def test_what_cannot_be_known_is_none_and_not_zero():
+def test_unknown_rates_are_none_and_not_zero():
     assert rate(actor(None), actor(None)) is None
     assert rate(actor(100.0, heard_s=0.0), actor(100.0, heard_s=10.0)) is None, "it was not heard in between"
     assert rate(actor(1000.0), actor(50.0, incarnation=2)) is None, "when it started is not known"
@@ -61,7 +61,7 @@ def test_the_mean_of_a_level_over_time(moments, found):
     assert time_mean(moments) == (None if found is None else pytest.approx(found))
 
 
-def test_a_resource_that_was_replaced_inside_its_actor_begins_at_nothing():
+def test_a_resource_replaced_inside_its_actor_starts_at_zero():
     older, newer = actor(seconds={"generating": 100.0}), actor(seconds={"generating": 3.0, "waiting": 1.0})
     interval = Interval(snapshot(0.0, older), snapshot(4.0, newer))
     assert interval.shares([(newer, newer.resources[0])]) == {"generating": 0.75, "waiting": 0.25}
@@ -78,7 +78,7 @@ def test_a_resource_that_was_replaced_inside_its_actor_begins_at_nothing():
     ],
 )
 @pytest.mark.parametrize("before", [(), (actor(seconds={"generating": 9e9}),)], ids=["absent", "another one"])
-def test_of_a_resource_that_was_not_known_before_nothing_is_told_that_does_not_fit(before, seconds, found):
+def test_times_of_a_new_resource_are_shown_only_if_they_fit_the_interval(before, seconds, found):
     newer = actor(seconds=seconds, incarnation=2)
     interval = Interval(snapshot(0.0, *before), snapshot(2.0, newer))
     assert interval.seconds_by_state(newer, newer.resources[0]) == pytest.approx(found)

@@ -46,7 +46,7 @@ def test_attempts_and_successors_follow_one_another(tmp_path):
 
 
 @pytest.mark.parametrize("set_back", [0.0, 3600.5])
-def test_a_long_run_stays_there_as_a_whole_within_its_bounds(tmp_path, set_back):
+def test_the_recording_of_a_long_run_covers_it_within_its_size_limit(tmp_path, set_back):
     most = 40_000
     recorder = Recorder(tmp_path, 1, most)
     for number in range(1500):
@@ -62,7 +62,7 @@ def test_a_long_run_stays_there_as_a_whole_within_its_bounds(tmp_path, set_back)
     assert max(gaps) <= 1500 / 4, "no stretch of the run is gone"
 
 
-def test_the_latest_are_read_without_what_lies_before_them(tmp_path, monkeypatch):
+def test_the_latest_snapshots_are_read_without_earlier_ones(tmp_path, monkeypatch):
     recorder = Recorder(tmp_path, 1, 1 << 16)
     for number in range(300):
         put(recorder, number, size=9)
@@ -83,7 +83,7 @@ def test_the_latest_are_read_without_what_lies_before_them(tmp_path, monkeypatch
     assert read_latest(tmp_path / "nowhere", 5.0) == []
 
 
-def test_what_was_recorded_last_comes_last_whatever_the_clock_said(tmp_path):
+def test_snapshots_are_read_in_the_order_of_recording_for_any_clock(tmp_path):
     recorder = Recorder(tmp_path, 1, 1 << 14)
     for number in range(100):
         put(recorder, number, set_back=30.5 if number >= 90 else 0.0)
@@ -94,7 +94,7 @@ def test_what_was_recorded_last_comes_last_whatever_the_clock_said(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 7, 30])
-def test_a_torn_end_takes_only_itself(tmp_path, cut):
+def test_a_torn_end_loses_only_the_last_snapshot(tmp_path, cut):
     recorder = Recorder(tmp_path, 1, 1 << 20)
     for number in range(4):
         put(recorder, number)
@@ -106,7 +106,7 @@ def test_a_torn_end_takes_only_itself(tmp_path, cut):
     assert steps(tmp_path) == [0, 1, 2, 9]
 
 
-def test_a_snapshot_of_another_schema_is_passed_over(tmp_path):
+def test_a_snapshot_of_another_schema_is_skipped(tmp_path):
     recorder = Recorder(tmp_path, 1, 1 << 20)
     put(recorder, 0)
     recorder.record(1.0, msgspec.msgpack.encode({"schema": 2, "planets": 8}))
@@ -116,7 +116,7 @@ def test_a_snapshot_of_another_schema_is_passed_over(tmp_path):
     assert steps(tmp_path) == [0, 1]
 
 
-def test_a_segment_that_is_thinned_away_while_it_is_read_is_left_out(tmp_path):
+def test_a_segment_that_is_removed_during_reading_is_skipped(tmp_path):
     """As by a run that continues."""
     for attempt in (1, 2, 3):
         put(Recorder(tmp_path, attempt, 1 << 20), attempt)
@@ -142,7 +142,7 @@ def test_a_full_disk_loses_one_snapshot_and_tears_none(tmp_path, size):
     assert steps(tmp_path) == [0, 2]
 
 
-def test_a_full_disk_on_which_nothing_can_be_thinned_keeps_no_half_a_segment(tmp_path):
+def test_a_full_disk_keeps_no_partial_segment(tmp_path):
     recorder = Recorder(tmp_path, 1, 16_000)
     number = 0
     while len(segments(tmp_path)) < 6:
@@ -156,7 +156,7 @@ def test_a_full_disk_on_which_nothing_can_be_thinned_keeps_no_half_a_segment(tmp
     assert not list(tmp_path.rglob("*.new"))
 
 
-def test_a_folder_that_may_not_be_read_is_not_taken_for_empty(tmp_path, forbid):
+def test_an_unreadable_folder_does_not_count_as_empty(tmp_path, forbid):
     put(Recorder(tmp_path, 1, 1 << 20), 0)
     forbid(tmp_path / "monitor")
     with pytest.raises(PermissionError, match="monitor"):

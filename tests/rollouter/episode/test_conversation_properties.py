@@ -234,7 +234,7 @@ def sealed_is_immutable(agent):
 
 @plays
 @given(st.randoms(use_true_random=False), st.integers(1, 12))
-def test_an_honest_agent_makes_one_sequence(random, turns):
+def test_an_agent_that_keeps_the_conversation_makes_one_sequence(random, turns):
     """Reasoning, JSON and blanks may change on the way back."""
     agent = Agent(random, TEMPLATES[0](), "sampled")
     messages, total = [user("ab")], 0.0

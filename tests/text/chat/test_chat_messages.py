@@ -27,7 +27,7 @@ def test_text_parts_are_joined_and_developers_are_systems():
     assert found == [{"role": "system", "content": "a\nb"}, USER | {"name": "Ann"}]
 
 
-def test_what_the_policy_answered_may_come_back_as_clients_send_it():
+def test_answers_of_the_policy_are_accepted_in_the_form_of_clients():
     echoed = {"audio": None, "function_call": None, "refusal": None, "annotations": [], "tool_calls": None}
     assert normalise_messages([USER, {"role": "assistant", "content": "a"} | echoed])[1] == {
         "role": "assistant",
@@ -93,7 +93,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("messages", "field"), REFUSED, ids=[field for _, field in REFUSED])
-def test_what_the_policy_cannot_be_asked_is_refused_by_its_field(messages, field):
+def test_unsupported_messages_are_refused_by_field(messages, field):
     with pytest.raises(ChatRefused) as caught:
         normalise_messages(messages)
     assert caught.value.field == field and caught.value.problem
@@ -130,7 +130,7 @@ ANYTHING = st.recursive(
 
 @settings(max_examples=examples(25))
 @given(st.lists(ANYTHING | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "name"]), ANYTHING)))
-def test_nothing_that_is_sent_fails_in_another_way(messages):
+def test_any_input_is_normalised_or_refused(messages):
     try:
         found = normalise_messages(messages)
     except ChatRefused:
@@ -152,7 +152,7 @@ def read(*messages, **more):
     return read_conversation(list(messages), "prompt", **more)
 
 
-def test_all_that_messages_hold_is_kept():
+def test_normalised_messages_keep_all_content():
     answer = {"role": "assistant", "content": "Cold.", "reasoning_content": "-3 is cold.", "name": "Bot"}
     asked = ASKS | {"name": "Ann"}
     assert read(asked, CALLS, RESULT, answer) == [asked, CALLS, RESULT, answer]

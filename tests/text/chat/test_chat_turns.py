@@ -30,7 +30,7 @@ def said(model, answer, before=ASKED):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_answer_is_its_words_and_the_token_that_ends_it(name, family):
+def test_an_answer_is_its_text_and_its_end_token(name, family):
     end, model = id_of(FAMILIES[name][1]), Spoken(family(name))
     words, call = WORDS.get(name, ("Hi there.", None))
     assert said(model, {"role": "assistant", "content": "Hi there."}) == (words, end)
@@ -38,7 +38,7 @@ def test_an_answer_is_its_words_and_the_token_that_ends_it(name, family):
     assert last == end and (found == call or (call is None and '"name": "lookup"' in found))
 
 
-def test_reasoning_comes_first_also_where_the_template_leaves_it_out(tmp_path, family):
+def test_reasoning_comes_first_even_if_the_template_omits_it(tmp_path, family):
     answer = {"role": "assistant", "content": "Hi.", "reasoning_content": "Greet."}
     assert said(Spoken(family("qwen3")), answer)[0] == "<think>\nGreet.\n</think>\n\nHi."
     assert said(Spoken(family("qwen3 thinking")), answer)[0] == "Greet.\n</think>\n\nHi."

@@ -29,7 +29,7 @@ def model(tmp_path):
 
 
 @pytest.mark.skipif(INSTALLED, reason="the package renderers is installed")
-def test_without_the_package_the_error_says_how_to_get_it(model):
+def test_a_missing_package_is_named_with_its_install_command(model):
     with pytest.raises(ConfigError, match=r"chat\.renderer: needs the package renderers .*asyncrl\[renderers\]"):
         renderer_of(model)
 
@@ -42,7 +42,7 @@ def test_an_unknown_family_is_named(model):
 
 @needs_package
 @pytest.mark.parametrize("history", ["sampled", "template"])
-def test_it_renders_as_the_template_and_extends_as_its_family_allows(model, history):
+def test_the_package_renders_like_the_template_and_extends_as_the_family_allows(model, history):
     package, template = renderer_of(model, history=history), renderer_of(model, "template", history=history)
     text = tokenizer_of(config_of(model)).decode
     assert package.render([USER], [], {}) == template.render([USER], [], {})
@@ -59,7 +59,7 @@ def test_it_renders_as_the_template_and_extends_as_its_family_allows(model, hist
 
 
 @needs_package
-def test_it_reads_answers(model):
+def test_the_package_parses_answers(model):
     renderer, encode = renderer_of(model), tokenizer_of(config_of(model)).encode
     parsed = renderer.parse([*encode(f"<think>\nsay\n</think>\n\nWell.\n{CALL}"), END], TOOLS)
     assert (parsed.reasoning, parsed.content, parsed.malformed) == ("say", "Well.", 0)

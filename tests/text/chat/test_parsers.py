@@ -45,9 +45,7 @@ def calls(text, tools=TOOLS):
         (f"<tool_call>nonsense</tool_call>{CALL}", "<tool_call>nonsense</tool_call>", [("f", '{"a": "é"}')], 1),
     ],
 )
-def test_calls_are_read_where_tools_are_given_and_those_that_cannot_be_stay_in_the_content(
-    text, content, found, malformed
-):
+def test_calls_are_parsed_if_tools_are_given_and_malformed_ones_stay_content(text, content, found, malformed):
     assert calls(text) == (content, found, malformed)
     assert calls(text, tools=[]) == (text, [], 0)
 
@@ -65,11 +63,11 @@ def test_calls_are_read_where_tools_are_given_and_those_that_cannot_be_stay_in_t
         ("hello <think>no</think>", False, None, "hello <think>no</think>", False),
     ],
 )
-def test_reasoning_is_taken_off(text, thinking, reasoning, content, unfinished):
+def test_reasoning_is_separated_from_the_answer(text, thinking, reasoning, content, unfinished):
     assert ThinkParser()(text, TOOLS, thinking=thinking) == Parsed(content, reasoning, unfinished=unfinished)
 
 
-def test_reasoning_that_quotes_a_call_is_not_one():
+def test_a_call_quoted_in_reasoning_is_not_a_call():
     both = Both(ThinkParser(), JsonCallParser())
     assert both(f"<think>say {CALL}</think>hello", TOOLS) == Parsed("hello", f"say {CALL}")
     assert both(f"<think>say {CALL}", TOOLS) == Parsed("", f"say {CALL}", unfinished=True)
@@ -82,7 +80,7 @@ PIECES = ["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f", "
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3)).map("".join), st.booleans())
-def test_nothing_that_a_model_writes_makes_a_parser_fail_or_is_lost(text, thinking):
+def test_no_text_of_a_model_breaks_a_parser_or_is_lost(text, thinking):
     parsed = Both(ThinkParser(), JsonCallParser())(text, TOOLS, thinking=thinking)
     parsed.content.encode("utf-8", "surrogatepass")
     assert all(isinstance(read_json(call.arguments), dict) and call.name for call in parsed.calls)
@@ -95,7 +93,7 @@ ARGUMENTS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_siz
 
 
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=8), ARGUMENTS), max_size=3))
-def test_calls_that_are_written_are_read_back(made):
+def test_written_calls_are_parsed_back(made):
     written = write_calls([{"function": {"name": name, "arguments": arguments}} for name, arguments in made])
     if "tool_call>" in written.replace("<tool_call>\n", "").replace("\n</tool_call>", ""):
         return

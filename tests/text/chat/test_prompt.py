@@ -42,7 +42,7 @@ def test_calls_results_and_tools_reach_the_model(name, family):
         assert part in text
 
 
-def test_the_system_message_goes_in_front_of_a_prompt_that_has_none():
+def test_the_system_message_precedes_a_prompt_without_one():
     own = {"role": "developer", "content": "Mine."}
     assert conversation(read_prompt([own, USER], "p", continues=False), "Be brief.")[0]["content"] == "Mine."
     assert conversation([USER], "Be brief.") == [SYSTEM, USER]
@@ -69,7 +69,7 @@ PARTS_ALONE = CHATML.replace(
     ],
     ids=["calls", "tools", "reasoning", "name", "content with a call", "role"],
 )
-def test_what_a_template_leaves_out_is_refused_by_name(template, prompt, tools, problem, family, tmp_path):
+def test_content_that_a_template_omits_is_refused_by_name(template, prompt, tools, problem, family, tmp_path):
     folder = write_chat_model(tmp_path / "m", template) if template == NO_TOOL_ROLE else family(template)
     with pytest.raises(ChatRefused, match=problem):
         shown(folder, prompt, tools)
@@ -78,18 +78,18 @@ def test_what_a_template_leaves_out_is_refused_by_name(template, prompt, tools, 
         shown(folder, prompt, tools, system="Be brief.")
 
 
-def test_a_system_message_that_a_template_leaves_out_is_named_by_its_key(tmp_path):
+def test_a_system_message_that_a_template_omits_is_named_by_its_key(tmp_path):
     template = CHATML.replace("for message in messages", "for message in messages if message.role != 'system'")
     with pytest.raises(ChatRefused, match=r"data.system: the chat template does not show it"):
         shown(write_chat_model(tmp_path / "m", template), "hi", system="Be brief.")
 
 
-def test_calls_in_the_content_count_where_the_run_reads_them_there(family):
+def test_calls_in_the_content_count_if_the_run_parses_content(family):
     text = shown(family("plain chatml"), [USER, CALLS, RESULT], chat={"tool_parser": "json"})
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in text
 
 
-def test_reasoning_that_a_template_shows_elsewhere_may_be_left_out_of_earlier_answers(family):
+def test_a_template_may_omit_reasoning_of_earlier_answers(family):
     assert "-3 is cold." not in shown(family("qwen3"), [USER, ANSWER, USER])
     thoughtful = CALLS | {"reasoning_content": "I look."}
     assert "I look." in shown(family("qwen3"), [USER, thoughtful, RESULT])
@@ -104,7 +104,7 @@ def test_a_template_gets_reasoning_and_content_in_the_form_that_it_reads(tmp_pat
 
 
 @pytest.mark.parametrize("written", ["('' + call.function.arguments)", "call.function.arguments"])
-def test_a_template_that_writes_arguments_as_they_stand_gets_them_as_json_text(written, tmp_path):
+def test_a_template_that_prints_arguments_unchanged_gets_json_text(written, tmp_path):
     folder = write_chat_model(tmp_path / "m", CHATML.replace("(call.function.arguments | tojson)", written))
     called = CALLS["tool_calls"][0] | {"function": {"name": "weather", "arguments": {"city": "Zürich"}}}
     assert '"arguments": {"city": "Zürich"}}' in shown(folder, [USER, CALLS | {"tool_calls": [called]}, RESULT])
@@ -175,7 +175,7 @@ def test_plain_text_has_no_tools_and_episodes_with_tools_have_their_own(family):
         ),
     ],
 )
-def test_continuing_needs_a_chat_template_and_single_answers(tree, problem):
+def test_continuation_needs_a_chat_template_and_single_answers(tree, problem):
     merged = tree | {"data": {"source": "synthetic"} | tree["data"]}
     with pytest.raises(ConfigError, match=problem):
         validate_config(merged | {"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}})

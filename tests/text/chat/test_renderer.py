@@ -29,7 +29,7 @@ def extended(model, text, *ends, messages=NEXT, tools=(), options=None, finish="
 QUESTION = "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_the_seam_and_the_end_of_a_cut_answer_are_learnt(family):
+def test_the_renderer_learns_the_seam_and_the_end_of_a_cut_answer(family):
     model = Spoken(family("chatml"))
     assert extended(model, "Hello", END) == f"\n{QUESTION}"
     assert extended(model, "Hel", finish="length") == f"<|im_end|>\n{QUESTION}"
@@ -52,7 +52,7 @@ def test_a_last_message_that_a_template_frames_in_another_way_shows_no_seam(tmp_
     assert extended(model, "Hello", END).endswith("<|im_start|>assistant\n")
 
 
-def test_of_several_ends_the_one_that_the_template_writes_extends(tmp_path):
+def test_only_the_end_token_of_the_template_extends_an_answer(tmp_path):
     model = Spoken(write_chat_model(tmp_path / "m", CHATML, more_ends=("<|endoftext|>",)))
     assert extended(model, "Hello", END) == f"\n{QUESTION}"
     assert extended(model, "Hello", id_of("<|endoftext|>")) is None
@@ -71,7 +71,7 @@ def test_an_answer_cut_in_its_reasoning_is_closed(family):
     assert extended(Spoken(family("qwen3"), history="template"), "<think>\nwell", finish="length") is None
 
 
-def test_options_of_a_call_have_verdicts_of_their_own(family):
+def test_each_option_of_a_call_has_its_own_verdict(family):
     off = {"enable_thinking": False}
     for history, expected in (("sampled", True), ("template", False)):
         model = Spoken(family("qwen3"), history=history)
@@ -102,7 +102,7 @@ def test_the_date_is_that_of_the_run_on_any_day(family, monkeypatch):
         time.tzset()
 
 
-def test_calls_that_a_template_leaves_out_are_put_into_the_content(family):
+def test_calls_that_a_template_omits_are_put_into_the_content(family):
     model = Spoken(family("plain chatml"), tool_parser="json")
     call = {"id": "c", "type": "function", "function": {"name": "lookup", "arguments": {"word": "é"}}}
     answer = {"role": "assistant", "content": "So:", "tool_calls": [call]}
@@ -114,7 +114,7 @@ def test_calls_that_a_template_leaves_out_are_put_into_the_content(family):
     assert any("does not show tools" in note for note in model.renderer.report.notes)
 
 
-def test_named_templates_are_taken_when_tools_are_given(tmp_path):
+def test_a_named_template_is_used_if_tools_are_given(tmp_path):
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
     listed = load_tokenizer(str(write_chat_model(tmp_path / "a", named)))
     assert (listed.render_chat([USER]), listed.render_chat([USER], TOOLS)) == ("plain", "2 tools")
@@ -125,7 +125,7 @@ def test_named_templates_are_taken_when_tools_are_given(tmp_path):
     assert (filed.render_chat([USER]), filed.render_chat([USER], TOOLS)) == ("plain", "other")
 
 
-def test_a_refused_conversation_is_refused_with_the_template_s_words(family):
+def test_a_refused_conversation_shows_the_error_of_the_template(family):
     model = Spoken(family("mistral"))
     with pytest.raises(ChatRefused, match=r"^messages: .*roles must alternate") as caught:
         model.renderer.render([USER, USER], [], {})
@@ -142,7 +142,7 @@ def test_a_model_without_a_template_cannot_chat(tmp_path):
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"word": "x"}}\n</tool_call>'
 
 
-def test_special_tokens_are_kept_where_parsing_needs_them_and_only_there(family):
+def test_special_tokens_are_kept_only_if_parsing_needs_them(family):
     model = Spoken(family("qwen3"))
     thought = [
         *model.sampled("<think>\nlook ", id_of("<|im_start|>")),
@@ -166,7 +166,7 @@ def parts_of(model, text):
     return parsed.reasoning, parsed.content
 
 
-def test_reasoning_that_the_prompt_has_opened_is_reasoning(family):
+def test_reasoning_opened_by_the_prompt_counts_as_reasoning(family):
     model = Spoken(family("qwen3 thinking"))
     parsed = model.renderer.parse(model.sampled("well\n</think>\n\nHello", END), [])
     assert (parsed.reasoning, parsed.content, parsed.unfinished) == ("well", "Hello", False)

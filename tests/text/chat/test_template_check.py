@@ -35,7 +35,7 @@ def verdicts(renderer):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_verdicts_on_templates_of_well_known_families(name, family):
+def test_templates_of_known_families_have_the_expected_verdicts(name, family):
     found = verdicts(renderer_of(family(name)))
     thinks = "think" in FAMILIES[name][0]
     expected = dict.fromkeys(ALL, "extend") | EXPECTED[name]
@@ -71,7 +71,7 @@ def conversation(steps):
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from([name for name in FAMILIES if name != "qwen3 thinking"]), steps=STEPS, tools=st.booleans())
-def test_in_any_conversation_an_extension_makes_a_single_render(name, steps, tools, models):
+def test_an_extended_conversation_equals_a_single_render(name, steps, tools, models):
     model, end = models(name), id_of(FAMILIES[name][1])
     renderer = model.renderer
     given_tools = TOOLS if tools else ()
@@ -121,7 +121,7 @@ def test_an_answer_that_joins_what_follows_it_forks(tmp_path):
 
 
 @pytest.mark.parametrize("history", ["sampled", "template"])
-def test_reasoning_that_a_template_leaves_out_stays_or_forks_as_the_configuration_says(history, family):
+def test_the_configuration_decides_whether_omitted_reasoning_forks(history, family):
     renderer = renderer_of(family("qwen3"), history=history)
     found = {case.case: case for case in renderer.report.cases}
     assert found["thinking, tool"].verdict == "extend" and not found["thinking, tool"].reason
@@ -137,14 +137,14 @@ def test_a_system_message_that_moves_is_named(family):
     assert "roles must alternate" in reasons["user after tool"]
 
 
-def test_of_one_conversation_nothing_can_be_had_where_all_is_refused(tmp_path):
+def test_a_template_that_refuses_everything_does_not_work(tmp_path):
     renderer = renderer_of(write_chat_model(tmp_path / "m", "{{ raise_exception('never') }}"))
     assert set(verdicts(renderer).values()) == {"refused"}
     assert not renderer.report.works
     assert renderer_of(None).report.works
 
 
-def test_a_vocabulary_that_lacks_words_and_the_end_refuses_and_does_not_fail(tmp_path):
+def test_a_vocabulary_without_needed_tokens_refuses_without_failing(tmp_path):
     folder = write_chat_model(tmp_path / "m", CHATML, eos="</s>")
     vocabulary = {letter: id for id, letter in enumerate("Helo.</")} | {"end": 99}
     backend = Tokenizer(WordLevel(vocabulary))

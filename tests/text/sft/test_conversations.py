@@ -44,7 +44,7 @@ def chatml(*messages):
     return "".join(f"<|im_start|>{role}\n{text}\n" for role, text in messages)
 
 
-def test_answers_are_trained_with_their_ends_and_nothing_else_is(family):
+def test_only_answers_and_their_end_tokens_are_trained(family):
     expected = chatml(
         ("user", "Hello.<|im_end|>"),
         ("assistant", "[Hi there.<|im_end|>]"),
@@ -64,13 +64,13 @@ def test_answers_are_trained_with_their_ends_and_nothing_else_is(family):
     )
 
 
-def test_where_a_context_is_not_extended_another_sequence_begins_and_each_answer_is_trained_once(family):
+def test_a_context_that_is_not_extended_starts_a_sequence_and_trains_each_answer_once(family):
     first, second = shown(configured(family("lines")), {"messages": TALK})
     assert first == "user: Hello.\nassistant:[ Hi there.</s>]"
     assert second == "user: Hello.\nassistant: Hi there.\nuser: And then?\nassistant:[ The end.</s>]"
 
 
-def test_prompt_and_completion_go_by_the_template_of_the_data(family):
+def test_prompts_and_completions_use_the_template_of_the_data(family):
     row = {"prompt": "Hello.", "completion": "Hi there.", "answer": 1}
     plain = configured(family("chatml"))
     assert shown(plain, row) == ["<s>Hello.[Hi there.<|im_end|>]"]
@@ -85,7 +85,7 @@ def test_prompt_and_completion_go_by_the_template_of_the_data(family):
     assert "Or not." in own and "Be brief." not in own
 
 
-def test_a_system_message_that_stands_before_the_last_user_alone_is_shown(tmp_path):
+def test_a_system_message_shown_only_before_the_last_user_message_is_kept(tmp_path):
     # As in the templates of Mistral: it is in the context of an answer, and not in the whole conversation.
     template = (
         "{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}"
@@ -121,7 +121,7 @@ def test_tools_of_a_row_are_shown(family):
         ({"prompt": TALK, "completion": "x"}, 'prompt: must be text under data.template = "plain"'),
     ],
 )
-def test_a_row_that_cannot_be_trained_says_why(row, told, family):
+def test_a_row_that_cannot_be_trained_is_refused_with_the_reason(row, told, family):
     with pytest.raises(BadConversation, match=told):
         shown(configured(family("chatml")), row)
 
@@ -157,18 +157,18 @@ CALLING = {"role": "assistant", "content": None, "tool_calls": [{"function": {"n
         ("chatml", {"messages": [TALK[0], {"role": "assistant"}]}, r"messages\[1\].content: is null or missing"),
     ],
 )
-def test_what_the_model_would_not_see_of_a_row_is_refused_by_name(name, row, told, family):
+def test_fields_of_a_row_that_the_model_would_not_see_are_refused_by_name(name, row, told, family):
     with pytest.raises(BadConversation, match=told):
         shown(configured(family(name)), row)
 
 
-def test_messages_are_named_by_their_place_in_the_row_whatever_is_put_before_them(family):
+def test_messages_are_named_by_their_position_in_the_row(family):
     row = {"messages": [TALK[0], TALK[1] | {"content": "a<|im_end|>b"}]}
     with pytest.raises(BadConversation, match=r"messages\[1\]: holds"):
         shown(configured(family("chatml"), prompts={"template": "chat", "system": "Be brief."}), row)
 
 
-def test_a_model_without_a_chat_template_has_prompts_and_completions_alone(tmp_path):
+def test_a_model_without_a_chat_template_takes_only_prompts_and_completions(tmp_path):
     config = configured(write_chat_model(tmp_path / "m", None))
     with pytest.raises(BadConversation, match="needs a chat template, and the model has none"):
         shown(config, {"messages": TALK})
@@ -195,7 +195,7 @@ def loaded(tmp_path, folder, rows, **sft):
     return load_conversations(configured(folder, data=str(tmp_path / "talk.jsonl"), **sft))
 
 
-def test_a_bad_row_ends_the_reading_with_its_place_or_is_left_out(tmp_path, family):
+def test_a_bad_row_is_an_error_with_its_position_or_is_left_out(tmp_path, family):
     rows = [{"messages": TALK}, "", "{", {"messages": TALK[:1]}, {"prompt": "a", "completion": "b"}]
     with pytest.raises(DataError, match=r"talk.jsonl:3: is not valid JSON.*sft.on_bad_row"):
         loaded(tmp_path, family("chatml"), rows)
@@ -210,7 +210,7 @@ def test_a_bad_row_ends_the_reading_with_its_place_or_is_left_out(tmp_path, fami
         load_conversations(configured(family("chatml"), data=str(tmp_path / "none.jsonl")))
 
 
-def test_the_fingerprint_is_of_tokens_and_of_what_is_trained(tmp_path, family):
+def test_the_fingerprint_covers_tokens_and_training_masks(tmp_path, family):
     folder = family("chatml")
     rows = [{"messages": TALK}, {"prompt": "a", "completion": "b"}]
     first = loaded(tmp_path, folder, rows)
@@ -229,7 +229,7 @@ def places(conversations, *numbers):
     return [row.place for number in numbers for row in conversations.of_step(number)]
 
 
-def test_each_epoch_has_every_conversation_once_in_an_order_of_its_own_and_steps_run_over_its_end():
+def test_each_epoch_has_every_conversation_once_in_its_own_order():
     found = make_conversations(7)
     stream = places(found, *range(1, 15))
     assert len(stream) == 42 == 6 * 7

@@ -127,7 +127,7 @@ def test_missing_tensors_are_named_and_nothing_is_left(breaks, without, told):
     assert manager.registered is None
 
 
-def test_half_an_adapter_and_one_of_two_ranks_are_refused():
+def test_a_partial_adapter_and_one_with_two_ranks_are_refused():
     with pytest.raises(RuntimeError, match=r"only one of two matrices came for \['k_proj'\]"):
         layers("k_proj.A")
     with pytest.raises(RuntimeError, match=r"ranks \[3, 4\], and not one and the same"):

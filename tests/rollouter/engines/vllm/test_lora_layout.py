@@ -46,7 +46,7 @@ def check(shapes, folder, **lora):
     check_adapters(SimpleNamespace(version=3, layout=layout), folder, LoraConfig(rank=RANK, **lora))
 
 
-def test_whole_sets_are_accepted(folder):
+def test_whole_sets_of_adapters_are_accepted(folder):
     check(adapters(), folder)
     check(adapters("q_proj"), folder)
     check(adapters("q_proj"), folder, targets=["self_attn.q_proj"])
@@ -68,12 +68,12 @@ def test_whole_sets_are_accepted(folder):
         ({}, {"targets": ["q_proj", "down_proj", "up_proj"]}, "no layer of lora.targets = 'up_proj' has an adapter"),
     ],
 )
-def test_others_are_refused(folder, change, lora, told):
+def test_incomplete_sets_of_adapters_are_refused(folder, change, lora, told):
     with pytest.raises(WeightsCorrupt, match=told):
         check(adapters() | change, folder, **lora)
 
 
-def test_a_folder_that_says_nothing_leaves_rank_and_pairs(tmp_path):
+def test_an_adapter_without_a_configuration_is_checked_for_rank_and_pairs(tmp_path):
     check(adapters(), str(tmp_path))
     for change in ({A: None}, {A: (RANK + 1, 20)}):
         with pytest.raises(WeightsCorrupt):

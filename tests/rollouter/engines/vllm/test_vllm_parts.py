@@ -126,7 +126,7 @@ def test_no_process_of_an_engine_survives(how):
 # --- options ------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_on_a_shared_gpu_is_told_its_share_and_the_size_of_its_cache(monkeypatch):
+def test_an_engine_on_a_shared_gpu_gets_its_share_and_its_cache_size(monkeypatch):
     shares = GpuShares(rank=0.3, engine=0.55, checkpointing="full", cached_tokens=1000, cache_bytes=1 << 30)
     config = config_for(rollout={"gpus_per_replica": 1})
     expected = {"gpu_memory_utilization": 0.55, "kv_cache_memory_bytes": 1 << 30}
