@@ -27,7 +27,7 @@ from asyncrl.gpu.learner_memory import ModelShape, TrainingShape, estimate, shap
 from asyncrl.gpu.sharing import plan_sharing
 from asyncrl.learner.algorithm import advantages, losses
 from asyncrl.learner.algorithm.losses import TokenBatch
-from asyncrl.learner.fsdp.model.head import chunk_size
+from asyncrl.learner.fsdp.model.policy import chunk_size
 from asyncrl.messages import ACTORS, Message
 from asyncrl.reward.functions import BUILT_IN
 from asyncrl.reward.reward_worker import ARGUMENTS

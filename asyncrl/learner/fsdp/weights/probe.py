@@ -10,15 +10,16 @@ rows, so that their collectives stay in step, without a gradient. The weights ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
-from asyncrl.learner.fsdp.model.policy import Likeliest, PackedRow, Policy, make_row
+from asyncrl.learner.fsdp.model.policy import Further, PackedRow, Policy, make_row
 from asyncrl.messages.weights import Probe
 
 PLACES = 4
@@ -40,9 +41,9 @@ def score_probe(
     logprobs, places, likeliest, likeliest_logprobs = [], [], [], []
     for row in [sequences] if packed else [[sequence] for sequence in sequences]:
         chosen: list[list[int]] = []
-        scored, _, tokens, values = policy.score_likeliest(
-            _row(row, device), Likeliest(partial(_choose, row, chosen), temperature, count)
-        )
+        find = find_likeliest(partial(_choose, row, chosen), temperature, count)
+        with torch.no_grad():
+            scored, _, tokens, values = policy(_row(row, device), 1.0, find)
         # The last position of a sequence predicts a token of another one; see ``_row``.
         logprobs += [own[:-1] for own in torch.split(scored, _lengths(row))]
         places += chosen
@@ -59,7 +60,22 @@ def score_probe(
     )
 
 
-def _choose(row: Sequence[ProbeSequence], chosen: list[list[int]], entropies: torch.Tensor) -> torch.Tensor:
+def find_likeliest(choose: Callable[[Tensor], Tensor], temperature: float, count: int) -> Further:
+    """Make the function that finds the ``count`` likeliest next tokens at some of a row's positions.
+
+    ``choose`` maps the entropies, float32 [N], to the chosen positions, int64 [C]. The function returns the tokens of
+    each, int64 [C, count], and their log-probs at ``temperature``, float32 [C, count], nats.
+    """
+
+    def find(entropies: Tensor, logits: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        scaled = logits(choose(entropies)).float() / temperature
+        values, tokens = scaled.topk(count, dim=-1)
+        return tokens, values - torch.logsumexp(scaled, dim=-1, keepdim=True)
+
+    return find
+
+
+def _choose(row: Sequence[ProbeSequence], chosen: list[list[int]], entropies: Tensor) -> Tensor:
     """Choose the places of each sequence of a row by ``entropies``, and append them to ``chosen``.
 
     Returns the positions in the row whose next token is sampled there, int64.
@@ -71,7 +87,7 @@ def _choose(row: Sequence[ProbeSequence], chosen: list[list[int]], entropies: to
     return torch.tensor(positions, dtype=torch.int64, device=entropies.device)
 
 
-def _choose_places(sequence: ProbeSequence, entropies: torch.Tensor) -> list[int]:
+def _choose_places(sequence: ProbeSequence, entropies: Tensor) -> list[int]:
     """Choose up to PLACES places of a sequence, ascending; ``entropies[i]`` is that of the token after i + 1 tokens.
 
     A sequence without a token after ``begin`` has one place, behind its last token.

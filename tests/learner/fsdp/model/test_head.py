@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from asyncrl.learner.fsdp.model import head
-from asyncrl.learner.fsdp.model.head import score_hidden, score_logits
+from asyncrl.learner.fsdp.model import policy
+from asyncrl.learner.fsdp.model.policy import score_hidden, score_logits
 
 VOCABULARY, WIDTH, COUNT = 64, 16, 50
 
@@ -36,7 +36,7 @@ def _case(*, bias: bool, frozen: bool) -> tuple[torch.Tensor, ...]:
 def test_a_head_in_chunks_has_the_values_and_gradients_of_the_whole(
     positions, entropy_gradient, bias, softcap, frozen, monkeypatch
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * positions)
+    monkeypatch.setattr(policy, "CHUNK_BYTES", 4 * VOCABULARY * positions)
     found = []
     for chunked in (True, False):
         hidden, weight, shift, targets, by_logprob, by_entropy = _case(bias=bias, frozen=frozen)
@@ -67,7 +67,7 @@ def test_more_chunks_do_not_make_the_gradient_of_the_head_worse(monkeypatch) -> 
     targets, advantages = torch.randint(0, 512, (count,)), torch.randn(count).sign() + 0.05
 
     def gradient(dtype: torch.dtype, positions: int) -> torch.Tensor:
-        monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 512 * positions)
+        monkeypatch.setattr(policy, "CHUNK_BYTES", 4 * 512 * positions)
         leaf = weight.to(dtype, copy=True).requires_grad_()
         (score_hidden(hidden.to(dtype), leaf, None, targets, 1.0)[0] * advantages / count).sum().backward()
         return leaf.grad.double()
@@ -91,7 +91,7 @@ def test_the_entropy_and_its_gradient_are_finite_for_probabilities_of_0() -> Non
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_values_and_gradients_of_the_head_match_float64(temperature, softcap, monkeypatch) -> None:
-    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * 7)
+    monkeypatch.setattr(policy, "CHUNK_BYTES", 4 * VOCABULARY * 7)
     hidden, weight, shift, targets, by_logprob, by_entropy = _case(bias=True, frozen=False)
     exact = [p.detach().double().requires_grad_() for p in (hidden, weight, shift)]
     logits = F.linear(*exact)
@@ -128,8 +128,8 @@ def test_a_head_runs_uncompiled_if_the_compiler_fails(fails, monkeypatch, caplog
 
     made = []
     monkeypatch.setattr(torch, "compile", compile_it)
-    functions = functools.cache(head._on.__wrapped__)
-    monkeypatch.setattr(head, "_on", lambda _, function: functions("cuda", function))
+    functions = functools.cache(policy._on.__wrapped__)
+    monkeypatch.setattr(policy, "_on", lambda _, function: functions("cuda", function))
     values = []
     for _ in range(2):
         hidden, weight, shift, targets, *_ = _case(bias=True, frozen=False)
@@ -147,4 +147,4 @@ def test_out_of_memory_in_a_head_does_not_count_as_a_failed_compilation(monkeypa
 
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: lacks_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        head._on.__wrapped__("cuda", head._scores)()
+        policy._on.__wrapped__("cuda", policy._scores)()

@@ -15,8 +15,9 @@ from model_matrix import HALF, VOCABULARY, WINDOW, make_family, plain_model, sav
 from safetensors.torch import load_file
 from segment_reading import weights_of
 
-from asyncrl.learner.fsdp.model import head
-from asyncrl.learner.fsdp.model.policy import Likeliest, make_row
+from asyncrl.learner.fsdp.model import policy as policy_module
+from asyncrl.learner.fsdp.model.policy import make_row
+from asyncrl.learner.fsdp.weights.probe import find_likeliest
 
 TOLERANCE = 1e-4
 TEMPERATURE = 0.7
@@ -35,8 +36,9 @@ def _learned(backend: Any, config: Any) -> dict[str, Any]:
     sequences, policy = _sequences(), backend.policy
     inputs, targets = (np.concatenate([s[part] for s in sequences]) for part in (slice(None, -1), slice(1, None)))
     row = make_row(inputs, LENGTHS, np.arange(sum(LENGTHS)), targets, torch.device("cpu"))
-    everywhere = Likeliest(lambda entropies: torch.arange(len(entropies)), TEMPERATURE, VOCABULARY)
-    _, _, tokens, logprobs = policy.score_likeliest(row, everywhere)
+    everywhere = find_likeliest(lambda entropies: torch.arange(len(entropies)), TEMPERATURE, VOCABULARY)
+    with torch.no_grad():
+        _, _, tokens, logprobs = policy(row, 1.0, everywhere)
     scores, entropies = policy.score(row, TEMPERATURE)
     scores.sum().backward()
     return {
@@ -67,7 +69,7 @@ def _plain(folder: Path) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Te
 )
 def test_the_learner_matches_the_plain_model(family: str, tied: bool, tmp_path: Path, run, monkeypatch) -> None:
     # Chunks of 7 positions.
-    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * 7)
+    monkeypatch.setattr(policy_module, "CHUNK_BYTES", 4 * VOCABULARY * 7)
     folder = save_family(tmp_path / "model", make_family(family, tied=tied))
     found, _ = run(make_config(folder), _learned)
     assert found["way"] == (True, "asyncrl_packed", True)
