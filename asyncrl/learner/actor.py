@@ -11,21 +11,20 @@ a surviving rank fails in the next collective, or is ended before.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from asyncrl.core.errors import NonFiniteStep, NotLeased
+from asyncrl.core.errors import NonFiniteStep
 from asyncrl.learner.backends.backend import Backend, create
 from asyncrl.learner.controller_link import RANK_0, ControllerLink
 from asyncrl.learner.groups.deliveries import Deliveries
 from asyncrl.learner.rank_0 import Rank0
-from asyncrl.messages.groups import Deliver, Delivered, Held, Holds, fits
 from asyncrl.messages.learner import RolloutStats
 from asyncrl.messages.monitor import Resource
+from asyncrl.observe.group_log import GroupLog
 from asyncrl.observe.trace import PHASES, Track
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
-from asyncrl.rpc.calls.server import REFUSED
 
 PHASE_STATES = {"copy": "publishing", "probe": "publishing", "take the GPU": "waiting"}
 """State of a rank above 0 in a phase of the backend's work; in all other phases it is ``training``."""
@@ -44,6 +43,8 @@ class Learner(Actor):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._controller = ControllerLink(self)
         self._backend: Backend | None = None
+        self._group_log = GroupLog(self.name)
+        self._deliveries = Deliveries(self.config, self.services, self._group_log, context.credentials.seal_key)
         self._rank_0: Rank0 | None = None
         """The objects of rank 0; None before ``setup`` has made them, and on other ranks."""
 
@@ -55,6 +56,9 @@ class Learner(Actor):
     def step(self) -> int:
         """Steps trained so far."""
         return self._rank_0.progress.step if self._rank_0 is not None else 0
+
+    def handling_parts(self) -> Iterable[object]:
+        return (self, self._deliveries) if self._is_rank_0 else (self,)
 
     # --- life ---
 
@@ -70,7 +74,7 @@ class Learner(Actor):
             self.states.enter("starting", "model")
             await self._on_thread(lambda: backend.setup(host, port))
             return
-        rank_0 = Rank0(self, backend, self._thread, self._controller)
+        rank_0 = Rank0(self, backend, self._thread, self._controller, self._deliveries, self._group_log)
         await rank_0.setup()
         self._rank_0 = rank_0
         await rank_0.start()
@@ -140,29 +144,6 @@ class Learner(Actor):
         return [self.states.record("rank")]
 
     # --- messages ---
-
-    @property
-    def _deliveries(self) -> Deliveries:
-        assert self._rank_0 is not None
-        return self._rank_0.deliveries
-
-    @handler
-    def deliver(self, request: Deliver, caller: Caller) -> Delivered:
-        """Take a group, once. Raises NotLeased if the seal of its lease is not for this caller.
-
-        The reply acknowledges that the group is in memory, not that it is durable.
-        """
-        group, key = request.group, self.context.credentials.seal_key
-        if key and not fits(key, group.lease, caller.name, caller.incarnation):
-            self.counters.add(REFUSED)
-            raise NotLeased(caller.name, group.lease.uid)
-        self.progress()
-        return Delivered(duplicate=not self._deliveries.take(group, caller.name))
-
-    @handler
-    def holds(self, request: Holds, caller: Caller) -> Held:
-        """Those of the request's uids that must not be leased again."""
-        return Held(uids=[uid for uid in request.uids if self._deliveries.holds(uid)])
 
     @handler
     def rollout_stats(self, request: RolloutStats, caller: Caller) -> None:

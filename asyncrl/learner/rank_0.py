@@ -59,13 +59,20 @@ class Rank0:
     progress: TrainingProgress
     intake: Intake
     lines: StepLines
-    deliveries: Deliveries
-    """This and the three above exist once ``setup`` has returned."""
+    """This and the two above exist once ``setup`` has returned."""
 
-    def __init__(self, actor: Actor, backend: Backend, thread: ThreadPoolExecutor, controller: ControllerLink) -> None:
+    def __init__(
+        self,
+        actor: Actor,
+        backend: Backend,
+        thread: ThreadPoolExecutor,
+        controller: ControllerLink,
+        deliveries: Deliveries,
+        group_log: GroupLog,
+    ) -> None:
         self._actor, self._backend, self._thread, self._controller = actor, backend, thread, controller
         self._config, self._services, self._run_dir = actor.config, actor.services, actor.context.run_dir
-        self._group_log, self._grace_watch = GroupLog(actor.name), GraceWatch(actor.config)
+        self._deliveries, self._group_log, self._grace_watch = deliveries, group_log, GraceWatch(actor.config)
 
     async def setup(self) -> None:
         """Meet the other ranks, restore the newest checkpoint, and make all objects.
@@ -177,9 +184,7 @@ class Rank0:
             evals=evals,
             restored=state,
         )
-        self.deliveries = Deliveries(
-            config,
-            services,
+        self._deliveries.use(
             tasks=tasks,
             progress=progress,
             intake=intake,
@@ -187,7 +192,6 @@ class Rank0:
             components=components,
             dataloader=dataloader,
             teacher=self._teacher,
-            group_log=self._group_log,
         )
         self._versions = Versions(
             config,
@@ -291,7 +295,7 @@ class Rank0:
         for work in (self.lines.run(), self.lines.retry(), self._records.run()):
             self._actor.tasks.create_task(work)
         training = self._training
-        self.deliveries.notify(self.deliveries.learning.at_start())
+        self._deliveries.notify(self._deliveries.learning.at_start())
         warmed = await training.warm_up()
         states.enter("waiting", DATALOADER)
         await training.begin(await self._dataloader.sample_prompts())
@@ -360,7 +364,7 @@ class Rank0:
     def _line_written(self, line: dict[str, Any]) -> None:
         self._actor.peer(CONTROLLER).cast(MetricsLine(line=line))
         if line["kind"] == "train":
-            self.deliveries.notify([*self.deliveries.learning.after_step(line), *self._grace_watch.after_step(line)])
+            self._deliveries.notify([*self._deliveries.learning.after_step(line), *self._grace_watch.after_step(line)])
 
     def _lines_waiting(self, lost: int, error: OSError | None) -> None:
         """Notify the user of lines: ``lost`` lines are lost, or lines wait because of ``error``, or all are written."""

@@ -1,4 +1,4 @@
-"""Takes delivered groups into training or into an evaluation, each once, and gives the notices that they cause.
+"""Serves deliveries: takes groups into training or an evaluation, each once, and gives the notices that they cause.
 
 Invariant (exactly once): a group that was taken is never taken again; intake.py and evals.py decide. An acknowledged
 group is in memory, not on disk.
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.core.errors import NotLeased
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
@@ -23,10 +24,12 @@ from asyncrl.learner.groups.notices import LearningWatch, TruncationWatch
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.messages.actors import Notice
-from asyncrl.messages.groups import Group
+from asyncrl.messages.groups import Deliver, Delivered, Group, Held, Holds, fits
 from asyncrl.messages.reward import MOST_NAMES, PENALTY_COMPONENT, TIMED_OUT_COMPONENT
 from asyncrl.messages.trajectories import rewards_of
 from asyncrl.observe.group_log import TAKEN, GroupLog
+from asyncrl.rpc.calls.handlers import Caller, handler
+from asyncrl.rpc.calls.server import REFUSED
 from asyncrl.rpc.services import ActorServices
 from asyncrl.workers.user_code import find_place
 
@@ -106,12 +109,20 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 class Deliveries:
-    """Takes the groups that rollouters deliver, and passes each to the intake or to the evaluations."""
+    """The handlers of deliveries. Each group goes to the intake or to the evaluations, which ``use`` sets."""
 
-    def __init__(
+    def __init__(self, config: Config, services: ActorServices, group_log: GroupLog, seal_key: bytes) -> None:
+        """``seal_key`` is the key of the leases' seals; empty if leases have none."""
+        self.learning = LearningWatch(config)
+        self._truncation = TruncationWatch(config)
+        self._counters, self._log, self._clock = services.counters, services.log, services.clock
+        self._notify, self._mark_progress = services.notify, services.progress
+        self._group_log, self._seal_key = group_log, seal_key
+        self._components_notice: asyncio.Task[str] | None = None
+        """Task that composes the notice about components; None until one was left out."""
+
+    def use(
         self,
-        config: Config,
-        services: ActorServices,
         *,
         tasks: asyncio.TaskGroup,
         progress: TrainingProgress,
@@ -120,19 +131,33 @@ class Deliveries:
         components: ComponentNames,
         dataloader: DataloaderLink,
         teacher: ServedTeacher | None,
-        group_log: GroupLog,
     ) -> None:
-        self.learning = LearningWatch(config)
-        self._truncation = TruncationWatch(config)
-        self._counters, self._log, self._clock = services.counters, services.log, services.clock
-        self._notify, self._tasks = services.notify, tasks
-        self._progress, self._intake, self._evals = progress, intake, evals
+        """Set the parts of the restored run; comes before the first message."""
+        self._tasks, self._progress, self._intake, self._evals = tasks, progress, intake, evals
         self._components, self._dataloader, self._teacher = components, dataloader, teacher
-        self._group_log = group_log
-        self._components_notice: asyncio.Task[str] | None = None
-        """Task that composes the notice about components; None until one was left out."""
 
-    def take(self, group: Group, sender: str) -> bool:
+    @handler
+    def deliver(self, request: Deliver, caller: Caller) -> Delivered:
+        """Take a group, once. Raises NotLeased if the seal of its lease is not for this caller.
+
+        The reply acknowledges that the group is in memory, not that it is durable.
+        """
+        group, key = request.group, self._seal_key
+        if key and not fits(key, group.lease, caller.name, caller.incarnation):
+            self._counters.add(REFUSED)
+            raise NotLeased(caller.name, group.lease.uid)
+        self._mark_progress()
+        return Delivered(duplicate=not self._take(group, caller.name))
+
+    @handler
+    def holds(self, request: Holds, caller: Caller) -> Held:
+        """Those of the request's uids that must not be leased again: their groups are held, or have an outcome."""
+        # Uids of evaluations are NAME@ROUND-INDEX, those of training EPOCH-INDEX.
+        return Held(
+            uids=[uid for uid in request.uids if (self._evals.holds(uid) if "@" in uid else self._intake.has(uid))]
+        )
+
+    def _take(self, group: Group, sender: str) -> bool:
         """Take a group. Returns False for a duplicate.
 
         An evaluation's group goes to the evaluations. A training group goes to the intake, which buffers, filters or
@@ -163,11 +188,6 @@ class Deliveries:
         self._dataloader.changed()
         self._progress.news.announce()
         return True
-
-    def holds(self, uid: str) -> bool:
-        """Whether the prompt of this uid must not be leased again: its group is held, or it has an outcome."""
-        # Uids of evaluations are NAME@ROUND-INDEX, those of training EPOCH-INDEX.
-        return self._evals.holds(uid) if "@" in uid else self._intake.has(uid)
 
     def notify(self, notices: Iterable[Notice]) -> None:
         """Show notices to the user."""
