@@ -22,9 +22,8 @@ from typing import TypeVar
 
 from asyncrl.config import Config
 from asyncrl.core.errors import DeadlineExceeded, PeerRestarted, RemoteError, RewardFailed
-from asyncrl.messages.groups import Group, Lease, Trajectory
+from asyncrl.messages.groups import Group, Lease, Trajectory, sampled_tokens
 from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Completion, Score, Scores
-from asyncrl.messages.trajectories import sampled_tokens
 from asyncrl.observe.group_log import GENERATED, GroupLog
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodeFailed

@@ -17,9 +17,8 @@ from asyncrl.learner.algorithm import batch
 from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan
 from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.algorithm.user_functions import find_advantage
-from asyncrl.messages.groups import Group, Lease, Sequence, TokenRole, Trajectory, VersionSpan
+from asyncrl.messages.groups import Group, Lease, Sequence, TokenRole, Trajectory, VersionSpan, sampled_positions
 from asyncrl.messages.ledger import Ledger
-from asyncrl.messages.trajectories import sampled_positions
 
 VOCABULARY = 48
 TEMPERATURE = 0.8

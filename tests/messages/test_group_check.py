@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from learner.learner_cases import build_step, make_config, make_group, make_sequence, make_trajectory, random_groups
 
-from asyncrl.messages.groups import Group, Turn, VersionSpan
-from asyncrl.messages.trajectories import check_group
+from asyncrl.messages.groups import Group, Turn, VersionSpan, check_group
 
 
 def pair(**fields: Any) -> Group:

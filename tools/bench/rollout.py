@@ -19,8 +19,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.messages.groups import Group, Lease
-from asyncrl.messages.trajectories import sampled_tokens, versions_of
+from asyncrl.messages.groups import Group, Lease, sampled_tokens, versions_of
 from asyncrl.observe.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest

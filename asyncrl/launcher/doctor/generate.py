@@ -35,9 +35,8 @@ from asyncrl.launcher.checks.process import ask_process
 from asyncrl.launcher.checks.user_code import RewardTrial
 from asyncrl.launcher.checks.weights import Tensor, Unreadable, read_header, weight_files
 from asyncrl.launcher.doctor.lone_episode import CannotPlay, LoneEpisode, lone_lease
-from asyncrl.messages.groups import Lease, Trajectory
+from asyncrl.messages.groups import Lease, Trajectory, sampled_tokens
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.messages.trajectories import sampled_tokens
 from asyncrl.messages.weights import Bucket, Manifest
 from asyncrl.observe.sample_text import sample_page
 from asyncrl.observe.samples import SampleGroup, SampleTrajectory

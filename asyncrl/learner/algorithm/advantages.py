@@ -31,9 +31,8 @@ import numpy as np
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.built_in import BuiltIn
-from asyncrl.messages.groups import Group
+from asyncrl.messages.groups import Group, rewards_of, sampled_tokens, turns_past
 from asyncrl.messages.reward import PENALTY_COMPONENT, TIMED_OUT_COMPONENT
-from asyncrl.messages.trajectories import rewards_of, sampled_tokens, turns_past
 from asyncrl.workers.user_code import describe
 
 REWARD = "reward"

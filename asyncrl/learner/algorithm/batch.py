@@ -51,15 +51,17 @@ from asyncrl.learner.algorithm.packing import (
     nothing_shared,
     pack,
 )
-from asyncrl.messages.groups import Group, Trajectory, VersionSpan
-from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.messages.trajectories import (
+from asyncrl.messages.groups import (
+    Group,
+    Trajectory,
+    VersionSpan,
     check_group,
     is_truncated,
     past_rewards,
     sampled_positions,
     sampled_spans,
 )
+from asyncrl.messages.groups import Sequence as TokenSequence
 
 GroupScores = list[list[np.ndarray]]
 """One value for each sampled token: [trajectory][sequence], each float64 [sampled tokens]."""

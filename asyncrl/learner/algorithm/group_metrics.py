@@ -13,11 +13,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from asyncrl.config.training import StalenessConfig
-from asyncrl.messages.groups import Group, Trajectory
-from asyncrl.messages.trajectories import (
-    is_late,
+from asyncrl.messages.groups import (
+    Group,
+    Trajectory,
     is_truncated,
-    oldest_version,
     rewards_of,
     sampled_spans,
     sampled_tokens,
@@ -130,6 +129,17 @@ def staleness_metrics(trained: Sequence[Group], *, version: int, config: Stalene
         metrics["staleness/token_mean"] = sum(stale * tokens for stale, tokens in kept) / sum(n for _, n in kept)
         metrics["staleness/token_max"] = float(max(stale for stale, _ in kept))
     return metrics
+
+
+def oldest_version(group: Group) -> int | None:
+    """Version of the group's oldest sampled token; None if it has no sampled token."""
+    return min((version for trajectory in group.trajectories for version in versions_of(trajectory)), default=None)
+
+
+def is_late(group: Group, version: int, limit: int) -> bool:
+    """Whether a token of the group is staler than ``limit`` when it is trained at ``version``."""
+    oldest = oldest_version(group)
+    return oldest is not None and version - oldest > limit
 
 
 def _left_out(stale: int, config: StalenessConfig) -> bool:

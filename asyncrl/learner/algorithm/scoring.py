@@ -31,9 +31,8 @@ from asyncrl.core.errors import NonFiniteStep
 from asyncrl.learner.algorithm.advantages import Penalties
 from asyncrl.learner.algorithm.batch import GroupScores, SampledSequence, sharing_of
 from asyncrl.learner.algorithm.packing import MicroBatch, make_micro_batches, pack
-from asyncrl.messages.groups import Group
+from asyncrl.messages.groups import Group, past_rewards
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.messages.trajectories import past_rewards
 
 LOG_RATIO_LIMIT = 20.0
 """Nats at which a log-ratio is clamped, as in a loss."""

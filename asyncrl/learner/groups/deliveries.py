@@ -24,9 +24,8 @@ from asyncrl.learner.groups.notices import LearningWatch, TruncationWatch
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.messages.actors import Notice
-from asyncrl.messages.groups import Deliver, Delivered, Group, Held, Holds, fits
+from asyncrl.messages.groups import Deliver, Delivered, Group, Held, Holds, fits, rewards_of
 from asyncrl.messages.reward import MOST_NAMES, PENALTY_COMPONENT, TIMED_OUT_COMPONENT
-from asyncrl.messages.trajectories import rewards_of
 from asyncrl.observe.group_log import TAKEN, GroupLog
 from asyncrl.rpc.calls.handlers import Caller, handler
 from asyncrl.rpc.calls.server import REFUSED

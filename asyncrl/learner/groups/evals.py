@@ -15,8 +15,7 @@ import numpy as np
 
 from asyncrl.learner.algorithm.group_metrics import component_means
 from asyncrl.messages.dataloader import EvalRound
-from asyncrl.messages.groups import Group, Lease
-from asyncrl.messages.trajectories import is_truncated, sampled_tokens, versions_of
+from asyncrl.messages.groups import Group, Lease, is_truncated, sampled_tokens, versions_of
 
 
 class EvalCollector:

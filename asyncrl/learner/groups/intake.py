@@ -27,9 +27,8 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.advantages import has_signal
 from asyncrl.learner.groups.notices import no_signal
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
-from asyncrl.messages.groups import Group
+from asyncrl.messages.groups import Group, check_group, sampled_tokens
 from asyncrl.messages.ledger import KINDS, Kind, Ledger, LedgerState, position_of
-from asyncrl.messages.trajectories import check_group, sampled_tokens
 
 
 class GroupBuffer:

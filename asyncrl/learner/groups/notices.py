@@ -28,8 +28,7 @@ from asyncrl.config import Config
 from asyncrl.config.learnable import obstacles
 from asyncrl.core.numbers import fixed, percent
 from asyncrl.messages.actors import Notice
-from asyncrl.messages.groups import Group, Trajectory
-from asyncrl.messages.trajectories import is_truncated, last_answer_tokens
+from asyncrl.messages.groups import Group, Trajectory, is_truncated
 from asyncrl.observe.metrics_line import HIGH_TRUNCATION, busy_s, number_in
 
 REWARDS_SHOWN = 5
@@ -204,6 +203,16 @@ def limit_of(trajectory: Trajectory, config: Config) -> str:
     if rollout.engine_context is not None:
         return f"rollout.{rollout.traits.context_key} = {rollout.engine_context}"
     return "the context length of the engine's model"
+
+
+def last_answer_tokens(trajectory: Trajectory) -> int:
+    """Length of the last answer, in sampled tokens; 0 if the trajectory does not end in one."""
+    tokens = 0
+    for span in reversed(trajectory.sequences[-1].spans if trajectory.sequences else ()):
+        if span.role != "sampled":
+            break
+        tokens += span.end - span.start
+    return tokens
 
 
 class GraceWatch:

@@ -21,9 +21,8 @@ from asyncrl.learner.algorithm.batch import GroupScores
 from asyncrl.learner.algorithm.scoring import by_group, sampled_sequences
 from asyncrl.learner.groups.teacher import TeacherClient, TeacherFailed
 from asyncrl.learner.groups.training_progress import News
-from asyncrl.messages.groups import Group
+from asyncrl.messages.groups import Group, sampled_positions
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.messages.trajectories import sampled_positions
 from asyncrl.rpc.calls.retry import backoff
 from asyncrl.rpc.services import ActorServices
 

@@ -46,8 +46,7 @@ from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.step_planner import NextStep, StepPlanner
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
 from asyncrl.learner.publishing.versions import Versions
-from asyncrl.messages.groups import Group
-from asyncrl.messages.trajectories import is_truncated, versions_of
+from asyncrl.messages.groups import Group, is_truncated, versions_of
 from asyncrl.observe.group_log import NOT_TRAINED, TRAINED, GroupLog
 from asyncrl.observe.trace import Track
 from asyncrl.rpc.services import ActorServices

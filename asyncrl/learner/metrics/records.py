@@ -21,9 +21,8 @@ import numpy as np
 
 from asyncrl.core.files import KeptWrites, append_whole
 from asyncrl.learner.groups.intake import Quarantined
-from asyncrl.messages.groups import Group
+from asyncrl.messages.groups import Group, sampled_tokens
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.messages.trajectories import sampled_tokens
 from asyncrl.observe.metrics import check_name
 from asyncrl.observe.samples import TRAINED, SampleKind, sample_file
 

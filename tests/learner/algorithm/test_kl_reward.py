@@ -24,8 +24,7 @@ from asyncrl.config.algorithm import KLConfig
 from asyncrl.core.errors import NonFiniteStep
 from asyncrl.learner.algorithm.batch import step_metrics
 from asyncrl.learner.algorithm.scoring import build_scoring, by_group, kl_penalties, sampled_sequences
-from asyncrl.messages.groups import Turn
-from asyncrl.messages.trajectories import sampled_positions
+from asyncrl.messages.groups import Turn, sampled_positions
 
 COEFFICIENT = 0.3
 

@@ -34,7 +34,7 @@ from asyncrl.core.errors import NonFiniteStep
 from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE
 from asyncrl.gpu.slices import listens
 from asyncrl.learner.fsdp.model.policy import local
-from asyncrl.messages.trajectories import rewards_of
+from asyncrl.messages.groups import rewards_of
 
 STEPS = 3
 HYPER = {"lr": 3e-3, "weight_decay": 0.1, "max_grad_norm": 0.2, "aggregation": "sequence"}

@@ -13,7 +13,7 @@ from asyncrl.core.errors import EpisodeHostFull, EpisodeOver, PeerRestarted, Rem
 from asyncrl.data.rows import RawRow
 from asyncrl.dataloader.prompts import check_row
 from asyncrl.messages.episodes import EpisodeDone
-from asyncrl.messages.trajectories import sampled_tokens
+from asyncrl.messages.groups import sampled_tokens
 from asyncrl.rollouter.episode.player import first_messages, task_seed, total_reward
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.text.chat.prompt import PromptEncoder
