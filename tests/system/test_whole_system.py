@@ -248,7 +248,7 @@ def test_a_stopped_run_drains_in_order_and_returns_groups_in_flight(tmp_path):
     holders, learner = system.actors["dataloader/0"]._book._holders, system.actors["learner/0"]
     # From a dataloader that is older than any other: nothing changes.
     dataloader = Caller("dataloader/0", 0, -1, 0.0)
-    in_learner = learner.holds(Holds(uids=list(holders.uids)), dataloader).uids
+    in_learner = learner._deliveries.holds(Holds(uids=list(holders.uids)), dataloader).uids
     for uid in holders.uids:
         leased = holders[uid]
         # A lease whose reply was on its way when its rollouter ended was never seen.

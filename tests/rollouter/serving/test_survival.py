@@ -88,7 +88,7 @@ def test_i1_finished_groups_of_a_dead_rollouter_are_generated_again(tmp_path):
         def finished_alone():
             """Groups that it has finished and the learner does not have, once it has stopped generating."""
             held = list(rollouter.open_leases(OpenLeases(learner=0), anybody).attempts)
-            has = learner.holds(Holds(uids=held), anybody).uids
+            has = learner._deliveries.holds(Holds(uids=held), anybody).uids
             return set() if rollouter.metrics()["rollout/in_flight"] or has else set(held)
 
         await until(lambda: len(finished_alone()) >= 2, "groups without a holder", 60)
