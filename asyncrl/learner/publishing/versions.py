@@ -7,9 +7,9 @@ broadcast, the broadcaster sends sealed buckets while the rest is still being ga
 other process hears of it, and is used up even if its version fails.
 
 A version that cannot be begun or assembled, for example on a full disk, is reported and becomes overdue: it is tried
-again. So does a version whose bytes have changed, since no engine can load it. Training continues with the groups that
-the last version admits. The run ends only when no group is left to train and no version could be published for
-``checkpoint.room_wait_s``. The version at the start is tried once.
+again. A version whose bytes have changed becomes overdue too, since no engine can load it. Training continues with the
+groups that the last version admits. The run ends only when no group is left to train and no version could be published
+for ``checkpoint.room_wait_s``. The version at the start is tried once.
 
 Fails with ActorFailed when no version can be published for too long. Any other error than an OSError of the system
 leaves the ranks out of step, and is raised.
