@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from operator import attrgetter
@@ -9,6 +10,7 @@ from operator import attrgetter
 from asyncrl.config import Config
 from asyncrl.config.algorithm import LoraConfig, TeacherServerConfig
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS
+from asyncrl.config.operation import TAKE_SHARE
 from asyncrl.config.training import DataConfig
 
 Problem = tuple[str, str]
@@ -144,6 +146,29 @@ def _teacher_problems(config: Config) -> Iterator[Problem]:
         yield "learner.teacher_server.api_key_env", problem
 
 
+def _time_slice_problems(config: Config) -> Iterator[Problem]:
+    """A rank must wait for its GPU for longer than an engine may keep it: in its start, or in a load and a drain.
+
+    The pause or the sleep that follows may take rollout.engine_timeout_s, after which a hanging engine is replaced.
+    """
+    if config.placement.share != "time_slice":
+        return
+    supervision, weights, rollout = config.supervision, config.weights, config.rollout
+    keeps_s, keys = supervision.start_timeout_s, "supervision.start_timeout_s"
+    loads = 2 if rollout.on_update == "drain" else 1
+    if loads * weights.deadline_s > keeps_s:
+        keeps_s, keys = loads * weights.deadline_s, f"{'2 * ' if loads > 1 else ''}weights.deadline_s"
+    keeps_s += rollout.engine_timeout_s
+    least = keeps_s / TAKE_SHARE
+    timeout_s = config.learner.collective_timeout_s
+    if timeout_s < least:
+        problem = (
+            f"is {timeout_s:g}, and in time slices a rank waits for its GPU for {TAKE_SHARE:g} of it. An engine may "
+            f"keep the GPU for {keeps_s:g} s ({keys} + rollout.engine_timeout_s)"
+        )
+        yield "learner.collective_timeout_s", f"{problem}; set it to {math.ceil(least)} or more, or lower these keys"
+
+
 def cross_check(config: Config) -> Iterator[Problem]:
     """Yield a problem for every conflict between the values of a valid configuration."""
     rollout, learner, reward = config.rollout, config.learner, config.reward
@@ -193,6 +218,7 @@ def cross_check(config: Config) -> Iterator[Problem]:
     yield from _chat_problems(config)
     yield from _sft_problems(config)
     yield from _teacher_problems(config)
+    yield from _time_slice_problems(config)
     if config.weights.transport == "nccl" and (not rollout.traits.gpus or rollout.gpus_per_replica == 0):
         yield "weights.transport", "nccl reaches engines on GPUs only; take auto, shm, stream or gloo"
     if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:

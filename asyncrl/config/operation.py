@@ -12,6 +12,8 @@ from asyncrl.config.section import NonNegative, OptionalPath, Positive, Seconds,
 
 LAST_GROUPS_SHARE = 0.3
 """Share of preempt.grace_s for which a preempted run waits at most for the last groups of the rollouters."""
+TAKE_SHARE = 0.8
+"""Share of learner.collective_timeout_s in which an engine must give a GPU back in time slices."""
 
 
 class CheckpointConfig(Section):

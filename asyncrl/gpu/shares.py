@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.config.operation import TAKE_SHARE
 from asyncrl.core.errors import ConfigError
 from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE, GpuShares, plan_sharing, sharers_of
 from asyncrl.gpu.slices import RankSlices
 from asyncrl.observe.machine import read_gpu
 
-TAKE_SHARE = 0.8
-"""Share of learner.collective_timeout_s in which an engine must give a GPU back."""
 RETURN_SHARE = 0.1
 """Share of learner.collective_timeout_s in which the memory of an engine that was killed must be free."""
 

@@ -114,7 +114,8 @@ class RankSlices:
         deadline = time.monotonic() + self._timeout_s
         while (lock := attempt()) is None:
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(self._who, self._engine, f"{what} of GPU {self._gpu}", self._timeout_s)
+                hint = f"see the log of {self._engine}; learner.collective_timeout_s bounds this wait"
+                raise DeadlineExceeded(self._who, self._engine, f"{what} of GPU {self._gpu}", self._timeout_s, hint)
             self.pause(LOOK_S, what)
         return lock
 

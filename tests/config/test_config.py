@@ -173,6 +173,34 @@ def test_keys_that_do_not_fit_together_are_named(of, tree, problem):
 
 
 @pytest.mark.parametrize(
+    ("keys", "least", "named"),
+    [
+        ({}, 525, "420 s (supervision.start_timeout_s + rollout.engine_timeout_s)"),
+        ({"supervision": {"start_timeout_s": 60}}, 300, "240 s (weights.deadline_s + rollout.engine_timeout_s)"),
+        (
+            {"supervision": {"start_timeout_s": 60}, "rollout": {"on_update": "drain", "engine_timeout_s": 20}},
+            325,
+            "260 s (2 * weights.deadline_s + rollout.engine_timeout_s)",
+        ),
+    ],
+)
+def test_a_rank_waits_for_its_gpu_for_longer_than_an_engine_may_keep_it(keys, least, named):
+    def tree(share, collective_timeout_s):
+        rollout = SIMULATED["rollout"] | keys.get("rollout", {})
+        learner = SIMULATED["learner"] | {"collective_timeout_s": collective_timeout_s}
+        return SIMULATED | keys | {"rollout": rollout, "learner": learner, "placement": {"share": share}}
+
+    validate_config(tree("time_slice", least))
+    validate_config(tree("auto", least - 1))
+    [problem] = problems(tree("time_slice", least - 1))
+    assert (
+        problem.startswith("learner.collective_timeout_s: ")
+        and named in problem
+        and f"set it to {least} or more" in problem
+    )
+
+
+@pytest.mark.parametrize(
     ("engine", "publish", "adapter"),
     [("vllm", "auto", True), ("vllm", "merged", False), ("reference", "auto", False)],
 )

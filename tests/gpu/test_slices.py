@@ -97,8 +97,11 @@ async def test_a_rank_names_the_engine_that_it_waited_for(gpu, rank):
     learner.give()
     engine = EngineSlices([gpu])
     await taken(engine)
-    with pytest.raises(DeadlineExceeded, match=rf"learner/0 waited .* on rollouter/0 for the memory of GPU {gpu}"):
+    with pytest.raises(
+        DeadlineExceeded, match=rf"learner/0 waited .* on rollouter/0 for the memory of GPU {gpu}"
+    ) as error:
         await asyncio.to_thread(learner.take)
+    assert "learner.collective_timeout_s" in str(error.value)
     # It still asks, so it is the next.
     async with asyncio.timeout(5.0):
         await engine.asked.wait()

@@ -360,6 +360,17 @@ def test_an_offer_that_crosses_the_learners_request_is_given_back(publish):
     assert all(report.committed for report in server.reports) and host.restarts == 0
 
 
+def test_an_engine_that_is_asked_for_the_gpu_in_its_start_sleeps_before_it_takes_a_version(publish):
+    class Early(Slices):
+        async def take(self):
+            if not self.given:
+                self.asked.set()
+
+    events, server, host = follow(Server([by_shm(publish(1))]), slices=Early(-1, 0.0))
+    assert events == ["start", "pause abort", "sleep", "wake", *TRY, "resume"]
+    assert (len(server.reports), host.sleeps, host.restarts) == (1, 1, 0)
+
+
 def test_the_learner_gets_the_gpu_though_no_parameter_server_notes_the_sleep(publish):
     class Away(Server):
         async def call(self, request):
