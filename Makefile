@@ -96,7 +96,7 @@ agents: $(COMPILED) ## Install agents' frameworks and verifiers in environments 
 	ASYNCRL_AGENTS_PYTHON=$(CURDIR)/.cache/agents/bin/python \
 	ASYNCRL_VERIFIERS_PYTHON=$(CURDIR)/.cache/verifiers/bin/python \
 	$(BIN)/python -m pytest tests/episodes/test_verifiers.py \
-		tests/e2e/test_agents_run.py::test_frameworks_fork_where_they_rewrite_answers
+		tests/e2e/test_agents_run.py::test_frameworks_fork_if_they_rewrite_answers
 
 soak: $(COMPILED) ## Update the real vLLM after every step, in every mode and by every transport
 	$(BIN)/python -m tools.soak

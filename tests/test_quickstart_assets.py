@@ -39,7 +39,7 @@ def steps_of(solution):
 
 
 @given(numbers, numbers)
-def test_a_teacher_that_forgets_no_carry_is_right_and_one_that_forgets_all_never_carries(left, right):
+def test_a_teacher_without_errors_is_right_and_one_with_all_errors_never_carries(left, right):
     problem = Problem(left, right)
     steps, answer = steps_of(write_out(problem, random.Random(0), forget=0.0))
     assert answer == problem.answer == str(left + right)
@@ -59,7 +59,7 @@ def test_splits_share_no_sum_in_any_order_and_responses_are_long_enough_for_upda
     assert min(lengths) >= 30 and median(lengths) >= 40 and max(lengths) < 64
 
 
-def test_dots_are_lognormal_and_fit_into_the_model():
+def test_dots_are_lognormal_and_within_the_context_of_the_model():
     source = random.Random(0)
     dots = [draw_dots(source, LOGNORMAL.dots, LOGNORMAL.dots_sigma, LOGNORMAL.most_dots) for _ in range(20_000)]
     counts = sorted(map(len, dots))

@@ -51,7 +51,7 @@ print("after")
 """
 
 
-def test_standard_output_has_the_json_alone():
+def test_standard_output_has_only_the_json():
     """Libraries and started processes print elsewhere."""
     ended = subprocess.run([sys.executable, "-c", NOISY], capture_output=True, text=True, check=True, timeout=60)
     before, line, after = ended.stdout.splitlines()

@@ -15,7 +15,7 @@ CURVE = [Point(0, 0.0, 0.3), Point(5, 10.0, 0.5), Point(10, 18.0, 0.45), Point(1
     ("accuracy", "seconds"),
     [(0.2, 0.0), (0.3, 0.0), (0.4, 5.0), (0.5, 10.0), (0.65, 24.0), (0.85, 30.0), (0.86, None)],
 )
-def test_the_target_is_reached_when_the_line_through_the_points_first_reaches_it(accuracy, seconds):
+def test_the_target_is_reached_at_the_first_interpolated_crossing(accuracy, seconds):
     assert seconds_until(accuracy, CURVE) == (None if seconds is None else pytest.approx(seconds))
 
 
@@ -27,7 +27,7 @@ WITHOUT_DOTS = ["7+5=12;2", "7+5=12;12", "12", ";12", ""]
     [(lengths, response) for lengths in TASKS for response in WITHOUT_DOTS]
     + [("lognormal", "7+5=12;12.."), ("lognormal", "7+5=12;12.1")],
 )
-def test_the_reward_of_a_run_is_the_one_its_model_is_evaluated_with(lengths, response):
+def test_training_and_evaluation_use_the_same_reward(lengths, response):
     paths = {f"{key}.path": "x" for key in ("model", "data", "eval.heldout.data", "eval.heldout_greedy.data")}
     config = load_config([CONFIG], {**paths, **TASKS[lengths].keys})
     reward = BUILT_IN[config.reward.function](**config.reward.options)

@@ -17,7 +17,7 @@ MANY = {"max_size": 20, "min_size": 1}
 
 
 @given(st.lists(st.floats(1e-6, 1e6), **MANY), st.lists(st.tuples(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3)), **MANY))
-def test_an_interval_holds_the_median_and_the_ratio_is_of_each_pair(data, pairs):
+def test_an_interval_contains_the_median_and_each_pair_has_one_ratio(data, pairs):
     found = median_interval(data)
     assert min(data) <= found.low <= found.median <= found.high <= max(data)
     assert found.median == pytest.approx(float(np.median(data)))

@@ -113,7 +113,7 @@ STARTING = {"phase": "starting", "waiting_for": ["rollouter/0", "rollouter/1"]}
         ({}, 60.0, "the controller is gone"),
     ],
 )
-def test_a_wait_that_takes_too_long_or_a_run_that_dies_fails_and_reports_its_progress(run, longest_s, told):
+def test_a_wait_past_its_limit_or_a_dead_run_fails_and_reports_the_progress(run, longest_s, told):
     seen = snapshot(1.0, learner=actor("learner/0", **{"rollout/in_flight": 30.0}), run=run)
     with pytest.raises(ActorFailed, match=told):
         watch(lambda now, seconds: False, longest_s, seen)

@@ -103,7 +103,7 @@ def test_reading_continues_from_the_file_position_and_holds_one_record_at_a_time
     "array",
     [["object", [1], b"12345678"], ["int32", [2], b"1234"], ["int32", [-1], b""], ["int32", [1], "text"], 5],
 )
-def test_bytes_that_are_no_array_are_refused(array):
+def test_bytes_that_are_not_an_array_are_refused(array):
     body = msgpack.unpackb(pack_group(make_group())[contents.HEAD.size :])
     assert read(framed(msgpack.packb(body)))
     body["ticket"]["prompt_ids"] = array

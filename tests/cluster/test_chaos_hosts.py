@@ -95,7 +95,7 @@ def talk(cluster):
         yield connect
 
 
-def test_a_partition_blocks_open_connections_until_it_is_over(hosts, talk):
+def test_a_partition_blocks_open_connections_until_it_ends(hosts, talk):
     between, beside = talk("a", "b"), talk("a", "c")
     for deaf in ({("a", "b")}, {("b", "a")}, {("a", "b"), ("b", "a")}):
         hosts.become(Conditions(deaf=frozenset(deaf)))

@@ -38,7 +38,7 @@ def middle(offered: dict[int, list[str]]) -> int:
 
 
 @pytest.mark.timeout(600)
-def test_relays_killed_half_way_cost_no_version_and_are_relays_again() -> None:
+def test_killed_relays_cost_no_version_and_relay_again_after_a_restart() -> None:
     async def main() -> None:
         with ShapedNetwork(SETTING.hosts + 1, bytes_per_s=SETTING.bytes_per_s) as network:
             async with fleet(network, config(SETTING)) as hosts:
@@ -76,7 +76,7 @@ def marked(mark: str) -> set[int]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
-def test_the_benchmark_leaves_nothing_however_it_ends(number: signal.Signals) -> None:
+def test_the_benchmark_leaves_nothing_at_any_end(number: signal.Signals) -> None:
     mark = f"ASYNCRL_TEST_MARK={os.getpid()}-{number.name}"
     name, _, value = mark.partition("=")
     bench = subprocess.Popen(

@@ -159,7 +159,7 @@ def test_i7_a_killed_launcher_ends_no_actor_and_leaves_nothing(cluster, folder, 
     assert not [path for host in cluster.all_hosts for path in host.path(launch.run_dir).glob("private*")]
 
 
-def test_i7_leftovers_of_a_run_killed_as_a_whole_are_removed_by_the_next_start(cluster, folder):
+def test_i7_the_next_start_removes_leftovers_of_a_killed_run(cluster, folder):
     """Leftovers of an earlier run on a host do not prevent the next start."""
     launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000")
     launch.wait_to_show("step 2/")

@@ -42,7 +42,7 @@ def living(namespace: int, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
-def test_i7_nothing_is_left_however_the_test_ends(namespaces, how):
+def test_i7_nothing_is_left_at_any_end_of_the_test(namespaces, how):
     links = Path("/proc/net/dev").read_text().count(":")
     died = subprocess.run([sys.executable, "-c", MAKE_AND_DIE, how], capture_output=True, text=True, timeout=60)
     assert died.returncode == (1 if how == "raise" else -signal.SIGKILL), died.stderr

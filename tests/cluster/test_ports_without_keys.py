@@ -15,7 +15,7 @@ UNREACHABLE_S = 4.0
 
 
 @pytest.mark.timeout(600)
-def test_i1_successors_at_the_ports_of_lost_and_fenced_actors_take_their_places(cluster, launched):
+def test_i1_successors_at_the_ports_of_lost_actors_replace_them(cluster, launched):
     flags = ("--security.curve", "off", "--network.ports", PORTS)
     run = launched(240, *flags, host_grace_s=60.0, unreachable_s=UNREACHABLE_S, max_restarts=3)
     run.wait_for_step(5)

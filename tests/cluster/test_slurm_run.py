@@ -108,7 +108,7 @@ def test_i1_a_killed_job_resumes_when_it_is_queued_again(slurm: Slurm) -> None:
     job.check(LONG)
 
 
-def test_i7_a_cancelled_job_is_gone_for_good(slurm: Slurm) -> None:
+def test_i7_a_cancelled_job_leaves_nothing(slurm: Slurm) -> None:
     """SIGTERM preempts the run, but SLURM was asked to end it."""
     job = Job(slurm, "--learner.steps", "4000")
     job.wait_to_show("step 2/")

@@ -125,7 +125,7 @@ def loiterers(victims: list[Victim]) -> Iterator[list[socket.socket]]:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("curve", "frames"), [("required", 100_000), ("off", 20_000)])
-def test_i6_many_frames_and_every_kind_of_crowd_leave_a_run_unharmed(tmp_path: Path, curve: str, frames: int) -> None:
+def test_i6_floods_of_frames_and_connections_do_not_harm_a_run(tmp_path: Path, curve: str, frames: int) -> None:
     # The run is stopped when all frames are handled, however long that takes.
     tree = SIM_RUN | {
         "security": {"curve": curve},

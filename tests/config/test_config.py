@@ -167,7 +167,7 @@ WRONG_WITH_ADAPTERS = [
     [*((SIMULATED, *wrong) for wrong in WRONG), *((TRAINED, *wrong) for wrong in WRONG_WITH_ADAPTERS)],
     ids=[problem for _, problem in WRONG + WRONG_WITH_ADAPTERS],
 )
-def test_keys_that_do_not_fit_together_are_named(of, tree, problem):
+def test_conflicting_keys_are_named(of, tree, problem):
     merged = {key: of.get(key, {}) | tree.get(key, {}) for key in of | tree}
     assert any(problem in line for line in problems(merged)), problems(merged)
 
@@ -296,7 +296,7 @@ TRAINING = {"path": "t.jsonl", "template": "chat", "system": "Be brief.", "promp
         ({"prompt_key": "prompt", "max_prompt_tokens": 9}, {"prompt_key": "prompt", "max_prompt_tokens": 9}),
     ],
 )
-def test_rows_of_an_evaluation_become_prompts_as_in_training_unless_configured_otherwise(given, expected):
+def test_evaluation_rows_become_prompts_as_in_training_by_default(given, expected):
     sets = {"held": {"data": {"path": "e.jsonl"} | given}}
     data = TRAINING | {"shuffle": False, "split": "test"}
     config = validate_config({"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}, "data": data, "eval": sets})

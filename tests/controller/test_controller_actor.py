@@ -262,7 +262,7 @@ def test_lost_log_lines_and_snapshots_are_reported(tmp_path):
 
 
 @on_cluster()
-async def test_an_actor_sends_notices_during_its_life_and_at_its_end_and_metrics_cannot_replace_them(cluster):
+async def test_an_actor_sends_notices_until_its_end_and_metrics_cannot_replace_them(cluster):
     class Speaker(Actor):
         role = "reward"
 
@@ -449,7 +449,7 @@ async def test_waits_end_with_the_incarnation_that_reported_them(cluster):
 
 
 @on_cluster()
-async def test_a_successor_of_the_controller_learns_what_the_run_waits_for(cluster):
+async def test_a_successor_of_the_controller_learns_the_waits_of_the_run(cluster):
     class Waiting(Working):
         role = "rollouter"
 

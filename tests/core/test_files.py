@@ -75,7 +75,7 @@ def test_a_record_that_arrives_during_a_write_is_written_after_it(is_full):
     assert (kept.records, kept.lost, kept.error) == (0, 0, None)
 
 
-def test_records_that_arrive_during_a_write_are_bounded_as_well():
+def test_records_that_arrive_during_a_write_are_bounded():
     kept, written = KeptWrites(100), []
 
     def write():

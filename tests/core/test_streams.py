@@ -51,7 +51,7 @@ def test_text_arrives_in_order_even_if_it_is_read_late(pipe):
     assert printer.finish(GENEROUS_S)
 
 
-def test_the_oldest_text_is_dropped_and_its_lines_are_counted_where_they_are_missing(pipe):
+def test_the_oldest_text_is_dropped_and_its_lines_are_counted_in_its_place(pipe):
     reader, stream = pipe
     printer = Printer(most_bytes=1000)
     lines = [f"line {number:03} {'x' * 90}\n" for number in range(400)]
@@ -80,7 +80,7 @@ def test_a_later_line_counts_the_text_that_a_full_disk_lost(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["a pipe without a reader", "a terminal that is gone"])
-def test_an_output_that_is_closed_for_good_changes_nothing(kind):
+def test_a_permanently_closed_output_changes_nothing(kind):
     ours, theirs = os.pipe() if kind.startswith("a pipe") else pty.openpty()
     os.close(ours)
     printer = Printer()

@@ -22,7 +22,7 @@ ONE_STEP = {"learner": {"steps": 1}}
 FRESH = {"staleness": {"max": 0}}
 
 
-async def test_leases_carry_everything_that_a_rollouter_needs(tmp_path: Path) -> None:
+async def test_leases_contain_everything_that_a_rollouter_needs(tmp_path: Path) -> None:
     evaluation = {"data": {"source": "synthetic", "size": 1}, "n": 3, "temperature": 0.0, "max_tokens": 5}
     config = small_config(rollout={"temperature": 0.7, "max_tokens": 33}, eval={"held": evaluation})
     async with running(tmp_path, config) as it:
@@ -40,7 +40,7 @@ async def test_leases_carry_everything_that_a_rollouter_needs(tmp_path: Path) ->
         assert (first.param_version, first.attempt) == (0, 0)
 
 
-async def test_the_check_of_the_chat_template_is_kept_where_there_are_episodes(tmp_path: Path) -> None:
+async def test_the_check_of_the_chat_template_is_kept_for_episodes(tmp_path: Path) -> None:
     config = small_config(episode={"function": "m:f"}, chat={"date": "2026-11-23"})
     async with running(tmp_path, config):
         report = json.loads((tmp_path / "chat.json").read_text())

@@ -27,7 +27,7 @@ def test_a_round_at_the_start_is_open_until_its_last_prompt_is_evaluated() -> No
     assert (rounds.starting, rounds.sizes) == (False, {})
 
 
-def test_a_round_opens_at_each_multiple_also_between_two_reports_unless_the_last_one_is_open() -> None:
+def test_a_round_opens_at_each_multiple_unless_the_last_one_is_open() -> None:
     rounds = EvalRounds([eval_set("a", (0,), every_versions=3), eval_set("b", (0,), every_versions=1)])
     rounds.published(2, 0)
     assert rounds.sizes == {"eval/b@2": 1}
@@ -43,7 +43,7 @@ def test_a_round_opens_at_each_multiple_also_between_two_reports_unless_the_last
     assert rounds.sizes == {"eval/b@8": 1, "eval/a@9": 1}
 
 
-def test_the_round_at_the_end_is_never_skipped_and_one_in_between_of_the_last_version_serves_as_it() -> None:
+def test_the_final_round_is_never_skipped_and_may_be_a_round_of_the_last_version() -> None:
     for last, evaluated, sizes in (
         (5, False, {"eval/a@4": 1, "eval/a@5": 1}),
         (4, False, {"eval/a@4": 1}),
@@ -71,7 +71,7 @@ def test_rounds_continue_from_the_state_of_the_learner() -> None:
     assert EvalRounds([eval_set("a", (0,), at_start=True)], 9, open={"a@7": []}).starting
 
 
-def test_a_round_that_is_closed_never_opens_again_and_an_unknown_set_begins_at_the_start() -> None:
+def test_a_closed_round_never_opens_again_and_an_unknown_set_starts_at_the_beginning() -> None:
     sets = [eval_set("a", (0,), every_versions=1, at_start=True, at_end=True)]
     rounds = EvalRounds(sets, 3, closed=["a@0", "a@3"], open={"a@3": []}, overdue=True)
     rounds.finish(3)

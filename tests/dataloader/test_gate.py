@@ -44,7 +44,7 @@ def test_the_gate_counts_trained_groups_and_not_version_times_groups() -> None:
     assert (admitted(gate, 5), gate.needed(0)) == (6, 1000)
 
 
-def test_a_version_that_was_not_reported_counts_as_the_one_before_it_and_an_older_one_changes_nothing() -> None:
+def test_an_unreported_version_counts_as_the_one_before_it_and_an_older_one_is_ignored() -> None:
     gate = make_gate()
     publish(gate, 2, 8)
     gate.published(2, 99)

@@ -120,7 +120,7 @@ def restored_without_answer(book: Book, *claims: str) -> LeaseBook:
     return restorer.rebuild(word, {}, book, book.supply_number + 1)
 
 
-def test_an_overtaken_request_gets_no_lease_and_the_later_one_still_counts_as_answered() -> None:
+def test_a_superseded_request_gets_no_lease_and_the_later_one_stays_answered() -> None:
     book = Book()
     assert book.lease(A, 1, served=-1, number=1) == []
     assert request(book, 2) == [("0-0", 1)]
@@ -299,7 +299,7 @@ def test_the_book_closes_once_the_run_is_finished_and_no_round_is_open() -> None
 # --- prompts that were held in deaths ---
 
 
-def test_a_prompt_runs_alone_from_its_second_death_on() -> None:
+def test_a_prompt_runs_alone_after_its_second_death() -> None:
     book = Book()
     for attempt in (0, 1):
         assert marks(book.lease(A, 2, life=attempt + 1)) == [("0-0", attempt, False), ("0-1", attempt, False)]
@@ -349,7 +349,7 @@ def test_only_deaths_of_its_own_count_against_a_prompt() -> None:
     assert book.supply.attempts["0-0"] == 2
 
 
-def test_a_prompt_that_was_delivered_before_the_death_is_not_blamed_when_its_group_is_lost() -> None:
+def test_a_prompt_delivered_before_the_death_is_not_blamed_for_it() -> None:
     book = Book(deaths={"0-0": 2})
     book.lease(A, 1)
     book.lease(A, 1, seen=1, holding="0-0")
@@ -376,7 +376,7 @@ def test_a_prompt_that_kills_on_its_own_is_rejected_with_the_reason() -> None:
     assert (book.supply.rejected, book.supply.attempts) == ([], {})
 
 
-def test_eval_prompts_run_alone_and_are_rejected_likewise() -> None:
+def test_eval_prompts_also_run_alone_and_are_rejected() -> None:
     book = Book(eval_set("a", (0, 1), at_start=True))
     for life in range(1, 6):
         assert marks(book.lease(A, 1, life=life)) == [("a@0-0", life - 1, life > 2)]

@@ -30,7 +30,7 @@ def test_every_epoch_is_a_permutation_that_can_be_looked_up_both_ways(
     assert order.indices(number, start, start + 50).tolist() == found[start : start + 50]
 
 
-def test_the_order_depends_on_fingerprint_seed_and_epoch_alone() -> None:
+def test_the_order_depends_only_on_fingerprint_seed_and_epoch() -> None:
     order = EpochOrder("a", 1, 100)
     orders = [epoch(order, number) for number in range(3)]
     orders += [epoch(EpochOrder("b", 1, 100), 0), epoch(EpochOrder("a", 2, 100), 0)]
@@ -82,7 +82,7 @@ def test_a_prompt_is_held_only_once_and_only_before_its_turn() -> None:
     assert queue.ahead(1)[0].uid == "1-0"
 
 
-def test_epochs_of_other_prompts_are_left_for_good() -> None:
+def test_epochs_of_other_prompts_are_never_resumed() -> None:
     ledger = Ledger()
     ledger.record("trained", 0, 0)
     ledger.first_epoch = 2

@@ -320,7 +320,9 @@ def test_the_files_of_the_split_are_read_from_a_folder(tmp_path: Path) -> None:
     assert prompts(load(path=str(plain), source="jsonl")) == ["a", "b"]
 
 
-def test_without_pyarrow_a_parquet_file_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parquet_file_without_pyarrow_names_the_package_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_table(tmp_path / "a.parquet", prompt=["x"])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     fails(r"needs pyarrow: pip install 'asyncrl\[train\]'", path=path)

@@ -230,7 +230,7 @@ def test_wrong_chat_templates_name_the_key(tmp_path: Path, template: str | None,
         PromptEncoder(tokenizer, DataConfig(template="chat"))("x")
 
 
-def test_a_prompt_that_does_not_fit_its_template_is_a_value_error(tmp_path: Path, folder: Path) -> None:
+def test_a_prompt_that_its_template_rejects_is_a_value_error(tmp_path: Path, folder: Path) -> None:
     tokenizer, said = load_tokenizer(str(folder)), [{"role": "tool", "content": "x"}]
     for each in (tokenizer, load_tokenizer(None)):
         with pytest.raises(ValueError, match='chat messages need template = "chat"'):

@@ -190,7 +190,7 @@ def test_the_bare_client_never_forks(agents):
 
 
 @pytest.mark.skipif(not AGENTS_PYTHON, reason="ASYNCRL_AGENTS_PYTHON names no interpreter with frameworks")
-def test_frameworks_fork_where_they_rewrite_answers(agents):
+def test_frameworks_fork_if_they_rewrite_answers(agents):
     table = agents([*ECHO, *REWRITE], AGENTS_PYTHON)
     for client in ECHO:
         assert all(sequences == 1 for _, sequences in table[client])

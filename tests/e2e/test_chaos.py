@@ -25,7 +25,7 @@ OF_EPISODES = ["--faults", "6", "--kind", "kill", "--kind", "freeze", "--episode
     ],
     ids=["everybody", "in updates", "time slices", "functions", "commands"],
 )
-def test_i1_i5_i7_a_run_that_is_broken_repeatedly_loses_nothing_and_leaves_nothing(arguments, trained):
+def test_i1_i5_i7_a_run_with_repeated_faults_loses_nothing_and_leaves_nothing(arguments, trained):
     """Processes are killed, frozen or delayed; disk and network fail for a while; the run is killed, and preempted.
     Agents, workers and hosts of episodes are hit in the middle of turns, engines and learners in the middle of weight
     updates, after which every replica serves new versions again, and in every phase of the time slices of a GPU.

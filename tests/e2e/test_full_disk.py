@@ -13,7 +13,7 @@ from tools.live_run import LiveRun
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_without_room_for_checkpoints_nothing_is_trained_twice(parity_folder, tmp_path):
+def test_i1_a_run_without_disk_space_for_checkpoints_trains_nothing_twice(parity_folder, tmp_path):
     with small_disk(tmp_path / "disk", 64 << 20) as disk:
         tree = configuration(
             parity_folder,

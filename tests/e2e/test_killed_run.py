@@ -108,7 +108,7 @@ def test_a_run_with_warm_steps_is_resumed_bit_for_bit(parity_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_i1_with_staleness_a_resumed_run_ends_with_the_same_ledger(tmp_path):
+def test_i1_a_resumed_run_with_staleness_ends_with_the_same_ledger(tmp_path):
     """The groups of the run are whole epochs, so in any order of events the same prompts are trained."""
     tree = launched_run(
         run={"samples_per_step": 1000},

@@ -109,7 +109,7 @@ def test_reasoning_gym_asks_again_and_scores_the_last_try():
 
 
 @pytest.mark.parametrize("name", ["textarena:TextArena", "gymnasium:Gymnasium", "skyrl_gym:SkyRLGym"])
-def test_an_adapter_without_its_package_says_what_to_install(name):
+def test_an_adapter_without_its_package_names_the_package_to_install(name):
     module, spec = name.partition(":")[0], [f"asyncrl.episodes.adapters.{name}"]
     if importlib.util.find_spec(module) is not None:
         assert callable(resolve("env", spec, {"env_id": "x"}, lambda *_: None))

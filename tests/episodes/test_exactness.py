@@ -73,7 +73,7 @@ def models(tmp_path_factory):
     ("engine", "episodes", "max_tokens"),
     [("reference", 4, 24), pytest.param("vllm", 12, 40, marks=pytest.mark.slow)],
 )
-def test_i4_each_trained_token_of_an_episode_has_the_log_prob_of_the_weights_of_its_version(
+def test_i4_each_trained_token_of_an_episode_has_the_log_prob_of_its_version(
     tmp_path, models, engine, episodes, max_tokens
 ):
     folder, made = models

@@ -139,7 +139,7 @@ async def test_late_news_of_a_death_ends_no_episode_of_the_successor(tmp_path):
         assert await playing == EpisodeDone(reward=3.0)
 
 
-async def test_an_extra_host_plays_for_every_rollouter_as_many_as_one_may_have(tmp_path):
+async def test_an_extra_host_plays_the_maximum_of_episodes_for_every_rollouter(tmp_path):
     """Each episode asks the rollouter that it belongs to, and what is too much is refused."""
     tree = FUNCTION.model_dump(mode="json")
     tree["episode"]["extra_hosts"] = 1

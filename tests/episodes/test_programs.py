@@ -206,7 +206,7 @@ asyncio.run(main())
     await until(lambda: sleepers() == len(running(KEEPER, tmp_path)) == 0)
 
 
-async def test_output_and_memory_are_bounded_lines_stay_whole_and_the_reward_behind_them_is_found(tmp_path):
+async def test_output_and_memory_are_bounded_and_the_reward_after_whole_lines_is_found(tmp_path):
     async with hosting(command(max_output_bytes=100_000, max_memory_bytes=100_000_000), tmp_path) as host:
         printed = host.watch_output()
         assert (await host.play("flood")).reward == 5.0
@@ -257,6 +257,6 @@ def test_a_last_line_is_a_reward_or_none(line, outcome):
 @pytest.mark.parametrize(
     "line", ["NaN", "1e400", "1e30", '{"reward": NaN}', '{"reward": 0.5, "steps": "3"}', '{"reward": null}']
 )
-def test_a_last_line_that_was_meant_as_a_reward_is_refused(line):
+def test_a_malformed_reward_in_the_last_line_is_refused(line):
     with pytest.raises(BadOutcome):
         outcome_of(line)

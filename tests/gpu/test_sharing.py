@@ -62,7 +62,7 @@ def configured(rank=0, **tables):
     ("name", "parameters"),
     [("0.5B", 494_032_768), ("1.5B", 1_543_714_304), ("3B", 3_085_938_688), ("7B", 7_615_616_512)],
 )
-def test_a_config_json_alone_gives_the_parameters_to_a_thousandth(name, parameters):
+def test_config_json_gives_the_number_of_parameters_to_a_thousandth(name, parameters):
     assert shape_of_settings(MODELS[name]).parameters == pytest.approx(parameters, rel=1e-3)
     # The text model of one that also sees images.
     assert shape_of_settings({"text_config": MODELS[name]}).parameters == pytest.approx(parameters, rel=1e-3)

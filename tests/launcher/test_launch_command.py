@@ -277,7 +277,7 @@ def test_allowed_changes_are_part_of_the_configuration(config, left, capsys):
     assert sorted(entry.name for entry in (left / "logs").iterdir()) == ["attempt_1"]
 
 
-def test_a_finished_run_with_nothing_left_to_do_says_so(config, left, tmp_path, capsys):
+def test_a_finished_run_without_more_steps_is_not_resumed(config, left, tmp_path, capsys):
     """It needs nothing any more, so nothing is checked, here or on other hosts."""
     (tmp_path / "hosts.txt").write_text("localhost\n")
     argv = [config, "--resume", "auto", "--learner.steps", "2", "--data.source=jsonl", "--data.path=/nowhere.jsonl"]

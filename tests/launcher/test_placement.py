@@ -108,7 +108,7 @@ def test_each_host_shares_its_own_cores_and_a_rank_on_a_gpu_takes_those_of_its_s
     assert threads_of(placed, *names) == ["4", "10", "10", "1", "1"]
 
 
-def test_devices_are_named_as_the_host_names_them_and_torch_finds_its_ranks_across_hosts():
+def test_devices_have_the_names_of_their_host_and_torch_connects_ranks_across_hosts():
     offered = PlacementHost(name="box", cpus=8, gpus=("3", "GPU-5a", "7"))
     placed = by_name(place(config(1, 2), [offered]))
     assert [placed[name].env["CUDA_VISIBLE_DEVICES"] for name in ("learner/0", "rollouter/1")] == ["3", "7"]
@@ -161,7 +161,7 @@ def test_several_hosts(gpus, ranks, replicas, each, device, learner, rollouter):
         assert row(placed, role) == "a"
 
 
-def test_cpu_processes_go_where_they_get_most_cores_and_simulated_ones_need_no_gpu():
+def test_cpu_processes_go_to_hosts_with_most_cores_and_simulated_ones_need_no_gpu():
     placed = place(config(1, 3, 0, "cpu"), hosts_of(0, 0, cpus=[4, 16]))
     # Rank 0 is on the head all the same.
     assert (row(placed, "rollouter"), row(placed, "learner")) == ("b b b", "a")
@@ -183,7 +183,7 @@ def test_cpu_processes_go_where_they_get_most_cores_and_simulated_ones_need_no_g
         ((2, 0, 0), [20, 9, 7], config(reward={"pools": 3, "workers": 4}), "a b c"),
     ],
 )
-def test_reward_pools_are_where_most_cores_are_free(gpus, cpus, asked, hosts):
+def test_reward_pools_go_to_hosts_with_most_free_cores(gpus, cpus, asked, hosts):
     assert row(place(asked, hosts_of(*gpus, cpus=cpus)), "reward") == hosts
 
 
@@ -266,7 +266,7 @@ def test_every_host_with_only_cpus_has_one_episode_host_and_no_other_has_more(gp
         (0, config(engine="sim"), 1),
     ],
 )
-def test_a_new_host_has_as_many_engines_as_its_gpus_have_room_for_and_one_without(gpus, asked, count):
+def test_a_new_host_has_the_engines_that_fit_its_gpus_or_one_without_gpus(gpus, asked, count):
     assert replicas_of(asked, hosts_of(gpus)[0]) == count
 
 
@@ -341,7 +341,7 @@ def test_a_run_that_fits_on_no_split_of_hosts_is_refused_with_the_sum(gpus, rank
         ((0,), 1, 1, 0, "always", "a", "a", {}),
     ],
 )
-def test_engines_share_gpus_of_ranks_where_there_are_too_few(
+def test_engines_share_gpus_with_ranks_if_gpus_are_scarce(
     gpus, ranks, replicas, each, share, learner, rollouter, sharing
 ):
     asked = config(ranks, replicas, each, placement={"share": share})
@@ -367,7 +367,7 @@ def test_two_ranks_or_two_engines_never_share_a_gpu(gpus, ranks, replicas, said)
             place(config(ranks, replicas, 1, placement={"share": share}), hosts_of(*gpus))
 
 
-def test_a_run_that_would_fit_on_shared_gpus_names_the_key_that_forbids_it():
+def test_a_run_that_needs_shared_gpus_names_the_key_that_forbids_them():
     with pytest.raises(ConfigError, match=r"makes 2, but a has 1; .* set placement\.share = \"auto\", so that ranks"):
         place(config(placement={"share": "never"}), hosts_of(1))
     with pytest.raises(ConfigError) as caught:

@@ -102,7 +102,7 @@ def test_a_failed_slurm_step_names_its_reason_and_whether_it_was_killed():
     assert [code for code in (0, 1, 75, 128, 137, 143, -9) if SlurmStart().is_lost(code, killed)] == [137, 143, -9]
 
 
-def test_a_step_whose_agent_was_killed_alone_is_not_lost(tools, tmp_path):
+def test_a_slurm_step_with_only_its_agent_killed_is_not_lost(tools, tmp_path):
     """Its guard has ended everything there, and reports the signal by its exit code."""
     found = []
 

@@ -124,7 +124,7 @@ def test_ended_epochs_use_no_memory_for_any_order_of_outcomes(size: int) -> None
 
 
 @pytest.mark.parametrize(("epochs", "size"), [(10, 1_000_000), (100_000, 100)])
-def test_at_ten_million_groups_the_ledger_has_a_bit_for_each_prompt_of_the_open_epoch(epochs: int, size: int) -> None:
+def test_the_ledger_has_a_bit_per_prompt_of_the_open_epoch_at_ten_million_groups(epochs: int, size: int) -> None:
     """With one more epoch in progress, in shuffled order."""
     ledger = finished(epochs, size)
     assert len(msgspec.json.encode(ledger.state)) < 300

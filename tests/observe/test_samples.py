@@ -66,7 +66,7 @@ def test_the_newest_groups_come_first_and_a_choice_leaves_out_the_others(run_dir
     assert [each.length for each in trained.trajectories] == [3, 3]
 
 
-def test_a_step_that_was_trained_again_replaces_the_first_and_damaged_lines_are_skipped(run_dir):
+def test_a_repeated_step_replaces_the_first_and_damaged_lines_are_skipped(run_dir):
     path = run_dir / "samples" / "step_000002.jsonl"
     RecordFiles(run_dir, 2).samples(2, 3, [make_group("0-4")])
     with path.open("a") as file:

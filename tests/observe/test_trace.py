@@ -88,7 +88,7 @@ def test_a_trace_is_handed_over_in_parts_while_tracks_continue():
     assert [span.name for part in (first, *rest) for span in part] == [str(n) for n in range(2 * SPANS_IN_PART + 5)]
 
 
-def test_a_trace_of_many_actors_is_no_larger_than_that_of_few():
+def test_a_trace_of_many_actors_is_no_larger_than_one_of_few():
     assert spans_kept(1) == spans_kept(16) == SPANS_KEPT
     for actors in (17, 100, 1000):
         assert 0.9 * SPANS_OF_RUN < actors * spans_kept(actors) <= SPANS_OF_RUN

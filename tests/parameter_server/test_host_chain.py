@@ -80,7 +80,7 @@ def test_when_the_replica_that_fetches_is_lost_another_takes_its_place(what):
     assert {play.look(name).transport for name in R[2:]} == {"shm"}
 
 
-def test_a_replica_that_waited_gets_the_version_that_it_waited_for():
+def test_a_waiting_replica_gets_its_version():
     play = on_hosts("r/0", "r/1")
     for version in (1, 2):
         play.publish(version)
@@ -117,7 +117,7 @@ def test_a_late_replica_opens_the_copy_of_its_host_while_that_exists():
     assert play.next("r/2", -1, **HERE) is None
 
 
-def test_a_replica_loads_its_own_copy_again_until_a_newer_version_came_another_way():
+def test_a_replica_reloads_its_own_copy_until_it_has_a_newer_version():
     play = on_hosts("r/0", transport="gloo")
     fetched(play, "r/0")
     play.report("r/0", 0, committed=False)

@@ -200,7 +200,7 @@ async def test_an_update_by_chunks(stage, publication):
 
 
 @staged(transport="shm")
-async def test_a_version_is_published_once_and_one_whose_segments_cannot_be_opened_changes_nothing(stage, publication):
+async def test_a_version_is_published_once_and_one_without_readable_segments_is_ignored(stage, publication):
     manifest = publication(4)
     broken = replace(manifest, buckets=[replace(manifest.buckets[0], path="/proc/1/fd/99999")])
     with pytest.raises(RemoteError, match="cannot be opened"):

@@ -166,7 +166,7 @@ async def test_an_answer_that_is_not_a_chat_completion_fails_its_vote(text):
 
 
 @pytest.mark.parametrize("code", [301, 404])
-async def test_a_refusal_for_good_is_not_repeated(code):
+async def test_a_permanently_refused_request_is_not_repeated(code):
     async with judging(status(code, "no such model", Location="/v1/chat/completions")) as (server, pool):
         await fails(pool, group(), f"status {code}: no such model", retryable=False)
         assert len(server.bodies) == 1

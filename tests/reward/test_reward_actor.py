@@ -80,7 +80,7 @@ async def serving(config: Config, run_dir: Path) -> AsyncIterator[Served]:
 
 
 @pytest.mark.skipif(bool(asyncio.run(why_not([]))), reason="this system has no namespaces for its users")
-async def test_a_function_that_steals_finds_neither_the_keys_of_the_run_nor_a_way_into_its_actor(tmp_path):
+async def test_a_stealing_function_gets_no_keys_of_the_run_and_no_access_to_its_actor(tmp_path):
     private = tmp_path / "runs" / "mine" / "private"
     private.parent.mkdir(parents=True)
     create_credentials(private, RUN_ID, ["reward/0"], attempts=1, curve=False)
@@ -92,7 +92,7 @@ async def test_a_function_that_steals_finds_neither_the_keys_of_the_run_nor_a_wa
         assert not served.notices
 
 
-async def test_scores_and_failures_go_over_the_wire_and_the_user_hears_of_each_kind_with_its_place(tmp_path):
+async def test_scores_and_failures_reach_the_caller_and_each_kind_is_reported_with_its_place(tmp_path):
     async with serving(config_with(timeout_s=1.0), tmp_path) as served:
         calls = [served.rollouter.call(request("x" * size)) for size in range(1, 100)]
         assert [one.rewards for one in await asyncio.gather(*calls)] == [[float(size)] for size in range(1, 100)]
@@ -135,7 +135,7 @@ async def test_scores_and_failures_go_over_the_wire_and_the_user_hears_of_each_k
         assert {state for resource in said.resources for state in resource.seconds} == {"starting", "idle", "scoring"}
 
 
-async def test_a_caller_that_cancels_gives_up_its_task_and_the_actor_ends_while_another_hangs(tmp_path, monkeypatch):
+async def test_a_cancelled_call_ends_its_task_and_the_actor_ends_during_a_hanging_one(tmp_path, monkeypatch):
     monkeypatch.setattr(pool_module, "CANCEL_GRACE_S", 0.1)
     async with serving(config_with(workers=1, timeout_s=600.0), tmp_path) as served:
         figures = served.actor.metrics
@@ -158,7 +158,7 @@ async def test_a_function_that_cannot_be_called_ends_the_actor_before_it_is_read
     assert not served.actor.ready and workers() == []
 
 
-async def test_the_pool_that_cannot_go_on_ends_the_actor(tmp_path, monkeypatch):
+async def test_a_broken_pool_ends_the_actor(tmp_path, monkeypatch):
     monkeypatch.setattr(workers_pool, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(workers_pool, "MAX_START_FAILURES", 2)
     async with serving(config_with(workers=1), tmp_path) as served:
@@ -184,7 +184,7 @@ async def test_a_function_that_fails_in_every_call_ends_the_run(tmp_path):
         assert [call.result().code for call in done].count("reward_failed") == 16
 
 
-async def test_after_a_restart_a_function_that_has_worked_may_fail_for_a_while(tmp_path):
+async def test_a_function_that_has_worked_may_fail_briefly_after_a_restart(tmp_path):
     async with serving(config_with(), tmp_path) as served:
         asked = [
             msgspec.structs.replace(request("raise", uid=f"0-{number % 4}"), has_worked=True) for number in range(64)

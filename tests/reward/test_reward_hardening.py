@@ -46,7 +46,7 @@ BY_THE_DEADLINE = {
 
 
 @pytest.mark.parametrize(("timeout_s", "harms"), [(20.0, AT_ONCE), (1.0, BY_THE_DEADLINE)], ids=["at once", "late"])
-async def test_a_task_that_harms_its_worker_fails_alone_and_the_worker_is_replaced(timeout_s, harms):
+async def test_only_the_task_that_harms_its_worker_fails_and_the_worker_is_replaced(timeout_s, harms):
     async with started(workers=2, timeout_s=timeout_s, max_memory_bytes=LIMIT) as pool:
         for text, (named, counted) in harms.items():
             before, counters = workers(), asdict(pool.counters)
@@ -162,7 +162,7 @@ def judge(*, row):
 """
 
 
-async def test_i1_a_run_with_a_bad_prompt_of_each_kind_quarantines_these_alone_and_trains_the_rest(tmp_path):
+async def test_i1_a_run_quarantines_only_its_bad_prompts_and_trains_the_rest(tmp_path):
     """I1 on the whole system: every other prompt is trained once, the reasons say what each bad one did."""
     (tmp_path / "whole_rewards.py").write_text(WHOLE)
     kinds = ["good"] * 22

@@ -58,7 +58,7 @@ async def test_a_worker_is_not_sent_the_branches_of_a_conversation():
         assert 800_000 < scoring.size < 1_000_000
 
 
-async def test_an_error_of_the_function_or_its_task_fails_it_alone_and_keeps_the_worker():
+async def test_an_error_in_a_task_fails_only_the_task_and_keeps_the_worker():
     errors = {
         "raise": r"act_rewards:act: raised KeyError: 'no such judge' \(.*act_rewards.py:\d+\)",
         "sys_exit": "raised SystemExit: 4",
@@ -103,7 +103,7 @@ async def test_a_response_past_its_time_gets_the_configured_reward_at_once():
         assert counted.failed == 1
 
 
-async def test_the_timeout_counts_from_the_start_in_the_worker_and_is_the_workers_own_time():
+async def test_the_timeout_starts_in_the_worker_and_counts_only_its_time():
     async with started(timeout_s=1.0) as pool:
         since = time.monotonic()
         assert await outcomes(pool, *["sleep 0.4"] * 4) == [9.0] * 4
@@ -239,7 +239,7 @@ def test_hundreds_of_small_tasks_finish_during_a_hanging_one_on_the_asyncio_loop
     asyncio.run(body())
 
 
-async def test_rewards_of_an_async_function_come_back_in_order_and_one_that_hangs_is_ended():
+async def test_an_async_function_returns_rewards_in_order_and_a_hanging_one_is_ended():
     async with started("act_rewards:awaited", timeout_s=0.5) as pool:
         scores = await pool.score(request("a", "abc"))
         assert scores.rewards == [1.5, 3.5]
@@ -263,7 +263,7 @@ async def test_a_worker_has_one_thread_and_no_torch_and_ignores_signals():
         assert await reward(pool, "fork") == signal.SIGTERM
 
 
-async def test_a_cancelled_task_leaves_the_queue_and_one_that_runs_costs_its_worker_after_a_grace():
+async def test_a_cancelled_task_leaves_the_queue_and_a_running_one_ends_its_worker_after_a_grace():
     async with started(timeout_s=60.0) as pool:
         pid = await reward(pool, "pid")
         first = pool.score(request("sleep 0.5"))

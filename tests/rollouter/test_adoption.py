@@ -34,9 +34,7 @@ def soon(monkeypatch):
 
 
 @pytest.mark.parametrize(("arrived", "memory"), [(True, True), (True, False), (False, True)])
-async def test_i1_an_acknowledgement_of_an_older_learner_releases_nothing_once_another_is_adopted(
-    arrived, memory, tmp_path
-):
+async def test_i1_an_acknowledgement_of_a_replaced_learner_releases_nothing(arrived, memory, tmp_path):
     """Even if it has arrived, and the coroutine that waits for it has not run when OpenLeases is answered."""
     old, new, dataloader = Learner(open=False), Learner(), Dataloader()
     async with between(old, dataloader, tmp_path, memory=memory) as life:

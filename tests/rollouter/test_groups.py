@@ -217,7 +217,7 @@ async def scoring(folder, count, patience_s=30.0):
             pool.answers.set()
 
 
-async def test_a_call_waits_for_a_reward_pool_that_says_it_holds_the_call_and_not_for_a_silent_one(tmp_path):
+async def test_a_call_waits_for_a_reward_pool_that_confirms_it_and_not_for_a_silent_one(tmp_path):
     """However long its queue: that of a large run may take hours. A group reward is one call for all."""
     async with scoring(tmp_path, SAMPLES, patience_s=0.3) as (life, call):
         rollouter = life.rollouter

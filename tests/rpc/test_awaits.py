@@ -111,7 +111,7 @@ class Deaf:
         return await self.ask(request, caller)
 
 
-async def test_calls_in_flight_are_waits_and_say_which_of_them_are_idle():
+async def test_calls_in_flight_are_waits_and_idle_ones_are_marked():
     async with asyncio.timeout(20), Net(memory=True) as net:
         net.serve(Deaf(), "server/0")
         peer = net.client("server/0")

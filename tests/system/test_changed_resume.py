@@ -102,7 +102,7 @@ def test_i1_groups_that_a_changed_key_affects_are_generated_again_once(tmp_path,
     assert all(uids.count(uid) == 1 for uid in waiting)
 
 
-def test_without_such_a_change_the_groups_of_the_checkpoint_are_trained(tmp_path, trained) -> None:
+def test_unaffected_groups_of_the_checkpoint_are_trained(tmp_path, trained) -> None:
     run_dir = tmp_path / "run"
     waiting = leave(run_dir)
     trained.clear()

@@ -97,7 +97,7 @@ def test_i1_each_prompt_is_trained_once_over_repeated_deaths(tmp_path: Path, vic
     audit(tmp_path / "run")
 
 
-def test_i1_a_rollouter_that_counts_as_dead_with_the_reward_pool_alone_costs_no_prompt(tmp_path: Path) -> None:
+def test_i1_a_rollouter_that_only_the_reward_pool_counts_as_dead_costs_no_prompt(tmp_path: Path) -> None:
     """As when the pool hears of the loss of its host before the learner does."""
     system = System(config(), tmp_path / "run")
 
@@ -112,7 +112,7 @@ def test_i1_a_rollouter_that_counts_as_dead_with_the_reward_pool_alone_costs_no_
     assert final_ledger(tmp_path / "run").count("quarantined") == 0
 
 
-def test_i1_and_i2_under_a_hard_bound_no_death_costs_a_prompt_or_trains_a_late_token(tmp_path: Path) -> None:
+def test_i1_i2_no_death_under_a_hard_bound_costs_a_prompt_or_trains_a_late_token(tmp_path: Path) -> None:
     randomness = random.Random("mask")
     names = [*ONE_EACH, "rollouter/1"]
     tail = {"sim": {"length": "lognormal", "length_median": 8.0, "decode_step_s": 0.004}}

@@ -199,7 +199,7 @@ def test_the_log_of_a_group_continues_with_another_rollouter_when_the_first_dies
         )
 
 
-def test_without_a_window_no_timeline_is_written_and_an_unknown_group_is_explained(tmp_path, logs):
+def test_a_run_without_a_window_writes_no_timeline_and_an_unknown_group_is_explained(tmp_path, logs):
     system = live(tmp_path, trace={"window_s": 0.0}, learner=TABLES["learner"] | {"steps": 2})
     assert not (system.run_dir / "trace").exists()
     with pytest.raises(UsageError, match=r"0-99999.*not leased.*The first that was is 0-"):

@@ -63,7 +63,7 @@ def run_until_all_serve_the_last(system, monkeypatch, scenario):
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream", "gloo"])
-def test_every_replica_is_updated_by_the_chosen_transport_and_a_joining_one_disturbs_no_other(tmp_path, transport):
+def test_every_replica_is_updated_by_the_chosen_transport_even_during_a_join(tmp_path, transport):
     # A version that comes while another one is broadcast goes by stream.
     step_s = 0.1 if transport == "gloo" else 0.03
     system = system_of(tmp_path, transport, sim={"step_s": step_s, "publish_bytes": 300_000})

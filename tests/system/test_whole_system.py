@@ -178,7 +178,7 @@ def test_a_line_counts_the_trained_groups_after_a_later_update_was_refused(playe
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_i1_a_step_without_a_token_to_train_does_not_count_and_its_groups_are_replaced(played, staleness):
+def test_i1_a_step_without_trainable_tokens_does_not_count_and_its_groups_are_replaced(played, staleness):
     """The seed decides which responses are cut, and so how many steps are empty."""
     system = played(
         data={"size": 16},

@@ -82,7 +82,7 @@ def started(tmp_path):
 @pytest.mark.parametrize("in_updates", [True, False])
 @pytest.mark.parametrize("back", [True, False])
 @pytest.mark.parametrize("victim", ["rollouter/1", "engine_core/1", "learner/0", "parameter_server/0", "controller/0"])
-def test_a_fault_in_an_update_is_over_when_every_replica_serves_the_second_version_after_it(
+def test_a_fault_in_an_update_ends_after_every_replica_serves_two_later_versions(
     started, monkeypatch, victim, back, in_updates
 ):
     monkeypatch.setattr(faults, "LOOK_S", 0.001)

@@ -167,7 +167,7 @@ def test_some_stalls_are_noticed_and_some_are_not(kind):
     ),
     st.randoms(),
 )
-def test_each_fault_has_the_effect_it_would_have_alone_until_it_ends(faults, randomness):
+def test_each_fault_has_its_full_effect_until_it_ends(faults, randomness):
     ending, going_on = list(faults), list(faults)
     randomness.shuffle(ending)
     for over in ending:

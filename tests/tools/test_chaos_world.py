@@ -51,7 +51,7 @@ def test_faults_of_the_machine_start_and_end_and_leftovers_are_found():
 
 
 @pytest.mark.skipif(why_not() is not None, reason=f"no cluster of namespaces here: {why_not()}")
-def test_on_several_hosts_all_are_cut_and_leftovers_of_each_are_found():
+def test_faults_on_several_hosts_cut_all_and_find_the_leftovers_of_each():
     said = probe("several")
     assert said["names"] == ["head", "a", "b"]
     assert not {"partition", "slow", "cut", "disk"} & set(said["missing"])

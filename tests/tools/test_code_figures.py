@@ -25,7 +25,7 @@ PART = Module(Path("asyncrl/room/part.py"), "x = 1\n")
 ALL = [FIRST, SECOND, PART]
 
 
-def test_each_metric_counts_what_its_name_says():
+def test_each_code_metric_matches_its_name():
     """Counts of three small modules."""
     assert FIRST.comments == SECOND.comments == 1
     assert code_figures.injected_callables(ALL) == 1.0

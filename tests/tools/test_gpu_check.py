@@ -98,7 +98,7 @@ def rate_of(**values):
     return rate | {"used_bytes": 1, "estimated_bytes": 1} | values
 
 
-def test_the_report_goes_into_a_page():
+def test_the_report_of_the_gpu_check_is_inserted_into_a_page():
     results = [Result("versions", "pass", "torch 2"), Result("run", "skip", "torch sees no CUDA device")]
     results.append(judge_rate("learner", rate_of()))
     report = json.loads(json.dumps(as_json({"GPU": "none"}, results)))

@@ -21,7 +21,7 @@ def tree(tmp_path):
     return tmp_path
 
 
-def test_each_of_forty_faults_fits_one_place_of_the_code_and_every_invariant_is_broken():
+def test_each_of_forty_faults_matches_one_place_and_every_invariant_is_broken():
     assert len(FAULTS) == len({fault.name for fault in FAULTS}) == 40
     assert all(find(fault, ROOT).is_relative_to(ROOT / "asyncrl") for fault in FAULTS)
     assert all(fault.right != fault.wrong for fault in FAULTS)
@@ -36,12 +36,12 @@ def test_each_of_forty_faults_fits_one_place_of_the_code_and_every_invariant_is_
         (Fault("broken", "min(value, 3)", "min(value, 3", ""), "would not compile"),
     ],
 )
-def test_a_fault_that_does_not_fit_is_refused(tree, fault, told):
+def test_a_fault_that_matches_no_place_is_refused(tree, fault, told):
     with pytest.raises(ValueError, match=rf"{fault.name}: .*{told}"):
         find(fault, tree)
 
 
-def test_tests_that_import_the_module_come_before_those_that_reach_it(tree):
+def test_tests_that_import_the_module_run_first(tree):
     texts = {
         "asyncrl/gate.py": "from asyncrl.limit import limit\n",
         "asyncrl/run.py": "from asyncrl import gate\n",

@@ -172,7 +172,7 @@ def test_the_last_activity_of_an_ended_run_is_not_shown_as_current():
     assert re.search(r"timeouts +2\b", text) and re.search(r"trained +3,200\b", text)
 
 
-def test_prompts_that_the_data_rules_left_out_are_in_the_ledger_pane_if_there_are_any():
+def test_the_ledger_pane_shows_prompts_left_out_by_data_rules():
     view = seen(Run().between())
     assert not any("left out" in line for line in lines_of("ledger", view, 80))
     with_some = with_actor(Run().at(100.0), "learner/0", metrics={"ledger/left_out": 12.0})
@@ -325,7 +325,7 @@ def test_the_learner_pane_shows_the_components_of_the_reward_and_bounds_them():
 
 
 @pytest.mark.parametrize(("most", "last"), [(8, "8"), (9, "9–12"), (16, "13–16"), (40, "33+")])
-def test_staleness_is_shown_up_to_the_limit_however_large_that_is(most, last):
+def test_staleness_is_shown_up_to_any_limit(most, last):
     """And what is beyond it is late."""
     view = seen(Run(staleness_max=most).between())
     lines = lines_of("staleness", view, 80)
@@ -336,7 +336,7 @@ def test_staleness_is_shown_up_to_the_limit_however_large_that_is(most, last):
 
 
 @pytest.mark.parametrize("width", [40, 100])
-def test_the_help_has_the_same_words_at_every_width_and_is_never_cut(width):
+def test_the_help_has_the_same_text_at_every_width_and_is_never_cut(width):
     lines = [line.plain for line in help_page(width)]
     assert max(map(len, lines)) <= width and "…" not in " ".join(lines).replace("1 … 8", "")
     words = sorted(" ".join(line.plain for line in help_page(72)).split())

@@ -165,7 +165,7 @@ def failing(sender: Sender, group: BroadcastGroup, version: Version, buckets: It
     return str(caught.value)
 
 
-def test_versions_arrive_whole_over_one_group_and_members_come_and_go_with_the_epochs(peers, sender, version) -> None:
+def test_versions_arrive_whole_over_one_group_and_members_change_with_the_epochs(peers, sender, version) -> None:
     """First at one replica of one worker, and one of two; each worker has a rank of its own."""
     members, group = peers.take(3), group_at(sender.port, 1, 4)
     for number in range(2):
@@ -484,7 +484,7 @@ def test_a_missing_learner_is_an_error_at_once(peers, version) -> None:
     assert time.monotonic() - began < PATIENCE_S / 2
 
 
-def test_without_a_gpu_the_sender_refuses_nccl() -> None:
+def test_a_sender_without_a_gpu_refuses_nccl() -> None:
     with pytest.raises(ConfigError, match="weights.transport: nccl needs a GPU and NCCL here"):
         Sender("nccl", HOST, 1.0)
 

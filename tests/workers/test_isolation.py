@@ -74,7 +74,7 @@ def test_a_thief_gets_only_the_variables_that_the_user_names(folder: Path, way: 
 
 
 @isolated
-def test_without_namespaces_the_user_is_warned_and_the_worker_plays(folder: Path) -> None:
+def test_a_host_without_namespaces_warns_the_user_and_plays(folder: Path) -> None:
     unshare = shutil.which("unshare")
     if unshare is None:
         pytest.skip("needs unshare")
@@ -89,7 +89,7 @@ def test_without_namespaces_the_user_is_warned_and_the_worker_plays(folder: Path
     assert {"keys", "listed", "linked", "moved", "environment of another"} < said["got"].keys()
 
 
-def test_required_refuses_where_there_is_no_isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_required_isolation_is_refused_on_hosts_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refused(run_dir: Path) -> str:
         return "a user namespace: Operation not permitted"
 

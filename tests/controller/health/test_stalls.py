@@ -73,7 +73,7 @@ def test_a_stall_is_reported_once_and_again_after_twice_the_time():
         (None, STALL_S + DEADLINES_S, "If this lasts 350 s, the run ends"),
     ],
 )
-def test_a_stall_ends_the_run_as_the_policy_says(policy, ends_after, consequence):
+def test_a_stall_ends_the_run_according_to_the_policy(policy, ends_after, consequence):
     run = Watched(policy)
     began = run.now
     run.passes(10 * STALL_S)
@@ -82,7 +82,7 @@ def test_a_stall_ends_the_run_as_the_policy_says(policy, ends_after, consequence
     assert run.detector.consequence.startswith(consequence)
 
 
-def test_a_version_a_group_or_a_token_is_progress_and_a_smaller_count_is_not():
+def test_a_new_version_group_or_token_is_progress_and_a_smaller_count_is_not():
     for which in range(4):
         run = Watched()
         for step in range(1, 4):
@@ -139,7 +139,7 @@ def test_only_a_running_run_is_watched(phase):
     assert len(run.reports) == 1
 
 
-def test_neither_an_idle_run_after_the_last_step_nor_a_learner_without_heartbeats_is_a_stall():
+def test_a_finished_run_and_a_learner_without_heartbeats_do_not_count_as_stalls():
     run = Watched()
     learner = run.actors.pop("learner/0")
     run.passes(5 * STALL_S)
@@ -154,7 +154,7 @@ def test_neither_an_idle_run_after_the_last_step_nor_a_learner_without_heartbeat
     assert run.reports
 
 
-def test_time_in_which_the_controller_did_not_look_does_not_count():
+def test_time_without_a_check_of_the_controller_does_not_count():
     run = Watched()
     run.passes(0.9 * STALL_S)
     run.now += 50 * STALL_S

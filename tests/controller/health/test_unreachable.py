@@ -59,7 +59,7 @@ def names(cuts):
     return [cut.name for cut in cuts]
 
 
-def test_a_rollouter_that_alone_cannot_reach_the_learner_is_named_after_the_time_limit():
+def test_the_only_rollouter_that_cannot_reach_the_learner_is_named_after_the_limit():
     paths = Paths()
     paths.breaks(("rollouter/2", "learner/0"))
     assert paths.passes(UNREACHABLE_S) == []
@@ -142,7 +142,7 @@ def test_a_path_to_an_actor_that_is_not_ready_does_not_count():
         (1, True, 0, "restart"),
     ],
 )
-def test_a_replica_is_set_aside_on_the_second_condemnation_and_for_another_actor_the_run_fails(
+def test_the_second_condemnation_sets_a_replica_aside_and_fails_the_run_for_other_actors(
     condemnations, can_spare, max_restarts, action
 ):
     assert action_after(condemnations, can_spare=can_spare, max_restarts=max_restarts) == action
@@ -162,7 +162,7 @@ def is_condemned_again(paths, name, start_s):
 @pytest.mark.parametrize(
     ("pair", "name"), [(("rollouter/2", "learner/0"), "rollouter/2"), (("learner/0", "dataloader/0"), "dataloader/0")]
 )
-def test_condemnations_are_counted_however_long_a_start_takes(pair, name, start_s):
+def test_condemnations_are_counted_even_after_a_long_start(pair, name, start_s):
     paths = Paths()
     paths.breaks(pair)
     assert [is_condemned_again(paths, name, start_s) for _ in range(4)] == [1, 2, 3, 4]
@@ -186,7 +186,7 @@ def has_no_look(paths, pair):
 
 
 @pytest.mark.parametrize("between", [is_away, is_cut_off, has_no_look])
-def test_condemnations_are_forgotten_after_an_unbroken_window_in_which_the_actor_is_reachable(between):
+def test_condemnations_are_forgotten_after_a_whole_window_of_reachability(between):
     paths, pair = Paths(), ("rollouter/2", "learner/0")
     paths.breaks(pair)
     assert is_condemned_again(paths, "rollouter/2", 0.0) == 1

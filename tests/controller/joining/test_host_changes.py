@@ -139,7 +139,7 @@ async def test_i6_a_new_host_starts_once_every_actor_knows_its_keys(cluster):
 
 
 @on_cluster()
-async def test_i6_only_readers_of_the_private_folder_may_ask_and_only_while_the_run_continues(cluster, tmp_path):
+async def test_i6_only_readers_of_the_private_folder_may_call_and_only_during_the_run(cluster, tmp_path):
     """Every other caller is counted."""
 
     for asked in (Join(ask=ASK, hosts=[NewHost(host="c", replicas=1)]), Leave(host="c", within_s=1)):
@@ -157,7 +157,7 @@ async def test_i6_only_readers_of_the_private_folder_may_ask_and_only_while_the_
 
 
 @on_cluster()
-async def test_a_host_that_leaves_is_informed_and_is_dead_for_good_once_gone(cluster):
+async def test_a_leaving_host_is_informed_and_stays_dead(cluster):
     found = await serve(cluster)
     (name,) = found.actors
     begun = await leave(cluster, "c")
@@ -223,7 +223,7 @@ async def test_a_successor_of_the_controller_knows_a_joined_host_by_its_address(
 
 
 @on_cluster(TWO)
-async def test_a_successor_of_the_controller_does_not_wait_for_a_host_that_left_and_may_return(cluster, tmp_path):
+async def test_a_successor_of_the_controller_does_not_wait_for_a_host_that_left(cluster, tmp_path):
     """I5: although the configuration names it, and the list of hosts was not written in time."""
 
     await host(cluster, "agent/1", "far", ["rollouter/1"])
@@ -255,7 +255,7 @@ async def test_a_successor_of_the_controller_does_not_wait_for_a_host_that_left_
 
 @pytest.mark.parametrize("order", [["rollouter/0", "rollouter/1"], ["rollouter/1", "rollouter/0"]])
 @on_cluster(TWO, all_ready=False)
-async def test_one_of_the_last_two_hosts_stays_if_both_are_asked_to_leave_at_once(cluster, order):
+async def test_only_one_of_the_last_two_hosts_may_leave(cluster, order):
     """A new controller does not know of either that it serves. I5: the refusal names the rollouters it waits for."""
 
     for name in OTHERS:
@@ -276,7 +276,7 @@ async def test_one_of_the_last_two_hosts_stays_if_both_are_asked_to_leave_at_onc
 
 
 @on_cluster()
-async def test_a_successor_of_the_controller_knows_what_a_leaving_host_was_sent(cluster, tmp_path):
+async def test_a_successor_of_the_controller_knows_the_messages_sent_to_a_leaving_host(cluster, tmp_path):
     found = await serve(cluster)
     with nothing_written():
         call = leave(cluster, "c")
@@ -374,7 +374,7 @@ async def test_a_joined_host_serves_with_one_rollouter_and_the_other_is_set_asid
 
 
 @on_cluster()
-async def test_a_joined_host_is_let_go_once_all_of_its_rollouters_give_up(cluster):
+async def test_a_joined_host_is_released_once_all_of_its_rollouters_give_up(cluster):
     (found,) = (await join(cluster, "c", replicas=2)).hosts
     await host(cluster, found.agent, "c", found.actors)
     agent = cluster.caller(found.agent)
@@ -388,7 +388,7 @@ async def test_a_joined_host_is_let_go_once_all_of_its_rollouters_give_up(cluste
 
 
 @on_cluster(FAST)
-async def test_i5_a_joined_host_of_which_only_the_episode_host_is_ready_is_let_go(cluster):
+async def test_i5_a_joined_host_with_only_its_episode_host_ready_is_released(cluster):
     asked = Join(ask=ASK, hosts=[NewHost(host="c", replicas=1, episodes=True)])
     (found,) = (await cluster.caller(LAUNCHER).call(asked, timeout=1.0)).hosts
     await host(cluster, found.agent, "c", found.actors)
@@ -399,7 +399,7 @@ async def test_i5_a_joined_host_of_which_only_the_episode_host_is_ready_is_let_g
 
 
 @on_cluster(FAST)
-async def test_i5_a_joined_host_that_never_registers_is_let_go(cluster):
+async def test_i5_a_joined_host_that_never_registers_is_released(cluster):
 
     await join(cluster, "c")
     left = await members(cluster, lambda members: members.gone)

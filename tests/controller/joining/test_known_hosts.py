@@ -91,7 +91,7 @@ def test_a_silent_host_is_lost_and_its_actors_are_dead():
     assert sorted(actor.name for actor in world.registry.condemned) == ["learner/0", "learner/1", "rollouter/1"]
 
 
-def test_one_message_from_any_actor_keeps_a_host_alive_and_the_controllers_own_host_cannot_be_lost():
+def test_a_message_of_any_actor_keeps_its_host_alive_and_the_head_cannot_be_lost():
     for who in ("agent/1", "learner/1", "rollouter/1"):
         world = World()
         world.cut("agent/1")
@@ -121,7 +121,7 @@ def test_a_silent_actor_is_judged_by_its_own_time_unless_its_host_is_in_doubt(si
     assert found == (["agent/1"], []) and world.silent(silence_s) == []
 
 
-def test_time_in_which_the_controller_slept_neither_loses_a_host_nor_brings_one_back():
+def test_sleep_of_the_controller_neither_loses_a_host_nor_restores_one():
     world = World()
     world.passes(20)
     world.sleeps(10 * LOST_S)
@@ -132,7 +132,7 @@ def test_time_in_which_the_controller_slept_neither_loses_a_host_nor_brings_one_
     assert world.passes(10) == ([], [])
 
 
-def test_a_lost_host_is_back_when_its_agent_speaks_and_its_dead_actors_are_never_heard_again():
+def test_a_lost_host_returns_with_its_agent_and_its_dead_actors_stay_dead():
     world = World()
     world.cut("agent/1")
     world.passes(LOST_S)
@@ -188,7 +188,7 @@ def test_hosts_are_lost_after_their_time_and_not_before(history):
     assert set(world.hosts.lost) == heard.keys() & world.quiet
 
 
-def test_a_host_whose_agent_alone_is_silent_is_lost_later_and_is_back_with_its_agent():
+def test_a_host_with_only_a_silent_agent_is_lost_later_and_returns_with_its_agent():
     world = World()
     world.passes(10)
     world.quiet.add("agent/1")

@@ -98,9 +98,7 @@ async def test_a_replica_of_a_lost_host_is_dead_and_the_run_continues(cluster, t
 
 
 @on_cluster()
-async def test_a_successor_of_the_controller_continues_without_a_host_that_was_lost_before(
-    cluster, tasks, over, tmp_path
-):
+async def test_a_successor_of_the_controller_continues_without_a_lost_host(cluster, tasks, over, tmp_path):
     cut = await start(cluster, tasks, over)
     cut.set()
     await told(cluster.caller("learner/0"), lambda state: state.lost_hosts)
@@ -121,9 +119,7 @@ async def test_a_successor_of_the_controller_continues_without_a_host_that_was_l
 
 
 @on_cluster()
-async def test_a_lost_host_that_leaves_during_a_write_of_the_members_is_not_sent_as_back(
-    cluster, tasks, over, monkeypatch
-):
+async def test_a_lost_host_that_leaves_during_a_write_is_not_reported_as_back(cluster, tasks, over, monkeypatch):
     cut = await start(cluster, tasks, over)
     watcher, begun, may_write = cluster.caller("learner/0"), threading.Event(), queue.SimpleQueue()
     await told(watcher, lambda state: state.phase == "running")
@@ -153,9 +149,7 @@ async def test_a_lost_host_that_leaves_during_a_write_of_the_members_is_not_sent
 
 
 @on_cluster()
-async def test_a_successor_of_the_controller_refuses_the_actors_that_its_predecessor_refused(
-    cluster, tasks, over, tmp_path
-):
+async def test_a_successor_of_the_controller_refuses_the_same_actors_as_its_predecessor(cluster, tasks, over, tmp_path):
     """By the incarnations on record: a replaced actor that wakes up first does not count as the living one."""
 
     await cluster.register("rollouter/0", incarnation=1)
@@ -231,7 +225,7 @@ async def test_an_actor_hears_of_each_death_once_and_nothing_more_from_the_dead(
     await asyncio.gather(life, return_exceptions=True)
 
 
-def test_a_host_is_lost_if_its_agent_alone_is_silent(tmp_path, monkeypatch):
+def test_a_host_is_lost_if_only_its_agent_is_silent(tmp_path, monkeypatch):
     """Nothing there is restarted or ended, though its actors beat."""
     monkeypatch.setattr(SupervisionConfig, "agent_silence_s", property(lambda _: 0.4))
     events = []

@@ -107,7 +107,7 @@ def test_a_host_that_cannot_leave(host, serving, awaited, said):
 
 
 @pytest.mark.parametrize("name", ["far", "agent/1", "10.0.0.2", "Box-17"])
-def test_a_host_present_from_the_start_leaves_and_is_dead_for_good(name):
+def test_a_host_present_from_the_start_leaves_and_stays_dead(name):
     membership = Membership(curve=True)
     member = leave(membership, name)
     assert (member.agent, member.actors) == ("agent/1", ["rollouter/1"])
@@ -143,7 +143,7 @@ def test_a_joined_actor_belongs_to_the_run_once_it_is_ready():
         leave(membership, "far", ask=ASK)
 
 
-def test_an_episode_host_alone_does_not_make_a_joined_host_serve():
+def test_a_joined_host_with_only_an_episode_host_does_not_serve():
     membership = Membership(curve=False)
     (member,) = join(membership, new(episodes=True))
     assert membership.ready({"episodes/2"}) == []
@@ -167,7 +167,7 @@ def test_a_rollouter_without_its_episode_host_cannot_serve(given_up, left):
     assert can_serve(member, given_up) == left
 
 
-def test_a_host_that_never_served_may_leave_and_a_repeated_join_does_not_bring_it_back():
+def test_a_host_that_never_served_may_leave_and_cannot_join_again():
     membership = Membership(curve=False)
     first, second = join(membership, new("c"), new("d", first=500))
     known = [*KNOWN, KnownHost(first.agent, first.host, first.actors)]

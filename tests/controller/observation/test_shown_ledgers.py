@@ -118,7 +118,7 @@ def shown(now, then=None, lost=False, left_out=0):
     return view
 
 
-def test_an_omitted_resource_kept_its_state_unless_others_had_to_wait():
+def test_an_omitted_resource_keeps_its_state_unless_others_wait():
     (stayed,) = shown(15.0, replace(BEAT, beat=2)).resources
     assert (stayed.seconds, stayed.since_s, stayed.state_s) == (ENGINE.seconds, 4.0, 7.0)
     assert stayed.spent == {"generating": 6.0, "waiting": 5.0}

@@ -124,7 +124,7 @@ async def test_a_snapshot_that_cannot_be_built_does_not_end_the_controller(clust
     assert not cluster.main.done()
 
 
-def test_only_as_many_names_of_evaluations_are_kept_as_a_run_has():
+def test_a_run_keeps_no_more_names_of_evaluations_than_it_has():
     lines = RecentMetrics()
     for number in range(10_000):
         lines.add({"kind": "eval", f"eval/{number}/mean": 1.0})
@@ -134,7 +134,7 @@ def test_only_as_many_names_of_evaluations_are_kept_as_a_run_has():
 
 @pytest.mark.parametrize("wall", [math.nan, 1e18])
 @on_cluster()
-async def test_an_event_reported_twice_counts_once_and_one_without_a_time_has_the_time_of_its_arrival(cluster, wall):
+async def test_a_repeated_event_counts_once_and_one_without_a_time_has_its_arrival_time(cluster, wall):
     viewer, actor = cluster.caller(VIEWER), cluster.caller("reward/0")
     await cluster.register("reward/0")
     first, second = event(1, 5.0, "error", "event 1"), event(2, wall, "warning", "event 2")
@@ -182,7 +182,7 @@ async def test_a_viewer_waits_for_the_next_snapshot_and_gets_each_once(cluster):
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 100.0), st.integers(-1, 10)), max_size=200))
-def test_a_viewer_that_does_not_confirm_what_it_read_gets_less_and_less(questions):
+def test_a_viewer_that_does_not_confirm_its_reads_gets_less_each_time(questions):
     """A viewer may ask anything, at any time, as often as it likes."""
     given, now, number = Given(), 0.0, 1 << 60
     for pause_s, lie in questions:
@@ -239,9 +239,7 @@ async def test_lines_are_kept_by_kind_and_viewers_of_steps_get_no_updates(cluste
 
 
 @on_cluster(validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 0.05}}))
-async def test_the_end_is_seen_and_recorded_even_if_it_takes_longer_than_a_record_interval(
-    cluster, tmp_path, monkeypatch
-):
+async def test_the_end_of_a_run_is_recorded_even_if_it_exceeds_a_record_interval(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(actor_module, "FAREWELL_S", 0.3)
     await cluster.all_ready()
     viewer = cluster.caller(VIEWER)
@@ -384,7 +382,7 @@ def texts(snapshot):
 
 @pytest.mark.parametrize("damage", ["torn", "unreadable"])
 @on_cluster(validate_config(CONFIG.model_dump() | {"monitor": RECORDED}))
-async def test_a_successor_knows_what_happened_before_and_says_that_it_is_a_successor(cluster, tmp_path, damage):
+async def test_a_successor_keeps_earlier_events_and_reports_itself_as_successor(cluster, tmp_path, damage):
     learner, actor = cluster.caller("learner/0"), cluster.caller("reward/0")
     for name in ("learner/0", "reward/0"):
         await cluster.register(name, attempt=2)

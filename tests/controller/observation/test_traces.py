@@ -165,7 +165,7 @@ async def test_a_trace_without_room_on_disk_is_reported_to_the_user(tasks, tmp_p
 
 
 @with_tasks()
-async def test_parts_that_actors_hand_in_at_their_end_become_one_file_at_the_end_of_the_run(tasks, tmp_path):
+async def test_trace_parts_of_ended_actors_become_one_file_at_the_end_of_the_run(tasks, tmp_path):
     scene = Scene(tmp_path)
     await scene.hand_in("rollouter/0", 0, "the first life")
     await scene.take("rollouter/0", TracePart(number=0, spans=[span("the second", WALL + 5)], last=True))
@@ -205,7 +205,7 @@ LEARNER_ALONE = ("controller/0", "learner/0")
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_a_viewer_that_asks_repeatedly_gets_one_trace_and_when_to_ask_again(tmp_path, is_full):
+def test_a_viewer_that_asks_repeatedly_gets_one_trace_and_a_retry_time(tmp_path, is_full):
     """On a full disk the actors are not asked repeatedly either."""
     if is_full:
         (tmp_path / "trace").write_text("in the way")

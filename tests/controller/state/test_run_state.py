@@ -235,7 +235,7 @@ def test_a_preempted_run_may_finish_fail_or_be_stopped(event, exit_code):
 # --- replicas that are set aside ---
 
 
-def test_a_replica_that_is_given_up_is_set_aside_and_started_again_after_its_rest_or_on_request():
+def test_a_replica_that_is_given_up_restarts_after_its_rest_or_on_request():
     run = machine()
     number = run.number
     assert gives_up(run, "rollouter/1", incarnation=4) and run.number > number
@@ -288,7 +288,7 @@ def test_a_replica_that_is_not_ready_in_time_is_set_aside_at_the_start_and_later
 
 
 @pytest.mark.parametrize("name", ["rollouter/1", "episodes/1"])
-def test_a_rollouter_is_set_aside_and_restarted_together_with_its_own_episode_host_only(name):
+def test_only_its_own_episode_host_is_set_aside_and_restarted_with_a_rollouter(name):
     run = machine(*EPISODES, "reward/1")
     gives_up(run, "episodes/1")
     assert aside(run) == ["episodes/1", "rollouter/1"]
@@ -304,7 +304,7 @@ def test_a_rollouter_is_set_aside_and_restarted_together_with_its_own_episode_ho
     assert (run.phase, run.outcome.actor) == ("draining", "episodes/2")
 
 
-def test_rests_double_up_to_a_bound_and_are_short_again_after_a_good_period():
+def test_rests_double_up_to_a_bound_and_are_short_again_after_a_stable_period():
     reserve, now, rests = Reserve(REST_S), 0.0, []
     for life in range(1, 8):
         assert reserve.put("r", life, "why", now)
@@ -335,7 +335,7 @@ def test_a_run_starts_and_continues_without_a_replica_of_a_lost_host():
     assert run.next_deadline() is None and run.lost_hosts == {}
 
 
-def test_an_actor_that_is_set_aside_is_not_blamed_for_hosts_that_have_left():
+def test_an_actor_that_is_set_aside_is_not_blamed_for_departed_hosts():
     run = machine("reward/1", SINKS, min_replicas=3)
     run.left(["rollouter/2"], 5.0)
     gives_up(run, SINKS)

@@ -113,7 +113,7 @@ async def test_a_retry_joins_its_running_call_and_an_equal_request_does_not():
     assert len({(call.session, call.call) for call in gate.asked}) == 6
 
 
-async def test_a_retry_continues_where_its_call_was_cut_off():
+async def test_a_retry_continues_its_interrupted_call():
     gate, body = Gate(), HI | {"stream": True}
     async with http_client(gate, grace_s=0.1) as (served, client):
         for at in range(3):

@@ -281,7 +281,7 @@ async def test_an_episode_is_not_blamed_for_a_worker_that_dies_before_it_starts(
         assert host.figure("played_alone") == 2
 
 
-async def test_a_worker_that_is_killed_is_replaced_and_what_it_started_goes_with_it(tmp_path):
+async def test_a_killed_worker_is_replaced_and_its_child_processes_end(tmp_path):
     # Its workers have ten seconds.
     async with hosting(play(supervision={"start_timeout_s": 12.5}), tmp_path) as host:
         (worker,) = worker_pids()
@@ -307,7 +307,7 @@ async def test_a_worker_that_is_killed_is_replaced_and_what_it_started_goes_with
 
 @pytest.mark.skipif(bool(asyncio.run(why_not([]))), reason="this system has no namespaces for its users")
 @pytest.mark.parametrize("play", [{"function": "thief:episode"}, {"command": [sys.executable, "thief.py"]}])
-async def test_an_episode_that_steals_finds_neither_the_keys_of_the_run_nor_a_way_into_its_host(tmp_path, play):
+async def test_a_stealing_episode_gets_no_keys_of_the_run_and_no_access_to_its_host(tmp_path, play):
     private = tmp_path / "runs" / "mine" / "private"
     private.parent.mkdir(parents=True)
     create_credentials(private, RUN_ID, ["episodes/0"], attempts=1, curve=False)

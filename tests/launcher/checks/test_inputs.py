@@ -62,7 +62,7 @@ def test_a_name_of_the_hub_gets_the_command_that_downloads_the_model(tmp_path, m
         assert "hf download" not in check_model(path)[0].fix
 
 
-def test_adapters_are_counted_where_layers_are_numbered(model):
+def test_adapters_are_counted_for_numbered_layers(model):
     shapes = {"model.layers.0.q_proj": (6, 4), "model.layers.1.mlp.up_proj": (8, 4), "lm_head": (9, 4)}
     (model / "model.safetensors").unlink()
     for name, shape in shapes.items():
@@ -96,7 +96,7 @@ WEIGHTS, SHARD = "model.safetensors", "model-00001-of-00001.safetensors"
         (lambda m: write_index(m, ["w"]), "weight_map does not map"),
     ],
 )
-def test_a_model_that_is_not_whole_says_what_is_missing(model, spoil, said):
+def test_an_incomplete_model_names_the_missing_files(model, spoil, said):
     spoil(model)
     finding, size = check_model(str(model))
     assert (finding.result, finding.key, size) == ("fail", "model.path", None)
@@ -230,7 +230,7 @@ def test_a_stop_token_must_be_one_of_the_model(model):
     assert found.detail.startswith("99999: no token of the model")
 
 
-def test_a_prompt_outside_the_vocabulary_names_line_word_and_fix(model, tmp_path):
+def test_a_prompt_outside_the_vocabulary_is_named_with_line_text_and_fix(model, tmp_path):
     without_unk(model)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a b"}\n')
     rows = {"source": "jsonl", "path": str(tmp_path / "p.jsonl")}

@@ -152,7 +152,7 @@ def test_memory_is_two_versions_of_the_weights_and_the_work_on_the_cpu(settings,
     assert need.least == gib * GIB + 0 < need.wanted < (int(gib) + 1) * GIB
 
 
-def test_adapters_need_memory_for_themselves_alone():
+def test_adapters_need_memory_only_for_themselves():
     size = ModelSize(parameters=GIB, bytes=2 * GIB, adapters=1000)
 
     def need(size, **lora):

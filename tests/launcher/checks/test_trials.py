@@ -88,7 +88,7 @@ SAMPLES = [Sample("data", f"p.jsonl:{line}", f"p{line}", {"answer": str(line)}) 
         ("hangs:reward", "takes more than 0.5 s"),
     ],
 )
-def test_a_reward_function_that_cannot_be_loaded_says_why(function, said):
+def test_an_unloadable_reward_function_is_reported_with_the_reason(function, said):
     hangs = function.startswith("hangs")
     found = tried(function, bounds={"import_s": 0.5 if hangs else 45.0})
     assert found.result == ("warn" if hangs else "fail"), found

@@ -150,7 +150,7 @@ def test_leftovers_stay_if_other_hosts_do_not_see_the_locks(tmp_path, nobody, mo
     assert (tmp_path / "runs" / "a" / "private").exists() is not tell
 
 
-def test_scratch_of_engines_goes_with_their_process(tmp_path, nobody):
+def test_scratch_folders_of_engines_are_removed_with_their_process(tmp_path, nobody):
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     dead = tmp_path / "tmp" / f"asyncrl-engine-{ended.stdout.strip()}-x"
     mine = tmp_path / "tmp" / f"asyncrl-engine-{os.getpid()}-x"

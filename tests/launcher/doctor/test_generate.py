@@ -70,7 +70,7 @@ def responses(answer):
     return [(group.prompt, [(each.reward, each.components) for each in group.trajectories]) for group in answer.groups]
 
 
-async def test_each_of_the_first_prompts_that_fit_gets_a_response_with_its_score():
+async def test_each_of_the_first_short_prompts_gets_a_response_with_its_score():
     answer = await generate(sim(), 5)
     assert not answer.problems
     assert [group.prompt for group in answer.groups] == ["one", "two"]

@@ -71,7 +71,7 @@ def test_gpus_are_read_from_the_tool(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("visible", "offered"), [("1,0", ["1", "0"]), ("", []), ("-1", []), ("0,-1,2", ["0"]), ("GPU-5a", ["GPU-5a"])]
 )
-def test_a_host_offers_the_gpus_that_cuda_does(monkeypatch, visible, offered):
+def test_the_gpus_of_a_host_are_those_of_cuda(monkeypatch, visible, offered):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert find_facts().gpus == offered
 
@@ -115,7 +115,7 @@ def test_a_clock_that_certainly_differs_is_named(ahead, error, result):
     st.floats(-100, 100),
     st.lists(st.tuples(st.floats(0, 1000), st.floats(0.001, 5), st.floats(0, 1)), min_size=1, max_size=8),
 )
-def test_an_offset_is_never_wrong_by_more_than_it_says(ahead, rounds):
+def test_a_clock_offset_is_within_its_stated_error(ahead, rounds):
     offset = best_offset([(asked, asked + way * share + ahead, asked + way) for asked, way, share in rounds])
     assert abs(offset.ahead_s - ahead) <= offset.error_s + 1e-9
     assert offset.error_s == pytest.approx(min(way for _, way, _ in rounds) / 2, abs=1e-9)

@@ -40,7 +40,7 @@ def problems(tmp_path, **tables):
     return errors_of(findings(tmp_path, **tables))
 
 
-def test_a_good_configuration_has_no_errors_and_leaves_no_files(tmp_path):
+def test_a_valid_configuration_has_no_errors_and_leaves_no_files(tmp_path):
     found = findings(tmp_path, model={"path": str(write_model(tmp_path / "model"))})
     assert errors_of(found) == [] and not (tmp_path / "runs").exists()
     names = [each.check for each in found]

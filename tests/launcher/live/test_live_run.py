@@ -86,7 +86,7 @@ def test_idempotent_calls_are_repeated_and_refusals_show_the_controllers_text(li
     asyncio.run(main())
 
 
-def test_i6_a_command_without_a_way_to_the_run_prints_the_reason(tmp_path, made, hosts, monkeypatch, capsys):
+def test_i6_a_command_that_cannot_reach_the_run_prints_the_reason(tmp_path, made, hosts, monkeypatch, capsys):
     """I6: only who reads the private folder may speak to a run."""
     folder = create_run_folder(made)
     place = str(folder.path)
@@ -113,7 +113,7 @@ def test_i6_a_command_without_a_way_to_the_run_prints_the_reason(tmp_path, made,
         assert said in refused(commands[0])
 
 
-def test_a_run_whose_private_folder_vanishes_meanwhile_has_just_ended(made, monkeypatch):
+def test_a_run_has_ended_if_its_private_folder_disappears(made, monkeypatch):
     folder = create_run_folder(made)
     monkeypatch.setattr(live_run, "is_live", lambda path: True)
     with pytest.raises(UsageError, match="the run in it has just ended$"):

@@ -71,7 +71,7 @@ def test_time_without_a_check_does_not_count_as_silence():
     assert [silence.look(heard=heard) for heard in (False, False, True, False)] == [0.5, 1.0, 0.0, 0.5]
 
 
-def test_an_event_loop_that_hangs_for_long_ends_the_beats_and_a_short_pause_does_not():
+def test_a_long_hang_of_the_event_loop_ends_heartbeats_and_a_short_one_does_not():
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)
 

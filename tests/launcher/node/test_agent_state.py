@@ -430,7 +430,7 @@ def test_an_agent_without_its_guard_preempts_the_run_and_fails_unless_it_is_done
 
 
 @pytest.mark.parametrize("names", [FAR[1:], ("rollouter/2", "episodes/2"), FAR, HEAD])
-def test_a_host_that_never_reached_the_controller_leaves_a_run_that_may_do_without_it(names):
+def test_a_host_that_never_reached_the_controller_leaves_if_the_run_can_spare_it(names):
     found = host(names, running=False)
     told = found.controller_lost("no answer for 12 s", 12.0)
     if "learner/1" in names or "learner/0" in names:

@@ -44,7 +44,7 @@ def test_a_start_without_room_for_its_configuration_leaves_the_name_free(tmp_pat
 
 
 @pytest.mark.parametrize("curve", ["off", "required"])
-def test_the_private_folder_is_private_and_goes(tmp_path, curve):
+def test_the_private_folder_is_private_and_is_removed(tmp_path, curve):
     settings = config(tmp_path, security={"curve": curve})
     folder = create_run_folder(settings)
     with private_folder(folder, settings) as lock:

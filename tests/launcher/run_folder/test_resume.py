@@ -146,7 +146,7 @@ def test_incarnations_of_a_resumed_run_are_above_the_newest_writer(tmp_path, lef
     CheckpointFolder(left / "checkpoints").claim(above + 1)
 
 
-def test_from_an_older_checkpoint_newer_ones_are_set_aside(tmp_path, left):
+def test_a_resume_from_an_older_checkpoint_sets_newer_ones_aside(tmp_path, left):
     settings, resumption = find_resumption(config(tmp_path), str(left / "checkpoints" / "v00000002"))
     assert (resumption.folder.path, resumption.checkpoint.version) == (left, 2)
     # Nothing is changed by looking.
@@ -210,7 +210,7 @@ def test_a_run_that_another_head_has_resumed_meanwhile_stays_unchanged(tmp_path,
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_auto_resumes_the_run_whose_checkpoint_was_written_last_and_names_the_others(tmp_path, elsewhere):
+def test_auto_resumes_the_run_with_the_newest_checkpoint_and_names_the_others(tmp_path, elsewhere):
     settings = config(tmp_path, **({"checkpoint": {"dir": str(tmp_path / "big")}} if elsewhere else {}))
     runs = [create_run_folder(settings).path for _ in range(4)]
     assert find_resumption(settings, "auto")[1].folder.path == runs[3]

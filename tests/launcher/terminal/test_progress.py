@@ -63,7 +63,7 @@ def show():
 # --- lines ---
 
 
-def test_steps_and_evaluations_in_a_few_words():
+def test_steps_and_evaluations_are_described_in_one_line():
     assert describe_step(LINE, 10) == "step 3/10  version 2  reward 0.500  staleness 0.75  1.2k tokens/s  1.0 s"
     assert describe_step({"step": 3, "reward/mean": None}, 10) == "step 3/10"
     for versions, said in (
@@ -79,7 +79,7 @@ def test_steps_and_evaluations_in_a_few_words():
     assert describe_eval(line | more) == f"step 4  {expected}"
 
 
-def test_a_step_line_says_when_many_responses_were_cut():
+def test_a_step_line_shows_a_high_share_of_cut_responses():
     assert "cut" not in describe_step(LINE | {"rollout/truncated_fraction": 0.49}, 10)
     assert "reward 0.500  cut 88%" in describe_step(LINE | {"rollout/truncated_fraction": 0.875}, 10)
 
@@ -327,7 +327,7 @@ def test_elapsed_and_left(heard, now, told):
     assert pace.describe(now) == told
 
 
-def test_a_time_in_words():
+def test_durations_are_printed_with_units():
     words = {59.6: "1:00", 3599: "59:59", 3600: "1:00:00", 86399: "23:59:59", 90000: "1 d 01:00"}
     assert {seconds: clock_words(seconds) for seconds in words} == words
 

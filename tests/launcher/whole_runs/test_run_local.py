@@ -136,7 +136,7 @@ def test_an_interrupt_at_any_moment_of_the_start(stub):
     assert run.end()[0] == 130
 
 
-def test_i7_an_agent_that_is_killed_takes_everything_along_in_the_middle_of_a_storm_of_forks(stub):
+def test_i7_a_killed_agent_leaves_no_process_even_during_many_forks(stub):
     run = stub({"rollouter/0": {"children": True, "storm": True}})
     wait_until(lambda: len(marked(run.folder)) > 30, "the storm")
     os.kill(run.node("agent"), signal.SIGKILL)
@@ -144,7 +144,7 @@ def test_i7_an_agent_that_is_killed_takes_everything_along_in_the_middle_of_a_st
     assert code == 1 and shown[-1].startswith("agent/0: killed by SIGKILL (log: ")
 
 
-def test_an_agent_that_is_frozen_is_reported_killed_by_its_guard_and_named_as_the_reason(stub):
+def test_a_frozen_agent_is_reported_and_killed_by_its_guard_and_named_as_the_reason(stub):
     """I5: nothing that dies meanwhile is started again, and no command is obeyed. A shorter pause is no reason."""
     run = stub({}, heartbeat_s=0.2, silence_s=3.0)
     run.wait_to_show("running")
@@ -192,7 +192,7 @@ def test_a_dying_replica_is_set_aside_until_the_user_restores_it_and_a_guard_end
     assert f"rollouter/1 was set aside ({why}" in run.shown.rpartition("run folder")[2], run.shown
 
 
-def test_i7_a_run_that_was_killed_as_a_whole_is_resumed_in_its_folder(stub):
+def test_i7_a_run_with_all_processes_killed_is_resumed_in_its_folder(stub):
     """Nothing but files is left, and those are dealt with by the next start."""
     run = stub({"learner/0": {"preempted": 7}, "rollouter/0": {"children": True}})
     run.wait_to_show("running")

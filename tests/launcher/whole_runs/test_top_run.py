@@ -73,7 +73,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("stage", SLOW)
-def test_a_stage_that_was_made_slow_is_the_one_that_is_marked(launch, tmp_path, monkeypatch, stage):
+def test_a_slowed_stage_is_marked_as_the_bottleneck(launch, tmp_path, monkeypatch, stage):
     (tmp_path / "slow_reward.py").write_text(
         "import time\n\n\ndef score(completion):\n    time.sleep(0.3)\n    return float(len(completion) % 2)\n"
     )

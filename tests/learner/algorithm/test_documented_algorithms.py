@@ -16,7 +16,7 @@ BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.S)
 
 
 @pytest.mark.parametrize("module", ["my_loss", "my_advantage"])
-def test_an_example_runs_as_it_stands(module, tmp_path, monkeypatch) -> None:
+def test_an_example_runs_unchanged(module, tmp_path, monkeypatch) -> None:
     (settings,) = [tomllib.loads(text)["learner"] for kind, text in BLOCKS if kind == "toml" and module in text]
     name = settings[module.removeprefix("my_")].partition(":")[2]
     (code,) = [text for kind, text in BLOCKS if kind == "python" and f"def {name}(" in text]

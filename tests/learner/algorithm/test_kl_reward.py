@@ -110,7 +110,7 @@ def test_a_reference_that_is_not_finite_names_the_group() -> None:
     shared=st.booleans(),
 )
 @settings(max_examples=examples(25), deadline=None)
-def test_a_scoring_pass_gives_each_sampled_token_its_own_value_however_it_is_cut(
+def test_a_scoring_pass_gives_each_token_its_value_for_any_micro_batches(
     seed, world_size, budget, packed, shared
 ) -> None:
     """Values that name the token that is predicted, and the one before it."""

@@ -62,7 +62,7 @@ def test_sums_count_only_tokens_with_a_weight() -> None:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_a_loss_says_whether_a_token_of_advantage_0_has_no_gradient(name) -> None:
+def test_a_loss_declares_if_tokens_of_advantage_0_have_no_gradient(name) -> None:
     batch = make_batch(4, drift=1.0)
     advantages = batch.advantages.where(batch.segments > 0, 0.0)
     loss, traits = find_loss(LearnerConfig(loss=name))

@@ -145,7 +145,7 @@ def test_a_file_edited_during_a_run_is_compared_as_it_was_at_the_start(tmp_path,
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b'{"reward.function": 3}', b"\xff"])
-def test_without_digests_of_the_run_the_files_are_read(tmp_path, monkeypatch, content) -> None:
+def test_code_is_read_from_its_files_if_the_run_has_no_digests(tmp_path, monkeypatch, content) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def score(): return 1.0")
     if content is not None:

@@ -30,5 +30,5 @@ def test_utilisation_is_the_share_of_the_peak_of_all_devices(name: str, peak: fl
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
     ],
 )
-def test_a_peak_is_known_by_whole_words_of_the_name(name: str, peak: float | None) -> None:
+def test_the_peak_of_a_gpu_is_found_by_whole_words_of_its_name(name: str, peak: float | None) -> None:
     assert peak_flops(name) == peak

@@ -176,7 +176,7 @@ def test_i1_a_successor_continues_from_a_snapshot_like_its_predecessor(deliverie
     assert reported(successor) == []
 
 
-def test_without_signal_the_run_ends_and_says_why():
+def test_a_run_without_signal_ends_with_the_reason():
     intake = Intake(LEARNER)
     for index, fields in enumerate(
         [{"rewards": (8.0, 8.0)}] * 2 + [{"failure": "it loops"}] * 2 + [{"rewards": (6.0, 6.0)}]

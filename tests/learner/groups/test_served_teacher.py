@@ -256,7 +256,7 @@ def test_the_plan_has_the_teacher_s_log_prob_of_each_token_it_trains():
         ({"learner": {"teacher_server": {"api_key_env": "sk-12 3"}}}, "takes the name of an environment variable"),
     ],
 )
-def test_keys_that_do_not_fit_a_teacher_on_a_server_are_refused(tree, told):
+def test_keys_that_conflict_with_a_served_teacher_are_refused(tree, told):
     base = {"model": {"path": "m"}, "data": {"source": "synthetic"}, "rollout": {"gpus_per_replica": 0}}
     learner = {"loss": "distill", "teacher": "http://localhost:8000/v1"} | tree.get("learner", {})
     rollout = base["rollout"] | tree.get("rollout", {})

@@ -198,7 +198,7 @@ def test_a_run_that_is_preempted_inside_a_version_publishes_its_steps() -> None:
     run_virtual(main())
 
 
-def test_a_version_that_stays_overdue_at_the_end_fails_the_run_after_the_wait_for_room() -> None:
+def test_a_version_still_overdue_at_the_end_fails_the_run_after_the_wait_for_disk_space() -> None:
     async def main() -> None:
         scene, clock = Scene(steps=2, checkpoint={"room_wait_s": 60}), LoopClock()
         await scene.training.begin([])
@@ -240,7 +240,7 @@ def test_i1_a_step_waits_for_all_its_groups_even_if_the_dataloader_leases_no_mor
     run_virtual(main())
 
 
-def test_the_last_version_waits_for_the_groups_of_its_steps_alone() -> None:
+def test_the_last_version_waits_only_for_the_groups_of_its_steps() -> None:
     """Without staleness a step waits for all groups of its version. A run resumed inside a version has fewer left."""
 
     async def main() -> None:

@@ -237,7 +237,7 @@ def refuse(_request: AnnounceBroadcast) -> BroadcastState:
 
 
 @pytest.mark.parametrize("answer", [lambda _request: BroadcastState(decided=True), refuse], ids=["nobody", "refusal"])
-def test_without_a_group_nothing_is_sent(answer: Callable[[AnnounceBroadcast], BroadcastState]) -> None:
+def test_nothing_is_broadcast_without_a_group(answer: Callable[[AnnounceBroadcast], BroadcastState]) -> None:
     async def scenario(scene: Scene) -> None:
         scene.stub.answer = answer
         sending = scene.begin(1)
@@ -304,7 +304,7 @@ def test_the_last_bucket_waits_for_the_end_of_gathering_whose_lateness_is_named(
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_without_its_first_bucket_a_version_is_not_announced(told: bool) -> None:
+def test_a_version_is_not_announced_without_its_first_bucket(told: bool) -> None:
     async def scenario(scene: Scene) -> None:
         sending = scene.begin(1)
         if told:

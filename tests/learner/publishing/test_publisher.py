@@ -151,7 +151,7 @@ def test_the_event_loop_does_not_wait_for_the_memory_of_an_older_version(monkeyp
     assert len(released) >= 2 and threading.current_thread() not in released[:2]
 
 
-def test_a_newer_version_replaces_those_that_a_frozen_parameter_server_has_not_answered() -> None:
+def test_a_newer_version_replaces_versions_without_an_answer() -> None:
     async def scenario(scene: Scene) -> None:
         made = [make_publication(version) for version in range(6)]
         scene.publisher.offer(made[0])

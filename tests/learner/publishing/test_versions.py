@@ -304,7 +304,7 @@ def test_a_simulated_learner_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", look], check=True)
 
 
-def test_a_version_is_handed_over_once_the_parameter_server_has_acknowledged_it_or_it_has_failed(play: Play) -> None:
+def test_a_version_is_handed_over_after_its_acknowledgement_or_failure(play: Play) -> None:
     async def scenario(made: Versions, script: Script) -> None:
         for version in range(2):
             await made.publish()

@@ -205,7 +205,7 @@ def test_a_report_without_a_run_or_a_target_folder_is_refused(tmp_path, run_dir)
         write_report(run_dir, tmp_path / "nowhere" / "out.html")
 
 
-def test_a_report_is_small_however_long_the_run(run_dir, tmp_path):
+def test_the_report_of_a_long_run_is_small(run_dir, tmp_path):
     lines = [line for n in range(1, 5001) for line in (update(n, n / 7e5), step(n, **{"loss/policy": math.sin(n)}))]
     write_lines(run_dir, *lines)
     record(run_dir, *(Run(steps=5000).at(t) for t in range(0, 600, 2)))
@@ -280,7 +280,7 @@ def test_every_state_has_a_colour():
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe\x00"])
-def test_without_a_configuration_there_is_a_report_that_says_why(run_dir, tmp_path, content):
+def test_the_report_of_a_run_without_configuration_names_the_reason(run_dir, tmp_path, content):
     (run_dir / "config.json").write_bytes(content)
     write_lines(run_dir, step(1), step(2))
     page = written(run_dir, tmp_path)

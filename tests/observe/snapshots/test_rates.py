@@ -34,7 +34,7 @@ def test_a_rate_is_over_the_time_between_heartbeats_and_not_between_snapshots():
     assert rate(actor(100.0, heard_s=1.0), actor(1000.0, heard_s=2.0)) == pytest.approx(900 / 9)
 
 
-def test_unknown_rates_are_none_and_not_zero():
+def test_an_unknown_rate_is_never_zero():
     assert rate(actor(None), actor(None)) is None
     assert rate(actor(100.0, heard_s=0.0), actor(100.0, heard_s=10.0)) is None, "it was not heard in between"
     assert rate(actor(1000.0), actor(50.0, incarnation=2)) is None, "when it started is not known"

@@ -106,7 +106,7 @@ def sampled(monkeypatch):
 # --- tokens and log-probs -----------------------------------------------------------------------------------
 
 
-async def test_i3_logprobs_are_those_of_a_full_forward_and_a_response_ends_with_its_first_stop_token(serving):
+async def test_i3_logprobs_equal_a_full_forward_and_a_response_ends_at_its_first_stop_token(serving):
     async with serving() as served:
         await check_logprobs_and_ends(served)
         answers = [await collect(served.engine, ask(id=id, seed=None)) for id in ("a", "b", "a")]
@@ -302,7 +302,7 @@ async def test_a_model_that_it_cannot_run_is_a_config_error(folder, rollout, wor
     ("how", "words"),
     [("hangs", "did nothing for request a for 0.3 s"), ("fails", "out of order"), ("is closed", "closed")],
 )
-async def test_i5_i7_an_engine_that_does_not_compute_is_dead_and_a_closed_one_ends_at_once(
+async def test_i5_i7_an_engine_that_hangs_counts_as_dead_and_a_closed_one_ends_at_once(
     serving, monkeypatch, how, words
 ):
     go_on = threading.Event()

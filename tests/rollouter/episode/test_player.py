@@ -72,7 +72,7 @@ def test_a_time_limit_is_an_outcome_and_an_episode_that_does_not_close_is_ended(
     assert "episode.timeout_s" in reasons[0] and len(trajectory.messages) >= 2
 
 
-def test_a_cut_last_answer_truncates_the_trajectory_and_a_limit_without_reward_fails_for_good(tmp_path):
+def test_a_cut_last_answer_truncates_the_trajectory_and_a_missing_reward_fails_it(tmp_path):
     async def agent(world, key):
         reply = await world.chat(key, [user("hi")])
         try:
@@ -219,7 +219,7 @@ def test_an_episode_tries_a_host_again_if_its_own_stays_away(tmp_path):
     assert asked == [("", []), ("", [OTHER]), ("", [HOST, OTHER]), ("", [HOST])]
 
 
-def test_an_episode_that_may_have_ended_its_worker_returns_to_the_host_until_it_was_alone(tmp_path):
+def test_an_episode_suspected_of_a_worker_death_returns_to_its_host_until_it_ran_alone(tmp_path):
     """Only its host knows how often it was in such a death."""
 
     async def agent(world, key):

@@ -84,7 +84,7 @@ async def test_a_cancelled_call_continues_from_its_tokens(tmp_path):
         assert [(s.version, s.start) for s in sequence.spans] == [(0, 0), (1, 3)]
 
 
-async def test_the_noise_of_a_call_follows_from_its_question_and_for_equal_calls_from_their_order(tmp_path):
+async def test_the_noise_of_a_call_depends_on_its_messages_and_the_order_of_equal_calls(tmp_path):
     async def keys(world, order):
         session = world.open()
         for text in order:
@@ -206,7 +206,7 @@ async def test_text_is_sent_as_it_is_sampled(tmp_path):
         assert reply.content.startswith(told) and len(world.deltas) > 1
 
 
-async def test_a_marker_of_calls_that_is_a_special_token_is_streamed_as_the_answer_has_it(tmp_path):
+async def test_a_special_token_that_marks_calls_is_streamed_as_in_the_answer(tmp_path):
     template, eos = FAMILIES["tools first"]
     markers = ("<tool_call>", "</tool_call>")
     model = write_chat_model(tmp_path / "special", template, eos=eos, more_special=markers)

@@ -124,7 +124,7 @@ async def test_the_death_of_an_engine_costs_no_delivered_token(mode):
         assert trajectory.resumes == 1
 
 
-async def test_i3_under_keep_only_tokens_after_a_load_are_lost_with_the_engine():
+async def test_i3_an_engine_death_under_keep_loses_only_tokens_after_a_load():
     """It is unknown which version sampled them."""
     async with World(on_update="keep") as world:
         running = asyncio.create_task(world.response("0-1", 10))

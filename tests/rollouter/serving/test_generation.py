@@ -43,7 +43,7 @@ def test_i3_every_token_keeps_its_logprob_and_version_over_any_number_of_resumes
     assert all(span.start == end for span, end in zip(response.spans, ends, strict=False))
 
 
-def test_i3_a_switch_within_one_submission_is_kept_where_it_happened():
+def test_i3_a_version_switch_within_a_submission_keeps_its_position():
     response = response_with()
     response.extend([0, 1, 2, 3], [0.0] * 4, decode)
     response.end_submission("abort", [VersionSpan(1, 0, 3), VersionSpan(2, 3, 4, True)])

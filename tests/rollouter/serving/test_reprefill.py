@@ -21,7 +21,7 @@ SIBLINGS, TOKENS = 4, 64
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 30)] * 3, st.integers(0, 3)), max_size=6))
-def test_tokens_count_once_with_the_first_token_and_at_a_load_every_held_token_counts(requests):
+def test_prefilled_tokens_count_once_and_all_held_tokens_count_again_at_a_load(requests):
     """(prompt, tokens of it that were computed under older weights, those in the cache, deltas of two tokens)"""
     reprefill, expected = Reprefill(), 0
     for number, (more, lost, cached, deltas) in enumerate(requests):
@@ -104,7 +104,7 @@ def test_tokens_that_an_engine_computes_again_after_updates_are_counted(meanwhil
 
 
 @pytest.mark.parametrize("version", [0, 1])
-def test_a_sleep_loses_all_tokens_though_the_same_version_follows(version):
+def test_a_sleep_loses_all_tokens_even_if_the_same_version_follows(version):
     async def sleeps(world):
         await world.host.sleep()
         await world.load(version)

@@ -30,7 +30,7 @@ async def dies_alone(turns, lease, reason):
     turns.give_back(lease)
 
 
-async def test_deaths_with_others_make_suspects_and_only_deaths_alone_count():
+async def test_shared_deaths_make_suspects_and_only_solitary_deaths_count():
     turns, a, b = EngineTurns(max_attempts=2), lease("0-1"), lease("0-2")
     turns.died([a, b], "killed")
     assert [turns.deaths(t) for t in (a, b)] == [1, 1]
@@ -49,7 +49,7 @@ async def test_deaths_with_others_make_suspects_and_only_deaths_alone_count():
     assert (turns.deaths(a), turns.failure(a), turns.suspects) == (0, None, 1)
 
 
-async def test_deaths_alone_at_earlier_holders_count():
+async def test_solitary_deaths_at_earlier_holders_count():
     turns, suspect = EngineTurns(max_attempts=2), lease("0-1", attempt=3)
     await dies_alone(turns, suspect, "signal 11")
     assert turns.deaths(suspect) == 4 and "died 2 times" in turns.failure(suspect)
@@ -104,7 +104,7 @@ async def test_a_lease_that_runs_alone_waits_for_those_inside_and_holds_back_lat
     assert (ground.turns.lone, ground.turns.lone_turns) == (None, 1)
 
 
-async def test_after_a_death_waiting_leases_come_before_the_one_that_ran_alone():
+async def test_waiting_leases_precede_the_solitary_one_after_a_death():
     ground = Ground({"x"})
 
     async def dies_repeatedly():

@@ -225,7 +225,7 @@ def test_a_fetch_ends_after_silence_or_at_its_deadline(whole_s, waits_s, ended, 
     assert what in str(error)
 
 
-def test_the_deadline_error_of_a_version_in_shared_memory_says_how_much_of_it_is_verified(server, monkeypatch):
+def test_the_deadline_error_of_a_version_in_shared_memory_shows_the_verified_part(server, monkeypatch):
     def slow(view, checksum, *, version, index):
         verify_bytes(view, checksum, version=version, index=index)
         if index == 2:

@@ -47,7 +47,7 @@ def asked(version: int, bucket: int, offset: int, size: int) -> FetchChunk:
 FIRST = asked(4, 0, 0, PIECE)
 
 
-async def test_in_a_chain_of_hosts_every_bit_arrives_and_each_asks_only_the_one_before():
+async def test_a_chain_of_hosts_delivers_every_bit_and_each_asks_only_its_predecessor():
     async with Net() as net:
         server = Server(held(4, CONTENTS))
         net.serve(server, "parameter_server/0")
@@ -91,7 +91,7 @@ async def below(*scripts: Any) -> AsyncIterator[tuple[Host, list[Server], Manife
             server.close()
 
 
-async def test_a_chunk_is_passed_on_while_the_rest_is_on_its_way():
+async def test_a_chunk_is_passed_on_while_the_rest_arrives():
     async def hold_back(request, chunk):
         if request.bucket == 1:
             await go_on.wait()
@@ -243,7 +243,7 @@ def test_the_event_loop_does_not_wait_for_the_memory_of_a_dropped_version(monkey
     assert len(closed) == 1 and threading.current_thread() not in closed
 
 
-def test_one_whole_version_is_held_together_with_the_one_on_its_way():
+def test_a_relay_holds_one_whole_version_and_the_arriving_one():
     relay, staged = Relay(), {}
     for version in (1, 2, 3):
         snapshot = held(version, [random_bytes(100, version)])

@@ -305,7 +305,7 @@ def test_an_engine_in_time_slices_joins_no_group_of_nccl(monkeypatch):
 
 
 @pytest.mark.parametrize("offer", [by_shm, None], ids=["staged", "broadcast"])
-def test_the_learner_gets_the_gpu_though_a_drain_does_not_end(publish, offer):
+def test_the_learner_gets_the_gpu_even_if_a_drain_does_not_end(publish, offer):
     slices = Slices(1, 7.0)
     second = by_shm(publish(2)) if offer is not None else broadcast(2)
     server = Server([by_shm(publish(1)), second])
@@ -320,7 +320,7 @@ def test_the_learner_gets_the_gpu_though_a_drain_does_not_end(publish, offer):
 
 
 @pytest.mark.parametrize("waits_for", [RequestLoad, FetchChunk], ids=["its turn", "chunks"])
-def test_the_learner_gets_the_gpu_though_the_parameter_server_does_not_answer(publish, waits_for):
+def test_the_learner_gets_the_gpu_even_if_the_parameter_server_does_not_answer(publish, waits_for):
     class Slow(Server):
         async def answer(self, request):
             if isinstance(request, waits_for) and self.committed:
@@ -392,7 +392,7 @@ def test_an_engine_with_half_of_a_version_ends_in_place_of_a_sleep(publish, prob
     assert "sleep" not in events and host.restarts == 1
 
 
-def test_without_the_pause_nothing_is_loaded_and_the_next_version_is_taken(publish):
+def test_an_update_without_a_pause_loads_nothing_and_the_next_version_is_used(publish):
     events, server, host = follow(Server([by_shm(publish(version)) for version in (0, 1, 2)], refuses=1))
     assert [event for event in events if event.startswith(("load", "pause"))] == [
         *("pause abort", "load 0 staged"),
@@ -455,7 +455,7 @@ def test_a_broadcast_that_breaks_leaves_the_engine_paused_until_the_next_load(pu
     assert (host.restarts, host.version) == (0, 2)
 
 
-def test_i4_under_full_verification_no_request_is_admitted_before_the_engine_agrees_with_the_learner(publish):
+def test_i4_full_verification_admits_requests_only_after_the_engine_matches_the_learner(publish):
     events, server, host = follow(Server([by_shm(publish(1, probe=True))] * 2), offs=[2.0], weights={"verify": "full"})
     assert events == ["start", *TRY, "resume", "pause abort", *TRY, "resume"]
     assert "does not compute what the learner does" in server.reports[0].error
@@ -466,7 +466,7 @@ def test_i4_under_full_verification_no_request_is_admitted_before_the_engine_agr
 LIMITS = {"warn": 0.1, "stop": 0.3}
 
 
-def test_every_update_is_measured_and_a_drift_is_reported_until_one_above_the_limit_ends_the_run(publish):
+def test_every_update_is_measured_and_drift_above_the_limit_ends_the_run(publish):
     """If the engine is not too busy, and the learner sends a probe."""
     offers = [by_shm(publish(version, probe=version != 4)) for version in range(6)]
     server, off = Server(offers), (0.07, 0.2, None, 0.22, None, 0.35)

@@ -108,7 +108,7 @@ async def test_a_dead_peer_is_not_unreached():
         await until(lambda: peer.unreached_s > 0.0)
 
 
-async def test_a_path_that_passes_only_a_greeting_does_not_count_as_reached(monkeypatch):
+async def test_a_path_that_passes_only_the_handshake_does_not_count_as_reached(monkeypatch):
     repeat_after(monkeypatch, 0.2)
     async with learner_behind_a_way(most=20_000) as (_, way, peer):
         call = peer.call(LARGE)

@@ -203,7 +203,7 @@ async def test_an_unexpected_failure_is_retried_a_limited_number_of_times(monkey
         assert await retryable(peer) == [True]
 
 
-async def test_a_message_that_the_role_may_not_send_is_refused_for_good_and_runs_nothing(memory, monkeypatch):
+async def test_a_message_of_the_wrong_role_is_refused_permanently_and_runs_nothing(memory, monkeypatch):
     for kind in (Echo, Note):
         monkeypatch.setattr(kind, "senders", frozenset({"learner", "agent"}))
     async with Net(memory=memory) as net:
@@ -388,7 +388,7 @@ async def test_a_restarted_peer_gets_idempotent_calls_again_and_the_others_fail(
         assert new.counted == 1
 
 
-async def test_an_adopted_incarnation_gets_the_calls_in_flight_and_answers_of_the_older_one_do_not_count(memory):
+async def test_an_adopted_incarnation_gets_calls_in_flight_and_older_answers_do_not_count(memory):
     """The older one is alive and answers: it may be cut off from all others but this caller."""
     async with Net(memory=memory) as net:
         old, new, tap, answered = Server(), Server(), Tap(), []

@@ -42,7 +42,7 @@ def test_each_item_expires_once_unless_removed_and_at_most_a_tick_late(items):
     run_virtual(main())
 
 
-async def test_an_item_may_be_added_again_when_it_expires_and_none_expires_after_the_close():
+async def test_an_expired_item_may_be_added_again_and_none_expires_after_the_close():
     loop, came = asyncio.get_running_loop(), []
 
     def expire(item):

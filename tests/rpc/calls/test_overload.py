@@ -251,7 +251,7 @@ def test_payloads_that_arrive_after_their_call_has_ended_or_are_lost_make_room(i
     run_virtual(main())
 
 
-async def test_a_receiver_that_accepts_large_payloads_gets_them_all_though_it_answers_none(seldom):
+async def test_a_receiver_gets_all_large_payloads_even_if_it_answers_none(seldom):
     """It confirms them, which makes room for the next."""
     async with Net() as net:
         receiver, tap, under_way, most = Receiver(), Tap(), set(), []

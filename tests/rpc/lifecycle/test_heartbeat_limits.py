@@ -85,7 +85,7 @@ def test_invalid_values_are_omitted_and_the_rest_counts(facts):
     assert entry.metrics == more.get("counters", {}) and not entry.resources and not entry.histograms
 
 
-def test_texts_are_cut_and_of_too_many_events_the_newest_are_kept():
+def test_texts_are_cut_and_only_the_newest_events_are_kept():
     long = "x" * 10_000
     events = [Event(number=number, wall=5.0, level=long, actor=long, text=long) for number in range(1, 1001)]
     entry, left_out = heard(beat(state=long, awaiting=long, events=events))

@@ -235,7 +235,7 @@ def successor_of(registry):
     return found
 
 
-def test_an_actor_lost_with_its_host_is_dead_even_if_only_an_earlier_registry_knew_it():
+def test_an_actor_lost_with_its_host_is_dead_for_later_registries():
     registry = gang(r0=7, r1=7)
     found = successor_of(registry)
     found.register(record(7, name="learner/0"), 1.0)

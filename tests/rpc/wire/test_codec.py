@@ -78,7 +78,7 @@ def test_a_body_is_plain_messagepack_with_dtype_shape_and_frame():
         None,
     ],
 )
-def test_a_place_that_does_not_fit_its_frame_is_refused(place):
+def test_an_array_that_exceeds_its_frame_is_refused(place):
     with pytest.raises(ProtocolError, match="Arrays"):
         Codec().decode(Arrays, msgpack.packb({"first": place}), [bytes(24)])
 

@@ -38,7 +38,7 @@ def test_arrays_are_cut_without_a_copy_and_the_first_two_come_back_as_bytes() ->
 
 
 @pytest.mark.parametrize("counts", [(), (1,), (1, 1, 1), (0, 2), (1 << 31, 1)], ids=str)
-def test_a_table_that_does_not_fit_is_refused(counts: tuple[int, ...]) -> None:
+def test_a_frame_table_that_does_not_match_is_refused(counts: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="a table of"):
         join([MARK + struct.pack(f"<{len(counts)}I", *counts), b"a", b"b"], 100)
     with pytest.raises(struct.error):

@@ -174,9 +174,7 @@ async def test_i6_a_peer_that_takes_over_a_connection_does_not_pass_for_its_owne
             knocker.close()
 
 
-async def test_i6_no_malformed_message_reaches_a_handler_or_harms_the_server_and_none_passes_without_hello(
-    door, context
-):
+async def test_i6_no_malformed_message_reaches_a_handler_and_none_passes_before_hello(door, context):
     credentials, guise = door
     own = guise("client/0")
     async with Net(credentials=credentials) as net:
@@ -309,7 +307,7 @@ async def test_i6_floods_of_hello_and_of_names_stay_within_their_bounds(alone, c
             one.close()
 
 
-async def test_i6_a_command_too_many_is_refused_and_no_connection_in_use_is_dropped(alone, context, monkeypatch):
+async def test_i6_excess_commands_are_refused_and_connections_in_use_stay(alone, context, monkeypatch):
     """All of them have one name. A command that has ended leaves its place, without a message."""
     monkeypatch.setitem(serving.SHARED, LAUNCHER, 6)
     async with alone() as (server, owner, _knocker):

@@ -56,7 +56,7 @@ def test_answers_of_the_policy_are_accepted_in_the_form_of_clients():
         ('{"a": 1%s}' % ("0" * 5000), '{"a": 1%s}' % ("0" * 5000)),
     ],
 )
-def test_templates_get_arguments_as_objects_where_they_are_json(arguments, expected):
+def test_templates_get_json_arguments_as_objects(arguments, expected):
     found = normalise_messages([USER, assistant(call(arguments=arguments))])[1]
     assert found["content"] == ""
     assert found["tool_calls"][0]["function"]["arguments"] == expected

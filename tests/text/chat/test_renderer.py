@@ -42,7 +42,7 @@ def test_the_renderer_learns_the_seam_and_the_end_of_a_cut_answer(family):
     assert model.renderer.extension(NEXT, [], {}, last_ids=[], finish="length") is None
 
 
-def test_a_last_message_that_a_template_frames_in_another_way_shows_no_seam(tmp_path):
+def test_a_last_message_with_a_different_frame_shows_no_seam(tmp_path):
     unframed = CHATML.replace(
         "{{- '<|im_end|>\\n' }}", "{% if not loop.last or add_generation_prompt %}<|im_end|>\n{% endif %}"
     )

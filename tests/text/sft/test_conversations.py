@@ -135,7 +135,7 @@ def test_calls_are_trained_as_the_template_writes_them(family):
     assert "y<|im_end|>" in found and found.endswith("[Hi there.<|im_end|>]")
 
 
-def test_reasoning_is_trained_where_the_template_shows_it(family):
+def test_reasoning_is_trained_if_the_template_shows_it(family):
     thoughtful = TALK[1] | {"reasoning_content": "A greeting."}
     (found,) = shown(configured(family("qwen3")), {"messages": [TALK[0], thoughtful]})
     assert "[<think>\nA greeting.\n</think>\n\nHi there.<|im_end|>]" in found
@@ -260,7 +260,7 @@ def test_each_epoch_has_every_conversation_once_in_its_own_order():
         ),
     ],
 )
-def test_keys_that_do_not_fit_together_are_refused(tree, told):
+def test_conflicting_keys_are_refused(tree, told):
     base = {"model": {"path": "m"}, "data": {"source": "synthetic"}, "rollout": {"gpus_per_replica": 0}}
     with pytest.raises(ConfigError, match=told):
         validate_config(base | tree)

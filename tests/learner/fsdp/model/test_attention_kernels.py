@@ -94,7 +94,7 @@ def packages(kernel, monkeypatch):
     restore_flash_attention_impl(_raise_warn=False)
 
 
-def test_without_packages_torch_calls_its_own_kernel(packages) -> None:
+def test_torch_uses_its_own_kernel_without_packages(packages) -> None:
     assert packages.choose() == (None, [])
     assert current_flash_attention_impl() is None
 

@@ -45,7 +45,7 @@ def test_muon_updates_the_matrices_of_the_layers_and_adamw_the_rest(small):
     assert decays == {name: 0.1 if p.ndim > 1 else 0.0 for p, name in names.items()}
 
 
-def test_a_step_of_muon_is_orthogonal_and_as_long_as_one_of_adamw(small):
+def test_a_step_of_muon_is_orthogonal_and_has_the_length_of_an_adamw_step(small):
     policy, config = _with_gradients(small, optimizer="muon")
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     other, of_adamw = _with_gradients(small)

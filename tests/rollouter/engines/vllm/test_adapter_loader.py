@@ -134,7 +134,7 @@ def test_a_partial_adapter_and_one_with_two_ranks_are_refused():
         _replace(Manager(), layers(rank_of_o=4))
 
 
-def test_models_whose_class_takes_no_adapters_are_refused_by_name_even_before_the_start():
+def test_models_without_adapter_support_are_refused_by_name_before_the_start():
     from vllm.model_executor.models import ModelRegistry, supports_lora
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 

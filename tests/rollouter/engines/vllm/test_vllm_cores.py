@@ -36,7 +36,7 @@ def four(monkeypatch):
     monkeypatch.setattr(processes, "NAME", f"asyncrl-test-{os.getpid()}")
 
 
-def test_no_two_engines_share_a_core_the_first_is_left_to_all_and_a_claim_ends_with_its_process(four):
+def test_each_engine_claims_its_own_cores_and_a_claim_ends_with_its_process(four):
     with running(CLAIMS.format(name=processes.NAME) + WAITS):
         first = ClaimedCores.claim(1)
         assert first is not None and first.cores == {5}

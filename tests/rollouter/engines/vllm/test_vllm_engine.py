@@ -94,7 +94,7 @@ def served(tmp_path_factory, models):
 # --- requests -----------------------------------------------------------------------------------------------
 
 
-async def test_logprobs_are_the_models_at_the_temperature_and_a_response_ends_with_its_first_stop_token(served):
+async def test_logprobs_match_the_model_and_a_response_ends_at_its_first_stop_token(served):
     await check_logprobs_and_ends(served)
 
 
@@ -165,13 +165,13 @@ async def test_a_pause_returns_the_tokens_that_the_scheduler_holds(served, model
 
 
 @pytest.mark.parametrize("name", TENSORS)
-async def test_i4_a_set_without_a_tensor_is_refused_before_the_load_and_in_it_until_one_is_whole(served, name):
+async def test_i4_an_incomplete_set_of_weights_is_refused_before_and_during_the_load(served, name):
     await check_i4_all_of_the_weights_or_nothing(
         served, lambda tensors: tensors.pop(name), "are missing", "incomplete weights"
     )
 
 
-async def test_a_broadcast_brings_the_weights_and_a_broken_one_is_made_good_from_shared_memory(served, models):
+async def test_a_broadcast_delivers_the_weights_and_shared_memory_replaces_a_broken_one(served, models):
     with closing(Sender("gloo", "127.0.0.1", 60.0)) as sender:
         await check_broadcasts(served, sender)
         # Whole and verified, but not all of the model: the worker finds it when half of it is loaded.

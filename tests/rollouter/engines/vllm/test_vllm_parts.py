@@ -270,7 +270,7 @@ def test_tied_heads_are_optional():
     assert checkpoint.optional_names({"architectures": ["NoSuchModel"]}, names) == frozenset()
 
 
-def test_a_new_scratch_folder_replaces_those_of_the_dead_and_spares_those_of_the_living(monkeypatch, tmp_path):
+def test_a_new_scratch_folder_replaces_only_those_of_dead_processes(monkeypatch, tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     # pytest's own folders are too deep for the sockets that go into such a folder.
