@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 
-class Way:
+class Forwarder:
     """Forwards bytes from ``address`` to ``target``. If ``most`` is given, each connection passes that many."""
 
     def __init__(self, target: str, most: int | None = None) -> None:
@@ -60,12 +60,12 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most
 
 
 @asynccontextmanager
-async def way_to(target: str, most: int | None = None) -> AsyncIterator[Way]:
+async def path_to(target: str, most: int | None = None) -> AsyncIterator[Forwarder]:
     """An open path, closed at the end of the test."""
-    way = Way(target, most)
-    await way.open()
+    path = Forwarder(target, most)
+    await path.open()
     try:
-        yield way
+        yield path
     finally:
         with suppress(AssertionError):
-            way.cut()
+            path.cut()

@@ -23,7 +23,7 @@ STEPS, LONG = 12, 120
 
 
 @pytest.fixture(scope="module")
-def standing(namespaces):
+def cluster_without_run(namespaces):
     """A cluster for launches that fail early."""
     with Cluster() as made:
         yield made
@@ -197,26 +197,26 @@ def test_a_frozen_agent_is_reported_with_its_host_and_ends_the_run(cluster, fold
     assert not [host for host in cluster.all_hosts if host.processes()]
 
 
-def test_a_dry_run_shows_addresses_and_commands_and_starts_nothing(standing, folder):
-    code, shown = Launch(standing, folder, "head\na\nb\n", "--dry-run", "--exclude", "b").end()
+def test_a_dry_run_shows_addresses_and_commands_and_starts_nothing(cluster_without_run, folder):
+    code, shown = Launch(cluster_without_run, folder, "head\na\nb\n", "--dry-run", "--exclude", "b").end()
     assert code == 0, shown
     (row,) = [line for line in shown if line.startswith("  a at 10.77.0.2 (eth0): ssh -T -F ")]
     assert row.endswith(f"-- a '{sys.executable} -m asyncrl.launcher.hosts.remote'")
     assert any(line.split()[:2] == ["rollouter/1", "a"] for line in shown)
     assert not any("10.77.0.3" in line for line in shown)
-    assert not left(standing, folder)
+    assert not left(cluster_without_run, folder)
     assert not (folder / "runs").exists()
 
 
-def test_ports_and_interface_are_the_configured_ones(standing, folder):
+def test_ports_and_interface_are_the_configured_ones(cluster_without_run, folder):
     flags = ("--network.ports", "7000-7040", "--network.interface", "eth0", "--learner.steps", "4")
-    with standing.capture() as capture:
-        code, shown = Launch(standing, folder, "head\na\nb\n", *flags).end()
+    with cluster_without_run.capture() as capture:
+        code, shown = Launch(cluster_without_run, folder, "head\na\nb\n", *flags).end()
     assert code == 0, shown
     ends = {way for way in capture.conversations() if 22 not in (way[0][1], way[1][1])}
     assert ends
     assert all(7000 <= source[1] <= 7040 or 7000 <= target[1] <= 7040 for source, target in ends)
-    assert not left(standing, folder)
+    assert not left(cluster_without_run, folder)
 
 
 REWARD = """
@@ -375,24 +375,26 @@ def another_folder(host):
         ("head\nb\nnowhere\n", (), without_python, 1, "b, nowhere: 2 of 3 hosts cannot take part"),
     ],
 )
-def test_a_fault_of_a_host_is_reported_in_one_message(standing, folder, hosts, flags, state, code, message):
-    host = standing["b"]
+def test_a_fault_of_a_host_is_reported_in_one_message(cluster_without_run, folder, hosts, flags, state, code, message):
+    host = cluster_without_run["b"]
     host.trial = folder / "runs" / "trial"
     with state(host):
-        ended, shown = Launch(standing, folder, hosts, *flags).end()
+        ended, shown = Launch(cluster_without_run, folder, hosts, *flags).end()
     assert ended == code, shown
     assert message.format(run=host.trial) in shown[-1], shown
     assert any(line.startswith("asyncrl-launch: ") for line in shown)
-    assert not host.processes() and not standing.head.processes() and not standing["a"].processes()
+    assert (
+        not host.processes() and not cluster_without_run.head.processes() and not cluster_without_run["a"].processes()
+    )
     assert not list((folder / "runs").glob("*"))
 
 
-def test_missing_files_and_ports_of_hosts_are_found_before_the_start(standing, folder):
+def test_missing_files_and_ports_of_hosts_are_found_before_the_start(cluster_without_run, folder):
     """The head's copy of the model is truncated, the other host has none, and its range of ports is too small."""
     weights = write_model(folder / "model") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-3])
     flags = ("--model.path", str(folder / "model"), "--network.ports", "7000-7003")
-    code, shown = Launch(standing, folder, "head\nb\n", *flags).end()
+    code, shown = Launch(cluster_without_run, folder, "head\nb\n", *flags).end()
     assert code == 78, shown
     for text in (
         f"head: model.path: {folder}/model: model.safetensors is cut off: it has ",
@@ -400,32 +402,32 @@ def test_missing_files_and_ports_of_hosts_are_found_before_the_start(standing, f
         "head: network.ports: 4 of 4 ports in 7000-7003 are free at 10.77.0.1, and its actors need ",
     ):
         assert [line.strip().startswith(text) for line in shown].count(True) == 1, shown
-    assert not left(standing, folder)
+    assert not left(cluster_without_run, folder)
     assert not (folder / "runs").exists()
 
 
 @pytest.mark.parametrize("needed", [1, 2])
-def test_blocked_ports_are_reported_and_the_host_may_join_later(standing, folder, needed):
+def test_blocked_ports_are_reported_and_the_host_may_join_later(cluster_without_run, folder, needed):
     """The deadline of the start names the actors that are not ready. The run continues if it can do without them; their
     host leaves once its agent has given up, and may join when its ports are open.
     """
     blocked = "ip rule {} ipproto tcp dport 7000-7040 blackhole"
-    standing["b"].run(blocked.format("add").split())
+    cluster_without_run["b"].run(blocked.format("add").split())
     flags = ("--network.ports", "7000-7040", "--supervision.start_timeout_s", "12", "--data.source", "synthetic")
     flags += ("--rollout.min_replicas", str(needed), "--learner.sim.step_s", "0.25", "--learner.steps", str(LONG))
     try:
-        launch = Launch(standing, folder, "head\na\nb\n", *flags)
+        launch = Launch(cluster_without_run, folder, "head\na\nb\n", *flags)
         if needed == 1:
             launch.wait_to_show("b has left the run without having taken part: ")
             assert max(launch.steps_trained, default=0) < LONG
         else:
             code, shown = launch.end()
     finally:
-        standing["b"].run(blocked.format("delete").split())
+        cluster_without_run["b"].run(blocked.format("delete").split())
     if needed == 1:
         (folder / "more").write_text("b\n")
-        options = ("--hosts", str(folder / "more"), "--ssh-args", f"-F {standing.ssh_config}")
-        joining = Command(standing.head, folder, "--join", str(launch.run_dir), *options)
+        options = ("--hosts", str(folder / "more"), "--ssh-args", f"-F {cluster_without_run.ssh_config}")
+        joining = Command(cluster_without_run.head, folder, "--join", str(launch.run_dir), *options)
         joining.wait_to_show("b: rollouter/2 serve from now on")
         code, shown = launch.end()
         assert code == 0, shown
@@ -435,4 +437,4 @@ def test_blocked_ports_are_reported_and_the_host_may_join_later(standing, folder
     else:
         assert code == 1, shown
         assert "rollouter/1" in shown[-1]
-    assert not left(standing, folder)
+    assert not left(cluster_without_run, folder)

@@ -50,7 +50,7 @@ class Book(LeaseBook):
     def uids(self, *of: Any, **more: Any) -> list[str]:
         return [lease.prompt.uid for lease in self.lease(*of, **more)]
 
-    def tell(self, *uids: str, kind: Any = "trained", version: int = 0, **fields: Any) -> int:
+    def record(self, *uids: str, kind: Any = "trained", version: int = 0, **fields: Any) -> int:
         outcomes = [Outcome(uid, kind) for uid in uids]
         fields = {"number": self.number + 1, "trained_at_version": 4 * version, **fields}
         return self.report(Outcomes(version=version, outcomes=outcomes, **fields))
@@ -215,8 +215,8 @@ def test_a_leaving_rollouter_that_holds_something_takes_no_share_of_the_gate() -
 def test_a_repeated_report_and_one_after_a_gap_change_nothing() -> None:
     book = Book()
     book.lease()
-    assert [book.tell("0-0", number=1) for _ in range(2)] == [1, 1]
-    assert book.tell("0-1", number=3) == 1
+    assert [book.record("0-0", number=1) for _ in range(2)] == [1, 1]
+    assert book.record("0-1", number=3) == 1
     assert book.counts["trained"] == 1
 
 
@@ -234,18 +234,18 @@ def test_a_report_with_an_impossible_outcome_is_refused_as_a_whole(wrong: tuple[
     book = Book()
     book.lease()
     with pytest.raises(ProtocolError, match=wrong[-1]):
-        book.tell(*wrong, kind=kind)
+        book.record(*wrong, kind=kind)
     assert book.outstanding == 4
-    assert book.tell("0-0") == 1
+    assert book.record("0-0") == 1
 
 
 def test_an_outcome_counts_once_also_before_its_prompts_turn() -> None:
     book = Book(eval_set("a", (0, 1), every_versions=1))
-    book.tell("0-1", kind="filtered", version=1)
-    book.tell("0-2", "1-0")
-    book.tell("0-2", kind="filtered")
+    book.record("0-1", kind="filtered", version=1)
+    book.record("0-2", "1-0")
+    book.record("0-2", kind="filtered")
     for _ in range(2):
-        book.tell("a@1-0", "a@9-0", kind="evaluated")
+        book.record("a@1-0", "a@9-0", kind="evaluated")
     assert book.uids(A, 2) == ["0-0", "0-3"]
     assert (book.outstanding, book.gate.trained, book.supply.evals) == (2, 2, {"eval/a@1": 2})
 
@@ -262,13 +262,13 @@ def test_the_supply_number_changes_only_with_news_for_the_learner() -> None:
     assert not moved()
     book.lease(A, 5, seen=3)
     assert moved() and book.supply.exhausted
-    book.tell("0-0")
+    book.record("0-0")
     assert moved()
-    book.tell(version=1)
+    book.record(version=1)
     assert moved()
-    book.tell("a@1-0", kind="evaluated", version=1)
+    book.record("a@1-0", kind="evaluated", version=1)
     assert moved()
-    book.tell(version=1, finished=True)
+    book.record(version=1, finished=True)
     assert not moved()
 
 
@@ -277,21 +277,21 @@ def test_the_supply_number_changes_only_with_news_for_the_learner() -> None:
 
 def test_intermediate_rounds_alternate_with_training_and_need_no_place() -> None:
     book = Book(eval_set("a", (0, 1, 2), every_versions=1), staleness_max=0)
-    book.tell(*book.uids(), version=1)
+    book.record(*book.uids(), version=1)
     assert book.uids(seen=4, served=1) == ["a@1-0", "0-4", "a@1-1", "0-5"]
     assert book.uids(seen=8, served=1) == ["a@1-2", "0-6", "0-7"]
 
 
 def test_the_book_closes_once_the_run_is_finished_and_no_round_is_open() -> None:
     book = Book(eval_set("a", (0,), at_end=True), steps=1)
-    book.tell(*book.uids(), version=1)
+    book.record(*book.uids(), version=1)
     assert not book.closed
-    book.tell(version=1, finished=True)
+    book.record(version=1, finished=True)
     assert not book.closed and book.supply.exhausted
     assert book.lease(seen=4) == []
     assert book.uids(seen=4, served=1) == ["a@1-0"]
     assert not book.closed
-    book.tell("a@1-0", kind="evaluated", version=1)
+    book.record("a@1-0", kind="evaluated", version=1)
     assert book.closed
     assert book.lease(B, served=1) == []
 
@@ -372,7 +372,7 @@ def test_a_prompt_that_kills_on_its_own_is_rejected_with_the_reason() -> None:
     reason = "its engine or rollouter died 3 times while this prompt alone was generated (rollout.max_attempts)"
     assert (book.outstanding, book.supply.rejected) == (0, [Rejected("0-0", reason)])
     assert book.uids(A, 1, life=4) == ["0-1"]
-    book.tell("0-0", kind="quarantined")
+    book.record("0-0", kind="quarantined")
     assert (book.supply.rejected, book.supply.attempts) == ([], {})
 
 
@@ -384,8 +384,8 @@ def test_eval_prompts_also_run_alone_and_are_rejected() -> None:
         book.dies(A, life)
     assert [rejected.uid for rejected in book.supply.rejected] == ["a@0-0"]
     assert book.uids(A, 2, life=6) == ["a@0-1"]
-    book.tell("a@0-1", kind="evaluated")
+    book.record("a@0-1", kind="evaluated")
     assert book.lease(A, 2, life=6, seen=1) == []
-    book.tell("a@0-0", kind="quarantined")
+    book.record("a@0-0", kind="quarantined")
     assert book.supply.evals == {}
     assert book.uids(A, 1, life=6, seen=1) == ["0-0"]

@@ -269,7 +269,7 @@ class Loop(RuleBasedStateMachine):
         self.send_report()
 
     @invariant()
-    def the_supply_says_what_is_out_and_whether_anything_is_left(self) -> None:
+    def the_supply_counts_outstanding_groups_and_ends_when_none_are_left(self) -> None:
         if hasattr(self, "leased_under"):
             supply = self.leases.supply
             assert supply.outstanding == self.leases.outstanding == len(self.out)

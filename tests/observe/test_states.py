@@ -16,13 +16,13 @@ def test_the_states_add_up_to_the_life(steps, before):
     told = []
     ledger.entered = lambda state, awaiting: told.append(state)
     for state, seconds in steps:
-        ledger.enter(state, "somebody")
+        ledger.enter(state, "groups")
         now[0] += seconds
         record = ledger.record("engine")
         assert sum(record.seconds.values()) == pytest.approx(now[0] - 55.0 + before)
         assert record.seconds[record.state] >= record.state_s - 1e-9
     if steps:
-        assert (ledger.state, ledger.awaiting) == (steps[-1][0], "somebody")
+        assert (ledger.state, ledger.awaiting) == (steps[-1][0], "groups")
     assert told == [state for state, _ in steps]
 
 

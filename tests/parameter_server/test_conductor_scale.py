@@ -47,7 +47,7 @@ def commit(count):
     return lambda: play.conductor.report(loading, 1, report, play.now)
 
 
-def offer(count):
+def look_at_announcement(count):
     """The others of its host wait for one of them, as everywhere."""
     play = serving(count, offered=count - 1, hosts=True)
     return lambda: look(play, count - 1)
@@ -75,4 +75,4 @@ def test_one_message_of_many_replicas_is_not_more_work(make):
 
 
 def test_an_announcement_visits_its_own_host_and_once_each_fetching_host():
-    assert steps_of(offer(400)) < 400 / HOSTS * 10 + steps_of(offer(HOSTS)) + 100
+    assert steps_of(look_at_announcement(400)) < 400 / HOSTS * 10 + steps_of(look_at_announcement(HOSTS)) + 100

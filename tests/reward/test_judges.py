@@ -96,7 +96,7 @@ def in_prose(body):
     return f"<think>Maybe {told([])}</think>Well: \\frac{{1}}{{2}} {{x}}\n```json\n{right(body)}\n```\nThat is all."
 
 
-def said_again(body):
+def repeated_answer(body):
     return f"{right(body)}\nThat is: {right(body)}"
 
 
@@ -110,7 +110,7 @@ UNUSABLE = {
 }
 
 
-@pytest.mark.parametrize("answer", [permuted, in_prose, said_again, late(0.2)], ids=lambda a: a.__name__)
+@pytest.mark.parametrize("answer", [permuted, in_prose, repeated_answer, late(0.2)], ids=lambda a: a.__name__)
 async def test_scores_are_matched_by_id_in_any_form_and_order(answer):
     async with judging(answer) as (server, pool):
         found = await pool.score(group())

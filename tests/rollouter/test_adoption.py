@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from unittest import mock
 
 import pytest
-from cuts import way_to
+from cuts import path_to
 from harness import Net, repeat_after, replace
 from rollouter_cases import Dataloader, Learner, ScriptedRollouter, living
 
@@ -219,29 +219,29 @@ async def test_i1_a_stopping_rollouter_returns_its_leases_and_a_leaving_one_only
 
 
 async def test_a_rollouter_without_the_learner_takes_no_leases_and_names_the_learner(tmp_path):
-    def told():
+    def unreached():
         return {record.whom: record.seconds for record in gather_heartbeat(life.rollouter, 1).unreached}
 
     async with Net() as net:
         learner, dataloader = Learner(), Dataloader()
         net.serve(learner, "learner/0")
         net.serve(dataloader, "dataloader/0")
-        async with way_to(net.records["learner/0"].address) as way:
-            net.register(replace(net.records["learner/0"], address=way.address))
-            way.cut()
+        async with path_to(net.records["learner/0"].address) as path:
+            net.register(replace(net.records["learner/0"], address=path.address))
+            path.cut()
             dataloader.lease("0-1")
             async with living(net, tmp_path) as life:
-                await life.until(lambda: told().get("learner/0", 0.0) > 0.5)
-                assert set(told()) == {"learner/0"}
+                await life.until(lambda: unreached().get("learner/0", 0.0) > 0.5)
+                assert set(unreached()) == {"learner/0"}
                 assert (dataloader.asked, life.held) == ([], {})
-                await way.open()
+                await path.open()
                 await life.until(lambda: learner.uids == ["0-1"] and not life.held)
-                assert told() == {}
+                assert unreached() == {}
                 # Once it was reached, the rollouter is kept busy: its learner may only be restarting.
-                way.cut()
+                path.cut()
                 dataloader.lease("0-2")
-                await life.until(lambda: life.held.keys() == {"0-2"} and told().get("learner/0", 0.0) > 0.1)
-                await way.open()
+                await life.until(lambda: life.held.keys() == {"0-2"} and unreached().get("learner/0", 0.0) > 0.1)
+                await path.open()
                 await life.until(lambda: not life.held)
 
 

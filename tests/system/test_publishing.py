@@ -39,20 +39,20 @@ def config(*, publish_bytes=4096, **tables):
     )
 
 
-async def standstill(system, for_s=0.4):
+async def wait_until_idle(system, for_s=0.4):
     """Wait until no group is left to train for this long, and none can come. Returns the step."""
     learner = system.actors["learner/0"]
     rollouters = [actor for name, actor in system.actors.items() if name.startswith("rollouter/")]
     step, since = -1, time.monotonic()
 
-    def stands():
+    def is_waiting():
         nonlocal step, since
         held = sum(rollouter.metrics()["rollout/held"] for rollouter in rollouters)
         if learner.step != step or held or learner.states.awaiting != "groups":
             step, since = learner.step, time.monotonic()
         return time.monotonic() - since >= for_s
 
-    await until(stands)
+    await until(is_waiting)
     return step
 
 
@@ -84,9 +84,9 @@ def test_training_continues_without_a_parameter_server_until_the_gate_stops_it(t
             # Like a stopped process, it receives nothing.
             frozen = system.network.servers.pop(server.address)
         steps["then"] = learner.step
-        steps["stood still"] = await standstill(system)
+        steps["stood still"] = await wait_until_idle(system)
         # Longer than the deadline of a call.
-        assert await standstill(system, for_s=2.5) == steps["stood still"]
+        assert await wait_until_idle(system, for_s=2.5) == steps["stood still"]
         if fault == "dead":
             system.start("parameter_server/0")
         else:
@@ -121,7 +121,7 @@ def test_training_continues_under_the_previous_version_on_a_full_disk(tmp_path, 
     async def scenario():
         learner = await system.at_step(4)
         full_disk.set()
-        steps["stood still"] = await standstill(system)
+        steps["stood still"] = await wait_until_idle(system)
         assert learner.counters["weights/not_published"] > 1
         full_disk.clear()
 

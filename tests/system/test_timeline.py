@@ -57,7 +57,7 @@ def live(tmp_path, during=None, **tables):
     return system
 
 
-def told(happenings, sample, *kinds):
+def texts_of(happenings, sample, *kinds):
     return [(h.what, h.facts["told"]) for h in happenings if h.sample == sample and h.what in kinds]
 
 
@@ -142,9 +142,9 @@ def test_the_log_of_a_group_that_was_resumed_twice_matches_its_samples(tmp_path,
         for trajectory in group["trajectories"]:
             sample, [sequence] = trajectory["sample"], trajectory["sequences"]
             spans, tokens_of_all = [span[:3] for span in sequence["spans"]], len(sequence["tokens"])
-            submissions = told(story, sample, "began", "resumed")
+            submissions = texts_of(story, sample, "began", "resumed")
             assert [what for what, _ in submissions] == ["began"] + ["resumed"] * trajectory["resumes"]
-            aborted = [tokens for _, (tokens,) in told(story, sample, "aborted")]
+            aborted = [tokens for _, (tokens,) in texts_of(story, sample, "aborted")]
             assert len(aborted) == trajectory["resumes"]
             # Each submission sampled the tokens between two aborts, under the version it started with.
             ends = [*aborted, tokens_of_all]
@@ -154,9 +154,9 @@ def test_the_log_of_a_group_that_was_resumed_twice_matches_its_samples(tmp_path,
                 if end > start
             ]
             assert _merged(by_submission) == spans
-            ((_, finished),) = told(story, sample, "finished")
+            ((_, finished),) = texts_of(story, sample, "finished")
             assert finished == [tokens_of_all, trajectory["finish_reason"], spans]
-            ((_, (reward, _)),) = told(story, sample, "scored")
+            ((_, (reward, _)),) = texts_of(story, sample, "scored")
             assert reward == trajectory["reward"]
         whole = [h for h in story if h.sample < 0]
         assert [h.what for h in whole] == ["leased", "buffered", "delivered", "trained"]

@@ -224,12 +224,12 @@ def test_a_run_preempted_in_its_last_evaluation_keeps_its_training(tmp_path, eve
     )
     system = System(config, tmp_path / "run")
 
-    async def make_way():
+    async def preempt_in_evaluation():
         learner = await system.at_step(6)
         await until(lambda: learner.states.awaiting == "last evaluations")
         await system.stop(preempt=True)
 
-    state = system.play(make_way)
+    state = system.play(preempt_in_evaluation)
     assert (state.phase, state.exit_code) == ("done", 0)
     left = CheckpointFolder(tmp_path / "run" / "checkpoints").newest()
     assert left is not None and left.step == 6

@@ -129,17 +129,17 @@ def test_the_start_of_a_run_is_not_its_bottleneck_after_the_first_step():
 
 
 def test_the_first_step_of_a_learner_counts_in_no_mean():
-    def told(*lines):
+    def with_steps(*lines):
         snapshot = Run().at(100.0)
         train = [{"step": 7 + n, "start": start, "time/step_s": seconds} for n, (start, seconds) in enumerate(lines)]
         return seen([replace(snapshot, train=train, run=replace(snapshot.run, step=train[-1]["step"]))])
 
-    view = told((1, 22.0))
+    view = with_steps((1, 22.0))
     assert view.step_mean("time/step_s") is None and view.eta_s is None and stages(view)[3].rate is None
     assert "ETA –" in (text := page(view, 80)) and "only a first step is trained so far" in text
-    later = told((1, 22.0), (1, 2.0))
+    later = with_steps((1, 22.0), (1, 2.0))
     assert later.step_mean("time/step_s") == 2.0 and stages(later)[3].rate == 64 / 2.0
-    assert told((1, 22.0), (1, 2.0), (2, 40.0), (2, 4.0)).step_mean("time/step_s") == 3.0
+    assert with_steps((1, 22.0), (1, 2.0), (2, 40.0), (2, 4.0)).step_mean("time/step_s") == 3.0
 
 
 def test_the_activity_of_a_silent_or_gone_actor_is_unknown():

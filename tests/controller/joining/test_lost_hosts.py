@@ -60,7 +60,7 @@ async def start(cluster, tasks, over):
     return cut
 
 
-async def told(watcher, condition):
+async def wait_for_state(watcher, condition):
     state = await watcher.call(WatchRun())
     while not condition(state):
         state = await watcher.call(WatchRun(seen=state.number))
@@ -71,10 +71,10 @@ async def told(watcher, condition):
 async def test_a_replica_of_a_lost_host_is_dead_and_the_run_continues(cluster, tasks, over):
     cut = await start(cluster, tasks, over)
     watcher = cluster.caller("learner/0")
-    await told(watcher, lambda state: state.phase == "running")
+    await wait_for_state(watcher, lambda state: state.phase == "running")
     cut.set()
     # No actor counts as frozen meanwhile, though silence_s is shorter.
-    state = await told(watcher, lambda state: state.condemned)
+    state = await wait_for_state(watcher, lambda state: state.condemned)
     assert state.lost_hosts == {"b (agent/1)": FAR}
     assert state.dead == [Dead("rollouter/1", 1)]
     reason = "its host b (agent/1) was silent for 0.6 s"
@@ -88,7 +88,7 @@ async def test_a_replica_of_a_lost_host_is_dead_and_the_run_continues(cluster, t
     # The host comes back; its agent receives its orders and follows them.
     tasks.create_task(beats(cluster.caller("agent/1", 1), until=over))
     await cluster.register("agent/1", host="b", address="", facts={"actors": FAR})
-    state = await told(watcher, lambda state: not state.lost_hosts)
+    state = await wait_for_state(watcher, lambda state: not state.lost_hosts)
     assert [actor.name for actor in state.condemned] == FAR and state.dead == [Dead("rollouter/1", 1)]
     ended = ActorEnded(name="rollouter/1", incarnation=1, exit_code=-9, fatal=False, reason="killed")
     await cluster.caller("agent/1", 1).call(ended)
@@ -101,7 +101,7 @@ async def test_a_replica_of_a_lost_host_is_dead_and_the_run_continues(cluster, t
 async def test_a_successor_of_the_controller_continues_without_a_lost_host(cluster, tasks, over, tmp_path):
     cut = await start(cluster, tasks, over)
     cut.set()
-    await told(cluster.caller("learner/0"), lambda state: state.lost_hosts)
+    await wait_for_state(cluster.caller("learner/0"), lambda state: state.lost_hosts)
     kept = json.loads((tmp_path / "private" / "controller.json").read_text())
     assert kept["hosts"]["agent/1"] == ["b", FAR]
     await cluster.die()
@@ -110,11 +110,11 @@ async def test_a_successor_of_the_controller_continues_without_a_lost_host(clust
         await cluster.register(name)
         tasks.create_task(beats(cluster.caller(name), until=over))
     watcher = cluster.caller()
-    state = await told(watcher, lambda state: state.phase != "starting")
+    state = await wait_for_state(watcher, lambda state: state.phase != "starting")
     assert (state.phase, state.lost_hosts) == ("running", {"b (agent/1)": FAR})
     # A host that is let go is marked as leaving in the same step, so that it does not count as back.
     await cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))
-    state = await told(watcher, lambda state: not state.lost_hosts)
+    state = await wait_for_state(watcher, lambda state: not state.lost_hosts)
     assert [leaving.name for leaving in state.leaving] == ["agent/1", *FAR]
 
 
@@ -122,9 +122,9 @@ async def test_a_successor_of_the_controller_continues_without_a_lost_host(clust
 async def test_a_lost_host_that_leaves_during_a_write_is_not_reported_as_back(cluster, tasks, over, monkeypatch):
     cut = await start(cluster, tasks, over)
     watcher, begun, may_write = cluster.caller("learner/0"), threading.Event(), queue.SimpleQueue()
-    await told(watcher, lambda state: state.phase == "running")
+    await wait_for_state(watcher, lambda state: state.phase == "running")
     cut.set()
-    await told(watcher, lambda state: state.lost_hosts)
+    await wait_for_state(watcher, lambda state: state.lost_hosts)
     write = host_changes.replace_file
 
     def slow(*item, **how):
@@ -139,10 +139,10 @@ async def test_a_lost_host_that_leaves_during_a_write_is_not_reported_as_back(cl
     left = cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))
     assert await is_parked(left)
     may_write.put(None)
-    state = await told(watcher, lambda state: state.members == 1)
+    state = await wait_for_state(watcher, lambda state: state.members == 1)
     assert (state.lost_hosts, state.leaving) == ({"b (agent/1)": FAR}, [])
     may_write.put(None)
-    state = await told(watcher, lambda state: not state.lost_hosts)
+    state = await wait_for_state(watcher, lambda state: not state.lost_hosts)
     assert [leaving.name for leaving in state.leaving] == ["agent/1", *FAR]
     may_write.put(None)
     await asyncio.gather(joined, left)
@@ -172,7 +172,7 @@ async def test_a_successor_of_the_controller_refuses_the_same_actors_as_its_pred
     await cluster.register("learner/0", incarnation=5)
     # An actor lost in between is dead under the recorded number, though it never spoke to this controller.
     await cluster.register("agent/1", host="b", address="", facts={"actors": FAR})
-    assert (await told(cluster.caller(), lambda state: state.dead)).dead == [Dead("rollouter/1", 4)]
+    assert (await wait_for_state(cluster.caller(), lambda state: state.dead)).dead == [Dead("rollouter/1", 4)]
 
 
 class Listener(Actor):
@@ -239,9 +239,9 @@ def test_a_host_is_lost_if_only_its_agent_is_silent(tmp_path, monkeypatch):
             await cluster.register(name, address=f"memory://{name}")
             tasks.create_task(beats(cluster.caller(name), until=over))
         watcher = cluster.caller("learner/0")
-        await told(watcher, lambda state: state.phase == "running")
+        await wait_for_state(watcher, lambda state: state.phase == "running")
         frozen.set()
-        state = await told(watcher, lambda state: state.condemned)
+        state = await wait_for_state(watcher, lambda state: state.condemned)
         assert state.lost_hosts == {"b (agent/1)": FAR}
         assert state.condemned[0].reason.startswith("agent/1 on its host b was silent for ")
 
@@ -269,7 +269,7 @@ def test_a_silent_agent_is_reported_once_even_if_its_host_is_in_doubt_at_times(t
             await cluster.register(name, address=f"memory://{name}")
         for name in NEAR:
             tasks.create_task(beats(cluster.caller(name), until=over))
-        await told(cluster.caller("learner/0"), lambda state: state.phase == "running")
+        await wait_for_state(cluster.caller("learner/0"), lambda state: state.phase == "running")
         frozen.set()
         far = cluster.caller(FAR[0])
         await far.call(WatchRun())

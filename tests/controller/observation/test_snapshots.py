@@ -348,7 +348,7 @@ def test_steps_that_a_learner_trains_again_leave_nothing():
 
 @on_cluster()
 async def test_a_learner_resumed_from_its_checkpoint_is_shown_at_the_step_it_reports(cluster):
-    async def told(incarnation, step, shown, line=None):
+    async def report_step(incarnation, step, shown, line=None):
         learner = cluster.caller("learner/0", incarnation)
         await cast(learner, beat(step, counters={"learner/step": float(step)}))
         if line is not None:
@@ -356,16 +356,16 @@ async def test_a_learner_resumed_from_its_checkpoint_is_shown_at_the_step_it_rep
         await seen_by(cluster.caller(VIEWER), lambda s: s.run.step == shown)
 
     await cluster.register("learner/0", 1)
-    await told(1, 7, shown=7)
+    await report_step(1, 7, shown=7)
     # A line comes before the heartbeat that mentions it.
-    await told(1, 8, shown=9, line=9)
+    await report_step(1, 8, shown=9, line=9)
     await cluster.register("learner/0", 2)
     # Until the learner knows its step, only the newest line is available.
     await cast(cluster.caller("learner/0", 2), beat(1))
     seen = await seen_by(cluster.caller(VIEWER), lambda s: of(s, "learner/0").incarnation == 2)
     assert seen.run.step == 9
-    await told(2, 4, shown=4)
-    await told(2, 5, shown=6, line=6)
+    await report_step(2, 4, shown=4)
+    await report_step(2, 5, shown=6, line=6)
 
 
 RECORDED = {"record_s": 0.02}

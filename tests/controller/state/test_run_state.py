@@ -57,7 +57,7 @@ def draining(run):
     return set(run.draining) & RANKS[-1]
 
 
-def aside(run):
+def names_set_aside(run):
     return [actor.name for actor in run.aside]
 
 
@@ -108,12 +108,12 @@ def test_the_end_of_the_sinks_neither_ends_the_run_nor_prevents_its_start():
     for exit_code in (2, 78, 1, -9):
         run = machine(SINKS)
         assert end(run, SINKS, code=exit_code, fatal=True)
-        assert (run.phase, run.outcome, aside(run)) == ("running", None, [SINKS])
+        assert (run.phase, run.outcome, names_set_aside(run)) == ("running", None, [SINKS])
     run = machine(SINKS, running=False)
     run.ready(ACTORS, 1.0)
     assert (run.phase, run.waiting_for) == ("starting", [SINKS])
     assert run.tick(START_S)
-    assert (run.phase, run.outcome, aside(run)) == ("running", None, [SINKS])
+    assert (run.phase, run.outcome, names_set_aside(run)) == ("running", None, [SINKS])
     run = machine(SINKS)
     lose(run, [SINKS])
     assert (run.phase, run.next_deadline()) == ("running", None)
@@ -242,14 +242,14 @@ def test_a_replica_that_is_given_up_restarts_after_its_rest_or_on_request():
     assert [(actor.name, actor.reason, actor.rest_s) for actor in run.aside] == [("rollouter/1", WHY, REST_S)]
     assert (run.phase, run.next_deadline(), run.tick(109.0), run.tick(110.0)) == ("running", 110.0, False, True)
     # The run waits for it as for any started actor. The end that set it aside counts once, however late.
-    assert (aside(run), run.next_deadline()) == ([], 110.0 + START_S)
+    assert (names_set_aside(run), run.next_deadline()) == ([], 110.0 + START_S)
     assert not gives_up(run, "rollouter/1", 111.0, incarnation=4)
     run.ready(run.expected, 120.0)
     assert (run.phase, run.next_deadline()) == ("running", None)
     assert gives_up(run, "rollouter/1", 130.0, incarnation=5)
     assert not run.bring_back("rollouter/0", 131.0)
     assert run.bring_back("rollouter/1", 131.0)
-    assert (aside(run), run.next_deadline()) == ([], 131.0 + START_S)
+    assert (names_set_aside(run), run.next_deadline()) == ([], 131.0 + START_S)
 
 
 @pytest.mark.parametrize(("least", "deaths"), [(1, 3), (2, 2), (3, 1)])
@@ -268,7 +268,7 @@ def test_with_too_few_replicas_left_the_run_fails_and_names_those_set_aside(leas
 def test_the_loss_of_the_last_reward_pool_ends_the_run():
     run = machine("reward/1")
     gives_up(run, "reward/0")
-    assert (run.phase, aside(run)) == ("running", ["reward/0"])
+    assert (run.phase, names_set_aside(run)) == ("running", ["reward/0"])
     gives_up(run, "reward/1")
     assert run.outcome.reason == f"{WHY}; 0 of 2 reward pools are left; set aside before: reward/0 ({WHY})"
 
@@ -279,25 +279,25 @@ def test_a_replica_that_is_not_ready_in_time_is_set_aside_at_the_start_and_later
     run.ready(run.expected - {"rollouter/0", "rollouter/2"}, 5.0)
     assert (run.phase, run.waiting_for) == ("starting", ["rollouter/2"])
     assert run.tick(START_S)
-    assert (run.phase, aside(run), run.waiting_for) == ("running", ["rollouter/0", "rollouter/2"], [])
+    assert (run.phase, names_set_aside(run), run.waiting_for) == ("running", ["rollouter/0", "rollouter/2"], [])
     assert "not ready 60 s after its start" in run.aside[1].reason
     run = machine()
     end(run, "rollouter/1", 70.0, -9)
     assert run.tick(70.0 + START_S)
-    assert (run.phase, aside(run)) == ("running", ["rollouter/1"])
+    assert (run.phase, names_set_aside(run)) == ("running", ["rollouter/1"])
 
 
 @pytest.mark.parametrize("name", ["rollouter/1", "episodes/1"])
 def test_only_its_own_episode_host_is_set_aside_and_restarted_with_a_rollouter(name):
     run = machine(*EPISODES, "reward/1")
     gives_up(run, "episodes/1")
-    assert aside(run) == ["episodes/1", "rollouter/1"]
+    assert names_set_aside(run) == ["episodes/1", "rollouter/1"]
     assert "episodes/1, which plays its episodes, is set aside" in run.aside[1].reason
     # One that plays for all rollouters, and one that belongs to no pair.
     gives_up(run, "episodes/3")
     gives_up(run, "reward/0")
     assert run.bring_back(name, 11.0)
-    assert aside(run) == ["episodes/3", "reward/0"]
+    assert names_set_aside(run) == ["episodes/3", "reward/0"]
     assert run.bring_back("reward/0", 11.0)
     for episodes in EPISODES[:3]:
         gives_up(run, episodes, 12.0, incarnation=2)
@@ -341,7 +341,7 @@ def test_an_actor_that_is_set_aside_is_not_blamed_for_departed_hosts():
     gives_up(run, SINKS)
     end(run, "reward/0", 20.0, -9)
     assert run.tick(20.0 + START_S)
-    assert (run.phase, aside(run)) == ("running", ["reward/0", SINKS])
+    assert (run.phase, names_set_aside(run)) == ("running", ["reward/0", SINKS])
     gives_up(run, "rollouter/0", 90.0)
     assert run.outcome.reason.startswith(f"{WHY}; 1 of 2 rollouters are left, and rollout.min_replicas is 3")
 
@@ -406,9 +406,9 @@ def test_the_run_does_not_wait_for_replicas_set_aside_on_a_lost_or_removed_host(
     gives_up(run, "rollouter/0")
     lose(run, ["rollouter/0"])
     run.host_back("b (agent/1)", 20.0)
-    assert (run.next_deadline(), aside(run)) == (10.0 + REST_S, ["rollouter/0"])
+    assert (run.next_deadline(), names_set_aside(run)) == (10.0 + REST_S, ["rollouter/0"])
     run.left(["rollouter/0"], 21.0)
-    assert (run.next_deadline(), aside(run)) == (None, [])
+    assert (run.next_deadline(), names_set_aside(run)) == (None, [])
 
 
 # --- any order of events ---
@@ -436,7 +436,7 @@ def happens(run, now, life, kind, what=None):
         case "started":
             return run.started(what) or False
         case "ready":
-            return run.ready(what - set(aside(run)), now)
+            return run.ready(what - set(names_set_aside(run)), now)
         case "lost":
             return run.host_lost(f"host of {what}", [what], now)
         case "found":
@@ -474,17 +474,17 @@ def test_invariants(least, history):
         assert outcome is not None or run.outcome is None or run.outcome.exit_code != 75 or run.checkpoint >= 0
         assert run.final == (run.drain == LAST_RANK)
         assert not run.final or run.phase == ("failed" if run.outcome.actor else "done")
-        names = set(aside(run))
+        names = set(names_set_aside(run))
         assert not names & (run.awaited | set(run.waiting_for))
         assert run.phase not in ("starting", "running") or len(set(ROLLOUTERS) - names) >= least
         assert all(REST_S <= actor.rest_s <= LONGEST_REST * REST_S for actor in run.aside)
     # Without further events each one is started again within the longest rest.
-    resting, tried, until = set(aside(run)), set(), now + LONGEST_REST * REST_S
+    resting, tried, until = set(names_set_aside(run)), set(), now + LONGEST_REST * REST_S
     while run.phase == "running" and (deadline := run.next_deadline()) is not None and deadline <= until:
-        held = set(aside(run))
+        held = set(names_set_aside(run))
         run.tick(now := max(now, deadline))
-        tried |= held - set(aside(run))
-        run.ready(run.expected - set(aside(run)), now)
+        tried |= held - set(names_set_aside(run))
+        run.ready(run.expected - set(names_set_aside(run)), now)
     assert run.phase != "running" or resting <= tried
     run.stop("enough", now)
     while (deadline := run.next_deadline()) is not None:

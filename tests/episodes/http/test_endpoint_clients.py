@@ -27,13 +27,13 @@ async def openai_client(script=None, *, read_s=30.0, retries=2, key=KEY, **optio
             api_key=key,
             timeout=httpx.Timeout(30.0, read=read_s),
             max_retries=retries,
-            http_client=telling(core, openai),
+            http_client=signalling_transport(core, openai),
         )
         async with client:
             yield core, served, client
 
 
-def telling(core, sdk):
+def signalling_transport(core, sdk):
     """The transport of a client, which sets ``core.heard`` when an answer begins."""
     core.heard = asyncio.Event()
 
@@ -48,12 +48,14 @@ async def anthropic_client(script, **options):
     core = ScriptedCore(script)
     async with (
         serving(core, **options) as served,
-        anthropic.AsyncAnthropic(base_url=served.url, api_key=KEY, http_client=telling(core, anthropic)) as client,
+        anthropic.AsyncAnthropic(
+            base_url=served.url, api_key=KEY, http_client=signalling_transport(core, anthropic)
+        ) as client,
     ):
         yield core, served, client
 
 
-async def told_in_pieces(core, call, on_delta):
+async def answer_in_pieces(core, call, on_delta):
     """Pieces: the first is heard before the others, one is lost, and the last is only in the reply."""
     core.heard.clear()
     offset = 0
@@ -211,7 +213,7 @@ async def test_turns_are_rewarded_by_the_id_of_their_answer():
 
         done = await client.chat.completions.create(**ASKED)
         assert (await give(value=1.5, completion=done.id))["node"] == 1
-        core.script = told_in_pieces
+        core.script = answer_in_pieces
         ids = {chunk.id async for chunk in await client.chat.completions.create(**ASKED, stream=True)}
         await give(value=0.5, completion=ids.pop())
         await give(value=0.25)
@@ -252,7 +254,7 @@ async def test_a_message_of_anthropic_is_answered_whole_and_streamed():
         whole = await client.messages.create(**asked)
         async with client.messages.stream(**asked) as told:
             streamed = await told.get_final_message()
-        core.script = told_in_pieces
+        core.script = answer_in_pieces
         async with client.messages.stream(**ASKED, max_tokens=50) as told:
             texts = [text async for text in told.text_stream]
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]

@@ -47,7 +47,7 @@ def own_scratch(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def nobody(monkeypatch):
+def no_processes(monkeypatch):
     monkeypatch.setattr(leftovers, "read_processes", dict)
 
 
@@ -76,7 +76,7 @@ def names(found, runs):
     return sorted(str(one.path.relative_to(runs)) for one in found)
 
 
-def test_i7_certainly_dead_leftovers_are_named_and_then_removed(tmp_path, nobody):
+def test_i7_certainly_dead_leftovers_are_named_and_then_removed(tmp_path, no_processes):
     runs = tmp_path / "runs"
     dead, living, part_living = (make_run(runs, name) for name in ("dead", "living", "part-living"))
     (part_living / "private-1").mkdir()
@@ -103,7 +103,7 @@ def test_i7_certainly_dead_leftovers_are_named_and_then_removed(tmp_path, nobody
         assert check_leftovers(runs, is_head=True, fix=True).detail == "none"
 
 
-def test_a_run_that_starts_meanwhile_keeps_its_files(tmp_path, nobody):
+def test_a_run_that_starts_meanwhile_keeps_its_files(tmp_path, no_processes):
     run = make_run(tmp_path / "runs", "a")
     found = find_leftovers(tmp_path / "runs", is_head=True)
     with held(run):
@@ -111,7 +111,7 @@ def test_a_run_that_starts_meanwhile_keeps_its_files(tmp_path, nobody):
     assert all(one.path.exists() for one in found)
 
 
-def test_only_the_head_looks_for_unfinished_checkpoints(tmp_path, nobody):
+def test_only_the_head_looks_for_unfinished_checkpoints(tmp_path, no_processes):
     runs = tmp_path / "runs"
     run = make_run(runs, "a")
     partial = "a/checkpoints/.v00000003.partial-17"
@@ -123,7 +123,7 @@ def test_only_the_head_looks_for_unfinished_checkpoints(tmp_path, nobody):
     assert find_leftovers(None, is_head=True) == []
 
 
-def test_leftovers_that_may_be_in_use_are_only_named(tmp_path, nobody):
+def test_leftovers_that_may_be_in_use_are_only_named(tmp_path, no_processes):
     runs = tmp_path / "runs"
     run = make_run(runs, "a", dir=str(tmp_path / "elsewhere"))
     outside = tmp_path / "elsewhere" / "a" / ".v00000003.partial-17"
@@ -139,7 +139,7 @@ def test_leftovers_that_may_be_in_use_are_only_named(tmp_path, nobody):
     ("options", "tell"),
     [("rw,vers=4.2,local_lock=none", True), ("rw,vers=3,local_lock=all", False), ("rw,localflock", False)],
 )
-def test_leftovers_stay_if_other_hosts_do_not_see_the_locks(tmp_path, nobody, monkeypatch, options, tell):
+def test_leftovers_stay_if_other_hosts_do_not_see_the_locks(tmp_path, no_processes, monkeypatch, options, tell):
     mounts = f"20 1 8:1 / / rw,relatime - ext4 /dev/sda rw\n21 20 0:40 / {tmp_path} rw - nfs4 server:/x {options}\n"
     assert locks_tell(tmp_path / "runs", mounts) is tell
     assert locks_tell(tmp_path.parent, mounts)
@@ -150,7 +150,7 @@ def test_leftovers_stay_if_other_hosts_do_not_see_the_locks(tmp_path, nobody, mo
     assert (tmp_path / "runs" / "a" / "private").exists() is not tell
 
 
-def test_scratch_folders_of_engines_are_removed_with_their_process(tmp_path, nobody):
+def test_scratch_folders_of_engines_are_removed_with_their_process(tmp_path, no_processes):
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     dead = tmp_path / "tmp" / f"asyncrl-engine-{ended.stdout.strip()}-x"
     mine = tmp_path / "tmp" / f"asyncrl-engine-{os.getpid()}-x"

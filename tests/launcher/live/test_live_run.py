@@ -131,7 +131,7 @@ def test_the_configuration_of_another_version_is_reported_only_for_a_run_that_li
             find_live_run(str(folder.path))
 
 
-class Told:
+class AnsweringController:
     """A controller with these answers to Join."""
 
     def __init__(self, *answers):
@@ -176,7 +176,7 @@ def test_a_join_that_fails_in_any_way_is_withdrawn(lived, ends, monkeypatch):
     speak(lived, "tcp://10.0.0.1:7000")
     host = MemberHost(host="c", agent="agent/1", actors=["rollouter/1"], stage="joining")
     named = Joined(hosts=[host], waiting_for=["reward/0"])
-    controller = Told(named, ends)
+    controller = AnsweringController(named, ends)
     monkeypatch.setattr(joining, "ReachedHosts", Near)
     monkeypatch.setattr(joining, "LiveController", lambda run: controller)
     with pytest.raises(type(ends)):

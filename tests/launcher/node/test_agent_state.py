@@ -22,7 +22,7 @@ def state(phase="running", **changes):
     return RunState(number=1, phase=phase, **changes)
 
 
-def aside(*names):
+def state_set_aside(*names):
     return state(aside=[Aside(name, "it cannot be kept alive", 600.0) for name in names])
 
 
@@ -166,8 +166,8 @@ def given_up():
 def test_a_replica_that_was_given_up_restarts_once_it_is_no_longer_set_aside():
     found = given_up()
     # The controller has not heard of its end so far.
-    assert found.state(state(), 20.1) == found.state(aside("rollouter/0"), 20.2) == []
-    assert found.state(aside("rollouter/0"), 900.0) == []
+    assert found.state(state(), 20.1) == found.state(state_set_aside("rollouter/0"), 20.2) == []
+    assert found.state(state_set_aside("rollouter/0"), 900.0) == []
     assert found.state(state(), 901.0) == [Spawn("rollouter/0")]
     found.spawned("rollouter/0", 200)
     # Its earlier deaths are forgotten.
@@ -176,10 +176,10 @@ def test_a_replica_that_was_given_up_restarts_once_it_is_no_longer_set_aside():
 
 def test_a_successor_of_the_controller_hears_which_replicas_were_given_up():
     found = given_up()
-    found.state(aside("rollouter/0"), 20.2)
+    found.state(state_set_aside("rollouter/0"), 20.2)
     told = found.controller_found(30.0)
     assert [end.name for end in told if isinstance(end, ActorEnded) and end.fatal] == ["rollouter/0"]
-    assert found.state(state(), 30.1) == found.state(aside("rollouter/0"), 30.2) == []
+    assert found.state(state(), 30.1) == found.state(state_set_aside("rollouter/0"), 30.2) == []
     assert found.state(state(), 30.3) == [Spawn("rollouter/0")]
     assert not any(isinstance(told, ActorEnded) for told in found.controller_found(40.0))
 
@@ -187,8 +187,8 @@ def test_a_successor_of_the_controller_hears_which_replicas_were_given_up():
 @pytest.mark.parametrize("exit_code", [-9, 0])
 def test_a_replica_that_lives_and_is_set_aside_is_killed_and_stays_so(exit_code):
     found = host()
-    assert found.state(aside("rollouter/0"), 5.0) == [Kill("rollouter/0")]
-    assert found.state(aside("rollouter/0"), 5.1) == []
+    assert found.state(state_set_aside("rollouter/0"), 5.0) == [Kill("rollouter/0")]
+    assert found.state(state_set_aside("rollouter/0"), 5.1) == []
     (report,) = found.exited("rollouter/0", exit_code, "", 5.2)
     assert report.fatal and report.reason.endswith(": it cannot be kept alive")
     assert (found.tick(1e6), found.next_deadline(), found.ending) == ([], None, False)
@@ -196,7 +196,7 @@ def test_a_replica_that_lives_and_is_set_aside_is_killed_and_stays_so(exit_code)
     # Nor does a restart that is due come.
     found = host()
     found.exited("rollouter/0", exit_code, "", 5.0)
-    assert found.state(aside("rollouter/0"), 5.1) == found.tick(100.0) == []
+    assert found.state(state_set_aside("rollouter/0"), 5.1) == found.tick(100.0) == []
 
 
 @pytest.mark.parametrize("exit_code", [2, 78])
@@ -204,7 +204,7 @@ def test_no_end_of_the_sinks_ends_the_run(exit_code):
     found = host(["sinks/0"])
     (report,) = found.exited("sinks/0", exit_code, "", 5.0)
     assert report.fatal and not found.ending and found.failure is None
-    found.state(aside("sinks/0"), 6.0)
+    found.state(state_set_aside("sinks/0"), 6.0)
     assert found.state(state(), 700.0) == [Spawn("sinks/0")]
 
 
@@ -541,7 +541,7 @@ def test_invariants(history):
             failed = {"failed_actor": "learner/0", "exit_code": 1} if arguments[0] == "failed" else {}
             instructions = found.state(state(arguments[0], **failed), now)
         elif kind == "aside" and was_found:
-            instructions = found.state(aside(*arguments[0]), now)
+            instructions = found.state(state_set_aside(*arguments[0]), now)
             started = {instruction.name for instruction in instructions if isinstance(instruction, Spawn)}
             assert found.ending or not started & arguments[0]
         elif kind == "launcher_gone":

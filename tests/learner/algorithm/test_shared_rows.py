@@ -197,7 +197,7 @@ def test_ranks_take_the_same_step_with_shared_rows(folder: Path, run_well) -> No
 # --- where it is not done ---
 
 
-def _told(backend: Any, config: Any) -> tuple[bool, bool, set[int], set[int]]:
+def _settled_and_prefixes(backend: Any, config: Any) -> tuple[bool, bool, set[int], set[int]]:
     """The way that was settled, and the prefixes of a step's rows, and of those of a scoring pass."""
     plan = plan_step(
         _groups(VOCABULARY),
@@ -226,7 +226,7 @@ def test_an_error_in_long_rows_only_is_detected(folder: Path, run, monkeypatch, 
         return forward(self, row, *rest)
 
     monkeypatch.setattr(Policy, "forward", wrong)
-    assert run(make_config(folder, budget=10_000), _told)[0] == (True, False, {False}, {False})
+    assert run(make_config(folder, budget=10_000), _settled_and_prefixes)[0] == (True, False, {False}, {False})
     assert "common beginning" in caplog.text
 
 
@@ -239,4 +239,4 @@ def test_a_reference_that_cannot_share_rows_disables_sharing(folder: Path, run, 
 
     config = make_config(folder, budget=10_000, kl={"coefficient": 0.1})
     monkeypatch.setattr(trainer_module, "build_frozen", alone)
-    assert run(config, _told)[0] == (True, False, {False}, {False})
+    assert run(config, _settled_and_prefixes)[0] == (True, False, {False}, {False})

@@ -268,7 +268,7 @@ def test_publication_and_export_equal_the_files_of_save_pretrained(tmp_path, run
         assert all(torch.equal(state[name], tensor) for name, tensor in written.items())
 
 
-def _train_beside_a_slow_gather(backend, config) -> tuple[list[str], list[dict[str, torch.Tensor]]]:
+def _train_during_a_slow_gather(backend, config) -> tuple[list[str], list[dict[str, torch.Tensor]]]:
     """Events, in order, while each bucket of a version was gathered only once another step was trained; the weights of
     the version before it, without a step between, of this one, and of one behind it."""
     from asyncrl.learner.fsdp.weights import assembly
@@ -300,8 +300,8 @@ def _train_beside_a_slow_gather(backend, config) -> tuple[list[str], list[dict[s
     return events, [*weights, weights_of(backend.publish(3).result())]
 
 
-def _train_beside_a_slow_gather_and_failed_writes(backend, config, folder: Path) -> tuple[Any, ...]:
-    found = _train_beside_a_slow_gather(backend, config)
+def _train_during_a_slow_gather_and_failed_writes(backend, config, folder: Path) -> tuple[Any, ...]:
+    found = _train_during_a_slow_gather(backend, config)
     problems = _fail_to_write(backend, folder)
     backend.train(plan_of(backend, config, 0))
     return *found, problems, len(weights_of(backend.publish(1).result()))
@@ -333,7 +333,7 @@ def test_steps_are_trained_during_a_slow_gather_and_after_a_failed_one(folder, t
     """On two real ranks: a version, which is of one moment, costs the training only the copy of their shards."""
     (tmp_path / "file").write_text("in the way")
     config = make_config(folder, ranks=2, bucket_bytes=50_000)
-    events, weights, problems, count = run_well(config, _train_beside_a_slow_gather_and_failed_writes, tmp_path)
+    events, weights, problems, count = run_well(config, _train_during_a_slow_gather_and_failed_writes, tmp_path)
     assert same(weights[0], weights[1]) and not same(weights[1], weights[2])
     buckets = events.count("gathered")
     assert buckets > 2

@@ -129,7 +129,7 @@ def test_overlap_is_the_covered_share_of_the_training_time(intervals, start, len
     assert all(first[1] < second[0] for first, second in zip(merged, merged[1:], strict=False))
 
 
-def told(log, name, *reports, incarnation=1):
+def add_reports(log, name, *reports, incarnation=1):
     """Reports of (when, tokens sampled so far)."""
     for now, tokens in reports:
         log.add(name, incarnation, RolloutStats(sampled_tokens=tokens, sampling=[(now - 0.5, now)]), now)
@@ -156,7 +156,7 @@ def test_tokens_and_updates_are_counted_over_restarts_of_a_rollouter():
     assert log.covers(3.1, now=6.1, patience_s=3.0)
     assert log.take_tokens(0.0, 3.0) == Tokens(sampled=180, reprefill=9)
     assert (log.take_updates(), log.take_updates()) == ([("rollouter/0", update)], [])
-    told(log, "rollouter/0", (4.0, 30), incarnation=2)
+    add_reports(log, "rollouter/0", (4.0, 30), incarnation=2)
     assert log.take_tokens(3.0, 4.0).sampled == 0, "nothing was sampled, which is known"
     assert log.take_tokens(4.0, 5.0) is None
 
@@ -164,8 +164,8 @@ def test_tokens_and_updates_are_counted_over_restarts_of_a_rollouter():
 def test_steps_between_two_reports_have_the_rate_of_that_time():
     """Lines are written once the second report is there: no step is said to have sampled nothing."""
     log = GenerationLog()
-    told(log, "rollouter/0", (10.0, 0), (11.0, 1000))
-    told(log, "rollouter/1", (10.5, 0), (11.5, 500))
+    add_reports(log, "rollouter/0", (10.0, 0), (11.0, 1000))
+    add_reports(log, "rollouter/1", (10.5, 0), (11.5, 500))
     taken = [log.take_tokens(start, start + 0.25).sampled for start in (10.0, 10.25, 10.5, 10.75)]
     assert taken == [250, 250, 375, 375]
 
@@ -173,10 +173,10 @@ def test_steps_between_two_reports_have_the_rate_of_that_time():
 @pytest.mark.parametrize(("succeeds", "tokens"), [(False, 5000), (True, 250)])
 def test_the_first_step_of_a_restarted_learner_excludes_earlier_work_of_rollouters(succeeds, tokens):
     log = GenerationLog(succeeds=succeeds)
-    told(log, "rollouter/0", (10.0, 4750), (10.5, 5000))
+    add_reports(log, "rollouter/0", (10.0, 4750), (10.5, 5000))
     assert log.take_tokens(9.0, 10.5).sampled == tokens
     # That of one that is known begins in this learner's time.
-    told(log, "rollouter/0", (11.0, 70), incarnation=2)
+    add_reports(log, "rollouter/0", (11.0, 70), incarnation=2)
     assert log.take_tokens(10.5, 11.0).sampled == 70
 
 
@@ -186,7 +186,7 @@ def test_a_long_step_of_many_rollouters_keeps_few_reports(monkeypatch):
     log = GenerationLog()
     for beat in range(1, 2001):
         for name in range(8):
-            told(log, f"rollouter/{name}", (beat / 2, 100 * beat))
+            add_reports(log, f"rollouter/{name}", (beat / 2, 100 * beat))
     assert len(log._reports) <= 64 and len(log._intervals) <= 64
     assert log.take_tokens(0.0, 1000.0).sampled == 8 * 2000 * 100
     assert log.overlap(0.0, 1000.0) == pytest.approx(1.0)
@@ -200,7 +200,7 @@ def test_each_token_counts_in_one_step(reports, ends):
     log, now, tokens = GenerationLog(), 0.5, 0
     for seconds, more in reports:
         now, tokens = now + seconds, tokens + more
-        told(log, "rollouter/0", (now, tokens))
+        add_reports(log, "rollouter/0", (now, tokens))
     ends = [0.0, *sorted({end for end in ends if end < now}), now]
     taken = [log.take_tokens(start, end) for start, end in zip(ends, ends[1:], strict=False)]
     found = [each.sampled for each in taken if each is not None]

@@ -236,7 +236,9 @@ def refuse(_request: AnnounceBroadcast) -> BroadcastState:
     raise BroadcastFailed(1, "no")
 
 
-@pytest.mark.parametrize("answer", [lambda _request: BroadcastState(decided=True), refuse], ids=["nobody", "refusal"])
+@pytest.mark.parametrize(
+    "answer", [lambda _request: BroadcastState(decided=True), refuse], ids=["no members", "refusal"]
+)
 def test_nothing_is_broadcast_without_a_group(answer: Callable[[AnnounceBroadcast], BroadcastState]) -> None:
     async def scenario(scene: Scene) -> None:
         scene.stub.answer = answer

@@ -125,7 +125,7 @@ class Script:
     # --- parameter server ---
 
     @handler
-    def told(self, request: Publish, caller: Caller) -> Done:
+    def accept_publication(self, request: Publish, caller: Caller) -> Done:
         self.note("publish", request.manifest.version)
         return Done()
 

@@ -20,7 +20,7 @@ def parsed(panel):
     return ET.fromstring(re.sub(r'(\s[a-zA-Z-]+)=([^"\s>]+)', r'\1="\2"', text))
 
 
-def told(panel):
+def tooltip_data(panel):
     return json.loads(html.unescape(re.search(r'data-told="([^"]*)"', draw(panel))[1]))
 
 
@@ -52,7 +52,7 @@ def test_all_finite_values_are_drawn_within_the_frame(points, stack, zero):
         assert "nan" not in path.get("d") and "inf" not in path.get("d")
     for text in parsed(panel).iter("text"):
         assert "nan" not in (text.text or "") and len(text.text or "") <= 16
-    assert [len(curve["x"]) for curve in told(panel)["curves"]] == [len(x)] * 2
+    assert [len(curve["x"]) for curve in tooltip_data(panel)["curves"]] == [len(x)] * 2
 
 
 def test_a_point_has_the_position_of_its_value():
@@ -61,7 +61,9 @@ def test_a_point_has_the_position_of_its_value():
     (path,) = drawn(panel)
     # A hundredth of the width is left free on both sides, and a twentieth of the height above.
     assert coordinates(path) == [(10.0, 210.0), (510.0, 10.0), (1010.0, 110.0)]
-    assert told(panel)["curves"] == [{"name": "loss", "colour": "#000", "notes": [], "x": [0, 5, 10], "y": [0, 1, 0.5]}]
+    assert tooltip_data(panel)["curves"] == [
+        {"name": "loss", "colour": "#000", "notes": [], "x": [0, 5, 10], "y": [0, 1, 0.5]}
+    ]
 
 
 def test_labels_differ_from_their_neighbours():

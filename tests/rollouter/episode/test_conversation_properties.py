@@ -114,14 +114,14 @@ plays = settings(max_examples=examples(40), deadline=None)
 def test_invariants_hold_for_random_agents(renderer, random, rounds, history):
     agent = Agent(random, renderer, history)
     player = agent.play(rounds)
-    every_path_is_what_was_submitted_and_sampled(player)
-    each_prompt_goes_on_from_the_deepest_path_that_it_begins_with(player)
-    each_sampled_token_is_trained_once_in_the_context_that_it_was_sampled_in(player)
+    every_path_holds_the_submitted_and_sampled_tokens(player)
+    each_prompt_extends_the_deepest_matching_path(player)
+    each_sampled_token_is_trained_once_in_its_context(player)
     past_reward_is_that_of_brute_force(player)
     sealed_is_immutable(agent)
 
 
-def every_path_is_what_was_submitted_and_sampled(player):
+def every_path_holds_the_submitted_and_sampled_tokens(player):
     assert [call.node for call in player.calls] == player.conversation.nodes
     for call in player.calls:
         node, prompt = call.node, call.prompt
@@ -154,7 +154,7 @@ def same_answer(sent, node, restored):
     return sent["role"] == "assistant" and same and restored == node.for_template()
 
 
-def each_prompt_goes_on_from_the_deepest_path_that_it_begins_with(player):
+def each_prompt_extends_the_deepest_matching_path(player):
     for call in player.calls:
         parent = call.node.parent
         if call.prompt.cause == "extend":
@@ -163,7 +163,7 @@ def each_prompt_goes_on_from_the_deepest_path_that_it_begins_with(player):
             assert (parent.length if parent else 0) == call.longest_path
 
 
-def each_sampled_token_is_trained_once_in_the_context_that_it_was_sampled_in(player):
+def each_sampled_token_is_trained_once_in_its_context(player):
     sampled = {
         score: (call, place) for call in player.calls for place, score in enumerate(call.logprobs) if not call.untrained
     }

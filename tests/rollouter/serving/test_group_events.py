@@ -15,7 +15,7 @@ from asyncrl.rollouter.episode.conversation import Cause
 from asyncrl.rollouter.serving.group_events import EVENTS_KEPT
 
 
-def told(folder, agent, **options):
+def events_and_texts(folder, agent, **options):
     """Each event of an episode, and its text."""
     account = played(folder, agent, **options)[1].account
     facts = {"since": 0.0, "samples": [account.events], "end": "delivered", "left_out": account.left_out}
@@ -42,7 +42,9 @@ def test_each_turn_is_logged_from_its_context_to_its_reward(tmp_path):
         return EpisodeDone(reward=1.0)
 
     answers = {False: call_of("look"), True: "There is nothing."}
-    account, words = told(tmp_path, agent, say=lambda prompt: answers["nothing" in prompt], episode={"max_turns": 2})
+    account, words = events_and_texts(
+        tmp_path, agent, say=lambda prompt: answers["nothing" in prompt], episode={"max_turns": 2}
+    )
     first, asked, answered, *worth, refused, goes_on, aborted, resumed, last, over, ended = words
     assert first == "episode began at episodes/0"
     assert asked.startswith("call 0 (the first): ") and " generation began at version 0 after " in asked
@@ -65,7 +67,7 @@ def test_long_episodes_keep_their_start_and_their_end(tmp_path):
             messages += [said(await world.chat(key, messages)), user("more")]
         return EpisodeDone(reward=1.0)
 
-    account, words = told(tmp_path, agent, episode={"max_turns": 40, "max_context_tokens": 4000})
+    account, words = events_and_texts(tmp_path, agent, episode={"max_turns": 40, "max_context_tokens": 4000})
     assert len(account.events) == EVENTS_KEPT
     assert account.left_out == 1 + 2 * 40 + 1 - EVENTS_KEPT
     assert words[0] == "episode began at episodes/0" and words[-1].startswith("episode ended")

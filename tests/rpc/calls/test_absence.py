@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from cuts import way_to
+from cuts import path_to
 from harness import SECRET, Net, repeat_after, replace, until
 
 from asyncrl.core.errors import DeadlineExceeded, Refused
@@ -33,32 +33,32 @@ SMALL, LARGE = Store(data=np.zeros(1)), Store(data=np.zeros(1 << 16))
 
 
 @asynccontextmanager
-async def learner_behind_a_way(most=None):
+async def learner_behind_a_path(most=None):
     """The net, the path to the learner, and a peer of the learner."""
     async with asyncio.timeout(60), Net() as net:
         net.serve(Server(), "learner/0")
         record = net.records["learner/0"]
-        async with way_to(record.address, most=most) as way:
-            net.register(replace(record, address=way.address))
-            yield net, way, net.client("learner/0", call_timeout_s=30.0)
+        async with path_to(record.address, most=most) as path:
+            net.register(replace(record, address=path.address))
+            yield net, path, net.client("learner/0", call_timeout_s=30.0)
 
 
 async def test_a_peer_is_unreached_while_the_path_is_broken():
-    async with learner_behind_a_way() as (_, way, peer):
+    async with learner_behind_a_path() as (_, path, peer):
         assert peer.unreached_s == 0.0, "no call has been made"
         await peer.call(SMALL)
         assert peer.unreached_s == 0.0
-        way.cut()
+        path.cut()
         await until(lambda: peer.unreached_s > 0.3)
         call = peer.call(SMALL)
         before = peer.unreached_s
         await asyncio.sleep(0.2)
         assert peer.unreached_s >= before + 0.2
-        await way.open()
+        await path.open()
         await call
         assert peer.unreached_s == 0.0
         # The next loss starts at zero.
-        way.cut()
+        path.cut()
         await until(lambda: peer.unreached_s > 0.0)
         assert peer.unreached_s < before
 
@@ -73,7 +73,7 @@ async def test_a_peer_that_was_never_reached_is_unreached_since_the_first_call()
 
 
 async def test_a_peer_without_calls_is_not_unreached(monkeypatch):
-    async with learner_behind_a_way() as (net, way, peer):
+    async with learner_behind_a_path() as (net, path, peer):
 
         def no_descriptor(*_):
             raise OSError(errno.EMFILE, "no connection to learner/0: Too many open files")
@@ -85,10 +85,10 @@ async def test_a_peer_without_calls_is_not_unreached(monkeypatch):
                 with pytest.raises(OSError, match="Too many open files"):
                     await peer.call(SMALL)
             assert peer.known and peer.unreached_s == 0.0
-        way.cut()
+        path.cut()
         call = peer.call(SMALL)
         await until(lambda: peer.unreached_s > 0.0)
-        await way.open()
+        await path.open()
         await call
         # The peer of another run refused it, so it was reached.
         stranger = net.client("learner/0", "client/1", credentials=Credentials("run-2", SECRET))
@@ -98,26 +98,26 @@ async def test_a_peer_without_calls_is_not_unreached(monkeypatch):
 
 
 async def test_a_dead_peer_is_not_unreached():
-    async with learner_behind_a_way() as (net, way, peer):
+    async with learner_behind_a_path() as (net, path, peer):
         await peer.call(SMALL)
-        way.cut()
+        path.cut()
         await until(lambda: peer.unreached_s > 0.1)
         peer.adopt(2)
         assert peer.unreached_s == 0.0
-        net.register(ActorRecord(name="learner/0", incarnation=2, address=way.address))
+        net.register(ActorRecord(name="learner/0", incarnation=2, address=path.address))
         await until(lambda: peer.unreached_s > 0.0)
 
 
 async def test_a_path_that_passes_only_the_handshake_does_not_count_as_reached(monkeypatch):
     repeat_after(monkeypatch, 0.2)
-    async with learner_behind_a_way(most=20_000) as (_, way, peer):
+    async with learner_behind_a_path(most=20_000) as (_, path, peer):
         call = peer.call(LARGE)
         greeted, told = 0, []
 
         async def watch():
             nonlocal greeted
             was = False
-            while way.most is not None:
+            while path.most is not None:
                 greeted += peer.ready and not was
                 was = peer.ready
                 if greeted > 1 and was:
@@ -128,26 +128,26 @@ async def test_a_path_that_passes_only_the_handshake_does_not_count_as_reached(m
         await until(lambda: peer.unreached_s > 1.0)
         assert greeted > 1, "it was welcomed repeatedly meanwhile"
         assert told and min(told) > 0.0
-        way.most = None
+        path.most = None
         await asyncio.gather(call, watching)
         assert peer.unreached_s == 0.0
 
 
 async def test_a_healed_path_is_recognised_by_a_connection_that_lasts(monkeypatch):
     monkeypatch.setattr(connection, "PROVEN_S", 0.5)
-    async with learner_behind_a_way(most=20_000) as (_, way, peer):
+    async with learner_behind_a_path(most=20_000) as (_, path, peer):
         call = peer.call(LARGE)
         await until(lambda: peer.ready)
         await until(lambda: not peer.ready)
         call.cancel()
-        way.most = None
+        path.most = None
         await until(lambda: peer.ready)
         assert peer.unreached_s > 0.0
         await until(lambda: peer.unreached_s == 0.0)
         # So the next loss is that of a reached peer, though no call was made.
         assert peer.ready
-        way.cut()
+        path.cut()
         await until(lambda: not peer.ready)
-        await way.open()
+        await path.open()
         await until(lambda: peer.ready)
         assert peer.unreached_s == 0.0

@@ -120,7 +120,7 @@ class World:
         agent.given[name] = agent.living[name] = number
         if name == RANKS[0]:
             self.written = max(self.written, number)
-        self.tell(agent)
+        self.report(agent)
         self.meet(agent, name, number)
 
     def meet(self, agent, name, number):
@@ -137,7 +137,7 @@ class World:
         agent.ends[name] = number
         agent.untold.append((name, number))
 
-    def tell(self, agent):
+    def report(self, agent):
         """An agent and its actors report; a new controller gets all reports."""
         if agent.is_cut_off:
             return
@@ -167,8 +167,8 @@ class World:
                 self.end(agent, name)
             case "start":
                 self.start(name)
-            case "tell":
-                self.tell(agent)
+            case "report":
+                self.report(agent)
             case "hear":
                 self.hear(agent)
             case "freeze" if name in agent.living:
@@ -183,7 +183,7 @@ class World:
                 self.registry.lose(agent.actors, "its host was lost", 0.0)
             case "back":
                 agent.is_cut_off = False
-                self.tell(agent)
+                self.report(agent)
             case "move" if agent.is_cut_off and agent.actors <= {dead.name for dead in self.registry.dead}:
                 # Its host is lost for good. Another agent takes over its actors and reports that
                 # it starts them: a later agent counts from the reported numbers.
@@ -200,10 +200,10 @@ class World:
             agent.is_cut_off = False
         for _ in range(3):
             for agent in self.agents:
-                self.tell(agent)
+                self.report(agent)
             for agent in self.agents:
                 self.hear(agent)
-                self.tell(agent)
+                self.report(agent)
             for name in NAMES:
                 self.start(name)
         assert self.registry.condemned == []
@@ -215,14 +215,14 @@ class World:
             assert all(living[other] == living[rank] for other in self.met.get((rank, living[rank]), ()))
         before = {name: list(numbers) for name, numbers in self.lives.items()}
         for agent in self.agents:
-            self.tell(agent)
+            self.report(agent)
             self.hear(agent)
         for name in NAMES:
             self.start(name)
         assert self.lives == before
 
 
-KINDS = ("die", "start", "tell", "hear", "freeze", "restart", "forget", "cut", "back", "move", "resume")
+KINDS = ("die", "start", "report", "hear", "freeze", "restart", "forget", "cut", "back", "move", "resume")
 
 
 def history(text):
@@ -230,8 +230,8 @@ def history(text):
     return [tuple(step.split()) for step in text.split(", ")]
 
 
-@example(history("die learner/0, start learner/0, die learner/0, start learner/0, forget learner/0, tell learner/1"))
-@example(history("die learner/0, forget learner/0, start learner/0, tell learner/1, start learner/1"))
+@example(history("die learner/0, start learner/0, die learner/0, start learner/0, forget learner/0, report learner/1"))
+@example(history("die learner/0, forget learner/0, start learner/0, report learner/1, start learner/1"))
 @example(history("cut learner/1, die learner/1, start learner/1, move learner/1, start learner/1"))
 @example(history("cut learner/0, move learner/0, cut learner/0, start learner/0, move learner/0"))
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES)), max_size=40))

@@ -154,7 +154,7 @@ def test_only_the_newest_incarnation_is_heard(events):
 FROZEN = "it did not beat for 61 s"
 
 
-def gang(**incarnations):
+def registry_of_ranks(**incarnations):
     """A registry with these ranks ready, by their number, and a rollouter."""
     registry = Registry(gang_of)
     registry.register(record(5), 0.0)
@@ -190,7 +190,7 @@ def test_condemned_actors_count_as_dead_at_once():
 @pytest.mark.parametrize("first", ["report", "registration"])
 def test_the_death_of_a_rank_condemns_the_ranks_of_its_generation(first):
     """In either order of the agent's report and the successor. Another death does the same again."""
-    registry = gang(r0=7, r1=7, r2=7)
+    registry = registry_of_ranks(r0=7, r1=7, r2=7)
     events = [
         lambda: registry.ended("learner/1", 7, 1.0),
         lambda: registry.register(record(8, name="learner/1"), 1.0),
@@ -215,7 +215,7 @@ def test_the_death_of_a_rank_condemns_the_ranks_of_its_generation(first):
 
 
 def test_the_death_of_a_rank_ends_its_generation_unless_it_was_asked_to_end():
-    registry = gang(r0=7, r1=7, r2=7)
+    registry = registry_of_ranks(r0=7, r1=7, r2=7)
     registry.ended("rollouter/0", 5, 1.0)
     registry.register(record(6), 2.0)
     registry.ended("learner/1", 7, 3.0, asked=True)
@@ -236,7 +236,7 @@ def successor_of(registry):
 
 
 def test_an_actor_lost_with_its_host_is_dead_for_later_registries():
-    registry = gang(r0=7, r1=7)
+    registry = registry_of_ranks(r0=7, r1=7)
     found = successor_of(registry)
     found.register(record(7, name="learner/0"), 1.0)
     found.lose(["learner/1", "rollouter/0", "rollouter/9"], "its host was lost", 2.0)

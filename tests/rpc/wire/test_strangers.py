@@ -188,13 +188,13 @@ async def test_i6_no_malformed_message_reaches_a_handler_and_none_passes_before_
                 knocker.listen()
                 await asyncio.sleep(0)
 
-        def told():
+        def refused_run_id():
             # Its messages and their answers are dropped while a queue is full of earlier noise.
             knocker.send(own.hello(run_id="another"))
             knocker.listen()
             return "run_id" in knocker.codes
 
-        await until(told, "the answer to a HELLO")
+        await until(refused_run_id, "the answer to a HELLO")
         assert not knocker.entered
         assert (owner.taken, net.errors, server._sessions, server._newest) == ([], [], {}, {})
         assert counters["wire/strangers"] >= FRAMES / 4

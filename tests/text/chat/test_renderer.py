@@ -189,7 +189,7 @@ def test_parsers_are_recognised_by_the_template(tmp_path, template, tool_parser,
 
 
 def test_a_parser_of_the_engine_is_handed_in(family):
-    class Theirs:
+    class EngineParser:
         markers = None
 
         def __call__(self, text, tools, **_):
@@ -199,7 +199,7 @@ def test_a_parser_of_the_engine_is_handed_in(family):
     folder = family("qwen3")
     tokenizer = load_tokenizer(str(folder))
     config = config_of(folder, engine="vllm", tool_parser="hermes")
-    renderer = make_renderer(config, tokenizer, engine_parsers=lambda *names: asked.append(names) or Theirs())
+    renderer = make_renderer(config, tokenizer, engine_parsers=lambda *names: asked.append(names) or EngineParser())
     parsed = renderer.parse([*tokenizer.encode("<think>\nr\n</think>\n\nx"), END], TOOLS)
     assert (parsed.reasoning, parsed.content, asked) == ("r", "theirs: x", [("hermes", None)])
 

@@ -132,12 +132,12 @@ def test_rank_0_distributes_a_model_that_cannot_be_read_in_shards_and_reports_it
     if how == "bin":
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
-    found = _play(pools, _told, folder, other)
+    found = _play(pools, _differences_and_log, folder, other)
     why = "its folder has neither model.safetensors nor model.safetensors.index.json"
     assert found == [(([], True), [f"{folder}: learner/0 reads it whole and hands it out: {why}"]), (([], False), [])]
 
 
-def _told(ranks: Ranks, mesh: Any, folder: Path, other: Path) -> Any:
+def _differences_and_log(ranks: Ranks, mesh: Any, folder: Path, other: Path) -> Any:
     """_differences, and the log; ranks above 0 have ``other`` instead."""
     records: list[str] = []
     handler = logging.Handler()
