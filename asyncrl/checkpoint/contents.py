@@ -43,7 +43,7 @@ from asyncrl.messages.ledger import LedgerState
 STATE, GROUPS, TRAINER = "state.json", "groups.msgpack", "trainer"
 """Names inside a checkpoint; TRAINER is the folder of the files that ``Backend.save`` writes."""
 CONTENTS = "contents.json"
-FORMAT = 3
+FORMAT = 4
 """Format of a state. It goes up when a reader could misunderstand what an earlier asyncrl wrote."""
 
 

@@ -30,7 +30,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from asyncrl.messages import DATALOADER, ROLLOUTER, Count, Done, FinishReason, Message, Request, Uid
 
@@ -88,8 +88,8 @@ class Lease(Struct, gc=False, frozen=True, kw_only=True):
 
     uid: Uid
     """EPOCH-INDEX of a training prompt; NAME@ROUND-INDEX of an eval prompt."""
-    number: Count = field(name="grant")
-    """Number of the lease, counted per rollouter incarnation from 1. Checkpoints hold it as ``grant``."""
+    number: Count
+    """Number of the lease, counted per rollouter incarnation from 1."""
     purpose: str
     """train, or eval/NAME."""
     epoch: Count
@@ -188,8 +188,7 @@ class Trajectory(Struct, gc=False, kw_only=True):
 class Group(Struct, gc=False, frozen=True, kw_only=True):
     """A finished prompt group: its scored trajectories, or the reason of its failure."""
 
-    lease: Lease = field(name="ticket")
-    """Checkpoints hold it as ``ticket``."""
+    lease: Lease
     trajectories: list[Trajectory]
     failure: str | None = None
     """Reason that the group must be quarantined; None if it did not fail."""

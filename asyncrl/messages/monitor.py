@@ -16,11 +16,11 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from asyncrl.messages import LEARNER, MEMBERS, SINKS, VIEWER, Count, Done, Message, Request
 
-SCHEMA = 1
+SCHEMA = 2
 OVER = frozenset({"done", "failed"})
 """Phases of a run that is over."""
 ENDING = OVER | {"draining"}
@@ -194,8 +194,8 @@ class ActorView(Struct, gc=False, frozen=True, kw_only=True):
     waits: list[Wait] = []
     """Open waits, the oldest first."""
     resources: list[Resource] = []
-    metrics: dict[str, float] = field(name="figures", default_factory=dict)
-    """Counters and gauges by name; ``figures`` in MessagePack and JSON."""
+    metrics: dict[str, float] = {}
+    """Counters and gauges by name."""
     histograms: dict[str, Histogram] = {}
     gpus: list[Gpu] = []
 

@@ -106,7 +106,7 @@ def test_reading_continues_from_the_file_position_and_holds_one_record_at_a_time
 def test_bytes_that_are_not_an_array_are_refused(array):
     body = msgpack.unpackb(pack_group(make_group())[contents.HEAD.size :])
     assert read(framed(msgpack.packb(body)))
-    body["ticket"]["prompt_ids"] = array
+    body["lease"]["prompt_ids"] = array
     with pytest.raises(DataError):
         read(framed(msgpack.packb(body)))
 

@@ -58,7 +58,7 @@ def live(tmp_path, during=None, **tables):
 
 
 def texts_of(happenings, sample, *kinds):
-    return [(h.what, h.facts["told"]) for h in happenings if h.sample == sample and h.what in kinds]
+    return [(h.what, h.facts["details"]) for h in happenings if h.sample == sample and h.what in kinds]
 
 
 def test_generation_and_training_overlap_and_every_actor_and_every_slot_has_a_track(tmp_path, logs):
@@ -160,7 +160,7 @@ def test_the_log_of_a_group_that_was_resumed_twice_matches_its_samples(tmp_path,
             assert reward == trajectory["reward"]
         whole = [h for h in story if h.sample < 0]
         assert [h.what for h in whole] == ["leased", "buffered", "delivered", "trained"]
-        assert whole[0].facts["version"] == group["granted_version"]
+        assert whole[0].facts["version"] == group["leased_version"]
         assert (whole[-1].facts["step"], whole[-1].actor) == (group["step"], "learner/0")
         assert [h.wall for h in story] == sorted(h.wall for h in story)
         text = explain(system.run_dir, group["uid"])

@@ -148,7 +148,7 @@ def _sample(step: int, version: int, group: Group, kind: SampleKind) -> dict[str
         "weights/version": version,
         "uid": group.lease.uid,
         "prompt": group.lease.prompt,
-        "granted_version": group.lease.param_version,
+        "leased_version": group.lease.param_version,
         "trajectories": [
             {
                 "sample": t.sample,

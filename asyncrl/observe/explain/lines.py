@@ -21,8 +21,6 @@ from asyncrl.observe.snapshots.recording import entries_of
 
 CLOCK_SLACK_S = 5.0
 """Largest difference between two clocks that is corrected (s)."""
-_RENAMED = ((b'"event":"granted"', b'"event":"leased"'), (b'"grants":', b'"leases":'), (b'"grant":', b'"lease":'))
-"""Names in logs of earlier versions, and the present ones."""
 _ATTEMPT = re.compile(r"attempt_([0-9]{1,9})")
 
 
@@ -95,8 +93,6 @@ def lines_of(path: Path, attempt: int, *words: str) -> Iterator[LogLine]:
     quoted = [f'"{word}"'.encode() for word in words]
     with path.open("rb") as file:
         for data in file:
-            for old, new in _RENAMED:
-                data = data.replace(old, new)
             if any(word in data for word in quoted):
                 try:
                     line = _decode(data)

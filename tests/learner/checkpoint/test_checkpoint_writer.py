@@ -72,12 +72,12 @@ def _replacing(old: bytes, new: bytes) -> Callable[[Path], object]:
         (STATE, _shorten, "cannot be read", True),
         (STATE, _replacing(b'"bits":"', b'"bits":"no base64 '), "cannot be read", False),
         # A checkpoint of another format is not damaged: to continue from an older one would lose it.
-        (STATE, _replacing(b'"format":3', b'"format":9'), "has format 9, and this asyncrl reads format 3 only", False),
+        (STATE, _replacing(b'"format":4', b'"format":9'), "has format 9, and this asyncrl reads format 4 only", False),
         # Also if its fields are others.
         (
             STATE,
             lambda path: path.write_bytes(b'{"format":1}'),
-            "has format 1, and this asyncrl reads format 3 only",
+            "has format 1, and this asyncrl reads format 4 only",
             False,
         ),
         (STATE, _replacing(b'"step":6', b'"step":"6"'), "as if another version of asyncrl had written it", False),

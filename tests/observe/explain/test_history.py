@@ -129,21 +129,6 @@ def test_the_history_shows_the_turns_of_an_episode(logs, tmp_path):
     ]
 
 
-def test_logs_with_the_earlier_names_of_leases_are_read(logs, tmp_path):
-    logs.whole()
-    history = explain(tmp_path, UID)
-    for path in (tmp_path / "logs").glob("*/*.log"):
-        names = {'"event": "leased"': '"event":"granted"', '"leases":': '"grants":', '"lease":': '"grant":'}
-        text = path.read_text()
-        for name, earlier in names.items():
-            text = text.replace(name, earlier)
-        path.write_text(text)
-    assert '"grants":' in (tmp_path / "logs/attempt_1/dataloader-0.log").read_text()
-    assert explain(tmp_path, UID) == history
-    with pytest.raises(UsageError, match="the last 0-7"):
-        explain(tmp_path, "0-9")
-
-
 def test_times_are_printed_with_a_unit(logs, tmp_path):
     logs.generated(99.0, 0.0, [[0.1, "scored", 0.5, 0.0004], [5.0, "scored", 0.5, 4.9871], [98.0, "scored", 0.5, 65.2]])
     said = [line.partition("which took ")[2] for line in explain(tmp_path, UID).splitlines() if "scored" in line]
