@@ -100,7 +100,7 @@ def part_of(place):
     return max(known, key=len, default=path)
 
 
-def test_imports_go_one_way(modules):
+def test_imports_go_in_one_direction(modules):
     wrong = []
     for place, (tree, found) in modules.items():
         part = part_of(place)
@@ -128,7 +128,7 @@ def room(place):
     return place if is_door or len(path.parts) == 1 else str(path.parent)
 
 
-def test_rooms_do_not_import_each_other_in_a_circle(modules):
+def test_folders_do_not_import_each_other_in_a_circle(modules):
     known = {}
     for place, (_, found) in modules.items():
         for module, _ in found:

@@ -115,7 +115,7 @@ def test_a_partition_blocks_open_connections_until_it_ends(hosts, talk):
     beside.hear()
 
 
-def test_a_slow_link_is_slow_in_both_directions_until_it_is_over(hosts, talk):
+def test_a_slow_link_is_slow_in_both_directions_until_it_ends(hosts, talk):
     away, back, beside = talk("a", "b"), talk("b", "a"), talk("b", "c")
     size = 1 << 20
     hosts.become(Conditions(slow={"a": Link(delay_ms=50.0, rate_mbit=4.0, loss=0.0)}))

@@ -208,7 +208,7 @@ def test_a_dry_run_shows_addresses_and_commands_and_starts_nothing(cluster_witho
     assert not (folder / "runs").exists()
 
 
-def test_ports_and_interface_are_the_configured_ones(cluster_without_run, folder):
+def test_the_configured_ports_and_interface_are_used(cluster_without_run, folder):
     flags = ("--network.ports", "7000-7040", "--network.interface", "eth0", "--learner.steps", "4")
     with cluster_without_run.capture() as capture:
         code, shown = Launch(cluster_without_run, folder, "head\na\nb\n", *flags).end()

@@ -83,7 +83,7 @@ def test_a_closed_round_never_opens_again_and_an_unknown_set_starts_at_the_begin
     assert EvalRounds([eval_set("b", (0,), every_versions=4)], 9).sizes == {}
 
 
-def test_a_rejected_prompt_keeps_its_round_open_until_the_learner_has_taken_note() -> None:
+def test_a_rejected_prompt_keeps_its_round_open_until_the_learner_acknowledges_it() -> None:
     rounds = EvalRounds([eval_set("a", (0, 1), at_start=True)])
     rounds.reject(rounds.take(0), "it kills")
     rounds.take(0)

@@ -53,7 +53,7 @@ def test_an_unreported_version_counts_as_the_one_before_it_and_an_older_one_is_i
     assert gate.newest_version == 2
 
 
-def test_a_laggard_is_counted_rightly_after_older_versions_are_forgotten() -> None:
+def test_a_slow_rollouter_counts_correctly_after_older_versions_are_forgotten() -> None:
     gate = make_gate(staleness_max=3)
     for version in (1, 2, 3):
         publish(gate, version, 4 * version)

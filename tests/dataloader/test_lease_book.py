@@ -71,7 +71,7 @@ def held(attempts: dict[str, int] | None = None, *, seen: int = 0, leaving: bool
 # --- leases ---
 
 
-def test_no_number_is_given_twice_after_a_restart_of_the_dataloader() -> None:
+def test_no_lease_number_is_used_twice_after_a_restart_of_the_dataloader() -> None:
     book = Book()
     book.lease(A, 2)
     # A reply of a lost dataloader, which came after it had said what it holds.
@@ -159,7 +159,7 @@ def test_a_request_answered_before_a_restore_gets_no_new_leases_after_it() -> No
 # --- returns and deaths ---
 
 
-def test_a_leaving_rollouter_returns_prompts_and_the_learner_is_asked_about_the_others() -> None:
+def test_a_leaving_rollouter_returns_prompts_and_the_learner_decides_about_the_rest() -> None:
     """I1: what it may have delivered is not generated again before the learner has said so."""
     book = Book()
     book.lease(B, 1)
@@ -327,7 +327,7 @@ def test_one_rollouter_is_set_aside_and_the_others_continue() -> None:
     assert book.uids(B, 1, seen=3) == ["0-7"]
 
 
-def test_only_deaths_of_its_own_count_against_a_prompt() -> None:
+def test_only_its_own_deaths_count_against_a_prompt() -> None:
     book = Book()
     book.lease(A, 3)
     book.lease(A, 1, seen=3, holding="0-0 0-2")
@@ -360,7 +360,7 @@ def test_a_prompt_delivered_before_the_death_is_not_blamed_for_it() -> None:
     assert after.ledger.attempts == {"0-0": 2}
 
 
-def test_a_prompt_that_kills_on_its_own_is_rejected_with_the_reason() -> None:
+def test_a_prompt_that_kills_alone_is_rejected_with_the_reason() -> None:
     book = Book(deaths={"0-0": 2})
     numbers = []
     for life, deaths in enumerate((2, 3, 4), 1):

@@ -17,7 +17,7 @@ def epoch(order: EpochOrder, number: int) -> list[int]:
 
 @settings(max_examples=examples(50))
 @given(st.text(max_size=20), st.integers(0), st.integers(1, 60), st.integers(0, 2**40), st.booleans(), st.integers(0))
-def test_every_epoch_is_a_permutation_that_can_be_looked_up_both_ways(
+def test_every_epoch_is_an_invertible_permutation(
     fingerprint: str, seed: int, size: int, number: int, shuffle: bool, start: int
 ) -> None:
     order = EpochOrder(fingerprint, seed, size, shuffle=shuffle)
@@ -66,7 +66,7 @@ def test_oversize_prompts_are_passed_over_and_named_until_they_are_reported() ->
     assert queue.rejections == 2
 
 
-def test_known_prompts_are_passed_over_and_finished_epochs_are_not_looked_at() -> None:
+def test_known_prompts_are_skipped_and_finished_epochs_are_not_read() -> None:
     ledger = Ledger()
     for number in range(1000):
         for index in range(2):

@@ -199,7 +199,7 @@ async def test_a_preempted_run_leases_nothing_more(tmp_path: Path) -> None:
 # --- other prompts, another order ---
 
 
-async def test_other_prompts_are_refused_unless_that_is_allowed(tmp_path: Path) -> None:
+async def test_changed_prompts_are_refused_unless_allowed(tmp_path: Path) -> None:
     was: dict[str, Any] = {"outcomes_number": 9}
     async with running(tmp_path) as it:
         for changed, match in (
@@ -213,7 +213,7 @@ async def test_other_prompts_are_refused_unless_that_is_allowed(tmp_path: Path) 
         assert await it.leased(free=1) == ["0-0"]
 
 
-async def test_other_prompts_begin_with_an_epoch_of_their_own(tmp_path: Path) -> None:
+async def test_changed_prompts_start_a_new_epoch(tmp_path: Path) -> None:
     config = small_config(resume={"allow": ["data", "seed"]})
     rollouter = Rollouter()
     async with running(tmp_path, config, rollouters={A: rollouter}, restore=False) as it:

@@ -114,7 +114,7 @@ BAD_LINES: dict[str | bytes, str] = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_a_bad_line_is_an_error_with_file_and_line_or_left_out_and_counted(tmp_path: Path, line: str | bytes) -> None:
+def test_a_bad_line_is_an_error_with_its_position_or_is_skipped_and_counted(tmp_path: Path, line: str | bytes) -> None:
     path = write_lines(tmp_path / "a.jsonl", '{"prompt": "good"}', line)
     error = fails(BAD_LINES[line], path=path)
     assert (error.path, error.line, error.exit_code) == (path, 2, 78)
@@ -124,7 +124,7 @@ def test_a_bad_line_is_an_error_with_file_and_line_or_left_out_and_counted(tmp_p
     assert (prompts(dataset), dataset.skipped) == (["good"], 1)
 
 
-def test_the_other_bad_lines_are_named_too_and_nothing_but_bad_ones_is_an_error(tmp_path: Path) -> None:
+def test_further_bad_lines_are_named_and_a_file_of_only_bad_lines_is_an_error(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", *["{"] * 9)
     told = str(fails("8 more bad rows", path=path))
     assert f"{path}:2, " in told and f"{path}:8" not in told
@@ -142,14 +142,14 @@ def test_parquet_of_several_batches_and_files(tmp_path: Path) -> None:
     assert dataset.rows[-1].line == 1500
 
 
-def test_parquet_types_become_ones_that_json_can_hold(tmp_path: Path) -> None:
+def test_parquet_types_become_json_types(tmp_path: Path) -> None:
     of_types = {"day": [datetime.date(2024, 1, 2)], "price": [Decimal("1.50")], "raw": [b"\x00\xff"], "level": [None]}
     path = write_table(tmp_path / "a.parquet", prompt=["x"], **of_types)
     row = {"prompt": "x", "day": "2024-01-02", "price": "1.50", "raw": "AP8=", "level": None}
     assert columns(load(source="parquet", path=path)) == [row]
 
 
-def test_calls_and_tools_of_parquet_are_those_of_the_same_json_lines(tmp_path: Path) -> None:
+def test_calls_and_tools_in_parquet_equal_those_in_json_lines(tmp_path: Path) -> None:
     """A typed column has, in each object, a null for every field that any other row has."""
 
     def row(key: str, **more: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def played(sample=0, attempt=0, most=1000, **options):
     return run_virtual(main())
 
 
-def test_the_same_task_is_played_alike_and_siblings_are_not():
+def test_equal_tasks_are_played_alike_and_siblings_differ():
     assert played() == played(attempt=1)
     siblings = [played(sample) for sample in range(16)]
     assert len({seconds for *_, seconds in siblings}) == 16

@@ -114,7 +114,7 @@ async def test_the_exit_code_comes_from_the_record_if_the_last_event_was_not_rea
     assert ended.actor == ("" if code != 1 else "agent/0" if record is None else "learner/0")
 
 
-async def test_a_head_elsewhere_is_asked_for_the_record(tmp_path, monkeypatch):
+async def test_a_remote_head_is_asked_for_the_record(tmp_path, monkeypatch):
     """Its connection was lost, or did not bring the last event."""
     monkeypatch.setattr(following_module, "Contact", Recorded)
     shown = SimpleNamespace(show=lambda *_: None, say=lambda *_: None, warn=lambda lines: None)
@@ -208,7 +208,7 @@ class Looked(Connection):
         return HostEnded(living=not is_over, killed=False, ended=FAILED if is_over else None)
 
 
-async def test_a_lost_head_is_looked_at_over_one_connection_until_that_fails(tmp_path, monkeypatch):
+async def test_a_lost_head_is_checked_over_one_connection_until_it_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(following_module, "Contact", Looked)
     monkeypatch.setattr(following_module, "LOOK_AGAIN_S", 0.01)
     shown = SimpleNamespace(show=lambda *_: None, say=lambda *_: None, warn=lambda lines: None)

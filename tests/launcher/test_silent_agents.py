@@ -63,7 +63,7 @@ async def test_a_silence_is_reported_once_and_so_is_its_end():
     assert agent.passes(30.0) == [REPORTED, "agent/1 on b is heard again"]
 
 
-async def test_a_start_may_take_its_time_and_an_end_that_was_heard_is_no_silence():
+async def test_neither_a_slow_start_nor_a_reported_end_counts_as_silence():
     agent = Watched(kill=lambda: None)
     assert agent.passes(25.0) == []
     agent.handle.ended = EndedEvent(result="done")

@@ -85,7 +85,7 @@ class Processes:
         return list(self.living)
 
 
-def test_the_children_of_a_process_are_looked_up_only_now_and_then(monkeypatch):
+def test_the_children_of_a_process_are_listed_at_intervals(monkeypatch):
     host = Processes(monkeypatch)
     times = ProcessTimes(family=True)
     host.living[8] = (5, 3.0, 100)

@@ -82,7 +82,7 @@ def test_a_replica_that_is_busy_or_behind_is_left_out(phase):
     assert (offer.version, offer.broadcast, offer.transport) == (2, None, "stream")
 
 
-def test_a_silent_replica_is_left_out_and_one_between_two_questions_is_not():
+def test_a_silent_replica_is_left_out_and_one_between_two_requests_is_not():
     play = Play()
     for name, version in (("r/0", 4), ("r/1", 5), ("r/2", 6), ("r/3", 4), ("r/4", 4), ("r/5", -1)):
         play.next(name, version)

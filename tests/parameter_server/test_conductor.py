@@ -73,7 +73,7 @@ IN_PHASES = {
 
 
 @pytest.mark.parametrize("phase", IN_PHASES)
-def test_an_update_that_ends_because_the_engine_sleeps_is_no_failure(phase):
+def test_an_update_interrupted_by_engine_sleep_does_not_count_as_failed(phase):
     play = Play(transport="stream", max_paused_fraction=0.1)
     play.serve("r/0", version=1)
     if phase is not Phase.SERVING:
@@ -97,7 +97,7 @@ def test_an_update_that_ends_because_the_engine_sleeps_is_no_failure(phase):
     assert play.next("r/0", -1).version == 3
 
 
-def test_others_of_its_host_do_not_wait_for_a_replica_that_sleeps():
+def test_replicas_of_a_host_do_not_wait_for_a_sleeping_one():
     play = Play(transport="auto")
     play.publish(1)
     place = {"host": "far", "same_host": False}
@@ -203,7 +203,7 @@ def test_a_staging_past_its_deadline_is_given_up_and_logged():
 
 
 @pytest.mark.parametrize(("replicas", "fraction", "at_once"), [(1, 0.1, 1), (5, 0.5, 2), (4, 1.0, 4)])
-def test_only_a_fraction_pauses_at_once_first_come_first_served(replicas, fraction, at_once):
+def test_a_limited_fraction_of_replicas_pauses_in_order_of_requests(replicas, fraction, at_once):
     play = Play(max_paused_fraction=fraction)
     play.publish(0)
     names = [f"r/{i}" for i in range(replicas)]
@@ -222,7 +222,7 @@ def test_only_a_fraction_pauses_at_once_first_come_first_served(replicas, fracti
         assert [name for name in names[i:] if play.look(name)] == [names[i]]
 
 
-def test_a_replica_between_two_questions_keeps_its_turn_and_blocks_no_other():
+def test_a_replica_between_two_requests_keeps_its_turn_and_blocks_no_other():
     play = one_at_a_time("r/0", "r/1", "r/2", "r/3")
     for name in ("r/0", "r/1", "r/2", "r/3"):
         play.pause(name, 0)

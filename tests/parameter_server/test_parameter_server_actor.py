@@ -227,7 +227,7 @@ async def test_old_versions_are_closed(stage, publication):
 
 
 @staged(transport="shm")
-async def test_engines_that_differ_are_found_even_if_others_have_newer_versions_by_then(stage, publication):
+async def test_differing_engines_are_found_even_if_others_have_newer_versions(stage, publication):
     def differ():
         return stage.server.counters.get("weights/engines_differ", 0)
 
@@ -273,7 +273,7 @@ async def test_parked_calls_are_answered_by_events_or_with_ask_again(stage, publ
 
 
 @staged(**ONE_AT_A_TIME, deadline_s=3.0, broadcast_timeout_s=1.0)
-async def test_a_pause_is_taken_back_by_the_clock(stage, publication):
+async def test_a_pause_ends_at_its_deadline(stage, publication):
     await stage.publish(publication(0))
     for name in R:
         await stage.next(name)
@@ -332,7 +332,7 @@ async def test_epochs_of_a_successor_are_above_all_of_its_predecessor(stage, pub
 
 
 @staged(transport="gloo")
-async def test_a_member_whose_engine_dies_before_the_begin_calls_it_off_at_once(stage, publication):
+async def test_a_member_whose_engine_dies_before_the_start_cancels_the_broadcast(stage, publication):
     announced, offers = await gathered(stage, publication)
     request = RequestLoad(version=1, epoch=offers[0].broadcast.group.epoch)
     joining = stage.call(R[0], request)

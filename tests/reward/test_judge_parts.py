@@ -188,7 +188,7 @@ def test_branches_and_ends_are_summed_up():
 
 
 @given(st.lists(st.text("ab", max_size=400), min_size=1, max_size=5), st.text("pq", max_size=600), st.integers(50, 500))
-def test_a_view_is_bounded_and_equal_ones_are_one(texts, prompt, limit):
+def test_a_view_is_bounded_and_equal_views_are_merged(texts, prompt, limit):
     found = view(prompt, [said(text) for text in texts], limit)
     note = len("\n[... 1000 characters are left out here ...]\n")
     assert len(found.shared) + sum(map(len, found.bodies)) <= limit + (len(texts) + 1) * note

@@ -126,7 +126,7 @@ def test_reasoning_gym_scores_the_item_that_the_row_holds():
         assert reasoning_gym()(completion="4", row={**row, **more}) == 1
 
 
-def test_constant_is_the_same_for_the_same_texts_and_spreads_over_others():
+def test_the_constant_reward_is_equal_for_equal_texts_and_varies_over_others():
     assert constant()(prompt="p", completion="c") == 1.0
     reward = constant(value=0.5, spread=0.5)
     rewards, again = ([reward(prompt="p", completion=str(number)) for number in range(200)] for _ in range(2))
@@ -207,7 +207,7 @@ def scored(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def test_a_function_is_given_the_arguments_that_it_accepts(scored):
+def test_a_function_receives_the_arguments_that_it_declares(scored):
     for function in ("my_rewards:little", "my_rewards:awaited", "my_rewards:judge", "pack.inner:little"):
         assert scored(function) == [(2.0, {}), (3.0, {})]
     assert scored("my_rewards:group", "group") == [(2.0, {}), (3.0, {})]

@@ -111,7 +111,7 @@ async def test_output_is_drained_and_only_its_beginning_is_kept():
     assert (len(printed.text), printed.dropped) == (1000, 150 * MIB - 1000)
 
 
-async def test_each_call_hands_out_its_output_and_has_a_budget_of_its_own():
+async def test_each_call_returns_its_output_and_has_its_own_budget():
     printed = Printed()
     async with started(printed=printed, max_output_bytes=8) as pool:
         for number in range(3):

@@ -289,7 +289,7 @@ async def are_quick(pool):
     await outcomes(pool, *["abc"] * 50)
 
 
-async def test_quick_tasks_are_sent_ahead_and_given_back_when_one_of_them_is_not():
+async def test_quick_tasks_are_sent_ahead_and_returned_if_one_is_slow():
     async with started(workers=2, timeout_s=5.0) as pool:
         await are_quick(pool)
         tasks = [pool.score(request(text)) for text in [*["abc"] * 100, "sleep 1000", *["abc"] * 100]]

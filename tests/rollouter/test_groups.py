@@ -159,7 +159,7 @@ def test_failed_trajectories_are_left_out_while_enough_survive(fails):
     ids=lambda error: getattr(error, "code", type(error).__name__),
 )
 @pytest.mark.parametrize("per", ["trajectory", "group"])
-def test_a_failure_of_the_reward_pool_is_no_attempt_of_a_trajectory(trouble, per):
+def test_a_failure_of_the_reward_pool_does_not_count_as_an_attempt(trouble, per):
     group = run(Scripted(trouble=[trouble] * 50), rollout={"max_attempts": 1}, reward={"per": per})
     assert group.failure is None
     assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]

@@ -67,7 +67,7 @@ def test_the_oldest_wait_comes_first_and_idle_ones_are_dropped_first(awaits):
     assert [record.seconds for record in records] == sorted((record.seconds for record in records), reverse=True)
 
 
-def test_waits_can_be_read_from_other_threads_while_they_change():
+def test_waits_can_be_read_from_other_threads_during_changes():
     awaits = Awaits(lambda: 0.0)
     stop = threading.Event()
     problems = []

@@ -204,7 +204,7 @@ def test_i1_a_step_without_trainable_tokens_does_not_count_and_its_groups_are_re
     assert 'reward.truncated = "mask"' in told[-1]["text"]
 
 
-def test_a_path_given_up_by_the_check_at_the_start_is_reported_to_the_user(played, monkeypatch):
+def test_a_method_rejected_by_the_check_at_the_start_is_reported_to_the_user(played, monkeypatch):
     def setup(self, host, port):
         self.rejected_speedups = ["one way is off", "the other, too"]
 

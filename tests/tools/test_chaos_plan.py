@@ -155,7 +155,7 @@ def test_no_fault_shares_a_step_with_the_end_of_the_run():
 
 
 @pytest.mark.parametrize("kind", ["stall", "cut", "partition"])
-def test_some_stalls_are_noticed_and_some_are_not(kind):
+def test_planned_stalls_are_shorter_and_longer_than_the_limit(kind):
     faults = draw(1, 100, victims(1, 1, cores=False), [kind], hosts=HOSTS, silence_s=SILENCE_S)
     assert min(fault.lasts_s for fault in faults) < SILENCE_S < max(fault.lasts_s for fault in faults)
     assert {fault.kind for fault in faults} == {kind}

@@ -245,7 +245,7 @@ def test_the_model_of_the_checks_keeps_its_activations_on_80_gb_and_passes():
     assert judge_rate("learner", rate_of(used_bytes=estimated, estimated_bytes=estimated)).result == "pass"
 
 
-def test_kernels_are_those_with_most_time(monkeypatch):
+def test_the_profile_lists_the_kernels_with_most_time(monkeypatch):
     events = [
         SimpleNamespace(key=key, self_device_time_total=time)
         for key, time in {"a": 1, "b": 4, "c": 0, "d": 3, "e": 2}.items()

@@ -207,7 +207,7 @@ def test_a_member_killed_in_the_middle_of_a_bucket_ends_the_broadcast_for_all(pe
     assert broadcast(sender, members, 2, small) == [Answer(checksums=small.checksums)] * 2
 
 
-def test_killed_sender_is_noticed(peers, version) -> None:
+def test_a_killed_sender_is_detected(peers, version) -> None:
     *members, learner = peers.take(3)
     group = group_at(learner.ask("open_sender", PATIENCE_S), 1, 3)
     begin(members, group, version(0, large_tensors(0)))
@@ -218,7 +218,7 @@ def test_killed_sender_is_noticed(peers, version) -> None:
         assert "the learner is gone" in peer.answer().error
 
 
-def test_frozen_member_fails_the_others_by_timeout(peers, version) -> None:
+def test_a_frozen_member_fails_the_broadcast_for_all_after_the_timeout(peers, version) -> None:
     members, made = peers.take(3), version(0, large_tensors(0))
     sender = Sender("gloo", HOST, 3.0)
     try:

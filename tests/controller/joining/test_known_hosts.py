@@ -209,7 +209,7 @@ def test_a_silent_agent_of_the_head_is_known_and_loses_no_host():
     assert silent["agent/0"] == 3 * FROZEN_S and silent["agent/1"] == 0.0
 
 
-def test_an_agent_counts_as_silent_only_while_the_controller_runs_and_its_host_is_heard():
+def test_an_agent_counts_as_silent_only_if_controller_and_host_are_heard():
     world = World()
     world.passes(10)
     world.quiet.add("agent/1")

@@ -141,7 +141,7 @@ def test_a_frozen_or_lost_actor_does_not_stay_in_its_last_state(now, lost, condi
     assert engine.spent == ENGINE.seconds
 
 
-def test_beats_skipped_on_purpose_are_no_silence():
+def test_announced_skips_of_heartbeats_do_not_count_as_silence():
     assert shown(10.0 + (SILENT_BEATS + 3) * BEAT_S, left_out=3).condition == "ready"
     assert shown(10.1 + (SILENT_BEATS + 3) * BEAT_S, left_out=3).condition == "silent"
 

@@ -195,7 +195,7 @@ def test_a_viewer_that_does_not_confirm_its_reads_gets_less_each_time(questions)
         assert len(given.unread) <= 2 + math.log2(max(1.0, now / SNAPSHOT_S))
 
 
-def test_a_viewer_that_reads_does_not_wait_even_after_it_has_lost_some():
+def test_a_reading_viewer_does_not_wait_even_after_lost_snapshots():
     given = Given()
     for number in range(1, 6):
         given.give(number, 0.0)

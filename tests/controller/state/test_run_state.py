@@ -78,7 +78,7 @@ def test_a_drain_rank_ends_when_its_time_is_over():
 
 
 @given(st.permutations(ACTORS))
-def test_a_drain_rank_waits_for_the_lower_ones_in_any_order_of_ends(order):
+def test_a_drain_rank_waits_for_all_lower_ranks_in_any_order(order):
     run = machine()
     run.finish(5.0)
     gone = set()
@@ -253,7 +253,7 @@ def test_a_replica_that_is_given_up_restarts_after_its_rest_or_on_request():
 
 
 @pytest.mark.parametrize(("least", "deaths"), [(1, 3), (2, 2), (3, 1)])
-def test_with_too_few_replicas_left_the_run_fails_and_names_those_set_aside(least, deaths):
+def test_a_run_with_too_few_replicas_fails_and_names_those_set_aside(least, deaths):
     run = machine(min_replicas=least)
     for at, name in enumerate(ROLLOUTERS[:deaths]):
         assert run.phase == "running"

@@ -299,7 +299,7 @@ def test_errors_are_in_the_form_of_their_api():
     assert MESSAGE[0].failure(failure) == {"type": "error", "error": error}
 
 
-def test_the_table_of_fields_is_that_of_the_documentation():
+def test_the_table_of_fields_matches_the_documentation():
     documented = (Path(__file__).parents[3] / "docs" / "endpoint.md").read_text()
     rows = [row.split("|")[1:-1] for row in documented.splitlines() if row.startswith("| ")]
     kinds = {"do nothing anywhere": "harmless"}

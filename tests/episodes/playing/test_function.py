@@ -191,7 +191,7 @@ async def test_an_episode_stopped_before_or_after_its_code_reports_its_end():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_the_end_of_an_episode_inside_a_task_group_is_no_failure(fails):
+async def test_the_end_of_an_episode_inside_a_task_group_is_not_a_failure(fails):
     async def fumbles(client):
         try:
             await client.chat([])

@@ -31,7 +31,7 @@ def write_index(folder, places):
 # --- weights ---
 
 
-def test_the_size_of_a_model_is_that_of_all_its_files(model):
+def test_the_size_of_a_model_is_the_sum_of_its_files(model):
     finding, size = check_model(str(model))
     assert finding.result == "ok" and size is not None and size.parameters == 20
     assert size.bytes == (model / "model.safetensors").stat().st_size

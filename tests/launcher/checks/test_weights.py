@@ -108,7 +108,7 @@ def test_quantized_weights_are_refused_with_the_method_and_the_next_step(model, 
         (with_files(without=[WEIGHTS]), "there are no weights", "copy or download"),
     ],
 )
-def test_other_contents_are_refused_by_name_with_the_next_step(model, spoil, said, to_do):
+def test_unsupported_weights_are_refused_by_name_with_the_next_step(model, spoil, said, to_do):
     spoil(model)
     finding, size = check_model(str(model))
     assert (finding.result, size) == ("fail", None)

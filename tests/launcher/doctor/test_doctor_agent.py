@@ -222,7 +222,7 @@ def test_arguments_follow_the_schema(schema, value):
     assert example_of(schema) == value
 
 
-def test_a_context_that_extends_an_answer_by_chance_is_no_fork():
+def test_a_context_that_extends_an_answer_by_chance_does_not_fork():
     assert set(CAUSES) == set(Cause.__args__)
     tokens = {"context_tokens": 5, "new_tokens": 1, "sampled_tokens": 1}
     turn = PlayedTurn(cause="fork:assistant", goes_on=True, calls=[], trained=True, **tokens)

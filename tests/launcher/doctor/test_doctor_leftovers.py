@@ -103,7 +103,7 @@ def test_i7_certainly_dead_leftovers_are_named_and_then_removed(tmp_path, no_pro
         assert check_leftovers(runs, is_head=True, fix=True).detail == "none"
 
 
-def test_a_run_that_starts_meanwhile_keeps_its_files(tmp_path, no_processes):
+def test_a_run_that_starts_during_the_cleanup_keeps_its_files(tmp_path, no_processes):
     run = make_run(tmp_path / "runs", "a")
     found = find_leftovers(tmp_path / "runs", is_head=True)
     with held(run):

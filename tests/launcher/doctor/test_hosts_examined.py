@@ -138,7 +138,7 @@ def test_two_names_of_one_machine_are_an_error():
         ({"python": "3.12.1", "vllm": "0.30"}, [], "fail", "vllm 0.30 (missing on a), python 3.12.1"),
     ],
 )
-def test_versions_are_those_of_the_head(there, needed, result, said):
+def test_every_host_has_the_versions_of_the_head(there, needed, result, said):
     found = compare_versions({"a": facts("a"), "b": facts("b", **there)}, "a", {"b": needed})
     assert results(found) == {"a": "ok", "b": result}
     assert said in found[1].detail
@@ -180,11 +180,11 @@ def test_gpus(b, result, said):
 @pytest.mark.parametrize(
     ("digests", "bad"), [({"a": "1", "b": "1"}, {}), ({"a": "1", "b": ""}, {}), ({"a": "1", "b": "2"}, {"b": "fail"})]
 )
-def test_models_are_those_of_the_head(digests, bad):
+def test_every_host_has_the_models_of_the_head(digests, bad):
     assert results(compare_models(digests, "a")) == bad
 
 
-def test_a_closed_link_is_named_with_its_direction_and_the_likely_firewall():
+def test_a_closed_link_is_named_with_its_direction_and_probable_firewall():
     hosts = ["a", "b", "c"]
     shut = {("a", "c"): "nothing comes back", ("b", "c"): "nothing comes back"}
     links = [Link(one, other, shut.get((one, other), "")) for one in hosts for other in hosts if one != other]

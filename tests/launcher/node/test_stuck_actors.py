@@ -22,7 +22,7 @@ class Process:
         self.ends.append(self.name)
 
 
-async def test_actors_whose_lives_have_one_number_have_their_stacks_taken_each(monkeypatch):
+async def test_actors_with_equal_incarnations_each_get_a_stack_dump(monkeypatch):
     """The first lives of all actors of a run have the same number."""
     first, second = children = [Process(f"rollouter/{i}", 7) for i in range(2)]
     answers = {child.name: asyncio.get_running_loop().create_future() for child in children}

@@ -31,7 +31,7 @@ def test_a_start_takes_the_next_free_name(tmp_path):
     assert (folder.path.name, create_run_folder(config(tmp_path)).path.name) == ("trial", "trial-3")
 
 
-def test_starts_at_the_same_moment_get_folders_of_their_own(tmp_path):
+def test_simultaneous_starts_get_separate_folders(tmp_path):
     with ThreadPoolExecutor(8) as starts:
         made = list(starts.map(lambda _: create_run_folder(config(tmp_path)).path.name, range(16)))
     assert sorted(made) == sorted(["trial", *(f"trial-{number}" for number in range(2, 17))])

@@ -155,7 +155,7 @@ def test_a_resume_from_an_older_checkpoint_sets_newer_ones_aside(tmp_path, left)
     assert CheckpointFolder(left / "checkpoints").newest().version == 2
 
 
-def test_checkpoints_elsewhere_belong_to_the_run_of_their_name(tmp_path):
+def test_checkpoints_outside_the_run_folder_belong_to_the_run_of_their_name(tmp_path):
     settings = config(tmp_path, checkpoint={"dir": str(tmp_path / "big")})
     run = create_run_folder(settings).path
     path = write_checkpoint(settings, run, 2)

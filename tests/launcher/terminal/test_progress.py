@@ -250,7 +250,7 @@ def test_the_live_line_shows_the_current_wait_of_the_run(by):
     assert err.getvalue().splitlines()[0] == "learner/0: the disk is full. Free some"
 
 
-def test_a_late_notice_of_a_dead_actor_leaves_nothing_on_the_line():
+def test_a_late_notice_of_a_dead_actor_does_not_change_the_live_line():
     """The agent reports the restart at once; the notice takes the longer way, through the controller."""
     out = Terminal()
     progress = TerminalProgress(out, 10, io.StringIO(), now=lambda: 0.0)
@@ -320,7 +320,7 @@ def test_counts_are_printed_at_intervals_and_the_summary_has_the_last(events):
         ([(1, 0.0), *((2 + step, 500.0 + step) for step in range(PACE_STEPS + 1))], 520.0, "elapsed 8:40  left 1:18"),
     ],
 )
-def test_elapsed_and_left(heard, now, told):
+def test_the_step_line_shows_elapsed_and_remaining_time(heard, now, told):
     pace = RunPace(100, 0.0)
     for step, at in heard:
         pace.heard(step, at)

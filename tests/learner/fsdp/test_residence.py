@@ -111,7 +111,7 @@ class Full:
     ],
     ids=["at the start", "in a turn"],
 )
-def test_the_end_of_the_run_ends_a_wait_for_room_at_once(wait, monkeypatch):
+def test_the_end_of_the_run_ends_a_wait_for_disk_space_at_once(wait, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 10))
     slices = RankSlices("0", "learner/0", "rollouter/0", 60.0)
     pause = lambda seconds: slices.pause(seconds, "room in the memory")  # noqa: E731

@@ -137,7 +137,7 @@ def notices(*cut: int) -> list[str]:
     return [notice.text for each in cut for notice in watch.group_came(cut_group(each))]
 
 
-def test_high_truncation_over_a_window_is_one_notice_with_its_key() -> None:
+def test_high_truncation_over_a_window_causes_one_notice_with_its_key() -> None:
     assert notices(*[7] * (WINDOW - 1)) == []
     [text] = notices(*[7] * 50)
     limit = f"rollout.max_tokens = {make_config().rollout.max_tokens}"
@@ -156,7 +156,7 @@ def test_the_notice_ends_when_truncation_falls() -> None:
     assert ["no longer high" in text for text in found] == [False, True, False]
 
 
-def test_one_group_of_cut_responses_is_no_notice() -> None:
+def test_one_group_of_cut_responses_causes_no_notice() -> None:
     assert notices(*([SAMPLES] + [0] * (WINDOW - 1)) * 5) == []
 
 

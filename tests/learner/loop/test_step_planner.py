@@ -271,7 +271,7 @@ FIRST = [group(0), group(1)]
 SECOND = [group(0, seed=1), group(1)]
 
 
-def test_a_plan_for_other_groups_is_made_again() -> None:
+def test_a_plan_for_changed_groups_is_made_again() -> None:
     planner = Planner()
 
     async def scene() -> None:

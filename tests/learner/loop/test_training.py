@@ -211,7 +211,7 @@ def test_a_version_still_overdue_at_the_end_fails_the_run_after_the_wait_for_dis
     run_virtual(main())
 
 
-def test_a_run_that_is_resumed_with_fewer_steps_than_it_has_taken_is_at_its_end() -> None:
+def test_a_run_resumed_with_fewer_steps_than_it_trained_ends_at_once() -> None:
     async def main() -> None:
         scene = Scene(step=5, steps=4)
         await scene.run()

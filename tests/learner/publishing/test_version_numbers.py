@@ -25,7 +25,7 @@ def test_no_version_number_is_used_twice_over_any_restarts(starts, tmp_path_fact
 
 
 @pytest.mark.parametrize("call", ["open", "sync"])
-def test_a_number_that_cannot_be_made_durable_is_not_given(tmp_path, monkeypatch, call):
+def test_a_version_number_that_cannot_be_written_is_not_used(tmp_path, monkeypatch, call):
     mark = VersionNumbers(tmp_path)
     mark.advance()
     with monkeypatch.context() as patch:

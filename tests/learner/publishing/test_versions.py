@@ -211,7 +211,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     return play
 
 
-def test_a_number_is_on_disk_before_any_other_process_hears_of_it(play: Play) -> None:
+def test_a_version_number_is_on_disk_before_another_process_receives_it(play: Play) -> None:
     async def scenario(made: Versions, script: Script) -> None:
         for version in range(3):
             assert await made.publish() and script.progress.version == version

@@ -145,7 +145,7 @@ def test_clocks_that_differ_a_little_do_not_put_effects_before_causes(logs, tmp_
     assert [what for what in found if what in WHOLE[1:6]] == WHOLE[1:6]
 
 
-def test_torn_and_foreign_lines_are_left_out(logs, tmp_path):
+def test_torn_and_foreign_lines_are_skipped(logs, tmp_path):
     logs.write("rollouter/0", '{"actor": "rollouter/0", "event": "generated", "uid": "0-7", "sam\n')
     logs.write("rollouter/0", 'Traceback: "0-7"\n\xff\n')
     logs.line(0.3, "rollouter/0", "generated", uid=UID, lease=9, since=T, end="delivered", samples=[[[0.1, "sang", 3]]])
@@ -247,7 +247,7 @@ def test_the_history_shows_the_reason_of_a_quarantine_and_the_printed_output(log
         assert piece in text
 
 
-def test_a_prompt_that_the_data_rules_left_out_is_explained(logs, tmp_path):
+def test_a_prompt_left_out_by_data_rules_is_explained(logs, tmp_path):
     logs.line(0.7, "learner/0", "not trained", uid=UID, reason="over data.max_prompt_tokens", outcome="left out")
     text = explain(tmp_path, UID)
     assert text.startswith(f"prompt group {UID}: left out: over data.max_prompt_tokens\n")

@@ -59,7 +59,7 @@ def put(thread, *steps):
         thread.put(train(step))
 
 
-def test_a_sink_that_blocks_delays_no_other_and_lines_without_room_are_counted(thread, fake):
+def test_a_blocked_sink_delays_no_other_and_dropped_lines_are_counted(thread, fake):
     fake.go.clear()
     put(thread, 0)
     assert fake.at_work.wait(30)

@@ -207,7 +207,7 @@ async def test_the_sinks_or_their_successor_remove_temporary_files(tmp_path, tem
         assert cluster.sinks.ready
 
 
-async def test_an_invalid_configuration_of_sinks_is_no_failure_of_the_run(tmp_path, monkeypatch):
+async def test_an_invalid_configuration_of_sinks_does_not_fail_the_run(tmp_path, monkeypatch):
     def refuse(_):
         raise ConfigError(["sinks.prometheus.host: nothing is there"])
 

@@ -123,7 +123,7 @@ async def test_half_precision_and_tied_embeddings_are_loaded_as_they_are(tmp_pat
         assert worst(await engine.score(PROMPT), logprobs_of(model, PROMPT)) < TOLERANCE
 
 
-async def test_i8_nothing_else_changes_a_bit_of_a_response(serving):
+async def test_i8_other_requests_change_no_bit_of_a_response(serving):
     prompts = [[(3 * i + n) % 90 for i in range(5 + 9 * n)] for n in range(8)]
     async with serving(stream_interval=64) as served:
         expected = [

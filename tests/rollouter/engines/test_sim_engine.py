@@ -166,7 +166,7 @@ def test_lengths_are_lognormal():
     stops=st.lists(st.integers(33, 126), max_size=4),
 )
 @settings(max_examples=examples(100), deadline=None)
-def test_i8_interruptions_change_nothing_of_a_response(cuts, keys, interval, kv_tokens, sigma, stops):
+def test_i8_interruptions_do_not_change_a_response(cuts, keys, interval, kv_tokens, sigma, stops):
     """Tokens, log-probs and length are a function of seed, key and stop tokens, however often it was aborted."""
     lengths = {"length": "lognormal", "length_median": 15, "length_sigma": sigma}
     made, taken, now = batch(interval, kv_tokens=kv_tokens, **lengths), Taken(), 0.0

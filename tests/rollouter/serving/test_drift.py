@@ -35,7 +35,7 @@ PROBE = make_probe()
 
 
 @given(st.lists(st.floats(-5, 5), min_size=5, max_size=5), st.floats(-5, 5))
-def test_the_larger_of_both_sets_is_the_drift(off, sampled):
+def test_the_drift_is_the_larger_of_both_sets(off, sampled):
     """The root mean square of the given ones and the mean of the sampled ones, in the measure of the first."""
     scores = [[-1.0 + off[0], -2.0 + off[1]], [-0.5 + off[2], -3.0 + off[3], -1.5 + off[4]]]
     drift = measure_drift(PROBE, scores, samples_of(PROBE, sampled))

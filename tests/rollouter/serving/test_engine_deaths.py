@@ -153,7 +153,7 @@ async def test_the_states_show_the_update_and_the_death_of_the_engine_in_it():
 
 
 @modes
-async def test_the_prompt_that_kills_engines_is_found_and_no_other_pays_for_it(mode):
+async def test_only_the_prompt_that_kills_engines_fails(mode):
     async with World(poison={"0-3": 2}, max_attempts=3, on_update=mode) as world:
         async with asyncio.TaskGroup() as tasks:
             fine = [tasks.create_task(world.response(f"0-{n}", 6 + n)) for n in range(3)]

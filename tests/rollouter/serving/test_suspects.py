@@ -87,7 +87,7 @@ class Ground:
             self.turns.give_back(taken)
 
 
-async def test_a_lease_that_runs_alone_waits_for_those_inside_and_holds_back_later_ones():
+async def test_a_solitary_lease_waits_for_running_leases_and_blocks_later_ones():
     ground, first, lone = Ground({"x"}), asyncio.Event(), asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         for uid, hold in (("a", first), ("b", first), ("x", lone), ("c", 1), ("x", lone)):
@@ -141,7 +141,7 @@ async def test_a_lease_that_turns_suspect_while_it_waits_runs_alone():
         max_size=25,
     )
 )
-def test_every_lease_gets_a_turn_although_others_are_cancelled(script):
+def test_every_lease_gets_a_turn_even_if_others_are_cancelled(script):
     async def main():
         ground, tasks, cancelled = Ground({"x", "y"}), [], set()
         for number, (uid, hold, cancel, pause) in enumerate(script):

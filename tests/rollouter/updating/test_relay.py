@@ -140,7 +140,7 @@ async def test_a_fetch_leaves_a_relay_that_fails_for_the_next(what):
     ("silent", "after_s", "words"),
     [(True, 20.0 * SILENT_SHARE, "FetchChunk"), (False, 20.0 * IDLE_SHARE, "has not arrived within")],
 )
-def test_a_relay_that_dies_or_gets_nothing_itself_costs_only_the_missing_chunks(silent, after_s, words):
+def test_a_dead_or_starved_relay_costs_only_the_missing_chunks(silent, after_s, words):
     async def second_bucket_never(request, chunk):
         if request.bucket == 1:
             if silent:

@@ -337,7 +337,7 @@ def test_the_learner_gets_the_gpu_even_if_the_parameter_server_does_not_answer(p
     assert (host.sleeps, host.restarts) == (1, 0)
 
 
-def test_an_offer_that_crosses_the_learners_request_is_given_back(publish):
+def test_a_version_that_crosses_a_request_of_the_learner_is_loaded_after_the_sleep(publish):
     """It is loaded after the sleep, when it is offered again."""
     second = by_shm(publish(2))
 
@@ -371,7 +371,7 @@ def test_an_engine_that_is_asked_for_the_gpu_in_its_start_sleeps_before_it_takes
     assert (len(server.reports), host.sleeps, host.restarts) == (1, 1, 0)
 
 
-def test_the_learner_gets_the_gpu_though_no_parameter_server_notes_the_sleep(publish):
+def test_the_learner_gets_the_gpu_even_if_no_parameter_server_records_the_sleep(publish):
     class Away(Server):
         async def call(self, request):
             if isinstance(request, ReportSleep):
@@ -404,7 +404,7 @@ def test_an_update_without_a_pause_loads_nothing_and_the_next_version_is_used(pu
 
 
 @pytest.mark.parametrize(("mode", "pause"), [("abort_resume", "abort"), ("keep", "keep"), ("drain", "wait")])
-def test_each_mode_pauses_in_its_own_way(publish, mode, pause):
+def test_each_pause_mode_pauses_as_configured(publish, mode, pause):
     events, _, _ = follow(Server([by_shm(publish(0))]), rollout={"on_update": mode})
     assert f"pause {pause}" in events
 

@@ -110,7 +110,7 @@ def test_silence_counts_only_while_the_registry_listens():
     assert look(registry, start=1039.9, until=1040.0) == [Condemned("rollouter/0", 9, "it did not beat for 1035 s")]
 
 
-def test_a_gap_short_for_hosts_and_long_for_actors_is_no_silence_of_actors():
+def test_a_gap_that_is_short_for_hosts_does_not_count_as_silence_of_actors():
     """Hosts are checked first in each round, and may be lost after another time than actors."""
     registry, host_lost_s = beaten(at=5.0), 10 * STALL_S
     look(registry, until=30.0)

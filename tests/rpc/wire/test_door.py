@@ -61,7 +61,7 @@ def test_no_more_connections_start_than_a_burst_and_its_share_of_time(spells: li
                 assert last <= 20 + 10.0 * (end - start) + 1e-6
 
 
-async def test_a_flood_is_kept_out_while_friends_are_served_and_new_ones_are_admitted(
+async def test_a_flood_is_refused_while_members_are_served_and_new_ones_admitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(listening, "BURST", 20)

@@ -193,7 +193,7 @@ def test_developer_is_system_and_reasoning_has_one_name():
     assert read(ASKS, same)[1]["reasoning_content"] == "r"
 
 
-def test_fields_that_the_caller_reads_are_its_own():
+def test_fields_that_the_caller_reads_are_removed_from_messages():
     assert read(ASKS | {"weight": 0}, also=("weight",)) == [ASKS]
 
 

@@ -87,7 +87,7 @@ def test_each_option_of_a_call_has_its_own_verdict(family):
     assert configured.renderer.render([USER], [], {"enable_thinking": True}) == model.renderer.render([USER], [], {})
 
 
-def test_the_date_is_that_of_the_run_on_any_day(family, monkeypatch):
+def test_the_template_date_is_that_of_the_run(family, monkeypatch):
     model = Spoken(family("llama"), date="2024-02-29")
     before = model.renderer.render([USER], [], {})
     assert "Today: 29 Feb 2024" in model.text(before)

@@ -152,7 +152,7 @@ def test_an_installed_package_that_this_torch_does_not_know_is_absent(monkeypatc
     assert attention_kernels._import_problem("no_such_package.module") == ABSENT
 
 
-def test_a_package_that_breaks_when_it_is_looked_for_is_named(packages, tmp_path, monkeypatch) -> None:
+def test_a_package_that_fails_at_its_import_is_named(packages, tmp_path, monkeypatch) -> None:
     (tmp_path / "broken_kernels").mkdir()
     (tmp_path / "broken_kernels" / "__init__.py").write_text("raise OSError('undefined symbol')")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -80,7 +80,7 @@ def test_an_adapter_without_a_configuration_is_checked_for_rank_and_pairs(tmp_pa
             check(adapters() | change, str(tmp_path))
 
 
-def test_layers_that_may_have_an_adapter_are_those_of_the_decoder(folder, tmp_path):
+def test_only_layers_of_the_decoder_may_have_an_adapter(folder, tmp_path):
     everywhere = LoraConfig(rank=RANK)
     assert targets(everywhere, folder) == ["down_proj", "q_proj"]
     assert targets(LoraConfig(rank=RANK, targets=["self_attn.q_proj"]), folder) == ["q_proj"]

@@ -52,7 +52,7 @@ def test_each_engine_claims_its_own_cores_and_a_claim_ends_with_its_process(four
         claimed.release()
 
 
-def test_all_threads_of_a_process_are_bound_and_a_thread_that_has_ended_is_no_error():
+def test_all_threads_of_a_process_are_bound_and_ended_threads_are_skipped():
     own = max(os.sched_getaffinity(0))
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -17,7 +17,7 @@ NORM, FUSED = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
 
 
 @pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_norms_are_those_of_the_native_implementation(dtype, off):
+def test_norms_equal_those_of_the_native_implementation(dtype, off):
     made = torch.Generator().manual_seed(3)
     x, residual = (torch.randn(5, 7, 96, generator=made).to(dtype) for _ in range(2))
     weight, kept = torch.linspace(0.5, 2.0, 96).to(dtype), x.clone()
@@ -32,7 +32,7 @@ def test_norms_are_those_of_the_native_implementation(dtype, off):
         torch.testing.assert_close(own, other, rtol=off, atol=off)
 
 
-def test_other_inputs_go_to_the_native_implementation():
+def test_unsupported_inputs_go_to_the_native_implementation():
     x, weight = torch.randn(5, 7, 96), torch.ones(96)
     with NORM.set_priority([CPU_NORMS, "native"]), FUSED.set_priority([CPU_NORMS, "native"]):
         assert NORM.dispatch(x, weight, EPSILON).provider == FUSED.dispatch(x, x, weight, EPSILON).provider == CPU_NORMS

@@ -188,9 +188,7 @@ async def test_a_broadcast_delivers_the_weights_and_shared_memory_replaces_a_bro
 @pytest.mark.parametrize(
     ("on_update", "keep_kv"), [("abort_resume", "recompute"), ("keep", "recompute"), ("keep", "stale")]
 )
-async def test_i3_tokens_on_both_sides_of_each_update_are_those_of_their_own_weights(
-    served, models, on_update, keep_kv
-):
+async def test_i3_tokens_before_and_after_each_update_match_their_weights(served, models, on_update, keep_kv):
     changing = Changing(served.engine, served.versions, models, on_update=on_update, keep_kv=keep_kv)
     found = await changing.run(12, 0, 0, 0, 0, 0)
     assert changing.check(found, stale=keep_kv == "stale") >= 6
