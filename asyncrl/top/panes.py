@@ -66,6 +66,13 @@ RANKS = (
     number("memory", lambda entry: entry.there(entry.actor.rss_bytes or None), size, width=7),
     Column(title="GPU memory", cell=_gpu_memory, width=10, drop=2, right=True, spare=True),
 )
+PHASES = {
+    "wait": "time/wait_for_groups_s",
+    "GPU": "time/take_gpu_s",
+    "train": "time/train_s",
+    "publish": "time/publish_s",
+}
+"""Metrics of the phases of a step, by their words."""
 COMPONENTS = 12
 """Most components of the reward that the pane shows."""
 
@@ -84,15 +91,17 @@ def learner(view: SnapshotView, choice: Choice, width: int) -> Pane:
 def _step(view: SnapshotView) -> Line:
     """Duration of a step, and of each of its phases."""
     whole = view.step_mean("time/step_s")
-    seconds = {name: view.step_mean(f"time/{name}_s") for name in ("wait_for_groups", "train", "publish")}
+    seconds = {words: view.step_mean(key) for words, key in PHASES.items()}
     if whole is None and not any(each is not None for each in seconds.values()):
         return [("only a first step is trained so far" if view.run.step else "no step is trained so far", "dim")]
     phases: list[Line] = [
-        [*said(name.partition("_")[0], duration(each)), (f" {percent(each / whole)}" if whole else "", "dim")]
-        for name, each in seconds.items()
-        if each is not None
+        [*said(words, duration(each)), (f" {percent(each / whole)}" if whole else "", "dim")]
+        for words, each in seconds.items()
+        # Only time slices cost a wait for the GPU.
+        if each is not None and (each or words != "GPU")
     ]
-    return joined([said("step", duration(whole), "bold"), *phases])
+    # With two blanks all phases fit into 79 cells.
+    return joined([said("step", duration(whole), "bold"), *phases], "  ")
 
 
 def _learning(view: SnapshotView, width: int) -> Line:

@@ -226,6 +226,15 @@ def test_the_learner_pane_highlights_zeros_and_omits_missing_numbers():
     assert "reward – " in page(view, 80)
 
 
+def test_the_learner_pane_shows_the_wait_for_the_gpu_of_time_slices():
+    *_, newest = snapshots = Run().between()
+    assert lines_of("learner", seen(snapshots), 79)[0].startswith("step 2.0 s  wait 500 ms 25%  train ")
+    for seconds, shown in ((0.0, ""), (0.3, "GPU 300 ms 15%  ")):
+        train = [line | {"time/take_gpu_s": seconds} for line in newest.train]
+        first = lines_of("learner", seen([replace(newest, train=train)]), 79)[0]
+        assert first == f"step 2.0 s  wait 500 ms 25%  {shown}train 1.4 s 70%  publish 100 ms 5%"
+
+
 @pytest.mark.parametrize(
     ("change", "down"),
     [

@@ -31,6 +31,7 @@ _STEP_WORDS: dict[str, Callable[[float], str]] = {
     "staleness/token_mean": lambda value: f"staleness {fixed(value)}",
     "rollout/tokens_per_s": lambda value: f"{count(value)} tokens/s",
     "time/step_s": duration,
+    "time/take_gpu_s": lambda value: f"GPU wait {duration(value)}",
 }
 
 
@@ -43,8 +44,8 @@ def describe_step(line: Line, steps: int, pace: str = "", untrained: Iterable[st
     parts = [f"step {line.get('step', '?')}/{steps}", *filter(None, [pace]), *untrained]
     for key, words in _STEP_WORDS.items():
         value = line.get(key)
-        if key == "rollout/tokens_per_s" and not value:
-            # In the last step nothing more is sampled, so 0 would say nothing.
+        if key in ("rollout/tokens_per_s", "time/take_gpu_s") and not value:
+            # 0 says nothing: in the last step nothing more is sampled, and only time slices wait for the GPU.
             continue
         if key == "rollout/truncated_fraction" and (value or 0.0) < HIGH_TRUNCATION:
             continue

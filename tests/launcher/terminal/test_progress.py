@@ -82,6 +82,8 @@ def test_steps_and_evaluations_are_described_in_one_line():
 def test_a_step_line_shows_a_high_share_of_cut_responses():
     assert "cut" not in describe_step(LINE | {"rollout/truncated_fraction": 0.49}, 10)
     assert "reward 0.500  cut 88%" in describe_step(LINE | {"rollout/truncated_fraction": 0.875}, 10)
+    assert "1.0 s  GPU wait 250 ms" in describe_step(LINE | {"time/take_gpu_s": 0.25}, 10)
+    assert "GPU" not in describe_step(LINE | {"time/take_gpu_s": 0.0}, 10)
 
 
 def test_plain_lines(show):
