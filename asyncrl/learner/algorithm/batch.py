@@ -190,7 +190,7 @@ def build_step(
     ``version`` is the newest published version, ``fresh`` whether no step was trained since. ``packed`` False puts each
     sequence in a row of its own; ``shared`` lets rows compute the common beginning of a group's sequences once.
 
-    With ``skip_zero_advantages`` a token of advantage 0 has no gradient (objective.py). A sequence of such tokens is
+    With ``skip_zero_advantages`` a token of advantage 0 has no gradient (losses.py). A sequence of such tokens is
     not computed, unless the update has no other.
     """
     learner = config.learner

@@ -1,39 +1,55 @@
-"""The built-in losses: functions of a TokenBatch and its options.
+"""The loss of a step: the built-in losses, and the objective, which corrects, weights and sums them.
 
 A TokenBatch has one entry for each token that has a loss, and none for context. Tokens of a sequence are side by side.
 Invariant: only ``logprobs`` and ``entropies`` have a gradient, so a value made of other fields is a constant. A loss
 keeps NaN and infinity, so that the update is refused.
 
-A loss returns its token losses, float32 [N] with a gradient, and named sums over tokens, scalars without a gradient.
-The sums appear as ``loss/NAME``, divided by the number of tokens. objective.py multiplies the token losses by a factor,
-the correction, weights and sums them, and divides by the denominator. A filler is a token of weight 0 that only keeps a
-rank busy (packing.py).
+A loss is a function of a TokenBatch and its options. It returns its token losses, float32 [N] with a gradient, and
+named sums over tokens, scalars without a gradient. The sums appear as ``loss/NAME``, divided by the number of tokens. A
+filler is a token of weight 0 that only keeps a rank busy (packing.py). A user's own loss is such a function too, named
+by MODULE:FUNCTION. The decorator ``traits`` declares what a loss needs.
 
-A user's own loss is such a function too, named by MODULE:FUNCTION. The decorator ``traits`` declares what a loss needs.
+    objective = factor * loss + kl.coefficient * KL - entropy_bonus * H
+
+for each token (KL only with kl.place = "loss"). The objective is weighted, summed and divided by the denominator of the
+update. So the objectives of micro-batches add up to that of the update, and so do the named sums.
+
+The factor (``correction``) is constant in the gradient. rho = pi_prox / pi_b says how much likelier a token is under
+the step's first weights than under the weights that sampled it. The factor is the product of
+
+    weight    min(rho, cap) of the token; or of its sequence, min(product of rho, cap); or 1, as for a loss that
+              corrects itself
+    mask      0 for a token whose rho is outside [low, high], else 1
+    reject    0 for all tokens of a sequence whose mean, sum or largest k exceeds a limit in size, else 1
+
+Tokens of factor 0 stay in the denominator: a mask removes a gradient and does not raise those of other tokens.
 
 pi is the probability of the sampled token under the weights that are trained. pi_prox is that under the weights before
 the first update from the batch, and pi_b the engine's. A is the advantage; sg stops the gradient.
 
 Sources: PPO arXiv 1707.06347; decoupled PPO arXiv 2505.24298; asymmetric clip (DAPO) arXiv 2503.14476; GSPO arXiv
-2507.18071; CISPO arXiv 2506.13585; DPPO arXiv 2602.04879; truncated weights (IMPALA) arXiv 1802.01561; on-policy
-distillation (GKD, reverse KL on the student's samples) arXiv 2306.13649.
+2507.18071; CISPO arXiv 2506.13585; DPPO arXiv 2602.04879; truncated weights (IMPALA) arXiv 1802.01561, for engines that
+differ from the trainer https://fengyao.notion.site/off-policy-rl; mask, IcePop arXiv 2510.18855; on-policy distillation
+(GKD, reverse KL on the student's samples) arXiv 2306.13649; estimators k1, k2, k3
+http://joschu.net/blog/kl-approx.html.
 
-CheckedLoss fails with ConfigError for a loss that raises an error or returns something of the wrong form.
+The objective fails with ConfigError if the loss would be corrected twice, lacks the teacher that it needs, or has one
+without need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from asyncrl.config.algorithm import CorrectionConfig, RejectConfig
+from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.built_in import BuiltIn
-from asyncrl.messages.reward import LONGEST_NAME, MOST_NAMES
-from asyncrl.workers.user_code import describe, find_place
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 nats: exp(20) still squares within float32."""
@@ -112,45 +128,6 @@ class Traits:
     """Whether the loss needs the teacher's log-probs."""
     multiple_of_advantage: bool = False
     """Whether a token of advantage 0 has no gradient. A sequence of only such tokens is then not computed."""
-
-
-class CheckedLoss:
-    """Wraps a loss, so that its errors and results of the wrong form raise ConfigError."""
-
-    def __init__(self, name: str, function: Callable[..., TokenLosses]) -> None:
-        self._name, self._function = name, function
-        self._names: frozenset[str] | None = None
-        """Names of the sums in the first call. They must not change: sums are added up over batches and ranks."""
-
-    def __call__(self, batch: TokenBatch) -> TokenLosses:
-        """Call the loss. Raises ConfigError if it fails, or returns a wrong shape or wrong names of sums.
-
-        The names must be few, short and the same for every batch. The returned sums have no gradient.
-        """
-        try:
-            values, sums = self._function(batch=batch)
-        except Exception as error:
-            raise self._error(f"failed: {describe(error)}") from error
-        if values.shape != batch.logprobs.shape:
-            returned = f"{tuple(values.shape)} for {len(batch.logprobs)} tokens"
-            raise self._error(f"returned losses of shape {returned}; it must be one for each")
-        if len(sums) > MOST_NAMES or any(len(str(name)) > LONGEST_NAME for name in sums):
-            returned = f"{len(sums)} sums, the longest name has {max(len(str(name)) for name in sums)} characters"
-            allowed = f"{MOST_NAMES} names of {LONGEST_NAME} characters are allowed: each becomes a metric"
-            place = find_place(self._name)
-            raise self._error(f"{f'({place}) ' if place else ''}returned {returned}; {allowed}")
-        for name, value in sums.items():
-            if getattr(value, "shape", None) != ():
-                raise self._error(f"returned {name!r}, which is not a tensor of one number")
-        names = frozenset(sums)
-        self._names = names if self._names is None else self._names
-        if names != self._names:
-            returned = f"{sorted(self._names)} with one batch and {sorted(names)} with another"
-            raise self._error(f"returned the sums {returned}; names must be the same")
-        return values, {name: value.detach() for name, value in sums.items()}
-
-    def _error(self, problem: str) -> ConfigError:
-        return ConfigError([f"learner.loss: {self._name} {problem}"])
 
 
 _Function = TypeVar("_Function", bound=Callable[..., TokenLosses])
@@ -287,3 +264,116 @@ def _clipped(batch: TokenBatch, ratio: Tensor, low: float, high: float) -> Token
 
 def _count(batch: TokenBatch, tokens: Tensor) -> Tensor:
     return (tokens & (batch.weights > 0)).sum()
+
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda r: -r,
+    "k2": lambda r: r.square() / 2,
+    "k3": lambda r: r.exp() - 1 - r,
+}
+"""Estimators on the log-ratio r = log(p / q) of a token sampled from q, nats; their mean is KL(q || p) (k2 nearly)."""
+
+
+class Objective:
+    """The objective of a run."""
+
+    def __init__(self, config: LearnerConfig, loss: Loss, traits: Traits) -> None:
+        self._loss, self.traits = loss, traits
+        weight = config.correction.weight
+        if self.traits.corrects and weight not in ("auto", "none"):
+            problem = f'is "{weight}", but the loss {config.loss} corrects itself'
+            raise ConfigError(
+                [f"learner.correction.weight: {problem}: its ratio is against the engine's log-probs; set it to none"]
+            )
+        if self.traits.teacher and config.teacher is None:
+            raise ConfigError([f"learner.teacher: the loss {config.loss} needs one; name the folder of its model"])
+        if config.teacher is not None and not self.traits.teacher:
+            raise ConfigError([f"learner.teacher: the loss {config.loss} asks for none; leave it out"])
+        if weight == "auto":
+            weight = "none" if self.traits.corrects else "token"
+        self._correction = config.correction.model_copy(update={"weight": weight})
+        self._kl = config.kl
+        self._cap, self._entropy_bonus = config.tis_cap, config.entropy_bonus
+
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """Whether a sequence whose advantages are all 0 has no gradient and need not be computed."""
+        return self.traits.multiple_of_advantage and not self._kl.in_loss and not self._entropy_bonus
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether a batch's entropies must have a gradient."""
+        return self.traits.entropy_gradient or self._entropy_bonus > 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a batch must have the reference's log-probs."""
+        return self.traits.reference or self._kl.in_loss
+
+    def __call__(self, batch: TokenBatch, denominator: float) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The micro-batch's share of the objective, a scalar with a gradient, and named sums over its tokens."""
+        values, sums = self._loss(batch=batch)
+        factor, corrected = correction(batch, self._correction, self._cap)
+        total = factor * values
+        sums = {**sums, **corrected}
+        if self._kl.in_loss:
+            divergence = kl_losses(batch, self._kl.estimator_used, self._cap)
+            total = total + self._kl.coefficient * divergence
+            sums["reference_kl"] = (divergence.detach() * (batch.weights > 0)).sum()
+        if self._entropy_bonus:
+            total = total - self._entropy_bonus * batch.entropies
+        return (batch.weights * total).sum() / denominator, sums
+
+
+def kl_losses(batch: TokenBatch, estimator: str, cap: float) -> Tensor:
+    """Divergence from the frozen reference in the loss, float32 [N] with a gradient, nats; see scoring.py too.
+
+    With x = log(pi_ref / pi), a token sampled from pi gives the estimators k1 = -x, k2 = x^2 / 2 and k3 = exp(x) - 1 -
+    x of KL(pi || pi_ref) (http://joschu.net/blog/kl-approx.html).
+
+    The gradient of an estimator is not that of the divergence, and tokens are not sampled from pi. The importance
+    weight w = min(pi / pi_behaviour, cap) corrects both: it multiplies k1 and k3 with its gradient, k2 as sg(w). Below
+    the cap each then has, in the mean, the gradient of the divergence, w * k1 * grad log pi; k1 adds w * grad log pi,
+    whose mean is 0. k3: DeepSeek-V3.2 (arXiv 2512.02556, section 3.1).
+    """
+    assert batch.reference is not None
+    importance = log_ratio(batch.logprobs, batch.behaviour).exp().clamp(max=cap)
+    if estimator == "k2":
+        importance = importance.detach()
+    return importance * ESTIMATORS[estimator](log_ratio(batch.reference, batch.logprobs))
+
+
+def correction(batch: TokenBatch, config: CorrectionConfig, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the factor of each token, float32 [N] without a gradient, and count masked and rejected tokens."""
+    with torch.no_grad():
+        ratio = log_ratio(batch.proximal.detach(), batch.behaviour)
+        factor, sums = torch.ones_like(ratio), {}
+        real = batch.weights > 0
+        if config.weight == "token":
+            factor = ratio.exp().clamp(max=cap)
+        elif config.weight == "sequence":
+            # Each term is clamped to the limit, but their sum may exceed it.
+            whole = batch.sum_by_sequence(ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            factor = whole.exp().clamp(max=cap)
+        if config.mask is not None:
+            low, high = config.mask
+            outside = (ratio.exp() < low) | (ratio.exp() > high)
+            factor = torch.where(outside, 0.0, factor)
+            sums["masked_fraction"] = (outside & real).sum()
+        if config.reject is not None:
+            refused = rejected(batch, ratio, config.reject)
+            factor = torch.where(refused, 0.0, factor)
+            sums["rejected_fraction"] = (refused & real).sum()
+        return factor, sums
+
+
+def rejected(batch: TokenBatch, ratio: Tensor, config: RejectConfig) -> Tensor:
+    """Whether each token's sequence exceeds the limit of ``config``: bool [N]. ``ratio`` is log rho, float32 [N]."""
+    values = ESTIMATORS[config.estimator](ratio)
+    if config.over == "max":
+        # k1 is negative for a token that became likelier; it counts as just as far from the sampler.
+        measure = batch.max_by_sequence(values.abs())
+    else:
+        whole = batch.sum_by_sequence(values) if config.over == "sum" else batch.mean_by_sequence(values)
+        measure = whole.abs()
+    return measure > config.limit

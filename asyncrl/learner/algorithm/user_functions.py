@@ -6,8 +6,8 @@ asyncrl.learner.algorithm.user_functions``. The process reads the section ``lear
 ``rollout.samples_per_prompt`` from its command line. It writes a JSON list of problems, each beginning with its key, to
 standard output; prints of the user's code go to standard error.
 
-Fails with ConfigError, which names the key, for a function that does not exist or does not take its options. The
-function itself raises ConfigError when a call fails or returns something of the wrong shape.
+Fails with ConfigError, which names the key, for a function that does not exist or does not take its options. A user's
+function itself raises ConfigError when a call fails or returns something of the wrong form (``CheckedLoss``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm import advantages
 from asyncrl.learner.algorithm.advantages import Advantage, ScoredGroup
-from asyncrl.workers.user_code import Keys, NotCallable, accepted, describe, did_you_mean, load
+from asyncrl.messages.reward import LONGEST_NAME, MOST_NAMES
+from asyncrl.workers.user_code import Keys, NotCallable, accepted, describe, did_you_mean, find_place, load
 
 if TYPE_CHECKING:
     # The sim backend trains nothing, and does not import torch.
-    from asyncrl.learner.algorithm.losses import CheckedLoss, Traits
-    from asyncrl.learner.algorithm.objective import Objective
+    from asyncrl.learner.algorithm.losses import Loss, Objective, TokenBatch, TokenLosses, Traits
 
 
 def find_function(
@@ -65,19 +65,59 @@ def find_advantage(config: LearnerConfig) -> Advantage:
     return advantages.checked(config.advantage, function)
 
 
-def find_loss(config: LearnerConfig) -> tuple[CheckedLoss, Traits]:
-    """Look up the loss of a run and its traits. Raises ConfigError, and so does the loss when a call fails."""
+def find_loss(config: LearnerConfig) -> tuple[Loss, Traits]:
+    """Look up the loss of a run and its traits. Raises ConfigError, and so does a user's loss when a call fails."""
     from asyncrl.learner.algorithm import losses
 
     function = find_function("learner.loss", config.loss, losses.BUILT_IN, "batch", config.loss_options)
-    return losses.CheckedLoss(config.loss, function), getattr(function.func, "traits", losses.Traits())
+    loss = CheckedLoss(config.loss, function) if ":" in config.loss else function
+    return loss, getattr(function.func, "traits", losses.Traits())
 
 
 def make_objective(config: LearnerConfig) -> Objective:
     """The objective of a run. Raises ConfigError."""
-    from asyncrl.learner.algorithm.objective import Objective
+    from asyncrl.learner.algorithm.losses import Objective
 
     return Objective(config, *find_loss(config))
+
+
+class CheckedLoss:
+    """Wraps a user's loss, so that its errors and results of the wrong form raise ConfigError."""
+
+    def __init__(self, name: str, function: Callable[..., TokenLosses]) -> None:
+        self._name, self._function = name, function
+        self._names: frozenset[str] | None = None
+        """Names of the sums in the first call. They must not change: sums are added up over batches and ranks."""
+
+    def __call__(self, batch: TokenBatch) -> TokenLosses:
+        """Call the loss. Raises ConfigError if it fails, or returns a wrong shape or wrong names of sums.
+
+        The names must be few, short and the same for every batch. The returned sums have no gradient.
+        """
+        try:
+            values, sums = self._function(batch=batch)
+        except Exception as error:
+            raise self._error(f"failed: {describe(error)}") from error
+        if values.shape != batch.logprobs.shape:
+            returned = f"{tuple(values.shape)} for {len(batch.logprobs)} tokens"
+            raise self._error(f"returned losses of shape {returned}; it must be one for each")
+        if len(sums) > MOST_NAMES or any(len(str(name)) > LONGEST_NAME for name in sums):
+            returned = f"{len(sums)} sums, the longest name has {max(len(str(name)) for name in sums)} characters"
+            allowed = f"{MOST_NAMES} names of {LONGEST_NAME} characters are allowed: each becomes a metric"
+            place = find_place(self._name)
+            raise self._error(f"{f'({place}) ' if place else ''}returned {returned}; {allowed}")
+        for name, value in sums.items():
+            if getattr(value, "shape", None) != ():
+                raise self._error(f"returned {name!r}, which is not a tensor of one number")
+        names = frozenset(sums)
+        self._names = names if self._names is None else self._names
+        if names != self._names:
+            returned = f"{sorted(self._names)} with one batch and {sorted(names)} with another"
+            raise self._error(f"returned the sums {returned}; names must be the same")
+        return values, {name: value.detach() for name, value in sums.items()}
+
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError([f"learner.loss: {self._name} {problem}"])
 
 
 LENGTHS = (3, 2)
@@ -152,9 +192,13 @@ def _loss_problems(config: LearnerConfig) -> list[str]:
     )
     try:
         objective, _ = make_objective(config)(batch, float(count))
-        torch.autograd.backward(objective)
     except ConfigError as error:
         return error.problems
+    except Exception as error:
+        # A built-in loss with an option of a wrong type, for example.
+        return [f"learner.loss: {config.loss} failed: {describe(error)}"]
+    try:
+        torch.autograd.backward(objective)
     except Exception as error:
         return [f"learner.loss: {config.loss} has no gradient: {describe(error)}"]
     if logprobs.grad is None or not torch.isfinite(logprobs.grad).all():

@@ -27,7 +27,7 @@ from asyncrl.gpu.learner_memory import Checkpointing
 from asyncrl.gpu.shares import RETURN_SHARE, rank_slices
 from asyncrl.gpu.slices import RankSlices
 from asyncrl.learner.algorithm.batch import StepPlan
-from asyncrl.learner.algorithm.objective import Objective
+from asyncrl.learner.algorithm.losses import Objective
 from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.algorithm.scoring import ScoringPlan

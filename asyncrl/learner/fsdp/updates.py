@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.algorithm.losses import TokenBatch, supervised
-from asyncrl.learner.algorithm.objective import Objective, TokenSums, token_sums
+from asyncrl.learner.algorithm.losses import Objective, TokenBatch, supervised
 from asyncrl.learner.algorithm.packing import MicroBatch
+from asyncrl.learner.algorithm.token_sums import TokenSums, token_sums
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters
 from asyncrl.learner.fsdp.model.optimizers import Optimizer
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, local, make_row
