@@ -31,7 +31,7 @@ class Role:
     """Whether its host needs the model's folder."""
     reads_tokenizer: bool = False
     """Whether its actors load the tokenizer."""
-    gang: bool = False
+    rank_group: bool = False
     """Whether its actors compute together. When one dies, all are restarted, so no new actor meets an old one."""
     replicated: bool = False
     """Whether its actors all do the same work. The run continues with those that are left."""
@@ -66,7 +66,7 @@ ROLES: dict[str, Role] = {
         number="learner.ranks",
         place="ranks",
         reads_model=True,
-        gang=True,
+        rank_group=True,
     ),
     "rollouter": Role(
         implementation="asyncrl.rollouter.actor:Rollouter",
@@ -106,10 +106,10 @@ def drain_rank(name: str) -> int:
     return ROLES[role_of(name)].drain_rank
 
 
-def gang_of(name: str) -> str:
-    """Return an actor's role if its actors die and start together (Role.gang); else an empty string."""
+def rank_group_of(name: str) -> str:
+    """Return an actor's role if its actors die and start together (Role.rank_group); else an empty string."""
     role = ROLES.get(role_of(name))
-    return role_of(name) if role is not None and role.gang else ""
+    return role_of(name) if role is not None and role.rank_group else ""
 
 
 def is_replicated(name: str) -> bool:

@@ -25,6 +25,7 @@ from asyncrl.dataloader.prompts import RunPrompts
 from asyncrl.dataloader.restoring import Restorer, RollouterAnswer
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import (
+    DataloaderStatus,
     LeasesHeld,
     OpenLeases,
     Outcomes,
@@ -33,8 +34,7 @@ from asyncrl.messages.dataloader import (
     Restored,
     Resumed,
     SamplePrompts,
-    Supply,
-    WatchSupply,
+    WatchDataloader,
 )
 from asyncrl.messages.groups import Held, Holds, NewLeases, RequestLeases, ReturnLeases, sealed
 from asyncrl.observe.group_log import LEASED, ORPHANED, RETURNED, SETTLED, GroupLog
@@ -75,9 +75,9 @@ class Dataloader(Actor):
         self._parked = ParkingLot()
         """RequestLeases calls, which wait for a lease."""
         self._watchers = ParkingLot()
-        """WatchSupply calls of the learner, which wait for a new ``Supply``."""
-        self._supply_number = numbers_begin_above(context.incarnation)
-        """Number of the newest ``Supply``; it starts above every number of an earlier incarnation."""
+        """WatchDataloader calls of the learner, which wait for a new ``DataloaderStatus``."""
+        self._status_number = numbers_begin_above(context.incarnation)
+        """Number of the newest ``DataloaderStatus``; it starts above every number of an earlier incarnation."""
         self._orphaned = asyncio.Event()
         """Set when there may be orphans to settle."""
         self._leaving: dict[str, int] = {}
@@ -226,7 +226,7 @@ class Dataloader(Actor):
         replies = await asyncio.gather(*(self._ask_rollouter(name) for name in names))
         answers = {name: answer for name, answer in zip(names, replies, strict=True) if answer is not None}
         previous = self._previous
-        book = await asyncio.to_thread(self._restorer.rebuild, request, answers, previous, self._supply_number + 1)
+        book = await asyncio.to_thread(self._restorer.rebuild, request, answers, previous, self._status_number + 1)
         # A group may be delivered after the learner sent its state and before its rollouter answered: then neither
         # names the group, and the learner is asked again. The gate never admits more groups than its capacity, so such
         # groups are among the next ones in the order.
@@ -363,7 +363,7 @@ class Dataloader(Actor):
             # The call came before the gate was opened, or the book was rebuilt since.
             self._note_request(ask)
         leases = book.take(ask)
-        if leases or book.supply_number != self._supply_number:
+        if leases or book.status_number != self._status_number:
             # ``take`` may have rejected a prompt without leasing anything.
             self._count()
         if leases:
@@ -428,17 +428,17 @@ class Dataloader(Actor):
         return OutcomesSeen(number=number, limit=book.gate.limit.versions)
 
     @handler
-    async def watch_supply(self, request: WatchSupply, caller: Caller) -> Supply:
-        """The supply. The call is parked until the supply is newer than ``request.seen``, at most ``caller.park_s``.
+    async def watch_dataloader(self, request: WatchDataloader, caller: Caller) -> DataloaderStatus:
+        """The status. The call is parked until the status is newer than ``request.seen``, at most ``caller.park_s``.
 
         Raises RestoreNeeded.
         """
 
-        def news() -> Supply | None:
+        def news() -> DataloaderStatus | None:
             book = self._require_book(caller)
-            return book.supply if book.supply_number > request.seen else None
+            return book.status if book.status_number > request.seen else None
 
-        return await self._watchers.until(news, caller.park_s) or self._require_book(caller).supply
+        return await self._watchers.until(news, caller.park_s) or self._require_book(caller).status
 
     # --- within ---
 
@@ -465,7 +465,7 @@ class Dataloader(Actor):
         self._count()
 
     def _count(self) -> None:
-        """Copy the book's counts to the metrics, and wake the learner's ``watch_supply`` if the supply has changed."""
+        """Copy the book's counts to the metrics, and wake ``watch_dataloader`` if the status has changed."""
         book = self._book
         if book is None:
             return
@@ -475,6 +475,6 @@ class Dataloader(Actor):
         gate = book.gate
         self.counters["tickets/gate"] = gate.room(gate.newest_version, 0)
         self.counters["staleness/limit"] = gate.limit.versions
-        if book.supply_number != self._supply_number:
-            self._supply_number = book.supply_number
+        if book.status_number != self._status_number:
+            self._status_number = book.status_number
             self._watchers.wake()

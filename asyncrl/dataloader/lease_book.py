@@ -27,14 +27,14 @@ from asyncrl.core.errors import ProtocolError
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
 from asyncrl.dataloader.gate import Gate, PromptQueue, TrainingPrompt
 from asyncrl.dataloader.holders import Ask, Holders, Prompt, PromptLease, SuspectPrompts
-from asyncrl.messages.dataloader import LeasesHeld, Outcome, Outcomes, Rejected, Supply
+from asyncrl.messages.dataloader import DataloaderStatus, LeasesHeld, Outcome, Outcomes, Rejected
 from asyncrl.messages.groups import runs_alone
 from asyncrl.messages.ledger import position_of
 
 
 class LeaseBook:
-    """A run's leases. ``number`` is the number of the learner's last report, ``supply_number`` the number of the last
-    Supply.
+    """A run's leases. ``number`` is the number of the learner's last report, ``status_number`` the number of the last
+    DataloaderStatus.
 
     Callers read ``gate`` and ``ledger``, and change neither.
     """
@@ -47,7 +47,7 @@ class LeaseBook:
         *,
         max_attempts: int,
         number: int = 0,
-        supply_number: int = 0,
+        status_number: int = 0,
     ) -> None:
         self.gate, self.ledger = gate, queue.ledger
         self._queue, self._evals = queue, evals
@@ -61,13 +61,13 @@ class LeaseBook:
         self._forget_deaths()
         self.number = number
         """Number of the newest report of the learner that was applied; there is no gap before it."""
-        self.supply_number = supply_number
-        """Number of the present ``supply``; it grows with each change that the learner must receive."""
-        self._supply_key: tuple[object, ...] = ()
-        """The parts of the supply whose change gives the supply a new number."""
+        self.status_number = status_number
+        """Number of the present ``status``; it grows with each change that the learner must receive."""
+        self._status_key: tuple[object, ...] = ()
+        """The parts of the status whose change gives the status a new number."""
         self.counts: Counter[str] = Counter()
         """Counts of this book, by the rest of their metric's name after ``tickets/``: granted, orphaned and so on."""
-        self._note_supply()
+        self._note_status()
 
     # --- questions of the shell ---
 
@@ -91,15 +91,15 @@ class LeaseBook:
         return list(self._orphans)
 
     @property
-    def supply(self) -> Supply:
-        """The supply that the learner can expect: outstanding groups, rejected prompts, deaths, evaluation rounds.
+    def status(self) -> DataloaderStatus:
+        """The status for the learner: outstanding groups, rejected prompts, deaths, evaluation rounds.
 
         A new number wakes the learner. While prompts are left to lease, a change of ``outstanding`` alone keeps the
         number.
         """
         of_evals = [Rejected(uid, reason) for uid, reason in self._evals.rejected.items()]
-        return Supply(
-            number=self.supply_number,
+        return DataloaderStatus(
+            number=self.status_number,
             exhausted=self._exhausted,
             outstanding=self.outstanding,
             rejected=[*self._queue.rejected.values(), *of_evals],
@@ -145,7 +145,7 @@ class LeaseBook:
             self._lease_new(ask, running, found)
         if found:
             self._holders.note_answer(ask)
-        self._note_supply()
+        self._note_status()
         return found
 
     def _lease_new(self, ask: Ask, running: list[PromptLease], found: list[PromptLease]) -> None:
@@ -180,7 +180,7 @@ class LeaseBook:
             if uid in self._holders and self._holders[uid].rollouter == rollouter:
                 self._take_back(uid)
                 self.counts["returned"] += 1
-        self._note_supply()
+        self._note_status()
 
     def died(self, rollouter: str, incarnation: int) -> None:
         """Remove a dead rollouter: the prompts that it held become orphans. Ignored if a later incarnation is known."""
@@ -208,7 +208,7 @@ class LeaseBook:
         for held in found:
             held.suspect = False
             self._orphan(held)
-        self._note_supply()
+        self._note_status()
 
     def settle(self, asked: Iterable[str], held: Collection[str]) -> None:
         """Apply the learner's answer about the orphans ``asked``: it holds ``held``; lease the others again."""
@@ -223,12 +223,12 @@ class LeaseBook:
                 else:
                     self._take_back(uid)
                     self.counts["recovered"] += 1
-        self._note_supply()
+        self._note_status()
 
     def stop(self) -> None:
         """Lease nothing more: the run is preempted."""
         self._stopped = True
-        self._note_supply()
+        self._note_status()
 
     # --- the state of the run ---
 
@@ -237,7 +237,7 @@ class LeaseBook:
         prompt = self._mark_out(uid)
         if prompt is not None:
             self._holders.hold(PromptLease(prompt))
-        self._note_supply()
+        self._note_status()
 
     def adopt(self, rollouter: str, incarnation: int, held: LeasesHeld, previous: LeaseBook | None) -> None:
         """Record the leases that a rollouter says it holds, after a restart or restore.
@@ -269,7 +269,7 @@ class LeaseBook:
                 version = self.gate.newest_version
                 lease = PromptLease(prompt, number=number, param_version=version, attempt=attempt, alone=alone)
                 self._holders.hold(lease, rollouter)
-        self._note_supply()
+        self._note_status()
 
     def recall_calls(self, previous: LeaseBook) -> None:
         """Copy the numbers of the requests that ``previous`` has received: a request may be parked, or arrive again."""
@@ -291,7 +291,7 @@ class LeaseBook:
             held = previous._holders[uid]
             if held.suspect:
                 self._suspects.died(uid, alone=held.alone)
-        self._note_supply()
+        self._note_status()
 
     def to_come(self, count: int) -> list[str]:
         """Uids of the next ``count`` training prompts, and of all evaluation prompts that wait to be leased."""
@@ -327,7 +327,7 @@ class LeaseBook:
         if report.finished and not self.gate.finished:
             self.gate.finished = True
             self._evals.finish(self.gate.newest_version)
-        self._note_supply()
+        self._note_status()
         return self.number
 
     # --- within ---
@@ -480,8 +480,8 @@ class LeaseBook:
         else:
             self._queue.give_back(prompt)
 
-    def _note_supply(self) -> None:
-        """Give the supply a new number if it has changed; called at the end of each method that may change it."""
+    def _note_status(self) -> None:
+        """Give the status a new number if it has changed; called at the end of each method that may change it."""
         exhausted = self._exhausted
         key = (
             exhausted,
@@ -492,6 +492,6 @@ class LeaseBook:
             self._evals.changes,
             self._suspects.changes,
         )
-        if key != self._supply_key:
-            self._supply_key = key
-            self.supply_number += 1
+        if key != self._status_key:
+            self._status_key = key
+            self.status_number += 1

@@ -64,7 +64,7 @@ class Restorer:
         request: Restored,
         answers: Mapping[str, RollouterAnswer],
         previous: LeaseBook | None,
-        supply_number: int,
+        status_number: int,
     ) -> LeaseBook:
         """Build the book for the state of the run in ``request``; ``previous`` is not changed.
 
@@ -105,7 +105,7 @@ class Restorer:
             evals,
             max_attempts=self._config.rollout.max_attempts,
             number=request.outcomes_number,
-            supply_number=supply_number,
+            status_number=status_number,
         )
         if previous is not None:
             book.recall_calls(previous)

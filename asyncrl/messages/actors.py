@@ -1,7 +1,7 @@
 """Messages between the controller, the node agents and all actors: addresses, deaths, and the state of the run.
 
-An incarnation is one process of an actor; its number grows with each restart. A gang is a role whose actors start and
-end together, as the learner's ranks do; a generation is one life of a gang.
+An incarnation is one process of an actor; its number grows with each restart. A rank group is a role whose actors start
+and end together, as the learner's ranks do; a generation is one life of a rank group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ActorRecord(Struct, gc=False, frozen=True, kw_only=True):
     name: str
     """ROLE/INDEX, for example rollouter/3."""
     incarnation: Count
-    """Number of this incarnation; of two, the larger is the living one. In a gang it is the generation."""
+    """Number of this incarnation; of two, the larger is the living one. In a rank group it is the generation."""
     address: str
     """Address to which its ROUTER socket is bound; empty until it is ready for calls."""
     host: str = ""
@@ -142,7 +142,7 @@ class RunState(Message, frozen=True, kw_only=True):
     trace: Count = 0
     """Number of the trace that is being collected, 0 for none; every actor sends its spans once for each number."""
     generations: dict[str, int] = {}
-    """Oldest generation that is not over, by role of a gang: an actor that starts now has this one or a later one."""
+    """Oldest generation that is not over, by role of a rank group. An actor that starts now has it or a later one."""
     aside: list[Aside] = []
     """Replicas that the run continues without for now. Their agents end them, and start them once removed here."""
 

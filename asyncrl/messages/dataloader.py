@@ -1,4 +1,4 @@
-"""Messages of the learner to the dataloader: outcomes, the supply of prompts, and the recovery after a restart.
+"""Messages of the learner to the dataloader: outcomes, the status of the dataloader, and the recovery after a restart.
 
 The gate is the dataloader's rule on when the next group may be leased (dataloader/gate.py).
 """
@@ -60,8 +60,8 @@ class Rejected(Struct, gc=False, frozen=True, array_like=True):
     """The outcome that the learner records for it."""
 
 
-class Supply(Message, frozen=True, kw_only=True):
-    """The state of the supply of prompts, numbered."""
+class DataloaderStatus(Message, frozen=True, kw_only=True):
+    """The prompts to come, the rejected ones and the open evaluation rounds; numbered."""
 
     number: int
     exhausted: bool
@@ -76,10 +76,10 @@ class Supply(Message, frozen=True, kw_only=True):
     """Number of prompts of each open round of evaluation, by eval/NAME@ROUND."""
 
 
-class WatchSupply(Request, frozen=True, kw_only=True):
-    """Learner to dataloader, parked until the supply's state is newer than ``seen``."""
+class WatchDataloader(Request, frozen=True, kw_only=True):
+    """Learner to dataloader, parked until the dataloader's status is newer than ``seen``."""
 
-    reply = Supply
+    reply = DataloaderStatus
     senders = LEARNER
     idle = True
     seen: int = -1

@@ -15,7 +15,15 @@ from run_settings import sim_config
 from asyncrl.config import Config
 from asyncrl.dataloader.actor import Dataloader
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.dataloader import LeasesHeld, OpenLeases, Outcome, Outcomes, Restored, Supply, WatchSupply
+from asyncrl.messages.dataloader import (
+    DataloaderStatus,
+    LeasesHeld,
+    OpenLeases,
+    Outcome,
+    Outcomes,
+    Restored,
+    WatchDataloader,
+)
 from asyncrl.messages.groups import Held, Holds, RequestLeases
 from asyncrl.messages.ledger import Ledger, LedgerState
 from asyncrl.rpc.actor import ActorContext, Caller, handler
@@ -128,8 +136,8 @@ class Running:
         request = Outcomes(number=self.reports, outcomes=outcomes, **fields)
         return self.call(LEARNER, request, self.learner_incarnation)
 
-    def supply(self, seen: int = -1, wait_s: float = 10.0) -> asyncio.Future[Supply]:
-        return self.call(LEARNER, WatchSupply(seen=seen), self.learner_incarnation, wait_s)
+    def status(self, seen: int = -1, wait_s: float = 10.0) -> asyncio.Future[DataloaderStatus]:
+        return self.call(LEARNER, WatchDataloader(seen=seen), self.learner_incarnation, wait_s)
 
 
 @asynccontextmanager

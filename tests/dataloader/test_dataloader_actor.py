@@ -29,7 +29,7 @@ async def test_leases_contain_everything_that_a_rollouter_needs(tmp_path: Path) 
         [lease] = (await it.lease()).leases
         assert (lease.uid, lease.purpose, lease.epoch, lease.index) == ("held@0-0", "eval/held", 0, 0)
         assert (lease.samples, lease.temperature, lease.max_tokens) == (3, 0.0, 5)
-        assert (await it.supply()).evals == {"eval/held@0": 1}
+        assert (await it.status()).evals == {"eval/held@0": 1}
         await it.report("held@0-0", kind="evaluated")
         first, second = (await it.lease(free=2, seen=1)).leases
         assert first.prompt_ids.tolist() == list(first.prompt.encode())
@@ -111,24 +111,24 @@ async def test_a_leaving_rollouter_gets_no_lease_when_the_gate_opens_again(tmp_p
 
 async def test_a_parked_call_is_answered_with_nothing_before_half_of_its_deadline(tmp_path: Path) -> None:
     async with running(tmp_path) as it:
-        supply = await it.supply()
+        status = await it.status()
         assert await it.lease(served_version=-1, wait_s=0.4) == NewLeases(leases=[], closed=False)
-        assert await it.supply(seen=supply.number, wait_s=0.4) == supply
+        assert await it.status(seen=status.number, wait_s=0.4) == status
 
 
 async def test_the_learner_wakes_when_the_supply_changes_and_rollouters_are_dismissed_at_the_end(
     tmp_path: Path,
 ) -> None:
     async with running(tmp_path, small_config(**ONE_STEP)) as it:
-        supply = await it.supply()
-        assert (supply.exhausted, supply.outstanding) == (False, 0)
-        watched = it.supply(seen=supply.number)
+        status = await it.status()
+        assert (status.exhausted, status.outstanding) == (False, 0)
+        watched = it.status(seen=status.number)
         await it.lease(A, 3)
         assert await it.is_parked(watched)
         leased = await it.leased(A, 9)
-        supply = await watched
-        assert (supply.exhausted, supply.outstanding) == (True, 4)
-        parked, watched = it.lease(A, 9, seen=4), it.supply(seen=supply.number)
+        status = await watched
+        assert (status.exhausted, status.outstanding) == (True, 4)
+        parked, watched = it.lease(A, 9, seen=4), it.status(seen=status.number)
         seen = await it.report(*leased, version=1, trained_at_version=4, finished=True)
         assert seen == OutcomesSeen(number=1, limit=1.0)
         assert (await watched).outstanding == 0
@@ -144,9 +144,9 @@ async def test_the_learner_hears_of_a_rejected_prompt_at_once_without_any_lease(
     config = small_config(eval={"held": {"data": {"source": "synthetic", "size": 1}, "n": 3}})
     async with running(tmp_path, config, restore=False) as it:
         await it.restore(ledger=ledger(attempts={"held@0-0": ALONE_FROM + config.rollout.max_attempts}))
-        supply = await it.supply()
-        assert supply.rejected == []
-        watched = it.supply(seen=supply.number)
+        status = await it.status()
+        assert status.rejected == []
+        watched = it.status(seen=status.number)
         assert await it.is_parked(watched)
         parked = it.lease()
         assert [rejected.uid for rejected in (await watched).rejected] == ["held@0-0"]
@@ -166,9 +166,9 @@ async def test_prompts_that_are_too_long_are_reported_and_never_leased(
     data = {"source": "jsonl", "path": str(path), "max_prompt_tokens": 10}
     async with running(tmp_path, small_config(data=data)) as it:
         assert await it.leased(A, 3) == ["0-0", "0-2", "1-0"]
-        assert (await it.supply()).rejected == [Rejected("0-1", TOO_LONG, "left_out")]
+        assert (await it.status()).rejected == [Rejected("0-1", TOO_LONG, "left_out")]
         await it.report("0-1", kind="left_out", version=-1)
-        assert (await it.supply()).rejected == []
+        assert (await it.status()).rejected == []
     [(key, text)] = notices
     assert key == "too_long/data"
     assert text.startswith("data: 1 of 3 (33 %) prompts have more than data.max_prompt_tokens = 10 tokens")

@@ -117,7 +117,7 @@ def restored_without_answer(book: Book, *claims: str) -> LeaseBook:
     )
     config = simulated_run(learner={"groups_per_step": 4}, staleness={"max": 1, "adapt": False})
     restorer = Restorer(config, EpochOrder("f", 0, 100, shuffle=False))
-    return restorer.rebuild(word, {}, book, book.supply_number + 1)
+    return restorer.rebuild(word, {}, book, book.status_number + 1)
 
 
 def test_a_superseded_request_gets_no_lease_and_the_later_one_stays_answered() -> None:
@@ -180,7 +180,7 @@ def test_a_leaving_rollouter_returns_prompts_and_the_learner_decides_about_the_r
     assert list(book.orphans) == ["0-2", "0-4", "0-3"]
     book.settle(book.orphans, ["0-2"])
     assert marks(book.lease(B, 7, seen=1, holding="0-0"))[:3] == [(uid, 0, False) for uid in ("0-1", "0-3", "0-4")]
-    assert book.supply.attempts == {}
+    assert book.status.attempts == {}
     # Its process ends later.
     book.died(A, 1)
     assert not book.orphans
@@ -247,21 +247,21 @@ def test_an_outcome_counts_once_also_before_its_prompts_turn() -> None:
     for _ in range(2):
         book.record("a@1-0", "a@9-0", kind="evaluated")
     assert book.uids(A, 2) == ["0-0", "0-3"]
-    assert (book.outstanding, book.gate.trained, book.supply.evals) == (2, 2, {"eval/a@1": 2})
+    assert (book.outstanding, book.gate.trained, book.status.evals) == (2, 2, {"eval/a@1": 2})
 
 
 def test_the_supply_number_changes_only_with_news_for_the_learner() -> None:
     book = Book(eval_set("a", (0,), every_versions=1), steps=2, staleness_max=5)
-    seen = [book.supply_number]
+    seen = [book.status_number]
 
     def moved() -> bool:
-        seen.append(book.supply_number)
+        seen.append(book.status_number)
         return seen[-1] > seen[-2]
 
     book.lease(A, 3)
     assert not moved()
     book.lease(A, 5, seen=3)
-    assert moved() and book.supply.exhausted
+    assert moved() and book.status.exhausted
     book.record("0-0")
     assert moved()
     book.record(version=1)
@@ -287,7 +287,7 @@ def test_the_book_closes_once_the_run_is_finished_and_no_round_is_open() -> None
     book.record(*book.uids(), version=1)
     assert not book.closed
     book.record(version=1, finished=True)
-    assert not book.closed and book.supply.exhausted
+    assert not book.closed and book.status.exhausted
     assert book.lease(seen=4) == []
     assert book.uids(seen=4, served=1) == ["a@1-0"]
     assert not book.closed
@@ -333,12 +333,12 @@ def test_only_its_own_deaths_count_against_a_prompt() -> None:
     book.lease(A, 1, seen=3, holding="0-0 0-2")
     # 0-1 was delivered, by its holder's word; 0-2 was too, by the learner's; 0-3 may have arrived.
     book.dies(A, 1, "0-2")
-    assert book.supply.attempts == {"0-0": 1, "0-3": 1}
+    assert book.status.attempts == {"0-0": 1, "0-3": 1}
     # Shared, as it may be with a rollouter that held it before a restore.
     book = Book(deaths={"0-0": 2})
     book.adopt(A, 1, held({"0-0": 2, "0-1": 0}, seen=2), None)
     book.dies(A, 1)
-    assert book.supply.attempts == {"0-0": 2, "0-1": 1}
+    assert book.status.attempts == {"0-0": 2, "0-1": 1}
     # Alone, but it never said that it received it.
     book.lease(A, 1, life=2)
     book.dies(A, 2)
@@ -346,7 +346,7 @@ def test_only_its_own_deaths_count_against_a_prompt() -> None:
     book.lease(A, 1, life=3)
     book.lease(A, 1, life=3, seen=1, holding="0-0")
     book.dies(A, 3, "0-0")
-    assert book.supply.attempts["0-0"] == 2
+    assert book.status.attempts["0-0"] == 2
 
 
 def test_a_prompt_delivered_before_the_death_is_not_blamed_for_it() -> None:
@@ -366,14 +366,14 @@ def test_a_prompt_that_kills_alone_is_rejected_with_the_reason() -> None:
     for life, deaths in enumerate((2, 3, 4), 1):
         assert marks(book.lease(A, 1, life=life)) == [("0-0", deaths, True)]
         book.lease(A, 1, life=life, seen=1, holding="0-0")
-        numbers.append(book.supply_number)
+        numbers.append(book.status_number)
         book.dies(A, life)
-    assert [*numbers, book.supply_number] == sorted({*numbers, book.supply_number})
+    assert [*numbers, book.status_number] == sorted({*numbers, book.status_number})
     reason = "its engine or rollouter died 3 times while this prompt alone was generated (rollout.max_attempts)"
-    assert (book.outstanding, book.supply.rejected) == (0, [Rejected("0-0", reason)])
+    assert (book.outstanding, book.status.rejected) == (0, [Rejected("0-0", reason)])
     assert book.uids(A, 1, life=4) == ["0-1"]
     book.record("0-0", kind="quarantined")
-    assert (book.supply.rejected, book.supply.attempts) == ([], {})
+    assert (book.status.rejected, book.status.attempts) == ([], {})
 
 
 def test_eval_prompts_also_run_alone_and_are_rejected() -> None:
@@ -382,10 +382,10 @@ def test_eval_prompts_also_run_alone_and_are_rejected() -> None:
         assert marks(book.lease(A, 1, life=life)) == [("a@0-0", life - 1, life > 2)]
         book.lease(A, 1, life=life, seen=1, served=-1, holding="a@0-0")
         book.dies(A, life)
-    assert [rejected.uid for rejected in book.supply.rejected] == ["a@0-0"]
+    assert [rejected.uid for rejected in book.status.rejected] == ["a@0-0"]
     assert book.uids(A, 2, life=6) == ["a@0-1"]
     book.record("a@0-1", kind="evaluated")
     assert book.lease(A, 2, life=6, seen=1) == []
     book.record("a@0-0", kind="quarantined")
-    assert book.supply.evals == {}
+    assert book.status.evals == {}
     assert book.uids(A, 1, life=6, seen=1) == ["0-0"]

@@ -238,7 +238,7 @@ class Loop(RuleBasedStateMachine):
     @rule(acknowledged=st.sampled_from([True, True, False]))
     def send_report(self, acknowledged: bool = True) -> None:
         """The present report, again if its acknowledgement was lost; a new one otherwise."""
-        for rejected in self.leases.supply.rejected:
+        for rejected in self.leases.status.rejected:
             if rejected.uid not in self.concluded:
                 self.conclude(rejected.uid, rejected.kind)
         if self.report is None:
@@ -271,10 +271,10 @@ class Loop(RuleBasedStateMachine):
     @invariant()
     def the_supply_counts_outstanding_groups_and_ends_when_none_are_left(self) -> None:
         if hasattr(self, "leased_under"):
-            supply = self.leases.supply
-            assert supply.outstanding == self.leases.outstanding == len(self.out)
+            status = self.leases.status
+            assert status.outstanding == self.leases.outstanding == len(self.out)
             left = self.groups - self.reported_trained - len(self.out)
-            assert supply.exhausted == (self.leases.closed or left <= 0)
+            assert status.exhausted == (self.leases.closed or left <= 0)
 
     def teardown(self) -> None:
         """From wherever this ended, a fair continuation ends the run in a bounded number of rounds."""

@@ -24,7 +24,7 @@ def two(call_timeout_s: float = 0.6) -> Config:
 
 
 async def needs_restore(it: Running) -> None:
-    for request in (it.supply(), it.report("0-0")):
+    for request in (it.status(), it.report("0-0")):
         with pytest.raises(RemoteError) as caught:
             await request
         assert (caught.value.code, caught.value.retryable) == ("restore_needed", True)
@@ -48,7 +48,7 @@ async def test_nothing_is_leased_before_the_learner_reports_the_state_of_the_run
         await it.report(*leased)
         assert await it.restore() == both[0] == both[1]
         assert len(rollouters[A].learners) == 1
-        assert (await it.supply()).outstanding == 0
+        assert (await it.status()).outstanding == 0
 
 
 async def test_known_and_held_prompts_are_not_leased(tmp_path: Path) -> None:
@@ -60,24 +60,24 @@ async def test_known_and_held_prompts_are_not_leased(tmp_path: Path) -> None:
         where = {"version": 3, "trained_at_version": 2, "groups_left": 12, "outcomes_number": 5}
         await it.restore(**where, ledger=ledger(0, 1), claims=["0-2"])
         assert rollouters[A].learners == [1]
-        supply = await it.supply()
+        status = await it.status()
         # 0-4 was delivered after the learner had spoken and before the rollouter did.
-        assert (supply.outstanding, supply.attempts) == (4, {"0-5": 1})
+        assert (status.outstanding, status.attempts) == (4, {"0-5": 1})
         assert await it.leased(seen=9, served_version=2, holding="0-3 0-5", wait_s=0.2) == []
         leased = await it.lease(seen=9, served_version=3, free=9, holding="0-3 0-5")
         # T(3) + 2 G admits ten; two are trained and four are out.
         leased = [(lease.uid, lease.number) for lease in leased.leases]
         assert leased == [("0-6", 10), ("0-7", 11), ("0-8", 12), ("0-9", 13)]
         await it.report("0-2", "0-3", "0-4", "0-5", version=4, trained_at_version=6)
-        assert (await it.supply()).attempts == {}
+        assert (await it.status()).attempts == {}
 
 
 async def test_supply_numbers_of_a_successor_are_above_those_of_its_predecessor(tmp_path: Path) -> None:
-    """The learner takes no supply for news whose number is not above what it has seen."""
+    """The learner takes no status for news whose number is not above what it has seen."""
     numbers = []
     for incarnation in (7, 8):
         async with running(tmp_path, incarnation=incarnation) as it:
-            numbers.append((await it.supply()).number)
+            numbers.append((await it.status()).number)
     assert numbers[1] > numbers[0] + (1 << 20)
 
 
@@ -95,7 +95,7 @@ async def test_a_rollouter_that_does_not_answer_holds_nothing_and_its_prompts_go
         assert await it.leased(B, 2) == [leased[0], "0-2"]
         # It finishes all the same: of what is reported then, nothing is refused.
         await it.report(*leased)
-        assert (await it.supply()).outstanding == 1
+        assert (await it.status()).outstanding == 1
 
 
 async def test_neither_a_missing_rollouter_nor_a_silent_learner_keeps_the_gate_closed(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ async def test_a_restarted_dataloader_restores_the_state_of_its_predecessor(tmp_
     async with running(tmp_path, learner=learner, rollouters={A: rollouter}) as first:
         leased = await first.leased()
         await first.report(leased[0])
-        seen = (await first.supply()).number
+        seen = (await first.status()).number
         first.actor.begin_drain()
         held = dict.fromkeys(leased[1:3], 0)
         rollouter.leases = Rollouter(held, seen=4).leases
@@ -169,7 +169,7 @@ async def test_a_restarted_dataloader_restores_the_state_of_its_predecessor(tmp_
             await needs_restore(second)
             await second.restore(outcomes_number=2, ledger=ledger(0), claims=[leased[3]], groups_left=23)
             # The learner gets news, although it has seen higher numbers of the lost one.
-            assert (await second.supply(seen=seen)).outstanding == 3
+            assert (await second.status(seen=seen)).outstanding == 3
             assert await second.leased(seen=4, free=1, holding=" ".join(leased[1:3])) == ["0-4"]
             await second.report(*leased[1:])
 
@@ -184,16 +184,16 @@ async def test_the_working_limit_survives_the_learner(tmp_path: Path) -> None:
 
 async def test_a_preempted_run_leases_nothing_more(tmp_path: Path) -> None:
     async with running(tmp_path) as it:
-        supply = await it.supply()
+        status = await it.status()
         leased = await it.leased(free=2)
-        watched = it.supply(seen=supply.number)
+        watched = it.status(seen=status.number)
         it.actor.preempted()
         assert ((await watched).exhausted, (await watched).outstanding) == (True, 2)
         assert await it.leased(seen=2, wait_s=0.2) == []
         await it.call(A, ReturnLeases(uids=leased))
-        assert (await it.supply()).outstanding == 0
+        assert (await it.status()).outstanding == 0
         await it.restore(outcomes_number=1)
-        assert (await it.supply()).exhausted
+        assert (await it.status()).exhausted
 
 
 # --- other prompts, another order ---

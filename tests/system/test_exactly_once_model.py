@@ -146,7 +146,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.dead: dict[str, int] = {}
         self.restored_by = 0
         self.restored_number = 0
-        self.supply_number = 0
+        self.status_number = 0
         self.asked: tuple[LeaseBook, list[str], set[str]] | None = None
         self.dataloader = 1
         self.late_acks: list[tuple[Rollouter, int, int, str, Held]] = []
@@ -285,17 +285,17 @@ class ExactlyOnce(RuleBasedStateMachine):
     @precondition(lambda self: self.leases is not None and self.restored_by == self.learner)
     @rule(acknowledged=st.sampled_from([True, True, False]))
     def talk_to_the_dataloader(self, acknowledged: bool) -> None:
-        """The supply, and the present report, again if its acknowledgement was lost."""
+        """The status, and the present report, again if its acknowledgement was lost."""
         assert self.leases is not None
-        supply = self.leases.supply
-        self.evals.opened(supply.evals)
-        for rejected in supply.rejected:
+        status = self.leases.status
+        self.evals.opened(status.evals)
+        for rejected in status.rejected:
             self.check_rejected(rejected.uid)
             if "@" in rejected.uid:
                 self.evals.reject(rejected.uid, rejected.reason)
             else:
                 self.intake.reject(rejected)
-        self.intake.ledger.attempts = dict(supply.attempts)
+        self.intake.ledger.attempts = dict(status.attempts)
         for _, groups in self.evals.complete():
             for group in groups:
                 self.intake.outcomes.outcome(Outcome(group.lease.uid, "evaluated"))
@@ -343,7 +343,7 @@ class ExactlyOnce(RuleBasedStateMachine):
     def open_gate(self, learner_answers: bool) -> None:
         restoring, previous = self.restoring, self.previous
         assert restoring is not None
-        leases = self.restorer.rebuild(restoring.request, restoring.answers, previous, self.supply_number + 1)
+        leases = self.restorer.rebuild(restoring.request, restoring.answers, previous, self.status_number + 1)
         self.blind |= len(restoring.answers) < len(self.rollouters) or not learner_answers
         self.blind |= restoring.learner != self.learner
         asked = leases.to_come(self.capacity)
@@ -357,8 +357,8 @@ class ExactlyOnce(RuleBasedStateMachine):
             leases.inherit(previous)
         for name, incarnation in self.dead.items():
             leases.died(name, incarnation)
-        assert leases.supply_number > self.supply_number
-        self.supply_number = leases.supply_number
+        assert leases.status_number > self.status_number
+        self.status_number = leases.status_number
         self.leases, self.previous, self.restoring = leases, None, None
         self.restored_by = restoring.learner
 

@@ -9,7 +9,7 @@ from inprocess import System, until
 from system.test_restarts import STEPS, audit, config
 
 from asyncrl.core.errors import InvalidRequest
-from asyncrl.messages.dataloader import WatchSupply
+from asyncrl.messages.dataloader import WatchDataloader
 
 SUPERVISION = {"supervision": {"silence_s": 1e6, "host_lost_s": 1e6}}
 # Generation is the slower side. If training were, the few places that each step frees could go to the same
@@ -63,11 +63,13 @@ def test_i1_a_host_joins_serves_and_leaves(tmp_path, within_s):
         assert again.actors == ["rollouter/3"]
         await step(system, 2)
 
-    async def supply(system):
-        return await system.actors["dataloader/0"].watch_supply(WatchSupply(seen=-1), system.learner_as_caller())
+    async def status(system):
+        return await system.actors["dataloader/0"].watch_dataloader(
+            WatchDataloader(seen=-1), system.learner_as_caller()
+        )
 
     system = live(tmp_path, scenario)
-    assert not asyncio.run(supply(system)).attempts
+    assert not asyncio.run(status(system)).attempts
 
 
 def test_i1_a_joined_host_dies_and_restarts_like_any_other(tmp_path):

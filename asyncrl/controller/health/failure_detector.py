@@ -203,7 +203,7 @@ class FailureDetector:
             self._controller.tell()
 
     def _condemn(self, actors: Sequence[Condemned]) -> None:
-        """Condemn these incarnations, each with its gang: their agents kill and restart them."""
+        """Condemn these incarnations, each with its rank group: their agents kill and restart them."""
         if actors:
             self._registry.condemn(actors)
             self._controller.log.error("actors are condemned", actors={actor.name: actor.reason for actor in actors})

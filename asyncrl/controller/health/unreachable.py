@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.core.printable import name_some
-from asyncrl.core.roles import gang_of, role_of
+from asyncrl.core.roles import rank_group_of, role_of
 from asyncrl.messages.actors import Condemned
 from asyncrl.messages.monitor import MOST_UNREACHED
 
@@ -147,8 +147,8 @@ class _CutOff:
     """Decides which end of a path to restart, from all ``broken`` paths among ``actors``."""
 
     def __init__(self, actors: Iterable[str], broken: Iterable[Path]) -> None:
-        # Actors of gangs are left out: a whole gang counts as one actor (``_severity``).
-        self._size = Counter(role_of(name) for name in actors if not gang_of(name))
+        # Actors of rank groups are left out: a whole group counts as one actor (``_severity``).
+        self._size = Counter(role_of(name) for name in actors if not rank_group_of(name))
         self._unreached: dict[tuple[str, str], list[str]] = {}
         """By (actor, role): the actors of that role that the actor cannot reach."""
         self._unreached_by: dict[tuple[str, str], list[str]] = {}

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.controller.state.reserve import ROLLOUTER, Reserve, RestingReplica
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
-from asyncrl.core.roles import ROLES, drain_rank, gang_of, is_optional, is_replicated, is_set_aside, role_of
+from asyncrl.core.roles import ROLES, drain_rank, is_optional, is_replicated, is_set_aside, rank_group_of, role_of
 from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, RunState, Stuck
 from asyncrl.messages.monitor import OVER
 from asyncrl.rpc.lifecycle.supervision import UNHEALABLE_EXITS, describe_exit
@@ -96,7 +96,7 @@ class RunStateMachine:
     leaving: list[Leaving] = field(default_factory=list)
     """Agents and actors that have to leave the run."""
     generations: dict[str, int] = field(default_factory=dict)
-    """For each gang, by its role: the oldest generation that is not over."""
+    """For each rank group, by its role: the oldest generation that is not over."""
     _dead: list[Dead] = field(default_factory=list)
     _lost: dict[str, tuple[float, str]] = field(default_factory=dict)
     """By actor of a lost host: the time of the loss (s), and the host."""
@@ -239,7 +239,7 @@ class RunStateMachine:
         return self.dead != dead_before and self._changed()
 
     def set_generations(self, generations: Mapping[str, int]) -> bool:
-        """Set, for each gang, the oldest generation that is not over."""
+        """Set, for each rank group, the oldest generation that is not over."""
         if generations == self.generations:
             return False
         self.generations = dict(generations)
@@ -489,10 +489,10 @@ class RunStateMachine:
         return min(deadlines, default=None)
 
     def _is_excused(self, name: str) -> bool:
-        """Whether an actor cannot be ready because its host, or that of another actor of its gang, is lost."""
+        """Whether an actor cannot be ready because its host, or that of another actor of its rank group, is lost."""
         if name in self._lost:
             return True
-        return bool(gang_of(name)) and any(gang_of(lost) == gang_of(name) for lost in self._lost)
+        return bool(rank_group_of(name)) and any(rank_group_of(lost) == rank_group_of(name) for lost in self._lost)
 
     def _update_waits(self, now: float) -> None:
         """Update the waits: begin one for each actor that is not ready and could be, and end all others."""

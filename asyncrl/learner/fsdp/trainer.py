@@ -244,9 +244,9 @@ class Trainer:
         if not plan.updates:
             # An optimizer step without a gradient would still move the weights by momentum.
             return {}
-        parcels = self._pack([of_step(plan, rank) for rank in range(self._learner.ranks)])
+        buffers = self._pack([of_step(plan, rank) for rank in range(self._learner.ranks)])
         command = Train(
-            parcel_bytes=[len(parcel) for parcel in parcels],
+            buffer_bytes=[len(buffer) for buffer in buffers],
             updates=[shape_of_update(update) for update in plan.updates],
             temperature=plan.temperature,
             fresh=plan.fresh,
@@ -254,9 +254,9 @@ class Trainer:
         )
         self._send(command)
         kind, step = self._next_step(plan.warm)
-        self._ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
-        # The parcels have been sent. Rank 0 takes its own micro-batches from the plan.
-        del parcels
+        self._ranks.scatter(buffers, 0, f"the batch of {kind} {step}")
+        # The buffers have been sent. Rank 0 takes its own micro-batches from the plan.
+        del buffers
         began = time.monotonic()
         result = self._step(command, of_step(plan, 0))
         # The refused update was computed too; no later one was.
@@ -279,11 +279,11 @@ class Trainer:
         )
 
     def score(self, plan: ScoringPlan) -> list[np.ndarray]:
-        parcels = self._pack(plan.ranks)
+        buffers = self._pack(plan.ranks)
         tokens = [sum(len(batch.predict) for batch in batches) for batches in plan.ranks]
-        command = Reference([len(parcel) for parcel in parcels], max(tokens), plan.temperature)
+        command = Reference([len(buffer) for buffer in buffers], max(tokens), plan.temperature)
         self._send(command)
-        self._ranks.scatter(parcels, 0, "a batch to be scored")
+        self._ranks.scatter(buffers, 0, "a batch to be scored")
         values = self._score_batches(command, plan.ranks[0])
         return plan.in_order([row[:count] for row, count in zip(values, tokens, strict=True)])
 
@@ -386,7 +386,7 @@ class Trainer:
                 self._follow_step(command)
             elif isinstance(command, Reference):
                 # The micro-batches get no local name, so that their memory is freed before the next command.
-                self._score_batches(command, self._receive(command.parcel_bytes, "a batch to be scored"))
+                self._score_batches(command, self._receive(command.buffer_bytes, "a batch to be scored"))
             elif isinstance(command, Gather):
                 with self._phase("copy"):
                     self._assembly.begin(command.purpose, take_part)
@@ -406,16 +406,16 @@ class Trainer:
 
     def _follow_step(self, command: Train) -> None:
         kind, step = self._next_step(command.warm)
-        result = self._step(command, self._receive(command.parcel_bytes, f"the batch of {kind} {step}"))
+        result = self._step(command, self._receive(command.buffer_bytes, f"the batch of {kind} {step}"))
         if result.refused is not None:
             raise NonFiniteStep(result.refused.what, kind=kind, step=step, uids=[])
 
     def _pack(self, of_ranks: Sequence[Sequence[MicroBatch]]) -> list[np.ndarray]:
-        """Pack each rank's micro-batches into a parcel; rank 0 has its own already, so its parcel is empty."""
+        """Pack each rank's micro-batches into a buffer; rank 0 has its own already, so its buffer is empty."""
         return [np.empty(0, np.uint8), *map(pack, of_ranks[1:])]
 
-    def _receive(self, parcel_bytes: Sequence[int], what: str) -> list[MicroBatch]:
-        return unpack(self._ranks.scatter(None, parcel_bytes[self._rank], what))
+    def _receive(self, buffer_bytes: Sequence[int], what: str) -> list[MicroBatch]:
+        return unpack(self._ranks.scatter(None, buffer_bytes[self._rank], what))
 
     def interrupt(self) -> None:
         if self._slices is not None:

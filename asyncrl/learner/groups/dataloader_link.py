@@ -1,11 +1,11 @@
-"""The learner's link to the dataloader: it sends the state of the run and outcomes of groups, and follows the supply.
+"""The learner's link to the dataloader: it sends the state of the run and outcomes of groups, and follows its status.
 
 After a start of either side the learner first sends the state of the run (``Restored``). Then it reports outcomes in
 order, numbered, and repeats each report until it is acknowledged. If the dataloader acknowledges less than was
 reported, it gets the state of the run again. Outcomes in the ledger of that state are not reported a second time. The
 dataloader, too, may request the state at any moment (RestoreNeeded). So either side may die at any moment.
 
-The supply (``Supply``) is the dataloader's report on prompts to come and on open evaluation rounds.
+A ``DataloaderStatus`` reports prompts to come and open evaluation rounds.
 
 Fails with ConfigError when the prompts or their order are not those of the ledger.
 """
@@ -26,13 +26,13 @@ from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.messages import Request
 from asyncrl.messages.dataloader import (
+    DataloaderStatus,
     OutcomesSeen,
     PromptSample,
     Restored,
     Resumed,
     SamplePrompts,
-    Supply,
-    WatchSupply,
+    WatchDataloader,
 )
 from asyncrl.rpc.calls.retry import AWAY_S, DEADLINE, backoff, log_away, wait_out
 from asyncrl.rpc.services import ActorServices
@@ -49,7 +49,7 @@ class DataloaderCall(Protocol):
 
 
 class DataloaderLink:
-    """The link to the dataloader; ``call`` sends it one request. Each new ``supply`` is announced."""
+    """The link to the dataloader; ``call`` sends it one request. Each new ``status`` is announced."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class DataloaderLink:
         evals: EvalCollector,
         restored: CheckpointState | None = None,
     ) -> None:
-        self.supply = Supply(number=-1, exhausted=False, outstanding=0)
-        """The newest supply; number -1 before the first and after a restore."""
+        self.status = DataloaderStatus(number=-1, exhausted=False, outstanding=0)
+        """The newest status; number -1 before the first and after a restore."""
         self.limit = 0.0
         """The working limit of the staleness gate, in versions, from the dataloader's last answer."""
         self.fingerprint = restored.fingerprint if restored is not None else ""
@@ -118,8 +118,8 @@ class DataloaderLink:
             self.fingerprint, self.seed, self.limit = resumed.fingerprint, resumed.seed, resumed.limit
             self.prompts = resumed.prompts
             self._intake.ledger.first_epoch = resumed.first_epoch
-            # A new dataloader numbers its supplies from 0. With -1, it answers the next WatchSupply at once.
-            self.supply = Supply(number=-1, exhausted=False, outstanding=0)
+            # A new dataloader numbers its statuses from 0. With -1, it answers the next WatchDataloader at once.
+            self.status = DataloaderStatus(number=-1, exhausted=False, outstanding=0)
             self._restores += 1
             self._log.info("dataloader has restored the run", fingerprint=resumed.fingerprint, seed=resumed.seed)
 
@@ -187,40 +187,40 @@ class DataloaderLink:
         await self._acknowledged.wait()
 
     async def watch(self) -> None:
-        """Follow the supply until cancelled.
+        """Follow the dataloader's status until cancelled.
 
-        Each supply is kept and announced. Its evaluation rounds go to ``evals``. A prompt that gets no lease is
+        Each status is kept and announced. Its evaluation rounds go to ``evals``. A prompt that gets no lease is
         rejected: by the intake if it is of training, else by ``evals``.
         """
         while True:
             try:
-                with self._awaits.on(DATALOADER, "WatchSupply", idle=True):
-                    supply: Supply = await self._call(WatchSupply(seen=self.supply.number))
+                with self._awaits.on(DATALOADER, "WatchDataloader", idle=True):
+                    status: DataloaderStatus = await self._call(WatchDataloader(seen=self.status.number))
             except (DeadlineExceeded, RemoteError) as error:
                 await self._handle_failure(error)
                 continue
-            self.supply = supply
-            self._evals.opened(supply.evals)
-            for rejected in supply.rejected:
+            self.status = status
+            self._evals.opened(status.evals)
+            for rejected in status.rejected:
                 # Only uids of evaluations have the "@": NAME@ROUND-INDEX.
                 if "@" in rejected.uid:
                     self._evals.reject(rejected.uid, rejected.reason)
                 else:
                     self._intake.reject(rejected)
-            self._intake.ledger.attempts = dict(supply.attempts)
+            self._intake.ledger.attempts = dict(status.attempts)
             self._changed.set()
             self._progress.news.announce()
 
     async def rounds_over(self) -> bool:
-        """Ask the dataloader whether all evaluation rounds are over. ``supply`` may lack the last outcome."""
+        """Ask the dataloader whether all evaluation rounds are over. ``status`` may lack the last outcome."""
         while True:
             try:
                 # With -1 the dataloader answers at once.
-                supply: Supply = await self._call(WatchSupply(seen=-1))
+                status: DataloaderStatus = await self._call(WatchDataloader(seen=-1))
             except (DeadlineExceeded, RemoteError) as error:
                 await self._handle_failure(error)
             else:
-                return not supply.evals
+                return not status.evals
 
     async def _handle_failure(self, error: DeadlineExceeded | RemoteError) -> None:
         if isinstance(error, RemoteError) and error.code == RestoreNeeded.code:

@@ -41,7 +41,7 @@ class EvalCollector:
         return [EvalRound(name=round, held=list(self._groups.get(round, ()))) for round in self._sizes]
 
     def opened(self, sizes: dict[str, int]) -> None:
-        """Take the dataloader's list of open rounds: ``Supply.evals``, with the number of prompts of each.
+        """Take the dataloader's list of open rounds: ``DataloaderStatus.evals``, with the number of prompts of each.
 
         Groups of a round that is missing in two lists in a row are dropped: the round ended with an earlier learner.
         """

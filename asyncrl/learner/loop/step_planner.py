@@ -291,7 +291,7 @@ class StepPlanner:
         try:
             async with asyncio.timeout(limit_s):
                 # ``outstanding`` also counts the groups in the buffer, since no outcome of these is reported.
-                while not (dataloader.supply.exhausted and dataloader.supply.outstanding <= len(self._intake.buffer)):
+                while not (dataloader.status.exhausted and dataloader.status.outstanding <= len(self._intake.buffer)):
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:

@@ -1,8 +1,8 @@
 """Incarnations: numbers that identify the successive processes of an actor. A node agent assigns them.
 
 An incarnation is ATTEMPT * SPAN + N, where N counts the processes of one actor name within one attempt of the run, from
-1. A *gang* is a set of actors that must start together, such as the ranks of the learner. Its members share one
-incarnation, the *generation* of the gang. A new member gets a number above its predecessor's, and at least the newest
+1. A *rank group* is a set of actors that must start together, such as the ranks of the learner. Its members share one
+incarnation, the *generation* of the group. A new member gets a number above its predecessor's, and at least the newest
 known generation. So members that may meet have one number, even if different agents started them while the controller
 was away. Clocks are not used: those of two hosts differ, and any clock may step back.
 
@@ -48,18 +48,18 @@ class Incarnations:
     """Assigns the incarnations of one node agent's actors. ``above`` is below all incarnations of this attempt."""
 
     above: int
-    gang_of: Callable[[str], str]
-    """(name of an actor) → name of its gang; empty for an actor without a gang."""
+    rank_group_of: Callable[[str], str]
+    """(name of an actor) → name of its rank group; empty for an actor without one."""
     _newest: dict[str, int] = field(default_factory=dict)
     """Newest incarnation of each name."""
     _generations: dict[str, int] = field(default_factory=dict)
-    """Newest generation of each gang."""
+    """Newest generation of each rank group."""
 
     def next(self, name: str) -> int:
         """Assigns the incarnation of a process of actor ``name`` that starts now."""
         number = self._newest.get(name, self.above) + 1
-        if gang := self.gang_of(name):
-            number = self._generations[gang] = max(number, self._generations.get(gang, 0))
+        if rank_group := self.rank_group_of(name):
+            number = self._generations[rank_group] = max(number, self._generations.get(rank_group, 0))
         self._newest[name] = number
         return number
 
@@ -69,5 +69,5 @@ class Incarnations:
             if actor.incarnation > self._newest.get(actor.name, 0):
                 # Another agent has started it, and may be cut off and continue to assign numbers.
                 self._newest[actor.name] = actor.incarnation + LEAP
-        for gang, number in generations.items():
-            self._generations[gang] = max(number, self._generations.get(gang, 0))
+        for rank_group, number in generations.items():
+            self._generations[rank_group] = max(number, self._generations.get(rank_group, 0))

@@ -10,10 +10,10 @@ Invariants:
 * Only finite numbers of a heartbeat are kept. The number of names of metrics, histograms and resources of an actor is
   limited. A name that was accepted once stays. Each value that is left out is counted; the rest of its heartbeat is
   kept.
-* The incarnation of a gang's actor is its generation (incarnations.py). The death of one actor ends its generation. The
-  living actors of it are condemned, and so are actors of this or an older generation that register later. A new
-  generation ends all older ones. So all actors of a gang end up in one generation, in any order of reported deaths and
-  starts.
+* The incarnation of an actor of a rank group is its generation (incarnations.py). The death of one actor ends its
+  generation. The living actors of it are condemned, and so are actors of this or an older generation that register
+  later. A new generation ends all older ones. So all actors of a rank group end up in one generation, in any order of
+  reported deaths and starts.
 
 Pure: the caller passes the time.
 
@@ -203,20 +203,20 @@ def _cut(event: Event, actor: str) -> Event:
 
 @dataclass(slots=True)
 class Registry:
-    """Entries by actor name. ``gang_of`` names the gang of an actor; empty for an actor without a gang."""
+    """Entries by actor name. ``rank_group_of`` names the rank group of an actor; empty for an actor without one."""
 
-    gang_of: Callable[[str], str] = lambda _: ""
+    rank_group_of: Callable[[str], str] = lambda _: ""
     entries: dict[str, Entry] = field(default_factory=dict)
     left_out: int = 0
     """Number of values of heartbeats that were left out."""
     newest: dict[str, int] = field(default_factory=dict)
     """The largest known incarnation of each name."""
     generations: dict[str, int] = field(default_factory=dict)
-    """For each gang the oldest generation that is not over."""
+    """For each rank group the oldest generation that is not over."""
     changes: int = 0
     """Number of changes in ``newest`` and ``generations``."""
     _reasons: dict[str, str] = field(default_factory=dict)
-    """By gang, the reason for the end of its last generation that is over."""
+    """By rank group, the reason for the end of its last generation that is over."""
     _looked_at: float = 0.0
     """Time of the last call of ``listen`` (s)."""
     _shortest_s: float = math.inf
@@ -231,8 +231,8 @@ class Registry:
         """
         for name, incarnation in newest.items():
             self._note_newest(name, incarnation)
-        for gang, generation in generations.items():
-            self._end_generations(gang, generation, f"all of {gang} start again together")
+        for rank_group, generation in generations.items():
+            self._end_generations(rank_group, generation, f"all of {rank_group} start again together")
 
     def register(self, record: ActorRecord, now: float) -> None:
         """Store an actor's record. If it has no address, the known address of the actor stays.
@@ -270,7 +270,7 @@ class Registry:
     def ended(self, name: str, incarnation: int, now: float, *, asked: bool = False) -> bool:
         """Note the end of the process of this incarnation, and thus the end of every older one.
 
-        This also ends the generation of its gang, unless the controller ``asked`` the actor to end. Returns whether the
+        This also ends its generation, unless the controller ``asked`` the actor to end. Returns whether the
         newest known incarnation of the name has ended.
         """
         entry = self.entries.get(name)
@@ -286,7 +286,7 @@ class Registry:
         return entry is not None and entry.ended
 
     def condemn(self, actors: Iterable[Condemned]) -> None:
-        """Condemn these actors, each with the living actors of its gang; dead actors are skipped."""
+        """Condemn these actors, each with the living actors of its rank group; dead actors are skipped."""
         for actor in actors:
             entry = self.entries.get(actor.name)
             if entry is not None and entry.heard_of and entry.record.incarnation == actor.incarnation:
@@ -294,7 +294,7 @@ class Registry:
                 self._end_generation_of(actor.name, actor.incarnation, "is killed")
 
     def lose(self, names: Iterable[str], reason: str, now: float) -> None:
-        """Count these actors as dead, because their host is lost, and end the generations of their gangs."""
+        """Count these actors as dead, because their host is lost, and end the generations of their rank groups."""
         lost = []
         for name in names:
             entry = self.entries.get(name)
@@ -394,11 +394,11 @@ class Registry:
                 # The death of the predecessor is not reported yet, but its agent started this one after it.
                 entry.ended = True
             entry = self._enter(Entry(record, since=now, heard=now))
-            if gang := self.gang_of(name):
+            if rank_group := self.rank_group_of(name):
                 # All generations below its own are over.
                 self._end_generation_of(name, incarnation - 1, "died")
-                if incarnation < self.generations[gang]:
-                    entry.condemned = self._reasons[gang]
+                if incarnation < self.generations[rank_group]:
+                    entry.condemned = self._reasons[rank_group]
         if entry is None or incarnation < entry.record.incarnation or not entry.heard_of:
             known = self.newest[name]
             state = ""
@@ -420,19 +420,20 @@ class Registry:
             self.changes += 1
 
     def _end_generation_of(self, name: str, generation: int, what: str) -> None:
-        """End this and all older generations of an actor's gang, if it has one. ``what`` is a verb, as "died"."""
-        if gang := self.gang_of(name):
-            self._end_generations(gang, generation + 1, f"{name} {what}, and all of {gang} start again together")
+        """End this and all older generations of an actor's rank group, if it has one. ``what`` is a verb, as "died"."""
+        if rank_group := self.rank_group_of(name):
+            reason = f"{name} {what}, and all of {rank_group} start again together"
+            self._end_generations(rank_group, generation + 1, reason)
 
-    def _end_generations(self, gang: str, below: int, reason: str) -> None:
-        """End all generations of a gang below ``below``, and condemn their living actors for ``reason``.
+    def _end_generations(self, rank_group: str, below: int, reason: str) -> None:
+        """End all generations of a rank group below ``below``, and condemn their living actors for ``reason``.
 
         Does nothing if all of these generations are over.
         """
-        if below <= self.generations.get(gang, -1):
+        if below <= self.generations.get(rank_group, -1):
             return
-        self.generations[gang], self._reasons[gang] = below, reason
+        self.generations[rank_group], self._reasons[rank_group] = below, reason
         self.changes += 1
         for name, entry in self.entries.items():
-            if self.gang_of(name) == gang and entry.heard_of and entry.record.incarnation < below:
+            if self.rank_group_of(name) == rank_group and entry.heard_of and entry.record.incarnation < below:
                 entry.condemned = reason

@@ -144,7 +144,7 @@ def test_a_finished_run_and_a_learner_without_heartbeats_do_not_count_as_stalls(
     learner = run.actors.pop("learner/0")
     run.passes(5 * STALL_S)
     run.actors["learner/0"] = learner
-    run.has("learner/0", "done", Wait("dataloader/0", "WatchSupply", 500.0, True))
+    run.has("learner/0", "done", Wait("dataloader/0", "WatchDataloader", 500.0, True))
     run.has("rollouter/0", "waiting", Wait("dataloader/0", "Lease", 500.0, True))
     run.passes(10 * STALL_S)
     assert run.reports == []

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from asyncrl.controller.joining.known_hosts import BEATS, KnownHost, KnownHosts
 from asyncrl.core.errors import Refused
-from asyncrl.core.roles import gang_of
+from asyncrl.core.roles import rank_group_of
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
 from asyncrl.messages.monitor import Heartbeat
 from asyncrl.rpc.lifecycle.registry import Registry
@@ -25,7 +25,7 @@ class World:
     """A registry and hosts. Every actor that is not cut off beats once a second."""
 
     def __init__(self):
-        self.registry, self.now = Registry(gang_of), 0.0
+        self.registry, self.now = Registry(rank_group_of), 0.0
         self.hosts = KnownHosts(LOST_S, BEAT_S, "controller/0", FROZEN_S)
         self.quiet = set()
         self.idle = set()
@@ -87,7 +87,7 @@ def test_a_silent_host_is_lost_and_its_actors_are_dead():
     assert world.passes(1) == (["agent/1"], [])
     assert world.hosts.lost == {"agent/1": KnownHost("agent/1", "1", frozenset(PLACED["agent/1"]))}
     assert sorted(dead.name for dead in world.registry.dead) == ["learner/1", "rollouter/1"]
-    # And the gang of a rank that was there has to start again, though no death was reported.
+    # And the rank group of a rank that was there has to start again, though no death was reported.
     assert sorted(actor.name for actor in world.registry.condemned) == ["learner/0", "learner/1", "rollouter/1"]
 
 

@@ -50,7 +50,7 @@ def _long_run(rank: int, addresses: Any) -> list[Any]:
     else:
         said.append(ranks.commands.next())
     mine = [np.arange(3, dtype=np.uint8), np.arange(5, dtype=np.uint8)]
-    said.append(ranks.scatter(mine if rank == 0 else None, 5 if rank else 3, "parcels").tolist())
+    said.append(ranks.scatter(mine if rank == 0 else None, 5 if rank else 3, "buffers").tolist())
     said.append(ranks.broadcast_bytes("wörd".encode() if rank == 0 else None, "a word").decode())
     said.append(ranks.all_gather([rank, 0.1], "sums").tolist())
     said.append(ranks.agree(None, "nothing"))

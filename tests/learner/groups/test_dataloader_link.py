@@ -13,7 +13,7 @@ from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.training_progress import TrainingProgress
-from asyncrl.messages.dataloader import Outcomes, OutcomesSeen, Restored, Resumed, Supply, WatchSupply
+from asyncrl.messages.dataloader import DataloaderStatus, Outcomes, OutcomesSeen, Restored, Resumed, WatchDataloader
 from asyncrl.rpc.calls.retry import DEADLINE
 
 
@@ -56,9 +56,9 @@ class StartingAgain:
         await asyncio.sleep(0.1)
         if not self.up:
             raise RemoteError("dataloader/0", RestoreNeeded.code, "where does the run stand?", retryable=True)
-        if isinstance(request, WatchSupply):
+        if isinstance(request, WatchDataloader):
             await asyncio.sleep(0.0 if request.seen < 0 else 30.0)
-            return Supply(number=1, exhausted=True, outstanding=0)
+            return DataloaderStatus(number=1, exhausted=True, outstanding=0)
         assert isinstance(request, Outcomes)
         if request.number == self.number + 1:
             self.number = request.number

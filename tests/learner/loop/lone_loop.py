@@ -15,7 +15,7 @@ from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.training import Training
-from asyncrl.messages.dataloader import Supply
+from asyncrl.messages.dataloader import DataloaderStatus
 from asyncrl.messages.groups import Group
 from asyncrl.observe.group_log import GroupLog
 from asyncrl.observe.logging import get_logger
@@ -46,7 +46,7 @@ class _Dataloader:
     """A dataloader that never runs out."""
 
     limit = 1.0
-    supply = Supply(number=0, exhausted=False, outstanding=0)
+    status = DataloaderStatus(number=0, exhausted=False, outstanding=0)
 
     def changed(self) -> None:
         """Nobody asks."""

@@ -31,7 +31,7 @@ from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.groups.intake import GroupBuffer, Intake
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.step_planner import NextStep, PlanInputs, StepPlanner
-from asyncrl.messages.dataloader import Supply
+from asyncrl.messages.dataloader import DataloaderStatus
 from asyncrl.messages.groups import Group
 
 SIZE = 2
@@ -402,7 +402,7 @@ def test_a_preempted_run_trains_no_step_that_was_planned_early() -> None:
             loop.progress.preempted = True
 
         loop.trainer.on_planned = planned  # type: ignore[attr-defined]
-        loop.dataloader.supply = Supply(number=0, exhausted=True, outstanding=0)
+        loop.dataloader.status = DataloaderStatus(number=0, exhausted=True, outstanding=0)
 
     loop = run(configure(steps=9), range(8), early=True, on=preempt)
     assert (len(loop.trainer.plans), loop.progress.step) == (1, 1)

@@ -21,7 +21,7 @@ from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.training import Training
 from asyncrl.learner.publishing.versions import RETRY_IN_TURN_S, RETRY_S
-from asyncrl.messages.dataloader import Supply
+from asyncrl.messages.dataloader import DataloaderStatus
 from asyncrl.observe.group_log import GroupLog
 from asyncrl.observe.trace import STEPS, Trace
 
@@ -32,7 +32,7 @@ ASKED_S = 1.0
 class Dataloader:
     """Has no more groups than were delivered, and a round of evaluation that stays open."""
 
-    limit, supply = 1.0, Supply(number=0, exhausted=True, outstanding=0)
+    limit, status = 1.0, DataloaderStatus(number=0, exhausted=True, outstanding=0)
 
     def changed(self) -> None:
         """Reports nothing."""
@@ -226,7 +226,7 @@ def test_i1_a_step_waits_for_all_its_groups_even_if_the_dataloader_leases_no_mor
 
     async def main() -> None:
         scene = Scene(steps=2, groups=range(3), learner={"groups_per_step": 2})
-        scene.dataloader.supply = Supply(number=0, exhausted=True, outstanding=1)
+        scene.dataloader.status = DataloaderStatus(number=0, exhausted=True, outstanding=1)
         await scene.training.begin([])
         running = asyncio.create_task(scene.training.run())
         await asyncio.sleep(1.0)
@@ -347,7 +347,7 @@ def test_i8_steps_after_an_overdue_version_wait_for_all_groups_of_the_next() -> 
             Scene(steps=4, groups=range(2), learner={"steps_per_version": 2}, staleness={"max": 0}),
             LoopClock(),
         )
-        scene.dataloader.supply = Supply(number=0, exhausted=False, outstanding=2)
+        scene.dataloader.status = DataloaderStatus(number=0, exhausted=False, outstanding=2)
         await scene.training.begin([])
         scene.versions.before = clock.now() + 0.5 * RETRY_S
         running = asyncio.create_task(scene.training.run())

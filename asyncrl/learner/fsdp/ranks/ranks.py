@@ -6,7 +6,7 @@ collectives that it announces, and holds everything that a rank needs to take pa
 collective runs between two commands, so the collective timeout does not limit the wait for the next one. A command that
 cannot be decoded ends the rank, since all ranks run one release.
 
-Micro-batches travel as parcels of bytes over gloo, which both backends have.
+Micro-batches travel as buffers of bytes over gloo, which both backends have.
 
 Fails with DeadlineExceeded when ranks do not meet, or do not enter a collective, in time; otherwise with torch's
 RuntimeError and a note on where. A wait that torch does not end, as under NCCL, ends the process (hang_watch.py).
@@ -79,10 +79,10 @@ def shape_of_update(update: UpdatePlan) -> UpdateShape:
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
-    """Take part in a step; a parcel of micro-batches follows for each rank."""
+    """Take part in a step; a buffer of micro-batches follows for each rank."""
 
-    parcel_bytes: list[int]
-    """Bytes of each rank's parcel."""
+    buffer_bytes: list[int]
+    """Bytes of each rank's buffer."""
     updates: list[UpdateShape]
     temperature: float
     fresh: bool
@@ -91,10 +91,10 @@ class Train(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reference(msgspec.Struct, frozen=True, tag=True):
-    """Take part in a scoring pass by the reference; a parcel of micro-batches follows for each rank."""
+    """Take part in a scoring pass by the reference; a buffer of micro-batches follows for each rank."""
 
-    parcel_bytes: list[int]
-    """Bytes of each rank's parcel."""
+    buffer_bytes: list[int]
+    """Bytes of each rank's buffer."""
     tokens: int
     """Tokens of the rank that has the most."""
     temperature: float
@@ -145,7 +145,7 @@ DECODER = msgspec.msgpack.Decoder(Command)
 
 
 def pack(batches: Sequence[MicroBatch]) -> np.ndarray:
-    """Serialise one or more micro-batches into a parcel, uint8, in NumPy's file format.
+    """Serialise one or more micro-batches into a buffer, uint8, in NumPy's file format.
 
     First come the lengths of all arrays, int64 [fields, micro-batches]. Then one array for each field of MicroBatch
     holds that field of all micro-batches, one after the other. Few large arrays are faster: reading the header of an
@@ -159,9 +159,9 @@ def pack(batches: Sequence[MicroBatch]) -> np.ndarray:
     return np.frombuffer(stream.getbuffer(), np.uint8)
 
 
-def unpack(parcel: np.ndarray) -> list[MicroBatch]:
-    """Return the micro-batches of a parcel that ``pack`` made, with the same types, shapes and bits."""
-    stream = io.BytesIO(parcel.data)
+def unpack(buffer: np.ndarray) -> list[MicroBatch]:
+    """Return the micro-batches of a buffer that ``pack`` made, with the same types, shapes and bits."""
+    stream = io.BytesIO(buffer.data)
     columns = [np.split(np.load(stream), np.cumsum(lengths)[:-1]) for lengths in np.load(stream)]
     return [MicroBatch(*arrays) for arrays in zip(*columns, strict=True)]
 
@@ -229,21 +229,21 @@ class Ranks:
     def _client(self, host: str, port: int) -> TCPStore:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False)
 
-    def scatter(self, parcels: Sequence[np.ndarray] | None, size: int, what: str) -> np.ndarray:
-        """Send each rank its parcel from rank 0. Returns this rank's, uint8.
+    def scatter(self, buffers: Sequence[np.ndarray] | None, size: int, what: str) -> np.ndarray:
+        """Send each rank its buffer from rank 0. Returns this rank's, uint8.
 
-        Rank 0 passes all ``parcels``, in order of rank; each other rank passes None and the ``size`` of its own.
+        Rank 0 passes all ``buffers``, in order of rank; each other rank passes None and the ``size`` of its own.
         """
         with self.waiting(what):
-            if parcels is not None:
-                sent = [dist.isend(torch.from_numpy(parcels[r]), r) for r in range(1, self.world_size)]
+            if buffers is not None:
+                sent = [dist.isend(torch.from_numpy(buffers[r]), r) for r in range(1, self.world_size)]
                 for work in sent:
                     assert work is not None
                     work.wait()
-                return parcels[0]
-            parcel = torch.empty(size, dtype=torch.uint8)
-            dist.recv(parcel, 0)
-            return parcel.numpy()
+                return buffers[0]
+            buffer = torch.empty(size, dtype=torch.uint8)
+            dist.recv(buffer, 0)
+            return buffer.numpy()
 
     def broadcast_bytes(self, data: bytes | None, what: str) -> bytes:
         """Return the ``data`` of rank 0, on all ranks; the other ranks pass None."""
