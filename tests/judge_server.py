@@ -26,12 +26,12 @@ def scores(body):
     return [{"id": id, "explanation": "so", "score": worth(text)} for id, text in shown(body).items()]
 
 
-def told(entries, name="scores"):
+def as_json(entries, name="scores"):
     return json.dumps({name: entries})
 
 
 def right(body):
-    return told(scores(body))
+    return as_json(scores(body))
 
 
 def chat(text, status=200, **headers):

@@ -224,7 +224,7 @@ def user(content):
     return {"role": "user", "content": content}
 
 
-def said(reply):
+def echoed(reply):
     """An answer as an agent sends it back."""
     message = {"role": "assistant", "content": reply.content}
     if reply.tool_calls:

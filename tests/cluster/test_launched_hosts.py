@@ -29,7 +29,7 @@ def cluster_without_run(namespaces):
         yield made
 
 
-def said(capture):
+def traffic(capture):
     """All bytes that crossed the bridge."""
     return b"\n".join(capture.conversations().values())
 
@@ -49,7 +49,7 @@ def test_i6_i7_a_run_over_three_hosts_is_encrypted_and_leaves_nothing(cluster, f
         lines = [json.loads(line) for line in launch.log(name).splitlines()]
         assert lines[-1]["event"] == "ended", name
         assert f'"{name.replace("-", "/")}"' in launch.log(f"agent-{' ab'.index(host)}")
-    assert (SECRET.encode() in said(capture)) == (curve == "off")
+    assert (SECRET.encode() in traffic(capture)) == (curve == "off")
     assert not left(cluster, folder)
 
 

@@ -17,7 +17,7 @@ def task(**changes):
     return Task(**plain | {"uid": "0-1", "sample": 0, "attempt": 0} | changes)
 
 
-def said(text):
+def assistant(text):
     return {"role": "assistant", "content": text}
 
 
@@ -29,11 +29,11 @@ def test_textarena_games_keep_their_seed_when_several_run():
         """The steps of a game in which one after the other is guessed, and another game begins in between."""
         game, other = TextArena("GuessTheNumber-v0"), TextArena("GuessTheNumber-v0")
         assert "Guess The Number" in game.reset(task())
-        steps = [game.step(said("[1]")), game.step(said("no number"))]
+        steps = [game.step(assistant("[1]")), game.step(assistant("no number"))]
         other.reset(task(seed=beside))
         numbers = iter(range(2, 21))
         while not steps[-1][2]:
-            steps.append(game.step(said(f"I say [{next(numbers)}]")))
+            steps.append(game.step(assistant(f"I say [{next(numbers)}]")))
         return steps
 
     steps = played(beside=99)
@@ -42,7 +42,7 @@ def test_textarena_games_keep_their_seed_when_several_run():
     assert (steps[-1][0], len(played(beside=5))) == ("", len(steps))
     winner = TextArena("GuessTheNumber-v0")
     winner.reset(task())
-    assert winner.step(said(f"[{len(steps) - 1}]")) == ("", 1.0, True)
+    assert winner.step(assistant(f"[{len(steps) - 1}]")) == ("", 1.0, True)
 
 
 def test_gymnasium_shows_a_board_and_takes_the_action_that_is_named_last():
@@ -54,10 +54,10 @@ def test_gymnasium_shows_a_board_and_takes_the_action_that_is_named_last():
     first = opening["content"]
     assert opening["role"] == "user" and first.startswith("Play.\n") and "FHFH" in first
     assert first.endswith("Answer with one action of: left, down, right, up.")
-    text, reward, done = lake.step(said("hm"))
+    text, reward, done = lake.step(assistant("hm"))
     assert (reward, done) == (None, False) and "no action" in text
     path = ["Up, no: DOWN", "down", "right", "right", "down", "right"]
-    steps = [lake.step(said(text)) for text in path]
+    steps = [lake.step(assistant(text)) for text in path]
     assert [step[1:] for step in steps] == [(0.0, False)] * 5 + [(1.0, True)]
     system, parts = {"role": "system", "content": "Be brief."}, [{"type": "text", "text": "Play."}]
     assert lake.reset(task(messages=[system, {"role": "user", "content": parts}])) == [
@@ -67,7 +67,7 @@ def test_gymnasium_shows_a_board_and_takes_the_action_that_is_named_last():
     lake.close()
     numbered = Gymnasium("Taxi-v4", prompt="Drive.")
     assert numbered.reset(task(seed=2**40)).endswith("Answer with one action of: 0, 1, 2, 3, 4, 5.")
-    assert numbered.step(said("action 10 or 1"))[1] == -1.0
+    assert numbered.step(assistant("action 10 or 1"))[1] == -1.0
     with pytest.raises(ValueError, match="actions that are not discrete"):
         Gymnasium("Pendulum-v1")
 
@@ -80,7 +80,7 @@ def test_skyrl_gym_scores_by_the_row():
     for answer, reward in (("#### 4", 1.0), ("#### 5", 0.0)):
         env = SkyRLGym("gsm8k")
         assert env.reset(task(row=row)) == row["prompt"]
-        assert env.step(said(answer)) == ([], reward, True)
+        assert env.step(assistant(answer)) == ([], reward, True)
         env.close()
     del row["prompt"]
     assert SkyRLGym("gsm8k").reset(task(row=row)) == task().messages
@@ -94,12 +94,12 @@ def test_reasoning_gym_asks_again_and_scores_the_last_try():
 
     env, item = ReasoningGym(task="chain_sum", tries=2), create_dataset("chain_sum", size=1, seed=3)[0]
     assert env.reset(task()).startswith(item["question"])
-    assert env.step(said("<answer>x</answer>")) == ("That is not right. You have 1 more tries.", None, False)
-    assert env.step(said(f"<answer>{item['answer']}</answer>")) == ("", 1.0, True)
+    assert env.step(assistant("<answer>x</answer>")) == ("That is not right. You have 1 more tries.", None, False)
+    assert env.step(assistant(f"<answer>{item['answer']}</answer>")) == ("", 1.0, True)
     row = {"task": "chain_sum", "index": 2, "size": 5, "seed": 1, "options": {"min_terms": 2}}
     env, item = ReasoningGym(), create_dataset("chain_sum", size=5, seed=1, min_terms=2)[2]
     assert env.reset(task(row=row)).startswith(item["question"])
-    assert env.step(said("no idea"))[1:] == (pytest.approx(0.0, abs=0.02), True)
+    assert env.step(assistant("no idea"))[1:] == (pytest.approx(0.0, abs=0.02), True)
     # Columns of another source are not its own.
     env, item = ReasoningGym(task="chain_sum"), create_dataset("chain_sum", size=1, seed=3)[0]
     for row in ({"index": 3}, {"task": "translate", "size": "XL", "options": ["a", "b"]}):

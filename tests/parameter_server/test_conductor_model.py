@@ -103,11 +103,11 @@ def long_run(dice, *, transport, fraction, hosts):
     actions = {**usual, **{action: weight * 0.4 for action, weight in trouble.items()}}
     for action in dice.choices(list(actions), weights=list(actions.values()), k=600):
         action()
-        what_is_held(world)
+        check_held_versions(world)
     reaches_the_newest_version(world)
 
 
-def what_is_held(world):
+def check_held_versions(world):
     """The newest version, and what is staged unless it was let go, but never too many."""
     conductor = world.conductor
     needed = conductor.needed()

@@ -31,7 +31,7 @@ def fetched(play, name, version=0):
     assert play.pause(name, version, paths=PATHS)
 
 
-def way(offer):
+def source(offer):
     return offer.version, offer.transport, offer.share
 
 
@@ -41,7 +41,7 @@ def test_one_replica_of_a_host_fetches_and_the_others_open_its_copy():
     fetched(play, "r/0")
     assert play.woken() >= {*R[1:]}
     for name in R[1:]:
-        assert way(play.look(name)) == (0, "shm", False)
+        assert source(play.look(name)) == (0, "shm", False)
         assert play.replica(name).source_paths == PATHS
     # Nothing more has to be held for them than is held anyway.
     assert play.needed() == {0}
@@ -58,7 +58,7 @@ def test_a_replica_that_does_not_share_fetches_by_itself(why):
         assert play.look("r/1").transport == "shm"
         play.report("r/1", 0, committed=False)
     offer = play.next("r/1", -1, **place)
-    assert (way(offer), offer.sources) == ((0, "stream", False), [])
+    assert (source(offer), offer.sources) == ((0, "stream", False), [])
 
 
 LOST = {
@@ -75,7 +75,7 @@ def test_when_the_replica_that_fetches_is_lost_another_takes_its_place(what):
     LOST[what](play)
     assert play.woken() >= {*R[1:]}
     first, *others = [play.look(name) for name in R[1:]]
-    assert way(first) == (0, "stream", True) and others == [None] * 6
+    assert source(first) == (0, "stream", True) and others == [None] * 6
     fetched(play, "r/1")
     assert {play.look(name).transport for name in R[2:]} == {"shm"}
 
@@ -89,7 +89,7 @@ def test_a_waiting_replica_gets_its_version():
     assert play.needed() == {0, 2}
     fetched(play, "r/0")
     assert play.needed() == {0, 2}
-    assert way(play.look("r/1"))[:2] == (0, "shm")
+    assert source(play.look("r/1"))[:2] == (0, "shm")
     # A replica that has not waited takes the newest.
     assert play.next("r/2", -1, **HERE).version == 2
 
@@ -103,7 +103,7 @@ def test_no_replica_waits_for_a_dropped_version():
     play.publish(2)
     assert play.needed() == {0, 2}
     fetched(play, "r/0", 1)
-    assert way(play.look("r/1")) == (2, "stream", True)
+    assert source(play.look("r/1")) == (2, "stream", True)
 
 
 def test_a_late_replica_opens_the_copy_of_its_host_while_that_exists():
@@ -113,7 +113,7 @@ def test_a_late_replica_opens_the_copy_of_its_host_while_that_exists():
     assert play.next("r/0", 0, **HERE) is None
     assert play.next("r/1", -1, **HERE).transport == "shm"
     # It finds nothing and fetches at once: r/0 is dead, which is not known here yet.
-    assert way(play.next("r/1", -1, **HERE)) == (0, "stream", True)
+    assert source(play.next("r/1", -1, **HERE)) == (0, "stream", True)
     assert play.next("r/2", -1, **HERE) is None
 
 

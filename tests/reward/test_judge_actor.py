@@ -5,7 +5,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import uvloop
-from judge_server import judge_server, right, scores, shown, status, told
+from judge_server import as_json, judge_server, right, scores, shown, status
 from made_group import make_group
 from services import services
 from test_reward_actor import config_with, serving
@@ -53,7 +53,7 @@ async def test_a_judge_serves_rollouters_and_reports_its_metrics(tmp_path):
 
 async def test_an_unjudged_group_is_tried_again_and_then_quarantined_with_the_reason(tmp_path):
     def short(body):
-        return told(scores(body)[1:])
+        return as_json(scores(body)[1:])
 
     async def play(lease, account):
         sample = account.sample
@@ -92,7 +92,7 @@ async def test_a_judge_is_tried_before_the_run():
             return found.result, found.detail
 
     def equal(body):
-        return told([{"id": id, "explanation": "", "score": 0.5} for id in shown(body)])
+        return as_json([{"id": id, "explanation": "", "score": 0.5} for id in shown(body)])
 
     async with judge_server(equal) as server:
         result, detail = await check(judged_by(server))

@@ -22,14 +22,14 @@ OPTIONS = {"url": "http://127.0.0.1:9/v1", "model": "m"}
 NAMES = st.lists(st.text("abc", min_size=1, max_size=2), unique=True, min_size=1, max_size=5)
 
 
-def said(text, *messages, branches=(), finish_reason="stop"):
+def reply(text, *messages, branches=(), finish_reason="stop"):
     return Completion(
         text=text, finish_reason=finish_reason, tokens=1, messages=list(messages), branches=list(branches)
     )
 
 
 def asked(*texts, uid="0-1"):
-    return Score(uid=uid, prompt="p", row={}, completions=[said(text) for text in texts])
+    return Score(uid=uid, prompt="p", row={}, completions=[reply(text) for text in texts])
 
 
 def user(text):
@@ -163,13 +163,15 @@ def test_the_common_beginning_is_shown_once():
     start = [{"role": "system", "content": "Be good."}, user("Q")]
     calls = [{"id": "c1", "function": {"name": "search", "arguments": '{"q": 1}'}}]
     turn = [assistant(None, tool_calls=calls), {"role": "tool", "tool_call_id": "c1", "content": "42"}]
-    found = view("Q", [said("x", *start, *turn, assistant("one")), said("y", *start, *turn, assistant("two"))], 10_000)
+    found = view(
+        "Q", [reply("x", *start, *turn, assistant("one")), reply("y", *start, *turn, assistant("two"))], 10_000
+    )
     assert found.shared == '[system]\nBe good.\n\n[user]\nQ\n\n[assistant calls search]\n{"q": 1}\n\n[tool c1]\n42'
     assert found.bodies == ["[assistant]\none", "[assistant]\ntwo"]
-    shorter = view("Q", [said("x", *start), said("y", *start, assistant("two", reasoning="why"))], 10_000)
+    shorter = view("Q", [reply("x", *start), reply("y", *start, assistant("two", reasoning="why"))], 10_000)
     assert shorter.bodies == ["[there is no more of it]", "[assistant, thinking]\nwhy\n\n[assistant]\ntwo"]
     # A single one is shown from its first answer, and so is a prompt that the conversation does not hold.
-    found = view("the task", [said("one", user("other"), assistant("one"))] * 3, 10_000)
+    found = view("the task", [reply("one", user("other"), assistant("one"))] * 3, 10_000)
     assert (found.shared, found.bodies) == ("the task\n\n[user]\nother", ["[assistant]\none"])
     assert found.body_of == [0, 0, 0]
 
@@ -178,18 +180,20 @@ def test_branches_and_ends_are_summed_up():
     main = [user("Q"), assistant("a"), user("more"), assistant("end")]
     branch = [user("Q"), assistant("a"), user("else"), assistant("b" * 5000)]
     alone = [user("a title, please"), assistant("T")]
-    [body] = view("Q", [said("end", *main, branches=[branch, alone] + [alone] * 9)], 100_000).bodies
+    [body] = view("Q", [reply("end", *main, branches=[branch, alone] + [alone] * 9)], 100_000).bodies
     assert "[branch 1: after message 2 of the conversation, 2 messages]\n[user]\nelse" in body
     assert "[branch 2: a conversation of its own, 2 messages]\n[user]\na title, please\n\n[assistant]\nT" in body
     assert "[3 more branches are left out]" in body
     assert body.count("b") < BRANCH_CHARS + 200
-    bodies = view("Q", [said("a", finish_reason=reason) for reason in ("stop", "length", "turns", "time")], 1000).bodies
+    bodies = view(
+        "Q", [reply("a", finish_reason=reason) for reason in ("stop", "length", "turns", "time")], 1000
+    ).bodies
     assert [body.partition("[it was ")[2][:9] for body in bodies] == ["", "cut off a", "ended aft", "ended whe"]
 
 
 @given(st.lists(st.text("ab", max_size=400), min_size=1, max_size=5), st.text("pq", max_size=600), st.integers(50, 500))
 def test_a_view_is_bounded_and_equal_views_are_merged(texts, prompt, limit):
-    found = view(prompt, [said(text) for text in texts], limit)
+    found = view(prompt, [reply(text) for text in texts], limit)
     note = len("\n[... 1000 characters are left out here ...]\n")
     assert len(found.shared) + sum(map(len, found.bodies)) <= limit + (len(texts) + 1) * note
     assert len(set(found.bodies)) == len(found.bodies) and len(found.body_of) == len(texts)
@@ -200,8 +204,8 @@ def test_a_view_is_bounded_and_equal_views_are_merged(texts, prompt, limit):
 
 
 def test_equal_trajectories_share_one_view_even_if_their_cut_middles_differ():
-    assert view("", [said("a" * 100)] * 4, 100).bodies == ["a" * 100]
-    found = view("", [said("a" * 50 + middle + "a" * 50) for middle in "bcb"], 60)
+    assert view("", [reply("a" * 100)] * 4, 100).bodies == ["a" * 100]
+    found = view("", [reply("a" * 50 + middle + "a" * 50) for middle in "bcb"], 60)
     assert (len(found.bodies), found.body_of) == (1, [0, 0, 0])
 
 

@@ -17,6 +17,7 @@ from harness import until
 from judge_server import (
     CRITERION,
     LONG_MIB,
+    as_json,
     chat,
     cut,
     cut_at_once,
@@ -28,7 +29,6 @@ from judge_server import (
     scores,
     shown,
     status,
-    told,
 )
 from reward.pools import Heard
 
@@ -89,11 +89,11 @@ async def fails(pool, request, match, *, retryable=True):
 
 
 def permuted(body):
-    return told(list(reversed(scores(body))))
+    return as_json(list(reversed(scores(body))))
 
 
 def in_prose(body):
-    return f"<think>Maybe {told([])}</think>Well: \\frac{{1}}{{2}} {{x}}\n```json\n{right(body)}\n```\nThat is all."
+    return f"<think>Maybe {as_json([])}</think>Well: \\frac{{1}}{{2}} {{x}}\n```json\n{right(body)}\n```\nThat is all."
 
 
 def repeated_answer(body):
@@ -103,7 +103,7 @@ def repeated_answer(body):
 UNUSABLE = {
     "prose": lambda body: "They are all very good.",
     "null": lambda body: None,
-    "two answers": lambda body: f"{right(body)}\nOr: {told([{**entry, 'score': 0.5} for entry in scores(body)])}",
+    "two answers": lambda body: f"{right(body)}\nOr: {as_json([{**entry, 'score': 0.5} for entry in scores(body)])}",
     "by position": lambda body: json.dumps({"scores": [entry["score"] for entry in scores(body)]}),
     "cut short": lambda body: right(body)[:-5],
     "key twice": lambda body: right(body).replace('"score":', '"score": 0, "score":', 1),
@@ -237,7 +237,7 @@ async def test_a_silent_judge_ends_at_the_deadline(answer):
 
 async def test_votes_are_averaged_and_a_majority_is_needed():
     def harsh(body):
-        return told([{**entry, "score": entry["score"] / 2} for entry in scores(body)])
+        return as_json([{**entry, "score": entry["score"] / 2} for entry in scores(body)])
 
     async with judging(right, harsh, UNUSABLE["prose"], votes=3, concurrency=1) as (server, pool):
         found = await pool.score(group(0.0, 1.0))
@@ -409,7 +409,7 @@ RUBRIC = [
 def verdicts(**given):
     def answer(body):
         names = CRITERION.findall(body["messages"][0]["content"])
-        return told([{"name": name, "reason": "so", "verdict": given[name]} for name in reversed(names)], "verdicts")
+        return as_json([{"name": name, "reason": "so", "verdict": given[name]} for name in reversed(names)], "verdicts")
 
     return answer
 
@@ -430,7 +430,7 @@ async def test_a_rubric_weighs_its_criteria_and_a_failed_gate_gives_its_own_rewa
     [
         verdicts(right="maybe", clear="yes", rude="no", safe="yes"),
         lambda body: verdicts(right="no", clear="no", rude="no", safe="no")(body).replace('"rude"', '"right"'),
-        lambda body: told([{"name": "right", "verdict": 1}], "verdicts"),
+        lambda body: as_json([{"name": "right", "verdict": 1}], "verdicts"),
     ],
     ids=["no level", "twice", "number"],
 )

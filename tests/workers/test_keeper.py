@@ -27,7 +27,7 @@ class Pipes:
         self.lines = OutputLines(source, bytearray(), to)
         self.held = [source, to, self.out]
 
-    def said(self) -> bytes:
+    def read_output(self) -> bytes:
         try:
             return os.read(self.out, 1 << 20)
         except BlockingIOError:
@@ -37,7 +37,7 @@ class Pipes:
         """Lines are passed on once they are printed."""
         os.write(self.into, text)
         assert self.lines.copy()
-        return self.said()
+        return self.read_output()
 
 
 @pytest.fixture
@@ -51,10 +51,10 @@ def pipes() -> Iterator[Pipes]:
 def test_lines_are_passed_on_whole_and_the_rest_at_the_end(pipes: Pipes) -> None:
     assert [pipes.printed(text) for text in (b"a", b"b", b"c\nd", b"\n", b"e")] == [b"", b"", b"abc\n", b"d\n", b""]
     assert not pipes.lines.copy()
-    assert pipes.said() == b""
+    assert pipes.read_output() == b""
     os.close(pipes.into)
     assert not pipes.lines.copy()
-    assert pipes.said() == b"e"
+    assert pipes.read_output() == b"e"
     assert pipes.lines.tail == b"abc\nd\ne"
 
 

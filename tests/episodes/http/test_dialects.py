@@ -35,7 +35,7 @@ def parse(dialect_and_body, **more):
     return dialect.parse(body | more)
 
 
-def said(content, role="user"):
+def one_message(content, role="user"):
     return [{"role": role, "content": content}]
 
 
@@ -44,10 +44,10 @@ REFUSED = [
     (CHAT, {"no_such_field": 1}, "no_such_field"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": "Hi"}, "messages"),
-    (CHAT, {"messages": said("x", "wizard")}, "messages[0].role"),
-    (CHAT, {"messages": [*HI, *said([{"type": "image_url"}])]}, "messages[1].content[0]"),
-    (CHAT, {"messages": said([{"type": "text"}])}, "messages[0].content[0].text"),
-    (CHAT, {"messages": said(5)}, "messages[0].content"),
+    (CHAT, {"messages": one_message("x", "wizard")}, "messages[0].role"),
+    (CHAT, {"messages": [*HI, *one_message([{"type": "image_url"}])]}, "messages[1].content[0]"),
+    (CHAT, {"messages": one_message([{"type": "text"}])}, "messages[0].content[0].text"),
+    (CHAT, {"messages": one_message(5)}, "messages[0].content"),
     (CHAT, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     (CHAT, {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     (CHAT, {"max_tokens": 0}, "max_tokens"),
@@ -60,16 +60,16 @@ REFUSED = [
     (RESPONSE, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     (RESPONSE, {"input": []}, "input"),
     (RESPONSE, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-    (RESPONSE, {"input": said("x", "tool")}, "input[0].role"),
-    (RESPONSE, {"input": said([{"type": "input_image"}])}, "input[0].content[0]"),
+    (RESPONSE, {"input": one_message("x", "tool")}, "input[0].role"),
+    (RESPONSE, {"input": one_message([{"type": "input_image"}])}, "input[0].content[0]"),
     (RESPONSE, {"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
     (RESPONSE, {"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
     (MESSAGE, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
     (MESSAGE, {"messages": []}, "messages"),
-    (MESSAGE, {"messages": [*HI, *said("I", "assistant")]}, "messages[1]"),
-    (MESSAGE, {"messages": said("x", "tool")}, "messages[0].role"),
-    (MESSAGE, {"messages": said([{"type": "image"}])}, "messages[0].content[0]"),
-    (MESSAGE, {"messages": said([{"type": "tool_use"}])}, "messages[0].content[0]"),
+    (MESSAGE, {"messages": [*HI, *one_message("I", "assistant")]}, "messages[1]"),
+    (MESSAGE, {"messages": one_message("x", "tool")}, "messages[0].role"),
+    (MESSAGE, {"messages": one_message([{"type": "image"}])}, "messages[0].content[0]"),
+    (MESSAGE, {"messages": one_message([{"type": "tool_use"}])}, "messages[0].content[0]"),
     (MESSAGE, {"tool_choice": {"type": "auto", "magic": 1}}, "tool_choice.magic"),
     (CHAT, {"max_tokens": 10**20}, "max_tokens"),
 ]
@@ -102,7 +102,7 @@ NOTICED = [
     (RESPONSE, {"tools": [{"type": "function", "name": "f", "strict": True}]}, ["tools.strict"]),
     (RESPONSE, {"tools": [{"type": "function", "name": "f", "strict": False}]}, []),
     (MESSAGE, {"tools": [{"name": "f", "input_schema": {}, "strict": True}]}, ["tools.strict"]),
-    (MESSAGE, {"messages": said([FAILED_RESULT])}, ["messages.is_error"]),
+    (MESSAGE, {"messages": one_message([FAILED_RESULT])}, ["messages.is_error"]),
 ]
 
 
@@ -160,7 +160,7 @@ def test_an_answer_sent_back_by_a_client_equals_the_original(answer):
     output = RESPONSE[0].reply(parse(RESPONSE), STAMP, [answer])["output"]
     assert parse(RESPONSE, input=[*HI, *output, *HI]).messages == [*HI, as_sampled(answer), *HI]
     blocks = MESSAGE[0].reply(parse(MESSAGE), STAMP, [answer])["content"]
-    sent_back = parse(MESSAGE, messages=[*HI, *said(blocks, "assistant"), *HI])
+    sent_back = parse(MESSAGE, messages=[*HI, *one_message(blocks, "assistant"), *HI])
     assert sent_back.messages == [*HI, as_sampled(answer, separators=(",", ":")), *HI]
 
 
@@ -198,13 +198,13 @@ def test_blocks_of_a_message_become_messages():
     ]
     result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "one"}]}
     asked = [result, {"type": "text", "text": "and"}, {"type": "text", "text": "now?"}]
-    given = [*HI, *said(answer, "assistant"), *said(asked)]
+    given = [*HI, *one_message(answer, "assistant"), *one_message(asked)]
     assert parse(MESSAGE, messages=given, system=[{"type": "text", "text": "Be brief."}]).messages == [
         {"role": "system", "content": "Be brief."},
         *HI,
         {"role": "assistant", "content": "See", "tool_calls": [call("c1", "f", '{"a":[1,"ü"]}')]},
         {"role": "tool", "tool_call_id": "c1", "content": "one"},
-        *said("and\nnow?"),
+        *one_message("and\nnow?"),
     ]
 
 

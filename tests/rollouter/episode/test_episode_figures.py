@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from run_settings import sim_config
-from session_cases import TOOL, call_of, played, result, said, user
+from session_cases import TOOL, call_of, echoed, played, result, user
 
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.observe.catalogue import find
@@ -45,8 +45,8 @@ def test_an_episode_is_counted_with_its_turns_forks_and_time(tmp_path):
     async def agent(world, key):
         first = await world.chat(key, [user("hi")], tools=[TOOL])
         seen.append(world.sessions.gauges())
-        await world.chat(key, [user("hi"), said(first), result(first, "nothing")], tools=[TOOL])
-        await world.chat(key, [user("hi, in other words"), said(first), result(first, "x")], tools=[TOOL])
+        await world.chat(key, [user("hi"), echoed(first), result(first, "nothing")], tools=[TOOL])
+        await world.chat(key, [user("hi, in other words"), echoed(first), result(first, "x")], tools=[TOOL])
         return EpisodeDone(reward=1.0)
 
     answers = iter([call_of("look"), "<tool_call>\n{no JSON}\n</tool_call>", "Well."])
@@ -94,7 +94,7 @@ def test_tokens_that_engines_compute_again_after_an_update(tmp_path):
         assert world.host.reprefill.tokens == 0
         await world.update()
         shared = len(world.submitted[0][0]) + world.spoken
-        await world.chat(key, [user("hi"), said(first), user("more")])
+        await world.chat(key, [user("hi"), echoed(first), user("more")])
         # The tokens of the earlier call, and not the new ones.
         assert world.host.reprefill.tokens == shared < len(world.submitted[1][0])
         world.pause_after = world.spoken + 1

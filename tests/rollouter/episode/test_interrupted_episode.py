@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from session_cases import World, said, user
+from session_cases import World, echoed, user
 from tiny_models import Publisher
 
 from asyncrl.messages.episodes import EpisodeDone
@@ -30,7 +30,7 @@ async def play(world, key):
     messages = [user("go")]
     for turn in range(TURNS - 1):
         reply = await world.chat(key, messages)
-        messages += [said(reply), user(f"turn {turn}")]
+        messages += [echoed(reply), user(f"turn {turn}")]
     await asyncio.gather(*(world.chat(key, messages) for _ in range(2)))
     return EpisodeDone(reward=1.0)
 

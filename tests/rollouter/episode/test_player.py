@@ -7,7 +7,7 @@ import pytest
 from harness import replace
 from made_group import make_group
 from run_settings import sim_config
-from session_cases import HOST, World, played, said, user
+from session_cases import HOST, World, echoed, played, user
 
 from asyncrl.core.errors import EpisodeHostFull, EpisodeOver, PeerRestarted, RemoteError
 from asyncrl.data.rows import RawRow
@@ -28,8 +28,8 @@ def test_an_episode_becomes_a_trajectory(tmp_path):
         conversation = world.sessions.find(key, HOST).conversation
         first = await world.chat(key, [user("hi")])
         conversation.reward(None, 1.0)
-        await world.chat(key, [user("hi"), said(first), user("left")])
-        await world.chat(key, [user("hi"), said(first), user("more")])
+        await world.chat(key, [user("hi"), echoed(first), user("left")])
+        await world.chat(key, [user("hi"), echoed(first), user("more")])
         conversation.reward(None, 2.0)
         await world.chat(key, [user("a title?")], untrained=True)
         return EpisodeDone(reward=0.5, components={"found": 1.0})
@@ -45,9 +45,9 @@ def test_an_episode_becomes_a_trajectory(tmp_path):
     assert request.seed == task_seed(world.config.run.seed, "0-1") != task_seed(world.config.run.seed, "0-2")
 
 
-@pytest.mark.parametrize(("said", "turns", "total"), [(None, [], None), (0.0, [], 0.0), (None, [1.0, 2.0], 3.0)])
-def test_the_return_of_an_episode(said, turns, total):
-    assert total_reward(said, turns) == total
+@pytest.mark.parametrize(("value", "turns", "total"), [(None, [], None), (0.0, [], 0.0), (None, [1.0, 2.0], 3.0)])
+def test_the_return_of_an_episode_is_its_value_or_the_sum_of_its_turn_rewards(value, turns, total):
+    assert total_reward(value, turns) == total
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -58,7 +58,7 @@ def test_a_time_limit_is_an_outcome_and_an_episode_that_does_not_close_is_ended(
         messages = [user("hi")]
         try:
             while True:
-                messages += [said(await world.chat(key, messages)), user("more")]
+                messages += [echoed(await world.chat(key, messages)), user("more")]
                 await asyncio.sleep(0.05)
         except EpisodeOver as over:
             reasons.append(str(over))
@@ -76,7 +76,7 @@ def test_a_cut_last_answer_truncates_the_trajectory_and_a_missing_reward_fails_i
     async def agent(world, key):
         reply = await world.chat(key, [user("hi")])
         try:
-            await world.chat(key, [user("hi"), said(reply), user("more")])
+            await world.chat(key, [user("hi"), echoed(reply), user("more")])
         except EpisodeOver:
             return EpisodeDone()
         return EpisodeDone(reward=0.0)

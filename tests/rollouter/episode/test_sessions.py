@@ -6,7 +6,7 @@ import time
 import pytest
 from chat_models import FAMILIES, write_chat_model
 from harness import replace
-from session_cases import TOOL, World, call_of, result, said, user
+from session_cases import TOOL, World, call_of, echoed, result, user
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
@@ -19,7 +19,7 @@ async def test_i3_turns_extend_sampled_tokens_exactly(tmp_path):
         session = world.open()
         first = await world.chat(session.key, [user("hi")])
         await world.update()
-        second = await world.chat(session.key, [user("hi"), said(first), user("go on")])
+        second = await world.chat(session.key, [user("hi"), echoed(first), user("go on")])
         (sequence,) = session.conversation.sequences()
         whole = [*sequence.prompt_ids.tolist(), *sequence.tokens.tolist()]
         prompt, held, _ = world.submitted[1]
@@ -31,7 +31,7 @@ async def test_i3_turns_extend_sampled_tokens_exactly(tmp_path):
         assert second.prompt_tokens == len(prompt)
         held = [(call.prompt, call.response) for call in session.calls.values()]
         assert held == [(None, None)] * 2, "answered calls hold no history"
-        messages = [user("hi"), said(first), user("go on"), said(second)]
+        messages = [user("hi"), echoed(first), user("go on"), echoed(second)]
         rendered = world.tokenizer.render_chat(messages, (), {}, generate=False)
         assert world.tokenizer.decode(whole, keep_special=True) == rendered.rstrip("\n")
 
@@ -44,7 +44,7 @@ async def test_tool_calls_are_recognised_by_their_ids_even_if_the_agent_changed_
         ask = await world.chat(session.key, [user("find")], tools=[TOOL])
         assert [(c.name, c.id) for c in ask.tool_calls] == [("look", "call_0_0")]
         assert (ask.finish_reason, session.stages.state) == ("tool_calls", "tool look")
-        back = said(ask)
+        back = echoed(ask)
         back["content"] = None
         back["tool_calls"][0]["function"]["arguments"] = '{ "at" :"door"}'
         await world.chat(session.key, [user("find"), back, result(ask, "a key")], tools=[TOOL])
@@ -120,7 +120,7 @@ async def test_a_full_context_ends_the_episode_and_cuts_the_answer(tmp_path):
         assert (reply.finish_reason, reply.completion_tokens) == ("length", room)
         assert session.cut
         with pytest.raises(EpisodeOver, match=r"episode.max_context_tokens"):
-            await world.chat(session.key, [user("hi"), said(reply), user("more")])
+            await world.chat(session.key, [user("hi"), echoed(reply), user("more")])
         assert session.stages.outcome == "length"
         # Messages that are too long by far are not even rendered.
         for characters, told in ((40 * 256, "its context has"), (40 * 256 + 1, "its messages have 10241 characters")):

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from typing import get_args
 
 import pytest
-from session_cases import TOOL, call_of, played, result, said, user
+from session_cases import TOOL, call_of, echoed, played, result, user
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
@@ -32,7 +32,7 @@ def test_each_turn_is_logged_from_its_context_to_its_reward(tmp_path):
         with pytest.raises(ChatRefused):
             await world.chat(key, [{"role": "user"}])
         world.pause_after = world.spoken + 1
-        call = asyncio.create_task(world.chat(key, [user("hi"), said(reply), result(reply, "nothing")], tools=[TOOL]))
+        call = asyncio.create_task(world.chat(key, [user("hi"), echoed(reply), result(reply, "nothing")], tools=[TOOL]))
         await world.until(lambda: not world.speaks.is_set())
         await world.update()
         world.speaks.set()
@@ -64,7 +64,7 @@ def test_long_episodes_keep_their_start_and_their_end(tmp_path):
     async def agent(world, key):
         messages = [user("hi")]
         for _ in range(40):
-            messages += [said(await world.chat(key, messages)), user("more")]
+            messages += [echoed(await world.chat(key, messages)), user("more")]
         return EpisodeDone(reward=1.0)
 
     account, words = events_and_texts(tmp_path, agent, episode={"max_turns": 40, "max_context_tokens": 4000})
