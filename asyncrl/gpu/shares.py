@@ -23,6 +23,8 @@ from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE, GpuShares, plan_sharing, sh
 from asyncrl.gpu.slices import RankSlices
 from asyncrl.observe.machine import read_gpu
 
+NO_ENGINE = -1.0
+"""Value of ``shared_engine`` for a rank that shares no GPU."""
 RETURN_SHARE = 0.1
 """Share of learner.collective_timeout_s in which the memory of an engine that was killed must be free."""
 
@@ -30,6 +32,11 @@ RETURN_SHARE = 0.1
 def sharers() -> dict[str, str]:
     """Return the other actor on each GPU that this process shares; empty if it has its GPUs alone."""
     return sharers_of(os.environ.get(SHARED_GPU_VARIABLE, ""))
+
+
+def shared_engine() -> float:
+    """Return the number of the engine on this rank's GPU; NO_ENGINE if the rank has its GPU alone."""
+    return next((float(name.partition("/")[2]) for name in sharers().values()), NO_ENGINE)
 
 
 def rank_slices(config: Config, rank: int) -> RankSlices | None:

@@ -79,10 +79,15 @@ class Backend(Protocol):
     """Whether the weights are on a GPU; ``setup`` sets it."""
     warm_steps: int
     """Supervised steps taken before the first step of the run; ``load`` restores the number."""
+    engines_in_turn: int
+    """Number of engines that have a rank's GPU in turn with it (gpu/slices.py); ``setup`` sets it."""
     is_resting: bool
     """Rank 0: whether no call has come since the last ``rest`` in time slices."""
     gpu_wait_s: float
-    """In time slices, the seconds in which this rank got its GPU back, since its start; else 0."""
+    """Rank 0: in time slices, the seconds in which it got its GPU back, since its start; else 0.
+
+    For ``train`` and ``score`` it counts the slowest rank's seconds, because all ranks wait for that one.
+    """
     on_phase: Callable[[str], None]
     """Callback for each phase of this rank's work: called with its name when it begins, and with "" when it ends.
 

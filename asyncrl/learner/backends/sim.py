@@ -37,7 +37,7 @@ class SimTrainer:
     shares_prefixes = False
     skips_zero_advantages = False
     on_gpu = False
-    warm_steps = 0
+    warm_steps = engines_in_turn = 0
 
     def __init__(self, config: Config, rank: int) -> None:
         self.on_phase: Callable[[str], None] = lambda name: None
@@ -57,6 +57,8 @@ class SimTrainer:
         """Take the GPU, if there are time slices; there are no other ranks and no model."""
         self._slices = rank_slices(self._config, self._rank)
         if self._slices is not None:
+            # Of this rank alone, because the others never take their GPUs.
+            self.engines_in_turn = 1
             self._slices.open()
         if self._rank:
             self.rest()

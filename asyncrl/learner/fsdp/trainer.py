@@ -24,7 +24,7 @@ from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
 from asyncrl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint, NonFiniteStep
 from asyncrl.gpu.learner_memory import Checkpointing
-from asyncrl.gpu.shares import RETURN_SHARE, rank_slices
+from asyncrl.gpu.shares import NO_ENGINE, RETURN_SHARE, rank_slices, shared_engine
 from asyncrl.gpu.slices import RankSlices
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.losses import Objective
@@ -104,8 +104,9 @@ class Trainer:
         """The connection to the other ranks; None before ``setup`` and after ``stop``."""
         self._slices: RankSlices | None = None
         """This rank's side of its GPU, if an engine has the GPU in turn."""
+        self.engines_in_turn = 0
         self.is_resting = False
-        self.gpu_wait_s = 0.0
+        self.gpu_wait_s = self._took_gpu_s = 0.0
 
     @property
     def _ranks(self) -> Ranks:
@@ -137,6 +138,9 @@ class Trainer:
             replicas=self._learner.replicas,
             store=self._store,
         )
+        if self._config.placement.share == "time_slice":
+            numbers = self._ranks.all_gather([shared_engine()], "the engines that share their GPUs")
+            self.engines_in_turn = len(set(numbers.ravel()) - {NO_ENGINE})
         self.on_gpu = device.type == "cuda"
         self._dtype = compute_dtype(self._learner, device)
         self.policy, scoring, self.checkpointing = build_policy(self._config, self._ranks, self._dtype, shares)
@@ -179,19 +183,27 @@ class Trainer:
 
     def _take_gpu(self) -> None:
         """In time slices: wait until the engine on this rank's GPU sleeps, and move everything back to the GPU."""
+        self._took_gpu_s = 0.0
         if self._slices is not None and not self._slices.has:
             began = time.monotonic()
             with self._phase("take the GPU"):
                 self._slices.take()
                 self._residence.come_back(RETURN_SHARE * self._learner.collective_timeout_s, self._pause_for_room)
-            self.gpu_wait_s += time.monotonic() - began
+            self._took_gpu_s = time.monotonic() - began
+            self.gpu_wait_s += self._took_gpu_s
+
+    def _count_slowest(self) -> None:
+        """All ranks together: let ``gpu_wait_s`` count the wait of the slowest rank before the present command."""
+        if self.engines_in_turn:
+            waits = self._ranks.all_gather([self._took_gpu_s], "the waits for their GPUs")
+            self.gpu_wait_s += float(waits.max()) - self._took_gpu_s
 
     def _pause_for_room(self, seconds: float) -> None:
         assert self._slices is not None
         self._slices.pause(seconds, "room in the memory")
 
     def rest(self) -> None:
-        if self._config.placement.share == "time_slice" and not self.is_resting:
+        if self.engines_in_turn and not self.is_resting:
             self.is_resting = True
             self._ranks.commands.send(Rest())
             self._give_gpu()
@@ -293,6 +305,7 @@ class Trainer:
         Returns log-probs, float64 [world size, command.tokens], nats; each row is padded with 0.
         """
         name = "scoring by the reference"
+        self._count_slowest()
         with self._phase(name):
             scored = self._updates.refer(batches, command.temperature)
             own = np.concatenate([values.cpu().numpy() for values in scored])
@@ -483,6 +496,7 @@ class Trainer:
         The result is the same on all ranks. The step counts unless its first update is refused. The optimizer is reset
         after the last warm step and before the first step of the run.
         """
+        self._count_slowest()
         kind, step = self._next_step(command.warm)
         sft = self._config.sft
         if not command.warm and not self.steps:

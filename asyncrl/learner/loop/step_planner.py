@@ -203,7 +203,6 @@ class StepPlanner:
         """The step to plan early, or None."""
         self._plan_again = progress.news.listen()
         """Event that wakes ``run``: groups or versions came, or another step is to be planned."""
-        self._in_time_slices = config.placement.share == "time_slice"
         self._early: _EarlyPlan | None = None
         """The newest early plan; None if it was used or discarded."""
         self._early_thread = ThreadPoolExecutor(1, thread_name_prefix="plan")
@@ -223,7 +222,7 @@ class StepPlanner:
         The parameter server gets the newest version first, because engines load what it holds when they wake. Returns
         early, and changes nothing, when news comes meanwhile.
         """
-        if not self._in_time_slices or self._backend.is_resting:
+        if not self._backend.engines_in_turn or self._backend.is_resting:
             return
         self._news.clear()
         waits = [asyncio.ensure_future(wait) for wait in (self._versions.handed_over(), self._news.wait())]
@@ -241,8 +240,9 @@ class StepPlanner:
         intake = self._intake
         self._track.enter("wait for groups", step=self._progress.step + 1)
         wanted = self._begin_wait()
-        # In time slices every step waits, and a higher staleness would not change that.
-        self.waited = not self._in_time_slices and len(intake.buffer) < wanted
+        # If all engines sleep while the learner computes, every step waits, even with a higher staleness.
+        all_sleep = self._backend.engines_in_turn >= self._config.rollout.replicas
+        self.waited = not all_sleep and len(intake.buffer) < wanted
         give_up_at = retry_at = 0.0
         was_overdue = False
         while True:

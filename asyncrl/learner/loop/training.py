@@ -291,7 +291,7 @@ class Training:
             "time/publish_s": 0.0,
             **intake.counts(),
         }
-        if self._config.placement.share == "time_slice":
+        if self._backend.engines_in_turn:
             line["time/take_gpu_s"] = take_gpu_s
         return TrainedStep(line=line, train_began=train_wall, train_ended=self._clock.wall(), groups=groups)
 

@@ -53,7 +53,7 @@ class Scene:
         config = validate_config(
             {
                 "data": {"source": "synthetic"},
-                "rollout": {"engine": "sim"},
+                "rollout": {"engine": "sim", **tables.pop("rollout", {})},
                 "reward": {"function": "constant"},
                 "learner": {
                     "backend": "sim",
@@ -83,6 +83,7 @@ class Scene:
             config, shared, progress=self.progress, intake=self.intake, dataloader=self.dataloader
         )
         self.backend = create(config, 0)
+        self.backend.engines_in_turn = int(config.placement.share == "time_slice")
         self.training = Training(
             config,
             shared,
@@ -314,6 +315,28 @@ def test_a_wait_for_the_parameter_server_ends_with_news_and_a_preempted_run_give
         scene.preempt()
         await running
         assert clock.now() - asked < 1.0 and rests == []
+        scene.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("replicas", "waited"), [(1, False), (2, True)])
+def test_a_wait_raises_the_staleness_limit_unless_all_engines_sleep_while_the_learner_computes(
+    replicas: int, waited: bool
+) -> None:
+    async def main() -> None:
+        scene = Scene(steps=2, groups=range(0), placement={"share": "time_slice"}, rollout={"replicas": replicas})
+        began: list[bool] = []
+        scene.intake.outcomes.step_began = lambda buffered, waited: began.append(waited)  # type: ignore[method-assign]
+        await scene.training.begin([])
+        running = asyncio.create_task(scene.training.run())
+        for index in range(2):
+            await asyncio.sleep(1.0)
+            scene.deliver(index)
+            scene.progress.news.announce()
+        await running
+        # A wait under the first version never counts.
+        assert began == [False, waited]
         scene.close()
 
     run_virtual(main())
