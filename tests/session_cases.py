@@ -19,13 +19,13 @@ from asyncrl.messages.groups import VersionSpan
 from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines.base import TokenDelta
-from asyncrl.rollouter.episode.figures import EpisodeFigures
+from asyncrl.rollouter.episode.episode_metrics import EpisodeMetrics
 from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Sessions
 from asyncrl.rollouter.serving.admission import Slots
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall
-from asyncrl.rollouter.serving.group_events import GroupAccount
+from asyncrl.rollouter.serving.group_events import GroupEvents
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.text.chat.renderer import make_renderer
 from asyncrl.text.stops import Stops
@@ -138,7 +138,7 @@ class World:
             stops=stops or Stops(),
             policy=SimpleNamespace(generate=self.generate),
             hosts=self,
-            figures=EpisodeFigures(self.counters, self.histograms),
+            metrics=EpisodeMetrics(self.counters, self.histograms),
             clock=self.clock,
         )
         self.failures, self._choose = [], choose
@@ -149,11 +149,11 @@ class World:
             prompt_ids=np.array([5], np.int32),
             max_tokens=self.config.rollout.max_tokens,
         )
-        self.account = GroupAccount(self.lease, self.clock.now, self.clock.wall).samples[0]
+        self.events = GroupEvents(self.lease, self.clock.now, self.clock.wall).samples[0]
 
-    async def generate(self, lease, account, ids, response, key, watch):
+    async def generate(self, lease, events, ids, response, key, watch):
         async with self.slots.take():
-            call = PolicyCall(self.host, self.tokenizer, self.config, lease, account, watch)
+            call = PolicyCall(self.host, self.tokenizer, self.config, lease, events, watch)
             await call.generate(ids, response, key)
 
     def choose(self, at, **wishes):
@@ -211,7 +211,7 @@ class World:
         self.deltas.append((delta.offset, delta.text))
 
     def open(self):
-        return self.sessions.open(self.lease, self.account, HOST)
+        return self.sessions.open(self.lease, self.events, HOST)
 
     async def chat(self, key, messages, *, call=None, host=HOST, **more):
         """One call of the policy."""
@@ -250,7 +250,7 @@ def played(folder, agent, **options):
     async def play():
         async with asyncio.timeout(20.0), World(folder, agent=agent, **options) as world:
             try:
-                return await world.player.play(world.lease, world.account), world
+                return await world.player.play(world.lease, world.events), world
             except EpisodeFailed as failure:
                 return failure, world
 

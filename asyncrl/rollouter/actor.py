@@ -28,7 +28,7 @@ from asyncrl.messages.monitor import Resource
 from asyncrl.messages.weights import Chunk, FetchChunk
 from asyncrl.observe.trace import WEIGHTS
 from asyncrl.rollouter.engines import engine_parsers, make_engine
-from asyncrl.rollouter.episode.figures import EpisodeFaults, EpisodeFigures
+from asyncrl.rollouter.episode.episode_metrics import EpisodeFaults, EpisodeMetrics
 from asyncrl.rollouter.episode.hosts import RunHosts
 from asyncrl.rollouter.episode.player import EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Sessions
@@ -127,8 +127,8 @@ class Rollouter(Actor):
         places = self._policy.places
         hosts = RunHosts(self.config, self.name, self.peer, self.roster, lambda: self.run_state, places)
         hosts.connect()
-        figures = EpisodeFigures(self.counters, self.histograms, self.config.reward.function)
-        self._pools.figures = figures
+        metrics = EpisodeMetrics(self.counters, self.histograms, self.config.reward.function)
+        self._pools.metrics = metrics
         self._sessions = Sessions(
             self.config,
             renderer=renderer,
@@ -136,7 +136,7 @@ class Rollouter(Actor):
             stops=stops,
             policy=self._policy,
             hosts=hosts,
-            figures=figures,
+            metrics=metrics,
             clock=self.clock,
         )
         faults = EpisodeFaults(self.config, self.notify)
@@ -338,6 +338,6 @@ class Rollouter(Actor):
             "rollout/turns_alone": host.turns.lone_turns,
             **({"rollout/kv_use": kv_use} if kv_use is not None else {}),
             **({"weights/stall_s": self._stall_s} if self._stall_s is not None else {}),
-            **self._follower.drifts.figures,
+            **self._follower.drifts.metrics,
             **(self._sessions.gauges(scoring) if self._sessions is not None else {}),
         }

@@ -25,12 +25,12 @@ from asyncrl.core.errors import DeadlineExceeded, PeerRestarted, RemoteError, Re
 from asyncrl.messages.groups import Group, Lease, Trajectory, sampled_tokens
 from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Completion, Score, Scores
 from asyncrl.observe.group_log import GENERATED, GroupLog
-from asyncrl.rollouter.episode.figures import EpisodeFigures
+from asyncrl.rollouter.episode.episode_metrics import EpisodeMetrics
 from asyncrl.rollouter.episode.player import EpisodeFailed
 from asyncrl.rollouter.gathering import MIN_SURVIVORS
 from asyncrl.rollouter.leases import HeldLeases
 from asyncrl.rollouter.serving.generation import Player, TrajectoryFailed
-from asyncrl.rollouter.serving.group_events import GroupAccount, SampleAccount
+from asyncrl.rollouter.serving.group_events import GroupEvents, SampleEvents
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.calls.retry import LONGEST_AWAY_S, backoff, backoffs, is_refusal
 from asyncrl.rpc.lifecycle.roster import Roster
@@ -38,14 +38,14 @@ from asyncrl.rpc.services import ActorServices
 
 
 class RewardPools:
-    """Chooses and calls reward pools for one rollouter. ``figures`` counts its episodes, if it plays any."""
+    """Chooses and calls reward pools for one rollouter. ``metrics`` counts its episodes, if it plays any."""
 
     def __init__(
         self, config: Config, services: ActorServices, peer: Callable[[str], Peer], roster: Roster, number: int
     ) -> None:
         self._config, self._peer, self._roster, self._number = config, peer, roster, number
         self._clock, self._histograms, self._notify = services.clock, services.histograms, services.notify
-        self.figures: EpisodeFigures | None = None
+        self.metrics: EpisodeMetrics | None = None
         self._scoring: Counter[str] = Counter()
         """Number of trajectories that each pool is scoring, by its name."""
         self._unanswered = 0
@@ -95,8 +95,8 @@ class RewardPools:
             self._scoring[pool] -= len(request.completions)
         seconds = self._clock.now() - began
         self._histograms.observe("rollout/reward_s", seconds)
-        if self.figures is not None:
-            self.figures.scored(seconds * len(request.completions))
+        if self.metrics is not None:
+            self.metrics.scored(seconds * len(request.completions))
         return scores
 
 
@@ -136,8 +136,8 @@ class GroupRunner:
         self._progress, self._log = services.progress, GroupLog(services.name)
         self.running: set[asyncio.Task[None]] = set()
         """Tasks of the running groups; a task's name is the uid of its lease."""
-        self._accounts: dict[str, GroupAccount] = {}
-        """Accounts of the running groups by uid."""
+        self._events: dict[str, GroupEvents] = {}
+        """Events of the running groups by uid."""
         self._has_worked = False
         """Whether the reward function has ever given a reward."""
 
@@ -150,25 +150,25 @@ class GroupRunner:
                 task.add_done_callback(self.running.discard)
 
     async def _deliver(self, lease: Lease) -> None:
-        """Generate and score a group, deliver it to the learner, and log its account."""
-        account = self._accounts[lease.uid] = GroupAccount(lease, self._clock.now, self._clock.wall)
+        """Generate and score a group, deliver it to the learner, and log its events."""
+        events = self._events[lease.uid] = GroupEvents(lease, self._clock.now, self._clock.wall)
         end = "given up"
         try:
-            group = await self._leases.deliver(await self.run(lease, account))
+            group = await self._leases.deliver(await self.run(lease, events))
             self._progress()
             end = "delivered" if group.failure is None else f"delivered as failed: {group.failure}"
         finally:
-            del self._accounts[lease.uid]
-            self._log.write(GENERATED, **account.facts(end))
+            del self._events[lease.uid]
+            self._log.write(GENERATED, **events.facts(end))
 
     async def log_running(self) -> None:
         """Log the running groups every LOG_S seconds, for ever."""
         while True:
             await asyncio.sleep(LOG_S)
-            for account in self._accounts.values():
-                self._log.write(GENERATED, **account.facts("running"))
+            for events in self._events.values():
+                self._log.write(GENERATED, **events.facts("running"))
 
-    async def run(self, lease: Lease, account: GroupAccount) -> Group:
+    async def run(self, lease: Lease, events: GroupEvents) -> Group:
         """Generate and score all samples of a lease, and return the group.
 
         If failed samples may be dropped and enough others are left, the group has the others. Otherwise a sample that
@@ -176,7 +176,7 @@ class GroupRunner:
         follows if the scoring of the whole group fails. Raises RemoteError and Refused.
         """
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._trajectory_or_failure(lease, sample)) for sample in account.samples]
+            running = [tasks.create_task(self._trajectory_or_failure(lease, sample)) for sample in events.samples]
         ended = [task.result() for task in running]
         trajectories = [each for each in ended if isinstance(each, Trajectory)]
         failures = [each for each in ended if isinstance(each, TrajectoryFailed)]
@@ -185,7 +185,7 @@ class GroupRunner:
         failure = failures[0] if failures and not may_drop else None
         if failure is None and self._config.reward.per == "group":
             try:
-                await self._score_into(lease, trajectories, [account.samples[t.sample] for t in trajectories])
+                await self._score_into(lease, trajectories, [events.samples[t.sample] for t in trajectories])
             except TrajectoryFailed as error:
                 failure = error
         return Group(
@@ -193,38 +193,38 @@ class GroupRunner:
             trajectories=[] if failure else trajectories,
             failure=str(failure) if failure else None,
             dropped=0 if failure else len(failures),
-            failed_attempts=account.failed_attempts,
+            failed_attempts=events.failed_attempts,
         )
 
-    async def _trajectory_or_failure(self, lease: Lease, account: SampleAccount) -> Trajectory | TrajectoryFailed:
+    async def _trajectory_or_failure(self, lease: Lease, events: SampleEvents) -> Trajectory | TrajectoryFailed:
         try:
-            return await self._generate_and_score(lease, account)
+            return await self._generate_and_score(lease, events)
         except TrajectoryFailed as failure:
             return failure
 
-    async def _generate_and_score(self, lease: Lease, account: SampleAccount) -> Trajectory:
+    async def _generate_and_score(self, lease: Lease, events: SampleEvents) -> Trajectory:
         """Generate one trajectory, with retries; score it if rewards are per trajectory. Raises TrajectoryFailed."""
         began = self._clock.now()
         try:
-            trajectory = await self._retry("generation", lambda: self._play(lease, account), [account])
+            trajectory = await self._retry("generation", lambda: self._play(lease, events), [events])
         finally:
             # Also after a failure, because another group can now use the sample's place in the engine.
             self._leases.generated(lease)
         trajectory.generate_s = self._clock.now() - began
-        trajectory.attempts = account.failed_attempts + 1
+        trajectory.attempts = events.failed_attempts + 1
         # The user's code may have given the reward of its episode.
         if self._config.reward.per == "trajectory" and trajectory.reward is None:
-            await self._score_into(lease, [trajectory], [account])
+            await self._score_into(lease, [trajectory], [events])
         return trajectory
 
-    async def _play(self, lease: Lease, account: SampleAccount) -> Trajectory:
-        trajectory = await self._player.play(lease, account)
+    async def _play(self, lease: Lease, events: SampleEvents) -> Trajectory:
+        trajectory = await self._player.play(lease, events)
         self._counters.add("rollout/trajectories")
         self._histograms.observe("rollout/response_tokens", sampled_tokens(trajectory))
         self._histograms.observe("rollout/generate_s", self._clock.now() - self._leases.taken_at[lease.uid])
         return trajectory
 
-    async def _score_into(self, lease: Lease, trajectories: list[Trajectory], accounts: list[SampleAccount]) -> None:
+    async def _score_into(self, lease: Lease, trajectories: list[Trajectory], samples: list[SampleEvents]) -> None:
         """Have a pool score these trajectories in one call, and set their rewards. Raises TrajectoryFailed."""
         request = Score(
             uid=lease.uid,
@@ -243,7 +243,7 @@ class GroupRunner:
             has_worked=self._has_worked,
         )
         began = self._clock.now()
-        scores = await self._retry("scoring", lambda: self._scores(request, accounts), accounts)
+        scores = await self._retry("scoring", lambda: self._scores(request, samples), samples)
         # A reward from reward.on_timeout does not show that the function works.
         self._has_worked = self._has_worked or not any(TIMED_OUT_COMPONENT in each for each in scores.components)
         for trajectory, reward, components in zip(trajectories, scores.rewards, scores.components, strict=True):
@@ -252,10 +252,10 @@ class GroupRunner:
                 components = components | {EPISODE: trajectory.reward}
             trajectory.reward, trajectory.components = reward, components
             trajectory.score_s = self._clock.now() - began
-        for account, reward in zip(accounts, scores.rewards, strict=True):
-            account.scored(reward, scores.run_s)
+        for events, reward in zip(samples, scores.rewards, strict=True):
+            events.scored(reward, scores.run_s)
 
-    async def _scores(self, request: Score, accounts: list[SampleAccount]) -> Scores:
+    async def _scores(self, request: Score, samples: list[SampleEvents]) -> Scores:
         """Call reward pools until one answers, without a deadline. Raises errors that a repeat cannot help."""
         pauses = backoffs(self._config.rollout.retry_backoff_s, LONGEST_AWAY_S)
         away: set[str] = set()
@@ -265,12 +265,12 @@ class GroupRunner:
             except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
                 if isinstance(error, RemoteError) and not _may_pass(error):
                     raise
-                for account in accounts:
-                    account.failed(f"reward pool is away: {error}")
+                for events in samples:
+                    events.failed(f"reward pool is away: {error}")
             await asyncio.sleep(next(pauses))
 
-    async def _retry(self, what: str, attempt: Callable[[], Awaitable[T]], accounts: list[SampleAccount]) -> T:
-        """Call ``attempt`` up to ``rollout.max_attempts`` times, with backoff, and note each failure in ``accounts``.
+    async def _retry(self, what: str, attempt: Callable[[], Awaitable[T]], samples: list[SampleEvents]) -> T:
+        """Call ``attempt`` up to ``rollout.max_attempts`` times, with backoff, and note each failure in ``samples``.
 
         Raises TrajectoryFailed after the last failure, or after one that no repeat can help. Errors that are another
         actor's own fault pass through, and are no attempt.
@@ -283,10 +283,10 @@ class GroupRunner:
                 if isinstance(error, RemoteError) and error.code not in OF_THE_TRAJECTORY:
                     # The other actor's own trouble is not an attempt of this trajectory.
                     raise
-                for account in accounts:
-                    account.failed(f"{what}: {error}")
+                for events in samples:
+                    events.failed(f"{what}: {error}")
                 # A call for the whole group is one attempt, and is counted once.
-                accounts[0].failed_attempts += 1
+                samples[0].failed_attempts += 1
                 # An engine raises ValueError for a request that it can never serve.
                 final = isinstance(error, ValueError) or (isinstance(error, RemoteError) and not error.retryable)
                 if final or number == rollout.max_attempts:

@@ -22,7 +22,7 @@ from tiny_models import Publisher, logprobs_of
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeBegan, TurnReward, TurnRewarded
 from asyncrl.messages.groups import Trajectory
 from asyncrl.rollouter.engines import make_engine
-from asyncrl.rollouter.serving.group_events import GroupAccount
+from asyncrl.rollouter.serving.group_events import GroupEvents
 from asyncrl.rpc.actor import Caller, handler
 from asyncrl.rpc.calls.peer import Peer
 
@@ -108,8 +108,8 @@ def played_by(
 def play(world: World, prompt: str, sample: int = 0, **lease: Any) -> asyncio.Task[Trajectory]:
     """One attempt at a trajectory."""
     given = msgspec.structs.replace(world.lease, prompt=prompt, uid=f"0-{sample}", temperature=1.0, **lease)
-    account = GroupAccount(given, world.clock.now, world.clock.wall).samples[0]
-    return asyncio.ensure_future(world.player.play(given, account))
+    events = GroupEvents(given, world.clock.now, world.clock.wall).samples[0]
+    return asyncio.ensure_future(world.player.play(given, events))
 
 
 def worst_error(trajectories: Sequence[Trajectory], model_of: Any) -> tuple[float, int]:

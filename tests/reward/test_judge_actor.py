@@ -16,7 +16,7 @@ from asyncrl.launcher.checks.user_code import RewardTrial
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.observe.catalogue import find
 from asyncrl.rollouter.groups import GroupRunner
-from asyncrl.rollouter.serving.group_events import GroupAccount
+from asyncrl.rollouter.serving.group_events import GroupEvents
 from asyncrl.rpc.heartbeat import gather_heartbeat
 
 SAMPLES = 4
@@ -55,8 +55,8 @@ async def test_an_unjudged_group_is_tried_again_and_then_quarantined_with_the_re
     def short(body):
         return as_json(scores(body)[1:])
 
-    async def play(lease, account):
-        sample = account.sample
+    async def play(lease, events):
+        sample = events.sample
         trajectory = make_group(samples=SAMPLES).trajectories[sample]
         trajectory.reward, trajectory.text = None, f"worth {sample / 4}"
         return trajectory
@@ -70,7 +70,7 @@ async def test_an_unjudged_group_is_tried_again_and_then_quarantined_with_the_re
 
         async def group():
             lease = make_group(samples=SAMPLES).lease
-            return await runner.run(lease, GroupAccount(lease, LoopClock().now, LoopClock().wall))
+            return await runner.run(lease, GroupEvents(lease, LoopClock().now, LoopClock().wall))
 
         found = await group()
         attempts = config.rollout.max_attempts

@@ -125,7 +125,7 @@ class ScriptedGroups:
     def __init__(self):
         self.gates, self.leases = {}, None
 
-    async def run(self, lease, _account):
+    async def run(self, lease, _events):
         try:
             if lease.uid in self.gates:
                 await self.gates[lease.uid].wait()

@@ -18,7 +18,7 @@ from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.rollouter.episode.player import EpisodeFailed
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
-from asyncrl.rollouter.serving.group_events import GroupAccount
+from asyncrl.rollouter.serving.group_events import GroupEvents
 from asyncrl.rpc.calls.handlers import Caller, handler
 from asyncrl.rpc.heartbeat import gather_heartbeat
 
@@ -45,8 +45,8 @@ class Scripted:
     def finished(self, lease):
         self.reported += 1
 
-    async def play(self, lease, account):
-        sample = account.sample
+    async def play(self, lease, events):
+        sample = events.sample
         await asyncio.sleep(sample + 1)
         if sample == self.hopeless:
             self.tries += 1
@@ -82,7 +82,7 @@ def run(script, **tables):
     async def main():
         clock = LoopClock()
         runner = GroupRunner(sim_config(**tables), services(clock=clock), script, script, script.leases)
-        return await runner.run(lease(), GroupAccount(lease(), clock.now, clock.wall))
+        return await runner.run(lease(), GroupEvents(lease(), clock.now, clock.wall))
 
     return run_virtual(main())
 

@@ -50,7 +50,7 @@ from asyncrl.rollouter.serving.generation import (
     SingleTurn,
     TrajectoryFailed,
 )
-from asyncrl.rollouter.serving.group_events import CallAccount, GroupAccount
+from asyncrl.rollouter.serving.group_events import CallEvents, GroupEvents
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.rpc.linux import die_with_parent
 from asyncrl.rpc.services import Clock
@@ -189,29 +189,29 @@ class Generator:
         assert prompt.ids is not None
         samples = self._config.rollout.samples_per_prompt if self._config.reward.per == "group" else 1
         lease = lone_lease(self._config, number, prompt.ids, prompt.text, prompt.row, samples=samples)
-        account = GroupAccount(lease, self._clock.now, self._clock.wall)
-        trajectories = await asyncio.gather(*(self._trajectory(lease, each) for each in account.samples))
+        events = GroupEvents(lease, self._clock.now, self._clock.wall)
+        trajectories = await asyncio.gather(*(self._trajectory(lease, each) for each in events.samples))
         await self._score(lease, trajectories)
         return SampleGroup(
             [_as_sample(each) for each in trajectories], kind="generated", uid=lease.uid, prompt=prompt.text
         )
 
-    async def _trajectory(self, lease: Lease, account: Any) -> Trajectory:
+    async def _trajectory(self, lease: Lease, events: Any) -> Trajectory:
         if self._renderer is not None:
             return await self._episode(lease)
-        return await SingleTurn(self, self._stops, self.tokenizer).play(lease, account)
+        return await SingleTurn(self, self._stops, self.tokenizer).play(lease, events)
 
     async def generate(
         self,
         lease: Lease,
-        account: CallAccount,
+        events: CallEvents,
         ids: Sequence[int],
         response: Response,
         key: str,
         watch: CallWatch,
     ) -> None:
         """Answer a call of the policy: add sampled tokens to ``response``. The engine queues calls beyond its limit."""
-        call = PolicyCall(self._engine_host, self.tokenizer, self._config, lease, account, watch)
+        call = PolicyCall(self._engine_host, self.tokenizer, self._config, lease, events, watch)
         await call.generate(ids, response, key)
 
     async def _episode(self, lease: Lease) -> Trajectory:

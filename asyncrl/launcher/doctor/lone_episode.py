@@ -45,11 +45,11 @@ from asyncrl.messages.episodes import (
 from asyncrl.messages.groups import Lease, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.observe.metrics import Counters, Histograms
-from asyncrl.rollouter.episode.figures import EpisodeFigures
+from asyncrl.rollouter.episode.episode_metrics import EpisodeMetrics
 from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Session, Sessions
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
-from asyncrl.rollouter.serving.group_events import GroupAccount
+from asyncrl.rollouter.serving.group_events import GroupEvents
 from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.prompt import hidden_tools
 from asyncrl.text.chat.renderer import Renderer, make_renderer
@@ -173,7 +173,7 @@ class LoneEpisode(EpisodeObserver):
             stops=resolve_stops(config.rollout, tokenizer),
             policy=policy or ScriptedPolicy(Script(thinks=renderer.report.reasoning_parser != "none"), tokenizer),
             hosts=self,
-            figures=EpisodeFigures(Counters(), Histograms()),
+            metrics=EpisodeMetrics(Counters(), Histograms()),
             clock=clock,
         )
         self._agent_sessions: dict[str, PolicySession] = {}
@@ -199,12 +199,12 @@ class LoneEpisode(EpisodeObserver):
     async def play(self, lease: Lease) -> None:
         """Play one attempt to its end, and set ``trajectory`` or ``failure``. Raises ConfigError, CannotPlay."""
         player = EpisodePlayer(self._config, self._sessions, self, clock=self._clock)
-        account = GroupAccount(lease, self._clock.now, self._clock.wall).samples[0]
+        events = GroupEvents(lease, self._clock.now, self._clock.wall).samples[0]
         episode = self._config.episode
         longest_s = SPARE_S + episode.start_timeout_s + episode.timeout_s + episode.close_timeout_s
         try:
             async with self._hosting(), asyncio.timeout(longest_s):
-                self.trajectory = await player.play(lease, account)
+                self.trajectory = await player.play(lease, events)
         except TimeoutError:
             state = self._session.stages.state if self._session else "start"
             raise CannotPlay(f"the episode did not end within {longest_s:g} s (state: {state})") from None

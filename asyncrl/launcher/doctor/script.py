@@ -17,7 +17,7 @@ from asyncrl.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from asyncrl.rollouter.serving.generation import CallWatch, Response
-    from asyncrl.rollouter.serving.group_events import CallAccount
+    from asyncrl.rollouter.serving.group_events import CallEvents
 
 MOST_CALLED = 4
 """The script calls at most so many tools; an agent may declare dozens."""
@@ -85,7 +85,7 @@ class ScriptedPolicy:
     async def generate(
         self,
         lease: Lease,
-        account: CallAccount,
+        events: CallEvents,
         ids: Sequence[int],
         response: Response,
         key: str,

@@ -1,1 +1,1 @@
-"""Episodes as the rollouter plays them: conversations and their tokens, sessions, figures."""
+"""Episodes as the rollouter plays them: conversations and their tokens, sessions, metrics."""

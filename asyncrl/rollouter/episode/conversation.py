@@ -106,7 +106,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConversationFigures:
+class ConversationCounts:
     """Counts of a conversation, for metrics."""
 
     turns: int
@@ -345,9 +345,9 @@ class Conversation:
         nodes = [node for node in self.nodes if node.trained] or self.nodes
         return max(nodes, key=lambda node: node.number, default=None)
 
-    def counts(self) -> ConversationFigures:
+    def counts(self) -> ConversationCounts:
         """Return the counts so far."""
-        return ConversationFigures(
+        return ConversationCounts(
             turns=len(self.nodes),
             forks=dict(self._forks),
             sampled_tokens=self._sampled_tokens,

@@ -23,13 +23,13 @@ from asyncrl.core.errors import DeadlineExceeded, EpisodeHostFull, PeerRestarted
 from asyncrl.data.rows import column_of
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
 from asyncrl.messages.groups import Lease, Trajectory
-from asyncrl.rollouter.episode.figures import EpisodeFaults, Failure, by_kind
+from asyncrl.rollouter.episode.episode_metrics import EpisodeFaults, Failure, by_kind
 from asyncrl.rollouter.episode.hosts import EpisodeHosts
 from asyncrl.rollouter.episode.sessions import Session, Sessions
 from asyncrl.rollouter.episode.stages import Expired
 from asyncrl.rollouter.serving.admission import Slots
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
-from asyncrl.rollouter.serving.group_events import SampleAccount
+from asyncrl.rollouter.serving.group_events import SampleEvents
 from asyncrl.rpc.calls.retry import LONGEST_AWAY_S, backoffs
 from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.messages import Message, Tool, read_tools
@@ -78,12 +78,12 @@ class EpisodePlayer:
         self._places = places or Slots(sys.maxsize)
         self._faults = faults
 
-    async def play(self, lease: Lease, account: SampleAccount) -> Trajectory:
+    async def play(self, lease: Lease, events: SampleEvents) -> Trajectory:
         """Make one attempt at a sample, and return its trajectory. Raises EpisodeFailed, TrajectoryFailed."""
         async with self._places.take():
-            return await self._play(lease, account)
+            return await self._play(lease, events)
 
-    async def _play(self, lease: Lease, account: SampleAccount) -> Trajectory:
+    async def _play(self, lease: Lease, events: SampleEvents) -> Trajectory:
         """Start the episode until it gives a trajectory: again, and at other hosts, if hosts or workers die.
 
         After the death of a worker it prefers the same host, at most RETURNS times. It avoids each tried host until all
@@ -91,7 +91,7 @@ class EpisodePlayer:
         """
         pauses = backoffs(self._config.rollout.retry_backoff_s, LONGEST_AWAY_S)
         # The host of the last attempt is avoided: it may hang, and so be the reason that a deadline passed.
-        prefer, avoid, deaths = "", {account.host}, 0
+        prefer, avoid, deaths = "", {events.host}, 0
         while True:
             host = self._hosts.choose(self._sessions.at, prefer=prefer, avoid=avoid)
             if host in avoid and host != prefer:
@@ -100,49 +100,49 @@ class EpisodePlayer:
             prefer = ""
             avoid.add(host)
             try:
-                result = await self._attempt(lease, account, host)
+                result = await self._attempt(lease, events, host)
                 if isinstance(result, Trajectory):
                     return result
-                account.failed(f"episode: {result}; it starts again, no attempt is counted")
+                events.failed(f"episode: {result}; it starts again, no attempt is counted")
                 deaths += 1
                 prefer = host if deaths <= RETURNS else ""
             except HostAway as away:
-                account.failed(f"episode: {away}; it starts again, no attempt is counted")
+                events.failed(f"episode: {away}; it starts again, no attempt is counted")
             except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
                 if _is_full(error):
-                    account.failed(f"episode: {host} is full; begun elsewhere, no attempt is counted")
+                    events.failed(f"episode: {host} is full; begun elsewhere, no attempt is counted")
                     # No pause is needed: the search ends at the latest at the own host, which is never full.
                     continue
                 if isinstance(error, RemoteError) and not error.retryable:
                     raise
-                account.failed(f"episode host is away: {error}")
+                events.failed(f"episode host is away: {error}")
             await asyncio.sleep(next(pauses))
 
-    async def _attempt(self, lease: Lease, account: SampleAccount, host: str) -> Trajectory | str:
+    async def _attempt(self, lease: Lease, events: SampleEvents, host: str) -> Trajectory | str:
         """Play the episode once at ``host``, in a session of its own.
 
         Returns the trajectory, or the reason if a worker of the host died. Raises HostAway and the errors of ``play``.
         """
-        session, figures = self._sessions.open(lease, account, host), self._sessions.figures
+        session, metrics = self._sessions.open(lease, events, host), self._sessions.metrics
         try:
             done = await self._run_to_end(session)
             if session.failure is not None:
                 raise session.failure
             if done.error and done.blame == "host":
-                figures.failed("host")
+                metrics.failed("host")
                 return done.error
             return self._trajectory(session, done)
         except TrajectoryFailed:
-            figures.failed("policy")
+            metrics.failed("policy")
             raise
         except EpisodeFailed as error:
-            figures.failed(error.failure)
+            metrics.failed(error.failure)
             if self._faults is not None:
                 self._faults.add(error.failure, str(error), lease.uid)
             raise
         except (HostAway, DeadlineExceeded, PeerRestarted, RemoteError) as error:
             if not _is_full(error):
-                figures.failed("host")
+                metrics.failed("host")
             raise
         finally:
             self._sessions.seal(session, "it has ended")
@@ -158,7 +158,7 @@ class EpisodePlayer:
         request = RunEpisode(
             session=session.key,
             uid=lease.uid,
-            sample=session.account.sample,
+            sample=session.events.sample,
             attempt=session.attempt,
             purpose=lease.purpose,
             prompt=lease.prompt,
@@ -226,11 +226,11 @@ class EpisodePlayer:
                 raise TrajectoryFailed(f"it was ended by a limit ({outcome}), and has {NO_REWARD}")
             raise EpisodeFailed(NO_REWARD, "reward")
         messages, counts = conversation.messages(), conversation.counts()
-        self._sessions.figures.ended(outcome, counts)
+        self._sessions.metrics.ended(outcome, counts)
         stage_s = by_kind(stages.seconds(self._clock.now()))
-        session.account.ended_episode(outcome, counts.turns, reward, stage_s)
+        session.events.ended_episode(outcome, counts.turns, reward, stage_s)
         return Trajectory(
-            sample=session.account.sample,
+            sample=session.events.sample,
             sequences=sequences,
             messages=messages,
             branches=conversation.branches(),

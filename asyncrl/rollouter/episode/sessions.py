@@ -27,11 +27,11 @@ from asyncrl.core.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply
 from asyncrl.messages.groups import Lease
 from asyncrl.rollouter.episode.conversation import Conversation, Prompt
-from asyncrl.rollouter.episode.figures import EpisodeFigures
+from asyncrl.rollouter.episode.episode_metrics import EpisodeMetrics
 from asyncrl.rollouter.episode.hosts import EpisodeHosts
 from asyncrl.rollouter.episode.stages import Stages
 from asyncrl.rollouter.serving.generation import CallWatch, Phase, Response, TrajectoryFailed, TurnPolicy
-from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
+from asyncrl.rollouter.serving.group_events import CallEvents, SampleEvents
 from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.messages import normalise_messages, normalise_tools
 from asyncrl.text.chat.parsers import Parsed
@@ -48,10 +48,10 @@ MOST_CHARACTERS = 256
 class Session:
     """One attempt at one trajectory."""
 
-    def __init__(self, lease: Lease, account: SampleAccount, host: str, config: Config, clock: Clock) -> None:
+    def __init__(self, lease: Lease, events: SampleEvents, host: str, config: Config, clock: Clock) -> None:
         self.key = secrets.token_hex(KEY_BYTES)
-        self.lease, self.account, self.host = lease, account, host
-        self.attempt = account.attempts
+        self.lease, self.events, self.host = lease, events, host
+        self.attempt = events.attempts
         self.conversation = Conversation(history=config.chat.history)
         self.began = clock.now()
         """Time (s, monotonic) when the session began."""
@@ -84,7 +84,7 @@ class Session:
         """
         digest = hashlib.blake2b(np.array(prompt.ids, np.int32).tobytes(), digest_size=8).digest()
         self._prompt_counts[digest] += 1
-        where = f"{self.lease.uid}/{self.account.sample}/{self.attempt}"
+        where = f"{self.lease.uid}/{self.events.sample}/{self.attempt}"
         return f"{where}/{digest.hex()}/{self._prompt_counts[digest]}"
 
     def note(self) -> None:
@@ -114,8 +114,8 @@ class Session:
 class _Call:
     """A call of a session, from its first arrival to its answer."""
 
-    def __init__(self, account: CallAccount) -> None:
-        self.account = account
+    def __init__(self, events: CallEvents) -> None:
+        self.events = events
         self.lock = asyncio.Lock()
         """Held by the request that is getting the answer; repeats wait for it."""
         self.prompt: Prompt | None = None
@@ -164,10 +164,10 @@ class Sessions:
         stops: Stops,
         policy: TurnPolicy,
         hosts: EpisodeHosts,
-        figures: EpisodeFigures,
+        metrics: EpisodeMetrics,
         clock: Clock,
     ) -> None:
-        self.figures = figures
+        self.metrics = metrics
         self._config = config
         self._renderer = renderer
         self._tokenizer = tokenizer
@@ -180,10 +180,10 @@ class Sessions:
         self.at: Counter[str] = Counter()
         """Number of open sessions at each host."""
 
-    def open(self, lease: Lease, account: SampleAccount, host: str) -> Session:
+    def open(self, lease: Lease, events: SampleEvents, host: str) -> Session:
         """Open a session for an attempt that the episode host ``host`` will play."""
-        session = Session(lease, account, host, self._config, self._clock)
-        account.began_episode(host)
+        session = Session(lease, events, host, self._config, self._clock)
+        events.began_episode(host)
         self._sessions[session.key] = session
         self.at[host] += 1
         return session
@@ -193,7 +193,7 @@ class Sessions:
         session.conversation.seal(reason)
         session.stages.end(self._clock.now())
         session.note()
-        self.figures.spent(session.stages.seconds(self._clock.now()))
+        self.metrics.spent(session.stages.seconds(self._clock.now()))
         del self._sessions[session.key]
         self.at[session.host] -= 1
 
@@ -222,7 +222,7 @@ class Sessions:
         """Return metrics of the open sessions, and of ``scoring`` episodes being scored. Callable from any thread."""
         sessions, now = list(self._sessions.values()), self._clock.now()
         oldest_s = max((now - session.began for session in sessions), default=0.0)
-        return self.figures.gauges((session.stages.state for session in sessions), oldest_s, scoring)
+        return self.metrics.gauges((session.stages.state for session in sessions), oldest_s, scoring)
 
     def find(self, key: str, host: str) -> Session:
         """Return the session of a key. Raises EpisodeOver if ``host`` does not play it, or if it has failed."""
@@ -238,7 +238,7 @@ class Sessions:
         session = self.find(request.session, host)
         call = session.calls.get(request.call)
         if call is None:
-            call = session.calls[request.call] = _Call(session.account.call(len(session.calls)))
+            call = session.calls[request.call] = _Call(session.events.call(len(session.calls)))
         async with call.lock:
             if call.reply is None:
                 await session.may_ask()
@@ -260,17 +260,17 @@ class Sessions:
         turn = session.conversation.reward(node, value)
         # A repeated reward of 0 is no event: environments that reward only the last step send many.
         if value or len(rewards) == known:
-            session.account.credited(turn, value)
+            session.events.credited(turn, value)
         return turn
 
     async def _answer(self, session: Session, call: _Call, request: Chat) -> ChatReply:
         """Make the prompt, sample the answer and commit it. A repeated call keeps its prompt and sampled tokens."""
         stages, now = session.stages, self._clock.now
-        account = call.account
+        events = call.events
         try:
             stages.call(request.call, now())
         except EpisodeOver as over:
-            account.refused(over.reason)
+            events.refused(over.reason)
             raise
         finally:
             session.note()
@@ -293,12 +293,12 @@ class Sessions:
                     call.limited = request.max_tokens is None or room <= request.max_tokens
                     call.prompt, call.key = prompt, session.key_of(prompt)
                     parent = prompt.parent.id if prompt.parent is not None else None
-                    account.prompted(prompt.cause, parent, len(prompt.ids), len(prompt.ids) - prompt.shared)
-                    self.figures.prompted(len(prompt.ids))
+                    events.prompted(prompt.cause, parent, len(prompt.ids), len(prompt.ids) - prompt.shared)
+                    self.metrics.prompted(len(prompt.ids))
             assert call.response is not None
             await self._policy.generate(
                 session.lease,
-                account,
+                events,
                 call.prompt.ids,
                 call.response,
                 call.key,
@@ -312,14 +312,14 @@ class Sessions:
             raise session.fail(failure) from failure
         except BaseException as error:
             if isinstance(error, (ChatRefused, EpisodeOver)):
-                account.refused(str(error))
+                events.refused(str(error))
             # ``call`` keeps its prompt and response, so a repeat continues after the tokens sampled so far.
             stages.dropped(request.call, now())
             session.note()
             raise
         known = {tool["function"]["name"] for tool in tools}
         called = [each.name for each in reply.tool_calls if each.name in known]
-        account.answered(reply.node, called, parsed.malformed)
+        events.answered(reply.node, called, parsed.malformed)
         stages.answered(request.call, now(), tools=called)
         session.note()
         return reply
@@ -389,7 +389,7 @@ class Sessions:
         if response.finish_reason == "length" and call.limited:
             session.cut.add(node.id)
         session.resumes += response.submissions - 1
-        self.figures.malformed(parsed.malformed)
+        self.metrics.malformed(parsed.malformed)
         return ChatReply(
             node=node.id,
             content=node.message["content"],

@@ -192,15 +192,15 @@ class DriftRecord:
     def __init__(self) -> None:
         self.warnings = 0
         """Drifts at or above drift.warn."""
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         """The metrics of the drift; empty before the first one. Readable from any thread."""
 
     def add(self, drift: Drift, verdict: Verdict) -> None:
         """Add one more drift, after an update."""
         self.warnings += verdict != "agrees"
-        self.figures = {
+        self.metrics = {
             "rollout/drift": drift.nats,
-            "rollout/drift_largest": max(drift.nats, self.figures.get("rollout/drift_largest", 0.0)),
+            "rollout/drift_largest": max(drift.nats, self.metrics.get("rollout/drift_largest", 0.0)),
             "rollout/drift_warnings": self.warnings,
         }
 

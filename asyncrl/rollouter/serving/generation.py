@@ -34,7 +34,7 @@ from asyncrl.observe.trace import FIRST_SLOT, Trace
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.serving.admission import Concurrency, Slots
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
+from asyncrl.rollouter.serving.group_events import CallEvents, SampleEvents
 from asyncrl.rpc.services import ActorServices
 from asyncrl.text.stops import Stops
 from asyncrl.text.tokenizer import Tokenizer
@@ -212,14 +212,14 @@ class PolicyCall:
         tokenizer: Tokenizer,
         config: Config,
         lease: Lease,
-        account: CallAccount,
+        events: CallEvents,
         watch: CallWatch = UNWATCHED,
     ) -> None:
         self._host = host
         self._tokenizer = tokenizer
         self._config = config
         self._lease = lease
-        self._account, self._watch = account, watch
+        self._events, self._watch = events, watch
 
     async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
         """Sample a continuation of ``ids`` into ``response`` until it is finished, after the tokens that it has.
@@ -237,7 +237,7 @@ class PolicyCall:
                 self._require_not_failed()
                 self._watch.entered("engine")
                 response.submitted(version)
-                self._account.submitted(version, len(response.tokens))
+                self._events.submitted(version, len(response.tokens))
                 self._watch.submitted(version)
                 request = GenerationRequest(
                     id=f"{key}/{response.submissions}",
@@ -253,7 +253,7 @@ class PolicyCall:
                     held=len(response.tokens),
                 )
                 died = not await self._submit(request, response)
-                self._account.ended(len(response.tokens), response.spans, response.finish_reason, died=died)
+                self._events.ended(len(response.tokens), response.spans, response.finish_reason, died=died)
 
     async def _submit(self, request: GenerationRequest, response: Response) -> bool:
         """Run one submission to its end and extend ``response``; returns False if the engine died before the end."""
@@ -305,7 +305,7 @@ def request_seed(run_seed: int, key: str) -> int:
 class Player(Protocol):
     """Generates trajectories: a SingleTurn or an EpisodePlayer."""
 
-    async def play(self, lease: Lease, account: SampleAccount) -> Trajectory:
+    async def play(self, lease: Lease, events: SampleEvents) -> Trajectory:
         """Make one attempt at a sample. Raises TrajectoryFailed if no further attempt can succeed."""
 
 
@@ -325,7 +325,7 @@ class ServedPolicy:
     async def generate(
         self,
         lease: Lease,
-        account: CallAccount,
+        events: CallEvents,
         ids: Sequence[int],
         response: Response,
         key: str,
@@ -333,12 +333,12 @@ class ServedPolicy:
     ) -> None:
         """Wait for a slot of the engine, and make one call of the policy in it; see ``PolicyCall.generate``."""
         async with self.slots.take() as slot:
-            account.took_slot(self._trace.track(f"slot {slot}", FIRST_SLOT + slot))
+            events.took_slot(self._trace.track(f"slot {slot}", FIRST_SLOT + slot))
             try:
-                call = PolicyCall(self._host, self.tokenizer, self._config, lease, account, watch)
+                call = PolicyCall(self._host, self.tokenizer, self._config, lease, events, watch)
                 await call.generate(ids, response, key)
             finally:
-                account.left_slot()
+                events.left_slot()
 
     async def adapt(self, resized: Callable[[], None]) -> None:
         """Adapt the numbers of slots and places to the engine's load, for ever; calls ``resized`` after each change."""
@@ -366,7 +366,7 @@ class TurnPolicy(Protocol):
     async def generate(
         self,
         lease: Lease,
-        account: CallAccount,
+        events: CallEvents,
         ids: Sequence[int],
         response: Response,
         key: str,
@@ -381,9 +381,9 @@ class SingleTurn:
     def __init__(self, policy: TurnPolicy, stops: Stops, tokenizer: Tokenizer) -> None:
         self._policy, self._stops, self._tokenizer = policy, stops, tokenizer
 
-    async def play(self, lease: Lease, account: SampleAccount) -> Trajectory:
+    async def play(self, lease: Lease, events: SampleEvents) -> Trajectory:
         """Generate one response and return it as a trajectory. Raises TrajectoryFailed."""
-        call, sample = account.call(), account.sample
+        call, sample = events.call(), events.sample
         response = Response(max_tokens=lease.max_tokens, stops=self._stops)
         await self._policy.generate(
             lease, call, lease.prompt_ids.tolist(), response, f"{lease.uid}/{sample}/1", UNWATCHED

@@ -1,9 +1,9 @@
 """Records the events of a prompt group's samples in a rollouter, for the group's log line and the timeline. Pure.
 
-The *account* of a sample lists its events: each submission to the engine, how it ended, and the score. For an episode
-it also has each call of the policy, the turn that the call continues, the turn that it became, and the episode's end.
-One log line has the accounts of a whole group; it is written when the group leaves the rollouter. The timeline shows
-each submission on the track of its slot.
+The events of a sample are each submission to the engine, its end, and the score. An episode also has each call of the
+policy, the turn that the call continues, the turn that it became, and the episode's end. One log line has the events of
+a whole group; it is written when the group leaves the rollouter. The timeline shows each submission on the track of its
+slot.
 
 Invariant: a sample keeps at most EVENTS_KEPT events, the first and the newest of them, and counts the others.
 """
@@ -23,13 +23,13 @@ MOST_TOOLS, LONGEST_TOOL = 8, 64
 """Most names of called tools in the event of a turn, and most characters of each."""
 
 
-class SampleAccount:
-    """The account of one sample. ``elapsed`` gives the seconds since the rollouter received the lease."""
+class SampleEvents:
+    """The events of one sample. ``elapsed`` gives the seconds since the rollouter received the lease."""
 
     def __init__(self, uid: str, sample: int, elapsed: Callable[[], float]) -> None:
         self.uid = uid
         self.sample = sample
-        self.events: list[list[Any]] = []
+        self.entries: list[list[Any]] = []
         """Events: [seconds, what, facts ...]; asyncrl/observe/explain/words.py reads them."""
         self.left_out = 0
         """Number of events dropped beyond EVENTS_KEPT."""
@@ -40,9 +40,9 @@ class SampleAccount:
         self.failed_attempts = 0
         self.elapsed = elapsed
 
-    def call(self, number: int | None = None) -> CallAccount:
-        """Open the account of one more call of the policy. Calls of an episode are numbered, others are not."""
-        return CallAccount(self, number)
+    def call(self, number: int | None = None) -> CallEvents:
+        """Begin the events of one more call of the policy. Calls of an episode are numbered, others are not."""
+        return CallEvents(self, number)
 
     def began_episode(self, host: str) -> None:
         self.note("episode", self.attempts, host)
@@ -66,19 +66,19 @@ class SampleAccount:
 
     def note(self, *facts: Any) -> None:
         """Add an event, its name first; beyond EVENTS_KEPT an event of the middle is dropped."""
-        if len(self.events) >= EVENTS_KEPT:
-            del self.events[EVENTS_KEPT // 2]
+        if len(self.entries) >= EVENTS_KEPT:
+            del self.entries[EVENTS_KEPT // 2]
             self.left_out += 1
-        self.events.append([round(self.elapsed(), 4), *facts])
+        self.entries.append([round(self.elapsed(), 4), *facts])
 
 
-class CallAccount:
-    """The account of one call of the policy for a sample: its slot and its submissions to the engine.
+class CallEvents:
+    """The events of one call of the policy for a sample: its slot and its submissions to the engine.
 
     An undisturbed call of an episode gives two events: "asked" at its first submission, "answered" for its turn.
     """
 
-    def __init__(self, sample: SampleAccount, number: int | None = None) -> None:
+    def __init__(self, sample: SampleEvents, number: int | None = None) -> None:
         self.uid, self.sample = sample.uid, sample.sample
         self._note = sample.note
         self._elapsed = sample.elapsed
@@ -146,14 +146,14 @@ class CallAccount:
                 self._slot.enter("wait", uid=self.uid, sample=self.sample)
 
 
-class GroupAccount:
-    """The accounts of all samples of a lease. ``now`` is monotonic, ``wall`` Unix time, in seconds."""
+class GroupEvents:
+    """The events of all samples of a lease. ``now`` is monotonic, ``wall`` Unix time, in seconds."""
 
     def __init__(self, lease: Lease, now: Callable[[], float], wall: Callable[[], float]) -> None:
         began = now()
         self._lease = lease
         self._since = wall()
-        self.samples = [SampleAccount(lease.uid, sample, lambda: now() - began) for sample in range(lease.samples)]
+        self.samples = [SampleEvents(lease.uid, sample, lambda: now() - began) for sample in range(lease.samples)]
 
     @property
     def failed_attempts(self) -> int:
@@ -167,7 +167,7 @@ class GroupAccount:
             "lease": self._lease.number,
             "since": round(self._since, 6),
             "end": end[:LONGEST_REASON],
-            "samples": [sample.events for sample in self.samples],
+            "samples": [sample.entries for sample in self.samples],
         }
         left_out = sum(sample.left_out for sample in self.samples)
         return facts | ({"left_out": left_out} if left_out else {})

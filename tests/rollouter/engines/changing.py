@@ -22,7 +22,7 @@ from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall, Response
-from asyncrl.rollouter.serving.group_events import SampleAccount
+from asyncrl.rollouter.serving.group_events import SampleEvents
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.text.stops import resolve_stops
 
@@ -124,9 +124,9 @@ class Changing:
             temperature=1.0,
             max_tokens=max_tokens,
         )
-        account = SampleAccount(lease.uid, number, LoopClock().now)
+        events = SampleEvents(lease.uid, number, LoopClock().now)
         response = Response(max_tokens=max_tokens, stops=resolve_stops(self.config.rollout, Letters()))
-        call = PolicyCall(self.host, Letters(), self.config, lease, account.call())
+        call = PolicyCall(self.host, Letters(), self.config, lease, events.call())
         await call.generate(prompt, response, f"{lease.uid}/{number}/1")
         return response
 

@@ -51,7 +51,7 @@ def played(folder, model, on_update, *, updates):
             data={"max_prompt_tokens": 400},
         )
         async with world:
-            playing = asyncio.create_task(world.player.play(world.lease, world.account))
+            playing = asyncio.create_task(world.player.play(world.lease, world.events))
             updating = asyncio.create_task(world.update_every(UPDATE_EVERY)) if updates else playing
             trajectory = await playing
             updating.cancel()

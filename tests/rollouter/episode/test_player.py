@@ -108,7 +108,7 @@ async def test_cancelling_the_player_ends_the_episode(tmp_path):
         await world.chat(key, [user("hi")])
 
     async with asyncio.timeout(WAIT_S), World(tmp_path, agent=agent) as world:
-        playing = asyncio.create_task(world.player.play(world.lease, world.account))
+        playing = asyncio.create_task(world.player.play(world.lease, world.events))
         await world.until(lambda: world.submitted)
         playing.cancel()
         await world.until(lambda: world.ended)
@@ -195,10 +195,10 @@ def test_an_episode_whose_host_is_away_starts_at_another(tmp_path, how):
         async with asyncio.timeout(WAIT_S), World(tmp_path, agent=agent, **options) as world:
             if how == "never begins":
                 world.sessions.began = lambda key, host: None
-            return [await world.player.play(world.lease, world.account) for _ in range(2)], world
+            return [await world.player.play(world.lease, world.events) for _ in range(2)], world
 
     trajectories, world = asyncio.run(run())
-    assert ([each.reward for each in trajectories], world.account.failed_attempts) == ([1.0, 1.0], 0)
+    assert ([each.reward for each in trajectories], world.events.failed_attempts) == ([1.0, 1.0], 0)
     assert [each.turns for each in trajectories] == [1, 1], "nothing of the earlier attempts is trained"
     # The second attempt avoids the first one's host: it may be frozen, and have missed a deadline.
     assert asked == [("", []), ("", [OTHER]), ("", [HOST]), ("", [HOST, OTHER])]
@@ -229,7 +229,7 @@ def test_an_episode_suspected_of_a_worker_death_returns_to_its_host_until_it_ran
 
     asked = []
     trajectory, world = played(tmp_path, agent, rollout={"retry_backoff_s": 0.01}, choose=elsewhere(asked))
-    assert (trajectory.reward, world.account.failed_attempts) == (1.0, 0)
+    assert (trajectory.reward, world.events.failed_attempts) == (1.0, 0)
     assert len({request.session for request in world.ran}) == 4
     assert world.hosts == [OTHER, OTHER, OTHER, HOST]
     assert [prefer for prefer, _ in asked] == ["", OTHER, OTHER, ""]

@@ -93,7 +93,7 @@ async def test_the_noise_of_a_call_depends_on_its_messages_and_the_order_of_equa
 
     async with World(tmp_path) as world:
         first = await keys(world, ["a", "b"])
-        world.account.attempts = 0
+        world.events.attempts = 0
         assert await keys(world, ["b", "a"]) == first
         assert first["a"] != first["b"]
         session = world.open()

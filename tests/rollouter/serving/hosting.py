@@ -13,7 +13,7 @@ from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines.sim import SimEngine
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall, SingleTurn
-from asyncrl.rollouter.serving.group_events import SampleAccount
+from asyncrl.rollouter.serving.group_events import SampleEvents
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.text.stops import Stops
 
@@ -85,14 +85,14 @@ class Hosted:
         """A lease and a call of the policy for it."""
         told = {"max_tokens": tokens, "prompt_ids": np.array(prompt, np.int32), "temperature": 1.0}
         lease = replace(make_group(uid).lease, **told, **changes)
-        account = SampleAccount(uid, sample, asyncio.get_running_loop().time)
-        return lease, PolicyCall(self.host, Letters(), self.config, lease, account.call())
+        events = SampleEvents(uid, sample, asyncio.get_running_loop().time)
+        return lease, PolicyCall(self.host, Letters(), self.config, lease, events.call())
 
     async def response(self, uid, tokens=8, sample=0, prompt=(5,), **changes):
         lease, call = self.call(uid, tokens, sample, prompt, **changes)
-        account = SampleAccount(uid, sample, asyncio.get_running_loop().time)
+        events = SampleEvents(uid, sample, asyncio.get_running_loop().time)
         policy = SimpleNamespace(
-            generate=lambda lease, account, ids, response, key, watch: call.generate(ids, response, key)
+            generate=lambda lease, events, ids, response, key, watch: call.generate(ids, response, key)
         )
         stops = Stops(strings=tuple(self.config.rollout.stop))
-        return await SingleTurn(policy, stops, Letters()).play(lease, account)
+        return await SingleTurn(policy, stops, Letters()).play(lease, events)

@@ -17,10 +17,10 @@ from asyncrl.rollouter.serving.group_events import EVENTS_KEPT
 
 def events_and_texts(folder, agent, **options):
     """Each event of an episode, and its text."""
-    account = played(folder, agent, **options)[1].account
-    facts = {"since": 0.0, "samples": [account.events], "end": "delivered", "left_out": account.left_out}
+    events = played(folder, agent, **options)[1].events
+    facts = {"since": 0.0, "samples": [events.entries], "end": "delivered", "left_out": events.left_out}
     line = LogLine(actor="rollouter/0", event="generated", timestamp=datetime.fromtimestamp(0.0, UTC), **facts)
-    return account, [happening.text for happening in words_of(line, "0-1") if happening.sample == 0]
+    return events, [happening.text for happening in words_of(line, "0-1") if happening.sample == 0]
 
 
 def test_each_turn_is_logged_from_its_context_to_its_reward(tmp_path):
@@ -42,7 +42,7 @@ def test_each_turn_is_logged_from_its_context_to_its_reward(tmp_path):
         return EpisodeDone(reward=1.0)
 
     answers = {False: call_of("look"), True: "There is nothing."}
-    account, words = events_and_texts(
+    events, words = events_and_texts(
         tmp_path, agent, say=lambda prompt: answers["nothing" in prompt], episode={"max_turns": 2}
     )
     first, asked, answered, *worth, refused, goes_on, aborted, resumed, last, over, ended = words
@@ -52,7 +52,7 @@ def test_each_turn_is_logged_from_its_context_to_its_reward(tmp_path):
     assert worth == [f"turn 0 is worth {value}" for value in ("0.500", "0.500", "0.000")]
     assert refused.startswith("call 1 was refused: messages[0]")
     assert goes_on.startswith("call 2 (continues turn 0): ")
-    tokens, new = next(event[7:9] for event in account.events if event[1:3] == ["asked", 2])
+    tokens, new = next(event[7:9] for event in events.entries if event[1:3] == ["asked", 2])
     assert 0 < new < tokens
     assert (aborted, resumed) == ("call 2: aborted with 1 tokens", "call 2: resumed at version 1")
     assert "1 at version 0" in last and "at version 1" in last
@@ -67,9 +67,9 @@ def test_long_episodes_keep_their_start_and_their_end(tmp_path):
             messages += [echoed(await world.chat(key, messages)), user("more")]
         return EpisodeDone(reward=1.0)
 
-    account, words = events_and_texts(tmp_path, agent, episode={"max_turns": 40, "max_context_tokens": 4000})
-    assert len(account.events) == EVENTS_KEPT
-    assert account.left_out == 1 + 2 * 40 + 1 - EVENTS_KEPT
+    events, words = events_and_texts(tmp_path, agent, episode={"max_turns": 40, "max_context_tokens": 4000})
+    assert len(events.entries) == EVENTS_KEPT
+    assert events.left_out == 1 + 2 * 40 + 1 - EVENTS_KEPT
     assert words[0] == "episode began at episodes/0" and words[-1].startswith("episode ended")
 
 

@@ -476,8 +476,8 @@ def test_every_update_is_measured_and_drift_above_the_limit_ends_the_run(publish
     assert [times.drift for times in server.updated] == drifts
     assert server.updated[0].drift_worst == pytest.approx(0.07)
     assert server.updated[0].probe_kl == pytest.approx(np.expm1(-0.07) + 0.07)
-    figures = server.drifts.figures
-    assert figures["rollout/drift"] == figures["rollout/drift_largest"] == drifts[5]
+    metrics = server.drifts.metrics
+    assert metrics["rollout/drift"] == metrics["rollout/drift_largest"] == drifts[5]
     assert [more["count"] for _, _, more in server.told] == [1, 2]
     for key, text, _ in server.told:
         assert key == "drift"

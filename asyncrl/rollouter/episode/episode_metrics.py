@@ -14,7 +14,7 @@ from typing import Literal
 from asyncrl.config import Config
 from asyncrl.messages import FinishReason
 from asyncrl.observe.metrics import Counters, Histograms
-from asyncrl.rollouter.episode.conversation import ConversationFigures
+from asyncrl.rollouter.episode.conversation import ConversationCounts
 from asyncrl.rpc.services import Notify
 
 MOST_TOOLS = 12
@@ -39,7 +39,7 @@ TOLD: frozenset[Failure] = frozenset({"start", "turn", "answer", "reward"})
 """Causes that EpisodeFaults reports to the user; the episode host reports the others."""
 
 
-class EpisodeFigures:
+class EpisodeMetrics:
     """Counts the episodes of one rollouter in ``counters`` and ``histograms``. ``reward`` is reward.function."""
 
     def __init__(self, counters: Counters, histograms: Histograms, reward: str = "") -> None:
@@ -60,7 +60,7 @@ class EpisodeFigures:
         if calls:
             self._counters.add("rollout/malformed_calls", calls)
 
-    def ended(self, outcome: FinishReason, counts: ConversationFigures) -> None:
+    def ended(self, outcome: FinishReason, counts: ConversationCounts) -> None:
         """Count an episode that has become a trajectory."""
         self._counters.add(f"rollout/episodes_ended/{outcome}")
         self._histograms.observe("rollout/turns", counts.turns)

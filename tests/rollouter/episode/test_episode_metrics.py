@@ -12,8 +12,8 @@ from session_cases import TOOL, call_of, echoed, played, result, user
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.observe.catalogue import find
 from asyncrl.observe.metrics import Counters, Histograms
-from asyncrl.rollouter.episode.conversation import ConversationFigures
-from asyncrl.rollouter.episode.figures import MOST_TOOLS, OTHER_TOOLS, EpisodeFaults, EpisodeFigures, by_kind
+from asyncrl.rollouter.episode.conversation import ConversationCounts
+from asyncrl.rollouter.episode.episode_metrics import MOST_TOOLS, OTHER_TOOLS, EpisodeFaults, EpisodeMetrics, by_kind
 from asyncrl.rollouter.episode.player import EpisodeFailed
 
 STATES = st.sampled_from(["start", "queue", "engine", "paused", "user", "close", *(f"tool t{n}" for n in range(30))])
@@ -23,8 +23,8 @@ STATES = st.sampled_from(["start", "queue", "engine", "paused", "user", "close",
 @example([f"tool t{n}" for n in range(30)], ["tool t29"])
 def test_every_open_episode_is_at_one_stage_and_names_are_bounded(before, now):
     counters = Counters()
-    figures = EpisodeFigures(counters, Histograms())
-    first, second = figures.gauges(before, 1.0), figures.gauges(now, 2.0)
+    metrics = EpisodeMetrics(counters, Histograms())
+    first, second = metrics.gauges(before, 1.0), metrics.gauges(now, 2.0)
     at = {name: value for name, value in second.items() if name.startswith("rollout/episodes_at/")}
     assert sum(at.values()) == second["rollout/episodes"] == len(now)
     # A stage is reported from its first time on; otherwise it would seem to stay.
@@ -34,7 +34,7 @@ def test_every_open_episode_is_at_one_stage_and_names_are_bounded(before, now):
     assert all(find(name) is not None for name in second)
     # The times of all stages add up.
     seconds = dict.fromkeys(now, 1.5)
-    figures.spent(seconds)
+    metrics.spent(seconds)
     assert sum(counters.values()) == sum(by_kind(seconds).values()) == sum(seconds.values())
     assert not any(state.startswith("tool ") for state in by_kind(seconds))
 
@@ -52,7 +52,7 @@ def test_an_episode_is_counted_with_its_turns_forks_and_time(tmp_path):
     answers = iter([call_of("look"), "<tool_call>\n{no JSON}\n</tool_call>", "Well."])
     trajectory, world = played(tmp_path, agent, say=lambda prompt: next(answers))
     assert seen[0]["rollout/episodes_at/tool look"] == 1 and seen[0]["rollout/episodes_oldest_s"] > 0
-    assert world.sessions.figures.gauges([], 0.0)["rollout/episodes_at/tool look"] == 0
+    assert world.sessions.metrics.gauges([], 0.0)["rollout/episodes_at/tool look"] == 0
     counters, histograms = world.counters, world.histograms.taken()
     names = ("malformed_calls", "episodes_ended/stop", "forks/edited")
     assert [counters[f"rollout/{name}"] for name in names] == [1, 1, 1]
@@ -82,7 +82,7 @@ def test_failed_attempts_report_the_reason_and_are_counted_by_cause(tmp_path, fa
         return EpisodeDone(error="ValueError: no" if failure == "user" else "")
 
     found, world = played(tmp_path, agent, **options)
-    assert isinstance(found, EpisodeFailed) and re.search(told, str(found)) and world.account.attempts == 1
+    assert isinstance(found, EpisodeFailed) and re.search(told, str(found)) and world.events.attempts == 1
     failed = {name: each for name, each in world.counters.items() if "episodes_failed" in name}
     assert failed == {f"rollout/episodes_failed/{failure}": 1}
     assert world.failures == [(failure, str(found), "0-1")]
@@ -115,14 +115,14 @@ def test_tokens_that_engines_compute_again_after_an_update(tmp_path):
 @pytest.mark.parametrize(("reward", "state"), [("relative_judge", "judge"), ("exact", "score")])
 def test_episodes_that_are_scored_are_open_and_the_cost_factor_is_over_all_tokens(reward, state):
     counters = Counters()
-    figures = EpisodeFigures(counters, Histograms(), reward)
+    metrics = EpisodeMetrics(counters, Histograms(), reward)
     for context in (100, 900):
         counts = {"sampled_tokens": 0, "context_tokens": context, "linear_tokens": 100}
-        figures.ended("stop", ConversationFigures(turns=1, forks={}, **counts))
-    gauges = figures.gauges(["user"], 1.0, scoring=3)
+        metrics.ended("stop", ConversationCounts(turns=1, forks={}, **counts))
+    gauges = metrics.gauges(["user"], 1.0, scoring=3)
     assert (gauges["rollout/episodes"], gauges[f"rollout/episodes_at/{state}"]) == (4, 3)
     assert gauges["rollout/cost_factor"] == 5.0
-    figures.scored(2.0)
+    metrics.scored(2.0)
     assert counters[f"rollout/episode_s/{state}"] == 2.0
 
 
