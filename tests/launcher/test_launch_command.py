@@ -170,7 +170,10 @@ def test_a_host_with_one_gpu_shares_it(config, tmp_path, monkeypatch, capsys):
     assert code == 0, problems
     assert [line.split()[0] for line in lines] == ["learner/0", "rollouter/0", "ok"]
     assert "GPU 0 with rollouter/0" in lines[0] and "GPU 0 with learner/0" in lines[1]
-    assert "GPU 0 is shared by learner/0 and rollouter/0: the learner's rank may take" in lines[2]
+    shared = "GPU 0 is shared by learner/0 and rollouter/0 (there are too few GPUs for one each): "
+    assert f"{shared}the learner's rank may take" in lines[2]
+    assert launch.main([*argv, "--placement.share", "always"]) == 0
+    assert 'rollouter/0 (placement.share = "always"): the learner\'s rank' in capsys.readouterr().out
     assert launch.main([*argv, "--placement.share", "never"]) == 78
     assert 'or set placement.share = "auto"' in capsys.readouterr().err
     monkeypatch.setattr(check_list, "read_gpu", lambda gpu: card(24 << 30, 2 << 30))
@@ -178,7 +181,7 @@ def test_a_host_with_one_gpu_shares_it(config, tmp_path, monkeypatch, capsys):
     assert "other processes use 2.15 GB of GPU 0" in capsys.readouterr().out
     monkeypatch.setattr(shares, "read_gpu", lambda gpu: card(1 << 30))
     assert launch.main(argv) == 78
-    assert "placement.share: GPU 0 is shared by learner/0 and rollouter/0: a rank" in capsys.readouterr().err
+    assert f"placement.share: {shared}a rank" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("by", ["the key", "the working folder", "a run to resume", "a job"])

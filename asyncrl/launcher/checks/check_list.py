@@ -136,7 +136,10 @@ async def _sharing(host: CheckedHost) -> list[Finding]:
 def check_sharing(config: Config, shared: Mapping[str, str]) -> list[Finding]:
     """Check whether rank and engine fit on each GPU that they share. ``shared``: their names by GPU."""
     found = []
+    share = config.placement.share
+    reason = "there are too few GPUs for one each" if share == "auto" else f'placement.share = "{share}"'
     for gpu, names in shared.items():
+        sharing = f"GPU {gpu} is shared by {names} ({reason})"
         reading = read_gpu(gpu)
         if reading is not None and reading.memory_bytes > BUSY_SHARE * reading.memory_total_bytes:
             text = (
@@ -144,13 +147,13 @@ def check_sharing(config: Config, shared: Mapping[str, str]) -> list[Finding]:
             )
             found.append(warn("sharing", text, "end these processes"))
         try:
-            found.append(ok("sharing", f"GPU {gpu} is shared by {names}: {read_shares(config, [gpu])}"))
+            found.append(ok("sharing", f"{sharing}: {read_shares(config, [gpu])}"))
         except ConfigError as error:
             for text in error.problems:
                 # A problem reads KEY: DETAIL; FIX.
                 key, _, problem = text.partition(": ")
                 detail, _, fix = problem.rpartition("; ")
-                found.append(fail("sharing", f"GPU {gpu} is shared by {names}: {detail}", fix, key=key))
+                found.append(fail("sharing", f"{sharing}: {detail}", fix, key=key))
     return found
 
 
