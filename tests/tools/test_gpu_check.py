@@ -331,7 +331,9 @@ def test_the_second_rank_is_killed_and_a_run_that_ends_early_fails(tmp_path, mon
 def test_a_run_that_falls_back_from_the_copy_on_the_gpu_fails(tmp_path, monkeypatch):
     made_up(monkeypatch, Run)
     shares = GpuShares(0.3, 0.6, "off", 1 << 20, 1 << 30, has_copy=True)
-    monkeypatch.setattr(Run, "output", f"GPU 0 is shared by learner/0 and rollouter/0 (there are too few GPUs for one each): {shares}\n")
+    monkeypatch.setattr(
+        Run, "output", f"GPU 0 is shared by learner/0 and rollouter/0 (there are too few GPUs for one each): {shares}\n"
+    )
     found = checks.check_updates(host_of(tmp_path), "keep")
     assert found.result == "fail" and found.detail.startswith("0 of 11 updates came by ipc: ")
     monkeypatch.setattr(Run, "way", "ipc")
