@@ -23,7 +23,7 @@ from asyncrl.core.errors import AsyncRLError, ChatRefused, EpisodeOver, EpisodeW
 from asyncrl.episodes.playing import episode_frames as frames
 from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.messages.episodes import Chat, EpisodeDone
-from asyncrl.messages.groups import runs_alone
+from asyncrl.messages.groups import after_death, runs_alone
 from asyncrl.observe.states import StateLedger
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.process import WorkerProcess
@@ -231,7 +231,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         inside, place.open = list(place.open.values()), {}
         # A worker that was never ready has begun no episode, so no episode caused its end.
         if was_ready and not place.guilty:
-            self._suspects.died(opened.session.task.episode_id for opened in inside)
+            self._suspects.died((opened.session.task.episode_id for opened in inside), alone=place.lone)
         for opened in inside:
             is_cause = was_ready and (place.lone or opened.session.key == place.guilty)
             self._finish(
@@ -404,18 +404,19 @@ class Suspects:
     """Counts for each episode, by its id over all attempts, the workers that died while they played it. Pure.
 
     A worker plays many episodes, and most of them did not cause its death. So an episode gets a lone worker after
-    several deaths (``runs_alone`` of messages/groups.py). Only a death there is blamed on the episode.
+    several deaths, and only a death there is blamed on it. ``after_death`` and ``runs_alone`` of messages/groups.py are
+    the rule, as for prompts.
     """
 
     def __init__(self) -> None:
         self._deaths: dict[str, int] = {}
         """Number of deaths by episode id; the episode whose last death is the oldest comes first."""
 
-    def died(self, inside: Iterable[str]) -> None:
-        """Count the death of a worker, of unknown cause, for each of the episode ids ``inside`` it."""
+    def died(self, inside: Iterable[str], *, alone: bool) -> None:
+        """Count the death of a worker, ``alone`` if a lone one, of unknown cause, for the episode ids ``inside`` it."""
         for episode in inside:
             # Moved to the end, so that the first entry is the one to forget.
-            self._deaths[episode] = self._deaths.pop(episode, 0) + 1
+            self._deaths[episode] = after_death(self._deaths.pop(episode, 0), alone=alone)
             if len(self._deaths) > MOST:
                 del self._deaths[next(iter(self._deaths))]
 

@@ -48,7 +48,7 @@ def test_an_episode_that_does_not_end_is_guilty_if_the_loop_turns(heard, stopped
 def test_deaths_count_since_the_last_good_end(deaths):
     suspects, counted = Suspects(), dict.fromkeys(range(6), 0)
     for number, inside in enumerate(deaths):
-        suspects.died([str(each) for each in inside])
+        suspects.died([str(each) for each in inside], alone=False)
         for each in inside:
             counted[each] += 1
         if number % 3 == 2:
@@ -60,7 +60,7 @@ def test_deaths_count_since_the_last_good_end(deaths):
 def test_suspects_forget_the_oldest():
     suspects = Suspects()
     for number in range(MOST + 10):
-        suspects.died([str(number)])
-    suspects.died(["0", str(MOST)])
+        suspects.died([str(number)], alone=False)
+    suspects.died(["0", str(MOST)], alone=False)
     assert not suspects.alone("0")
     assert suspects.alone(str(MOST))
