@@ -206,7 +206,7 @@ class World:
         while not state():
             await asyncio.sleep(0.001)
 
-    def tell(self, host, delta):
+    def send(self, host, delta):
         """Text of a call in flight."""
         self.deltas.append((delta.offset, delta.text))
 

@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = []
     for plan in plans:
         results.append(run(plan))
-        _tell(results[-1])
+        _report(results[-1])
     order = [(variant.group, variant.name) for variant in VARIANTS]
     results.sort(key=lambda result: (order.index((result.group, result.variant)), result.seed))
     (folder / "table.md").write_text(markdown(results))
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(result.failed for result in results) else 0
 
 
-def _tell(result: Result) -> None:
+def _report(result: Result) -> None:
     name = f"{result.variant} ({result.group}), seed {result.seed}"
     said = f"FAILED: {result.failed}" if result.failed else f"{result.before:.3f} -> {result.after:.3f}"
     print(f"{name}: {said}", flush=True)

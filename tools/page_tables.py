@@ -24,7 +24,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.gpu.learner_memory import ModelShape, TrainingShape, estimate, shape_of_settings
-from asyncrl.gpu.sharing import plan_sharing
+from asyncrl.gpu.memory_shares import plan_sharing
 from asyncrl.learner.algorithm import advantages, losses
 from asyncrl.learner.algorithm.losses import TokenBatch
 from asyncrl.learner.fsdp.model.policy import chunk_size

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from asyncrl.config import Config
     from asyncrl.launcher.hosts.hostfile import HostLine
     from asyncrl.launcher.hosts.start import StartCommand
-    from asyncrl.text.chat.messages import Message
+    from asyncrl.text.chat.chat_messages import Message
     from asyncrl.text.chat.renderer import Renderer
     from asyncrl.text.tokenizer import Tokenizer
 

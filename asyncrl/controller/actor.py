@@ -168,7 +168,7 @@ class Controller(RunActor):
                 self.log.debug("a deadline of the run has come")
             self._changed.clear()
             if self.machine.tick(self.clock.now()):
-                self.tell()
+                self.state_changed()
         await self._observation.conclude()
         await self.traces.finish()
         await asyncio.sleep(FAREWELL_S)
@@ -301,7 +301,7 @@ class Controller(RunActor):
         if self.machine.preempt(request.reason, now) if is_preempted else self.machine.stop(request.reason, now):
             what = "run is preempted" if is_preempted else "run is stopped"
             self.log.info(what, by=caller.name, reason=request.reason)
-            self.tell()
+            self.state_changed()
         return Done()
 
     @handler
@@ -309,7 +309,7 @@ class Controller(RunActor):
         """Let the run drain: the learner has trained its last step and written its files."""
         if self.machine.finish(self.clock.now(), preempted=request.preempted, by=caller.name, failure=request.failure):
             self.log.info("run is finished", by=caller.name, preempted=request.preempted, failure=request.failure)
-            self.tell()
+            self.state_changed()
         return Done()
 
     @handler
@@ -318,7 +318,7 @@ class Controller(RunActor):
         self.log.info("checkpoint is complete", version=request.version, step=request.step, path=request.path)
         self._observation.happened("info", caller.name, f"checkpoint of version {request.version} is complete")
         if self.machine.checkpoint_written(request.version):
-            self.tell()
+            self.state_changed()
         return Done()
 
     @handler
@@ -359,7 +359,7 @@ class Controller(RunActor):
         if not self.machine.bring_back(request.name, self.clock.now()):
             aside = ", ".join(actor.name for actor in self.machine.aside) or "no replica"
             raise InvalidRequest(f"{request.name} cannot be brought back: {aside} is set aside")
-        self.tell()
+        self.state_changed()
         return Done()
 
     @handler
@@ -368,7 +368,7 @@ class Controller(RunActor):
         reason = request.reason.removeprefix(f"{caller.name}: ")
         self.log.error("run has failed", actor=caller.name, reason=reason)
         if self.machine.fail(caller.name, reason, "", request.exit_code, self.clock.now()):
-            self.tell()
+            self.state_changed()
         return Done()
 
     # --- the timeline, and hosts that join and leave ---
@@ -386,7 +386,7 @@ class Controller(RunActor):
     def _members_changed(self) -> None:
         # A successor reads the hosts from the file, and must not wait for hosts that have left.
         self._succession.changed()
-        self.tell()
+        self.state_changed()
 
     # --- waiting ---
 
@@ -415,7 +415,7 @@ class Controller(RunActor):
         self.machine.set_dead(self.registry.dead)
         self.machine.set_generations(self.registry.generations)
         self._registered.wake()
-        self.tell()
+        self.state_changed()
 
     def _state_and_lines(self, seen_line: int) -> RunState:
         """Return the run's state for the launcher: with the lines after number ``seen_line`` and the open waits."""
@@ -433,7 +433,7 @@ class Controller(RunActor):
         beat = entry.heartbeat if entry is not None else None
         return f"{name} ({beat.awaiting})" if beat is not None and beat.state == "starting" and beat.awaiting else name
 
-    def tell(self) -> None:
+    def state_changed(self) -> None:
         """Wake all calls and tasks that wait for the run's state, after each change of it.
 
         Also notify the user of replicas that are set aside or back, and end the feed of sinks that have to drain.

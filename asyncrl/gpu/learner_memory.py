@@ -3,7 +3,8 @@
 It counts the shards of weights and, for trained parameters, of gradients and optimizer states. It adds the layers that
 FSDP gathers, the activations of one micro-batch, and the head's logits. Allocators lose more to fragments, and
 libraries have workspaces. For a rank with GPUs of its own the estimate refuses nothing; it chooses what is computed
-again where ``learner.activation_checkpointing`` is auto. ``sharing`` refuses a rank and an engine that do not fit.
+again where ``learner.activation_checkpointing`` is auto. ``memory_shares`` refuses a rank and an engine that do not
+fit.
 
 The bytes of a token's activations in a decoder layer follow transformers' Llama. With width h, queries q, keys k, an
 MLP of i and b bytes a number they are: norms in float32, two of 4 h + 2 b h each; attention, b (3 q + 2 k); the gated

@@ -19,7 +19,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.config.operation import TAKE_SHARE
 from asyncrl.core.errors import ConfigError
-from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE, GpuShares, plan_sharing, sharers_of
+from asyncrl.gpu.memory_shares import SHARED_GPU_VARIABLE, GpuShares, plan_sharing, sharers_of
 from asyncrl.gpu.slices import RankSlices
 from asyncrl.observe.machine import read_gpu
 

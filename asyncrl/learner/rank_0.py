@@ -164,7 +164,7 @@ class Rank0:
             files,
             services,
             samples_per_step=config.run.samples_per_step,
-            tell=self._line_written,
+            report=self._line_written,
             notify=self._lines_waiting,
             step=progress.step,
         )

@@ -2,7 +2,7 @@
 
 By shm and stream each replica opens segments or fetches chunks by itself. By nccl and gloo the learner broadcasts to
 all members at once. In parameter_server/, conductor.py explains staging, hosts.py the chain of hosts and its turns, and
-broadcast.py members and epochs.
+broadcast_control.py members and epochs.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class FailBroadcast(Request, frozen=True, kw_only=True):
     error: str
 
 
-class Update(Message, frozen=True, kw_only=True):
+class WeightUpdate(Message, frozen=True, kw_only=True):
     """A version to take; without an ``offer`` there was no newer one in time: ask again."""
 
     offer: Offer | None = None
@@ -237,7 +237,7 @@ class NextUpdate(Request, frozen=True, kw_only=True):
     It also says that the replica has nothing staged, and that it is not paused, unless its engine failed to load.
     """
 
-    reply = Update
+    reply = WeightUpdate
     senders = ROLLOUTER
     idle = True
     serving: int

@@ -36,9 +36,9 @@ from asyncrl.messages.weights import (
     ReportSleep,
     ReportUpdate,
     RequestLoad,
-    Update,
     WatchBroadcast,
     WatchPublished,
+    WeightUpdate,
 )
 from asyncrl.parameter_server.conductor import Conductor
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
@@ -144,10 +144,10 @@ class ParameterServer(Actor):
     # --- replicas ---
 
     @handler
-    async def next_update(self, request: NextUpdate, caller: Caller) -> Update:
+    async def next_update(self, request: NextUpdate, caller: Caller) -> WeightUpdate:
         """Park the call until the conductor offers the replica a newer version than the one that it serves."""
-        update: Update = await self._answer(request, caller, same_host=request.host == host_id())
-        return Update(offer=update.offer and self._with_manifest(update.offer, caller.name))
+        update: WeightUpdate = await self._answer(request, caller, same_host=request.host == host_id())
+        return WeightUpdate(offer=update.offer and self._with_manifest(update.offer, caller.name))
 
     def _with_manifest(self, offer: Offer, name: str) -> Offer:
         """Add the version's manifest to an offer, unless the version is broadcast.

@@ -40,10 +40,10 @@ from asyncrl.messages.weights import (
     ReportUpdate,
     RequestLoad,
     Transport,
-    Update,
     WatchBroadcast,
+    WeightUpdate,
 )
-from asyncrl.parameter_server.broadcast import BroadcastControl
+from asyncrl.parameter_server.broadcast_control import BroadcastControl
 from asyncrl.parameter_server.hosts import Hosts
 from asyncrl.parameter_server.replicas import (
     COUNTED,
@@ -156,7 +156,7 @@ class Conductor:
             granted = self._may_load(replica, request)
             return None if granted is None else LoadGranted(decided=True, granted=granted)
         offer = self._try_to_offer(replica, now)
-        return None if offer is None else Update(offer=offer)
+        return None if offer is None else WeightUpdate(offer=offer)
 
     def _record_next_update(self, replica: Replica, request: NextUpdate, same_host: bool, now: float) -> None:
         """Record what a replica says of itself when it asks for the next update, and make it idle.

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 from collections.abc import Collection
 
-from asyncrl.gpu.shares import sharers
+from asyncrl.gpu.shared_gpus import sharers
 from asyncrl.gpu.slices import EngineSlices
 from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
 from asyncrl.messages.episodes import Chat, ChatReply, EpisodeBegan, TurnReward, TurnRewarded

@@ -48,7 +48,7 @@ class Seat:
     def episode_began(self, request: EpisodeBegan, caller: Caller) -> None:
         self.world.sessions.began(request.session, caller.name)
 
-    def tell(self, host: str, delta: ChatDelta) -> None:
+    def send(self, host: str, delta: ChatDelta) -> None:
         assert self.host is not None
         self.host.cast(delta)
 
@@ -58,7 +58,7 @@ async def whole(world: World, run_dir: Path) -> AsyncIterator[Hosted]:
     """The world's player plays at a real host."""
     seat = Seat(world)
     async with world, hosting(world.config, run_dir, seat) as hosted:
-        world.tell = seat.tell
+        world.send = seat.send
         world.run = lambda host, request, timeout: hosted.peer.call(request, timeout=timeout)
         yield hosted
 

@@ -12,7 +12,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError
 from asyncrl.gpu.engine_memory import EngineShape, estimate_engine
 from asyncrl.gpu.learner_memory import ModelShape, TrainingShape, estimate, shape_of_settings
-from asyncrl.gpu.sharing import (
+from asyncrl.gpu.memory_shares import (
     ASLEEP_BYTES,
     LEAST_SEQUENCES,
     PROCESS_BYTES,

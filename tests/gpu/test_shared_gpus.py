@@ -7,9 +7,9 @@ from gpu.cards import card
 
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError
-from asyncrl.gpu import shares
-from asyncrl.gpu.shares import read_shares, sharers
-from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE
+from asyncrl.gpu import shared_gpus
+from asyncrl.gpu.memory_shares import SHARED_GPU_VARIABLE
+from asyncrl.gpu.shared_gpus import read_shares, sharers
 
 
 def test_the_launcher_names_the_other_actor(monkeypatch):
@@ -21,7 +21,7 @@ def test_the_launcher_names_the_other_actor(monkeypatch):
 
 def test_shares_follow_from_the_model_and_the_smallest_gpu(monkeypatch, tmp_path):
     sizes = {"0": 80 << 30, "1": 24 << 30}
-    monkeypatch.setattr(shares, "read_gpu", lambda gpu: card(sizes[gpu]) if gpu in sizes else None)
+    monkeypatch.setattr(shared_gpus, "read_gpu", lambda gpu: card(sizes[gpu]) if gpu in sizes else None)
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     (tmp_path / "config.json").write_text(json.dumps(dict(zip(names, (896, 24, 14, 4864, 151_936), strict=True))))
     config = validate_config({"model": {"path": str(tmp_path)}, "data": {"source": "synthetic"}, "lora": {"rank": 8}})
@@ -41,7 +41,7 @@ def test_shares_follow_from_the_model_and_the_smallest_gpu(monkeypatch, tmp_path
 
 @pytest.mark.parametrize("text", [None, "{", "[]"])
 def test_an_unreadable_config_json_gives_no_sizes(monkeypatch, tmp_path, text):
-    monkeypatch.setattr(shares, "read_gpu", lambda _: card(80 << 30))
+    monkeypatch.setattr(shared_gpus, "read_gpu", lambda _: card(80 << 30))
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     config = validate_config({"model": {"path": str(tmp_path)}, "data": {"source": "synthetic"}})

@@ -14,7 +14,7 @@ import pytest
 from run_settings import sim_config
 
 from asyncrl.core.errors import DeadlineExceeded
-from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE
+from asyncrl.gpu.memory_shares import SHARED_GPU_VARIABLE
 from asyncrl.gpu.slices import EngineSlices, RankSlices, engine_may_have
 from asyncrl.learner.backends.sim import SimTrainer
 

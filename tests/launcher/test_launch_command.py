@@ -15,7 +15,7 @@ from asyncrl.cli import launch
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import load_config
 from asyncrl.dataloader.prompts import load_dataset
-from asyncrl.gpu import shares
+from asyncrl.gpu import shared_gpus
 from asyncrl.launcher.checks import check_list
 from asyncrl.launcher.run_folder.folders import create_run_folder
 from asyncrl.rpc.linux import children_of
@@ -161,7 +161,7 @@ def test_a_host_with_one_gpu_shares_it(config, tmp_path, monkeypatch, capsys):
     )
     (tmp_path / "hosts").write_text("localhost slots=1\n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(shares, "read_gpu", lambda gpu: {"0": card(24 << 30)}[gpu])
+    monkeypatch.setattr(shared_gpus, "read_gpu", lambda gpu: {"0": card(24 << 30)}[gpu])
     argv = [config, "--hosts", str(tmp_path / "hosts"), "--model.path", str(tmp_path / "model"), "--dry-run"]
     argv += ["--learner.backend", "fsdp2", "--rollout.engine", "vllm", "--rollout.replicas", "1"]
     argv += ["--data.max_prompt_tokens", "64", "--rollout.max_tokens", "64"]
@@ -179,7 +179,7 @@ def test_a_host_with_one_gpu_shares_it(config, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(check_list, "read_gpu", lambda gpu: card(24 << 30, 2 << 30))
     assert launch.main(argv) == 0
     assert "other processes use 2.15 GB of GPU 0" in capsys.readouterr().out
-    monkeypatch.setattr(shares, "read_gpu", lambda gpu: card(1 << 30))
+    monkeypatch.setattr(shared_gpus, "read_gpu", lambda gpu: card(1 << 30))
     assert launch.main(argv) == 78
     assert f"placement.share: {shared}a rank" in capsys.readouterr().err
 

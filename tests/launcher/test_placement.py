@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError
-from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE, sharers_of
+from asyncrl.gpu.memory_shares import SHARED_GPU_VARIABLE, sharers_of
 from asyncrl.launcher.common.placement import (
     PlacementHost,
     describe,
@@ -335,7 +335,7 @@ def test_a_run_that_fits_on_no_split_of_hosts_is_refused_with_the_sum(gpus, rank
         ((2, 1), 1, 2, 1, "always", "a:0", "a:0 a:1", {"rollouter/0": "0:learner/0", "learner/0": "0:rollouter/0"}),
         ((2,), 1, 1, 1, "time_slice", "a:0", "a:0", {"rollouter/0": "0:learner/0", "learner/0": "0:rollouter/0"}),
         ((1,), 1, 1, 0, "always", "a:0", "a", {}),
-        # On CPUs time slices are rehearsed by pairs.
+        # On CPUs time slices are simulated by pairs.
         ((0,), 1, 2, 0, "time_slice", "a", "a a", {"rollouter/0": "cpu0:learner/0", "learner/0": "cpu0:rollouter/0"}),
         ((0, 0), 2, 2, 0, "time_slice", "a b", "a b", {"rollouter/1": "cpu0:learner/1"}),
         ((0,), 1, 1, 0, "always", "a", "a", {}),

@@ -14,7 +14,7 @@ from asyncrl.config import Config
 from asyncrl.config.rollout import RolloutConfig, WeightsConfig
 from asyncrl.config.training import DataConfig, LearnerConfig, ModelConfig, RewardConfig
 from asyncrl.learner.algorithm import batch
-from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan
+from asyncrl.learner.algorithm.batch import OptimizerUpdatePlan, StepPlan
 from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.messages.groups import Group, Lease, Sequence, TokenRole, Trajectory, VersionSpan, sampled_positions
@@ -80,7 +80,7 @@ def context_of(batch: MicroBatch, position: int) -> list[int]:
     return own if before < 0 else batch.input_ids[ends[before] - batch.lengths[before] : ends[before]].tolist() + own
 
 
-def only(plan: StepPlan) -> UpdatePlan:
+def only(plan: StepPlan) -> OptimizerUpdatePlan:
     """The one update of a step."""
     (update,) = plan.updates
     return update

@@ -10,8 +10,8 @@ from asyncrl.messages.weights import (
     NextUpdate,
     ReportUpdate,
     RequestLoad,
-    Update,
     WatchBroadcast,
+    WeightUpdate,
 )
 from asyncrl.parameter_server.conductor import Conductor
 
@@ -84,7 +84,7 @@ class Play:
         self.conductor.answered(question, self.now)
         if isinstance(found, LoadGranted):
             return found.granted
-        return found.offer if isinstance(found, Update) else found
+        return found.offer if isinstance(found, WeightUpdate) else found
 
     def end_of_park(self, name):
         """The caller gets the answer to ask again."""

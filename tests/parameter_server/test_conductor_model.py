@@ -4,7 +4,7 @@ import random
 
 from update_world import World
 
-from asyncrl.parameter_server.broadcast import LEFT_OUT_MAX
+from asyncrl.parameter_server.broadcast_control import LEFT_OUT_MAX
 from asyncrl.parameter_server.replicas import TRANSITIONS, Replica
 
 

@@ -240,7 +240,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             if self.step == self.steps:
                 self.finish()
             self.checkpoints.append(
-                Checkpoint(self.intake.snapshot(), self.step, tuple(self.trained), tuple(self.evals.closed))
+                Checkpoint(self.intake.state(), self.step, tuple(self.trained), tuple(self.evals.closed))
             )
 
     def crash_learner(self, back: int) -> None:

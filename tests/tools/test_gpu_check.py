@@ -18,7 +18,7 @@ from quick import needs_vllm
 from asyncrl.config.load import validate_config
 from asyncrl.config.training import ModelConfig
 from asyncrl.gpu.learner_memory import choose_checkpointing, training_shape
-from asyncrl.gpu.sharing import GpuShares
+from asyncrl.gpu.memory_shares import GpuShares
 from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.startup import sharding
 from asyncrl.learner.fsdp.startup.loading import load_policy

@@ -17,7 +17,7 @@ from learner.rank_pool import run_alone
 from segment_reading import map_segment
 
 from asyncrl.config.algorithm import LoraConfig
-from asyncrl.gpu.sharing import GpuShares
+from asyncrl.gpu.memory_shares import GpuShares
 from asyncrl.learner.fsdp import trainer
 from asyncrl.learner.fsdp.weights.assembly import Assembly, publish
 from asyncrl.messages.weights import Bucket, Manifest

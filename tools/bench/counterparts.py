@@ -17,7 +17,7 @@ from asyncrl.messages import Done
 from asyncrl.messages.groups import Deliver, Delivered, Group, Lease, NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.messages.reward import Score, Scores
-from asyncrl.messages.weights import LoadGranted, Manifest, NextUpdate, Offer, ReportUpdate, RequestLoad, Update
+from asyncrl.messages.weights import LoadGranted, Manifest, NextUpdate, Offer, ReportUpdate, RequestLoad, WeightUpdate
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.rpc.parking import ParkingLot
@@ -108,15 +108,15 @@ class Counterpart(Actor):
         return Delivered()
 
     @handler
-    async def next_update(self, request: NextUpdate, caller: Caller) -> Update:
+    async def next_update(self, request: NextUpdate, caller: Caller) -> WeightUpdate:
         """The newest version, to a rollouter that does not serve it."""
-        return await self.exchange.changed.until(lambda: self._offer(request.serving), caller.park_s) or Update()
+        return await self.exchange.changed.until(lambda: self._offer(request.serving), caller.park_s) or WeightUpdate()
 
-    def _offer(self, serving: int) -> Update | None:
+    def _offer(self, serving: int) -> WeightUpdate | None:
         manifest = self.exchange.manifest
         if serving >= manifest.version:
             return None
-        return Update(offer=Offer(version=manifest.version, transport="shm", manifest=manifest))
+        return WeightUpdate(offer=Offer(version=manifest.version, transport="shm", manifest=manifest))
 
     @handler
     def request_load(self, request: RequestLoad, caller: Caller) -> LoadGranted:

@@ -29,7 +29,7 @@ import uvloop
 from asyncrl.config.load import config_from_json
 from asyncrl.messages import Request
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, NextUpdate, Publish, Update
+from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, NextUpdate, Publish, WeightUpdate
 from asyncrl.observe.logging import configure_logging
 from asyncrl.observe.trace import WEIGHTS
 from asyncrl.parameter_server.actor import ParameterServer
@@ -47,7 +47,7 @@ PORT = 7000
 NOWHERE_S = 1.0
 """Time until a peer that looks for another incarnation of a host tries the same address again."""
 CLONE_NEWNET = 0x40000000
-Tell = Callable[..., None]
+Emit = Callable[..., None]
 """An event and its facts."""
 
 
@@ -59,9 +59,9 @@ def name_of(host: int) -> str:
 class Root(ParameterServer):
     """The parameter server, and orders in place of the learner."""
 
-    def __init__(self, context: ActorContext, tell: Tell) -> None:
+    def __init__(self, context: ActorContext, emit: Emit) -> None:
         super().__init__(context)
-        self._tell = tell
+        self._emit = emit
 
     def obey(self, order: dict[str, Any]) -> None:
         """Publish a version of random bytes."""
@@ -70,7 +70,7 @@ class Root(ParameterServer):
         segment = Segment("asyncrl-fanout", size)
         segment.write(0, np.random.default_rng(order["version"]).bytes(size))
         bucket = segment.seal(specs)
-        self._tell("published", version=order["version"])
+        self._emit("published", version=order["version"])
         learner = Caller("learner/0", 1, -1, asyncio.get_running_loop().time())
         self.publish(Publish(manifest=Manifest(version=order["version"], buckets=[bucket])), learner)
         os.close(segment.fd)
@@ -82,9 +82,9 @@ class Replica(Actor):
     role = "rollouter"
     kind = "engine"
 
-    def __init__(self, context: ActorContext, tell: Tell, records: dict[str, ActorRecord]) -> None:
+    def __init__(self, context: ActorContext, emit: Emit, records: dict[str, ActorRecord]) -> None:
         super().__init__(context)
-        self._tell, self._records = tell, records
+        self._emit, self._records = emit, records
         self._ordered, self._above = asyncio.Event(), -1
         self._half = 0
         """Bytes still to come until half of the version under way is here."""
@@ -126,22 +126,22 @@ class Replica(Actor):
         if isinstance(request, NextUpdate):
             await self._ordered.wait()
             request = msgspec.structs.replace(request, serving=self._above)
-            self._tell("asks")
+            self._emit("asks")
         reply = await self.peer(name).call(request, timeout)
-        if isinstance(reply, Update) and reply.offer is not None:
+        if isinstance(reply, WeightUpdate) and reply.offer is not None:
             offer = reply.offer
             assert offer.manifest is not None
             self._half = sum(bucket.size for bucket in offer.manifest.buckets) // 2
-            self._tell("offered", version=offer.version, sources=[source.name for source in offer.sources])
+            self._emit("offered", version=offer.version, sources=[source.name for source in offer.sources])
         elif isinstance(request, FetchChunk):
             before, self._half = self._half, self._half - request.size
             if self._half <= 0 < before:
-                self._tell("half", version=request.version)
+                self._emit("half", version=request.version)
         return reply
 
     def _committed(self, version: int) -> None:
         self._ordered.clear()
-        self._tell("serves", version=version)
+        self._emit("serves", version=version)
 
     async def resolve_peer(self, name: str, above: int) -> ActorRecord | None:
         if above < self._records[name].incarnation:
@@ -155,11 +155,11 @@ async def live(first: dict[str, Any]) -> None:
     """Live as the actor of a host, until the connection ends."""
     reader, writer = await asyncio.open_unix_connection(first["socket"])
 
-    def tell(event: str, **facts: Any) -> None:
+    def emit(event: str, **facts: Any) -> None:
         writer.write(json.dumps({"event": event, "at": time.monotonic(), **facts}).encode() + b"\n")
 
     config, host, addresses = config_from_json(first["config"]), first["host"], first["addresses"]
-    tell("here", host=host, pid=os.getpid())
+    emit("here", host=host, pid=os.getpid())
     credentials = Credentials(RUN_ID, first["secret"])
     context = ActorContext(
         config=config,
@@ -175,13 +175,13 @@ async def live(first: dict[str, Any]) -> None:
         name_of(index): ActorRecord(name=name_of(index), incarnation=1, address=f"tcp://{address}:{PORT}")
         for index, address in enumerate(addresses)
     }
-    actor = Replica(context, tell, records) if host else Root(context, tell)
+    actor = Replica(context, emit, records) if host else Root(context, emit)
     async with asyncio.TaskGroup() as tasks:
         life = tasks.create_task(actor.main())
         orders = tasks.create_task(obey(reader, actor))
         while not actor.ready and not life.done():  # noqa: ASYNC110 - an actor has no event for this
             await asyncio.sleep(0.01)
-        tell("ready")
+        emit("ready")
         await life
         orders.cancel()
     writer.close()

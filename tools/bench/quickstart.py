@@ -115,7 +115,7 @@ def measure(report: Report, *, vs: str, lengths: str, seed: list[int] | None, ac
             found = {side: sides[side]() for side in order}
             reached = {side: seconds_until(accuracy, points) for side, points in found.items()}
             for side in sides:
-                _tell(report, f"{side}_seed_{chosen}", found[side], reached[side])
+                _report(report, f"{side}_seed_{chosen}", found[side], reached[side])
             if (found_ratio := ratio(reached["asyncrl"], reached["trl"])) is not None:
                 ratios.append(found_ratio)
     if ratios:
@@ -126,7 +126,7 @@ def measure(report: Report, *, vs: str, lengths: str, seed: list[int] | None, ac
         report.say(f"no seed reached {accuracy} on any side")
 
 
-def _tell(report: Report, name: str, points: Sequence[Point], reached: float | None) -> None:
+def _report(report: Report, name: str, points: Sequence[Point], reached: float | None) -> None:
     curve = [[point.step, round(point.seconds, 3), round(point.accuracy, 4)] for point in points]
     report.figures[name] = {"seconds": reached, "step_accuracy_seconds": curve}
     when = "never" if reached is None else f"after {reached:.1f} s"

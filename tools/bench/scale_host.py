@@ -146,7 +146,7 @@ class Host:
         async with asyncio.TaskGroup() as tasks:
             link = tasks.create_task(self._live(self._link))
             stop = StopRun(reason="everything is measured")
-            loop.add_signal_handler(signal.SIGTERM, lambda: tasks.create_task(self._link.tell(stop)))
+            loop.add_signal_handler(signal.SIGTERM, lambda: tasks.create_task(self._link.report(stop)))
             async with asyncio.TaskGroup() as keepers:
                 for name in self._names:
                     keepers.create_task(self._keep(name))
@@ -186,7 +186,7 @@ class Host:
             # The controller of a run that ends may be gone before.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
-                    await self._link.tell(
+                    await self._link.report(
                         ActorEnded(
                             name=name, incarnation=incarnation, exit_code=int(bool(reason)), fatal=False, reason=reason
                         )

@@ -276,7 +276,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--time-slices",
         action="store_true",
-        help="engines and ranks have GPUs in turn (rehearsed); strike in every phase",
+        help="engines and ranks have GPUs in turn (simulated); strike in every phase",
     )
     parser.add_argument("--in-updates", action="store_true", help="strike only in phases of weight updates")
     parser.add_argument("--seed", type=int, default=None, help="of the faults and of the run; random by default")

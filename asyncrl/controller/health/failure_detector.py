@@ -200,7 +200,7 @@ class FailureDetector:
                     reason = f"{actor.reason}, after {number - 1} restarts for this (supervision.max_restarts)"
                     self._run.fail(actor.name, reason, "", 1, now)
         if condemned:
-            self._controller.tell()
+            self._controller.state_changed()
 
     def _condemn(self, actors: Sequence[Condemned]) -> None:
         """Condemn these incarnations, each with its rank group: their agents kill and restart them."""
@@ -233,7 +233,7 @@ class FailureDetector:
         await asyncio.sleep(STACKS_BEATS * self._supervision.heartbeat_s)
         if self._stalls.report is report:
             self._run.fail(self._controller.name, report.text, "", 1, self._controller.clock.now())
-            self._controller.tell()
+            self._controller.state_changed()
 
     def _publish_stuck(self) -> None:
         """Publish the actors whose stacks the agents take: the silent ones, which they also report, and a stall's."""
@@ -243,4 +243,4 @@ class FailureDetector:
             number = self._above + report.number
             stuck += [Stuck(actor.name, actor.incarnation, report="", number=number) for actor in report.stacks]
         if self._run.set_stuck(stuck):
-            self._controller.tell()
+            self._controller.state_changed()

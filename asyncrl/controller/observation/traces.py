@@ -274,7 +274,7 @@ class Traces:
     def _ask(self, number: int) -> None:
         """Ask all actors for their spans under this number; 0 withdraws the request."""
         if self._controller.machine.want_trace(number):
-            self._controller.tell()
+            self._controller.state_changed()
 
     async def _conclude(self, collection: _Collection) -> TraceWritten:
         """Add the controller's own spans, finish the file, and report a failure to the user."""

@@ -15,7 +15,7 @@ class RunActor(Actor):
     stalled: str = ""
     """Report of the present stall; empty while the run moves."""
 
-    def tell(self) -> None:
+    def state_changed(self) -> None:
         """Wake the calls and tasks that wait for the run's state, after a change of it."""
         raise NotImplementedError
 

@@ -14,7 +14,7 @@ from typing import Any
 import skyrl_gym
 
 from asyncrl.episodes.playing.client import Task
-from asyncrl.text.chat.messages import read_conversation
+from asyncrl.text.chat.chat_messages import read_conversation
 
 
 class SkyRLGym:

@@ -25,7 +25,7 @@ from asyncrl.config.load import config_from_json
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.gpu.learner_memory import in_gigabytes
-from asyncrl.gpu.shares import read_shares
+from asyncrl.gpu.shared_gpus import read_shares
 from asyncrl.launcher.checks.findings import CheckOrder, Finding, fail, ok, warn
 from asyncrl.launcher.checks.inputs import Inputs, check_inputs
 from asyncrl.launcher.checks.model import check_model, check_served, check_window

@@ -35,7 +35,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.roles import ROLES, is_optional, role_of
-from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE, sharers_of
+from asyncrl.gpu.memory_shares import SHARED_GPU_VARIABLE, sharers_of
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -97,9 +97,9 @@ def place(config: Config, hosts: Sequence[PlacementHost]) -> list[Placed]:
             episodes = f"episodes/{earlier_replicas + local}"
             placed[episodes] = Placed(name=episodes, host=host.name, env=_environment(1, ()))
         earlier_ranks, earlier_replicas = earlier_ranks + ranks[index], earlier_replicas + replicas[index]
-    rehearsed = config.placement.share == "time_slice" and not on_gpu and not gpus_each
+    simulated = config.placement.share == "time_slice" and not on_gpu and not gpus_each
     for host in hosts:
-        _set_sharers(placed, host.name, rehearsed=rehearsed)
+        _set_sharers(placed, host.name, simulated=simulated)
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
     for name, host in zip(config.extra_episode_hosts, extra, strict=True):
         placed[name] = Placed(name=name, host=host.name, env=_environment(1, ()))
@@ -265,14 +265,14 @@ def shared_gpus(placed: Iterable[Placed], host: str) -> dict[str, list[str]]:
     return {gpu: names for gpu, names in users.items() if len(names) > 1}
 
 
-def _set_sharers(placed: dict[str, Placed], host: str, *, rehearsed: bool) -> None:
+def _set_sharers(placed: dict[str, Placed], host: str, *, simulated: bool) -> None:
     """Replace the actors in ``placed`` that share a GPU on a host by copies with SHARED_GPU_VARIABLE.
 
-    ``rehearsed``: placement.share is "time_slice", and neither ranks nor engines use GPUs. To take turns as on GPUs,
+    ``simulated``: placement.share is "time_slice", and neither ranks nor engines use GPUs. To take turns as on GPUs,
     each pair of a rank and an engine on the host shares a made-up GPU: "cpu0", "cpu1" and so on.
     """
     shared = shared_gpus(placed.values(), host)
-    if rehearsed:
+    if simulated:
         here = [name for name, actor in placed.items() if actor.host == host]
         pairs_here = zip(*([n for n in here if role_of(n) == role] for role in ("learner", "rollouter")), strict=False)
         shared = {f"cpu{number}": list(names) for number, names in enumerate(pairs_here)}

@@ -124,7 +124,7 @@ def is_held(run: Path | None) -> bool:
     return run is not None and any(not lock_is_free(lock) for lock in run.glob(f"{PRIVATE}*/{LOCK}"))
 
 
-def locks_tell(path: Path, mounts: str | None = None) -> bool:
+def are_locks_shared(path: Path, mounts: str | None = None) -> bool:
     """Whether a lock that is free here is free on every host, by the mount options of the file system at ``path``.
 
     ``mounts`` is the text of /proc/self/mountinfo; by default it is read.
@@ -146,7 +146,7 @@ def locks_tell(path: Path, mounts: str | None = None) -> bool:
 
 def _private_folders(runs: Path) -> Iterator[Leftover]:
     """Yield private folders whose lock is free, and those that have no lock, which are not certainly dead."""
-    locks_are_shared = locks_tell(runs)
+    locks_are_shared = are_locks_shared(runs)
     for folder in sorted(runs.glob(f"*/{PRIVATE}*")):
         lock = folder / LOCK
         # Folders of other users cannot be read.
@@ -170,7 +170,7 @@ def _remove_private(path: Path) -> bool:
 
 def _unfinished_checkpoints(runs: Path) -> Iterator[Leftover]:
     """Yield the unfinished checkpoints of all runs that no lock shows to be live."""
-    locks_are_shared = locks_tell(runs)
+    locks_are_shared = are_locks_shared(runs)
     for config_file in sorted(runs.glob(f"*/{CONFIG}")):
         run = config_file.parent
         # PART marks a part of a run whose head is on another host: nothing here shows whether that is alive.

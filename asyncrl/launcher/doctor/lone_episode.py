@@ -256,7 +256,7 @@ class LoneEpisode(EpisodeObserver):
         """Return the only host."""
         return HOST
 
-    def tell(self, host: str, delta: ChatDelta) -> None:
+    def send(self, host: str, delta: ChatDelta) -> None:
         """Pass on new text of a call that is being answered."""
         if agent_session := self._agent_sessions.get(delta.session):
             agent_session.hear(delta)

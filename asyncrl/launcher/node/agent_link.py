@@ -75,7 +75,7 @@ class AgentLink(Actor):
             seen_line = state.last_line if no_line == 0 else no_line
             self._on_state(state)
 
-    async def tell(self, message: Request, timeout: float | None = None) -> Any:
+    async def report(self, message: Request, timeout: float | None = None) -> Any:
         """Send a report and return the controller's reply; None if there was an error.
 
         A report that is lost with the controller is sent again to its successor (AgentState).

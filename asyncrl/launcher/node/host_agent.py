@@ -346,7 +346,7 @@ class HostAgent:
 
     async def _report(self, link: AgentLink, message: ActorStarted | ActorEnded) -> None:
         """Send a report to the controller. Its answer on an end becomes an event."""
-        reply = await link.tell(message)
+        reply = await link.report(message)
         if isinstance(reply, EndNoted):
             self._carry_out_and_wake(
                 self._state.end_noted(message.name, message.incarnation, reply.asked, time.monotonic())
@@ -358,7 +358,7 @@ class HostAgent:
         If it does not answer on a preemption, ``AgentState`` asks its successor, and has a deadline.
         """
         timeout = None if request.preempt else ASK_STOP_S
-        asked = self._link is not None and await self._link.tell(request, timeout) is not None
+        asked = self._link is not None and await self._link.report(request, timeout) is not None
         if not asked and not request.preempt:
             self._carry_out_and_wake(self._state.kill(request.reason, time.monotonic()))
 

@@ -44,9 +44,9 @@ from asyncrl.learner.algorithm.group_metrics import (
 )
 from asyncrl.learner.algorithm.packing import (
     MicroBatch,
-    SharedPrompts,
+    SharedPrefixes,
     count_tokens,
-    find_sharing,
+    find_shared_prefixes,
     make_micro_batches,
     nothing_shared,
     pack,
@@ -93,7 +93,7 @@ class SupervisedPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdatePlan:
+class OptimizerUpdatePlan:
     """One update of the weights. Every rank has the same number of micro-batches."""
 
     ranks: list[list[MicroBatch]]
@@ -119,7 +119,7 @@ class UpdatePlan:
 class StepPlan:
     """A step: its updates, in order."""
 
-    updates: list[UpdatePlan]
+    updates: list[OptimizerUpdatePlan]
     """Updates with at least one loss token; empty if no token of the step has a loss."""
     temperature: float
     """Divisor of the logits."""
@@ -200,7 +200,7 @@ def build_step(
             raise ValueError(f"group {group.lease.uid} cannot be trained: {problem}")
     masking = config.reward.truncated == "mask"
     oldest = version - config.staleness.max if config.staleness.hard else None
-    updates: list[UpdatePlan] = []
+    updates: list[OptimizerUpdatePlan] = []
     advantages = _advantages(groups, penalties, advantage)
     for share in np.array_split(np.arange(len(groups)), learner.updates_per_batch):
         sequences: list[SampledSequence] = []
@@ -221,19 +221,19 @@ def build_step(
             computed = list(range(len(sequences)))
             if skip_zero_advantages:
                 computed = [i for i in computed if sequences[i].advantages.any()] or computed
-            sharing = sharing_of(sequences, shared=shared)
+            shared_prefixes = shared_prefixes_of(sequences, shared=shared)
             rows = pack(
                 [len(sequences[i].input_ids) for i in computed],
                 budget=learner.tokens_per_microbatch,
                 world_size=world_size,
                 packed=packed,
-                sharing=sharing.among(computed),
+                shared_prefixes=shared_prefixes.among(computed),
             )
             # ``rows`` has indices into ``computed``; ``make_micro_batches`` needs indices into ``sequences``.
             rows = [[[computed[i] for i in row] for row in rank] for rank in rows]
-            ranks = make_micro_batches(sequences, weights, rows, sharing)
+            ranks = make_micro_batches(sequences, weights, rows, shared_prefixes)
             updates.append(
-                UpdatePlan(
+                OptimizerUpdatePlan(
                     ranks=ranks,
                     denominator=step_denominator(learner.aggregation, loss_tokens, config.rollout.max_tokens),
                     sequences=[s.id for s in sequences],
@@ -392,8 +392,8 @@ def _as(values: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
     return values.astype(dtype, copy=False)
 
 
-def sharing_of(sequences: Sequence[SampledSequence], *, shared: bool) -> SharedPrompts:
+def shared_prefixes_of(sequences: Sequence[SampledSequence], *, shared: bool) -> SharedPrefixes:
     """Find the beginnings that sequences of a group share behind the same prompt; none unless ``shared``."""
     if not shared:
         return nothing_shared(len(sequences))
-    return find_sharing([s.input_ids for s in sequences], [s.family for s in sequences])
+    return find_shared_prefixes([s.input_ids for s in sequences], [s.family for s in sequences])

@@ -36,7 +36,7 @@ Ranks = list[list[list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPrompts:
+class SharedPrefixes:
     """The family of each sequence of an update, and the beginning that its members share."""
 
     family: np.ndarray
@@ -44,27 +44,27 @@ class SharedPrompts:
     prefix: np.ndarray
     """Length of the family's prefix, for each sequence: int64 [n]; 0 in a family of one sequence."""
 
-    def among(self, chosen: Sequence[int]) -> SharedPrompts:
+    def among(self, chosen: Sequence[int]) -> SharedPrefixes:
         """The families and prefixes of these sequences alone, in this order."""
         indices = np.asarray(chosen, np.int64)
-        return SharedPrompts(self.family[indices], self.prefix[indices])
+        return SharedPrefixes(self.family[indices], self.prefix[indices])
 
 
-def nothing_shared(count: int) -> SharedPrompts:
+def nothing_shared(count: int) -> SharedPrefixes:
     """Put each of ``count`` sequences into a family of its own."""
-    return SharedPrompts(np.arange(count), np.zeros(count, np.int64))
+    return SharedPrefixes(np.arange(count), np.zeros(count, np.int64))
 
 
-def find_sharing(sequences: Sequence[np.ndarray], keys: Sequence[Hashable]) -> SharedPrompts:
+def find_shared_prefixes(sequences: Sequence[np.ndarray], keys: Sequence[Hashable]) -> SharedPrefixes:
     """Group sequences with equal ``keys`` into families and find each family's prefix. Sequences are token ids."""
     families: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         families.setdefault(key, []).append(i)
-    sharing = nothing_shared(len(sequences))
+    shared_prefixes = nothing_shared(len(sequences))
     for number, members in enumerate(families.values()):
-        sharing.family[members] = number
-        sharing.prefix[members] = _common([sequences[i] for i in members]) if len(members) > 1 else 0
-    return sharing
+        shared_prefixes.family[members] = number
+        shared_prefixes.prefix[members] = _common([sequences[i] for i in members]) if len(members) > 1 else 0
+    return shared_prefixes
 
 
 def _common(sequences: Sequence[np.ndarray]) -> int:
@@ -89,8 +89,8 @@ class Sizes:
     P + R tokens less one of P.
     """
 
-    def __init__(self, lengths: Sequence[int], sharing: SharedPrompts) -> None:
-        self._family, self._prefix = sharing.family, sharing.prefix
+    def __init__(self, lengths: Sequence[int], shared_prefixes: SharedPrefixes) -> None:
+        self._family, self._prefix = shared_prefixes.family, shared_prefixes.prefix
         sizes = np.asarray(lengths, dtype=np.int64)
         assert (sizes > 0).all()
         self.own: np.ndarray = sizes - self._prefix
@@ -121,7 +121,12 @@ class Sizes:
 
 
 def pack(
-    lengths: Sequence[int], *, budget: int, world_size: int, packed: bool = True, sharing: SharedPrompts | None = None
+    lengths: Sequence[int],
+    *,
+    budget: int,
+    world_size: int,
+    packed: bool = True,
+    shared_prefixes: SharedPrefixes | None = None,
 ) -> Ranks:
     """Distribute sequences of these lengths over rows, and the rows over the ranks.
 
@@ -131,7 +136,7 @@ def pack(
     """
     assert budget > 0
     assert world_size > 0
-    sizes = Sizes(lengths, sharing if sharing is not None and packed else nothing_shared(len(lengths)))
+    sizes = Sizes(lengths, shared_prefixes if shared_prefixes is not None and packed else nothing_shared(len(lengths)))
     families = sizes.families()
     if not packed:
         rows = [*families, *([[]] * (_round_up(max(1, len(families)), world_size) - len(families)))]
@@ -272,13 +277,13 @@ def make_micro_batches(
     sequences: Sequence[Computed],
     weights: Sequence[float],
     ranks: Sequence[Sequence[Sequence[int]]],
-    sharing: SharedPrompts,
+    shared_prefixes: SharedPrefixes,
 ) -> list[list[MicroBatch]]:
     """Build the MicroBatch of each row; a filler for an empty one.
 
     ``ranks`` holds the indices of the sequences in each row, ``weights`` the weight of each sequence's tokens.
     """
-    return [[_row(sequences, weights, row, sharing) if row else _filler() for row in rank] for rank in ranks]
+    return [[_row(sequences, weights, row, shared_prefixes) if row else _filler() for row in rank] for rank in ranks]
 
 
 def count_tokens(ranks: Sequence[Sequence[MicroBatch]]) -> int:
@@ -320,18 +325,18 @@ class _Piece:
         return np.arange(self.start, self.start + len(self.tokens))
 
 
-def lay_out(sequences: Sequence[np.ndarray], sharing: SharedPrompts) -> Layout:
+def lay_out(sequences: Sequence[np.ndarray], shared_prefixes: SharedPrefixes) -> Layout:
     """Cut sequences, given by their token ids, into pieces, and arrange the pieces in a row.
 
     If a beginning is shared, pieces of equal length behind equally long prefixes stand side by side, so that attention
     may take them together. If none is shared, the pieces have the order of the sequences.
     """
-    families = sharing.family.tolist()
+    families = shared_prefixes.family.tolist()
     members = Counter(families)
     prefix_pieces: dict[int, _Piece] = {}
     parts = list[list[_Piece]]()
     """Pieces of each sequence."""
-    for family, prefix_length, tokens in zip(families, sharing.prefix.tolist(), sequences, strict=True):
+    for family, prefix_length, tokens in zip(families, shared_prefixes.prefix.tolist(), sequences, strict=True):
         # If the row has one sequence of the family alone, that sequence is one piece.
         if not prefix_length or members[family] == 1:
             parts.append([_Piece(tokens)])
@@ -355,11 +360,11 @@ def lay_out(sequences: Sequence[np.ndarray], sharing: SharedPrompts) -> Layout:
 
 
 def _row(
-    sequences: Sequence[Computed], weights: Sequence[float], row: Sequence[int], sharing: SharedPrompts
+    sequences: Sequence[Computed], weights: Sequence[float], row: Sequence[int], shared_prefixes: SharedPrefixes
 ) -> MicroBatch:
     members = [sequences[i] for i in row]
     counts = [len(s.predict) for s in members]
-    layout = lay_out([s.input_ids for s in members], sharing.among(row))
+    layout = lay_out([s.input_ids for s in members], shared_prefixes.among(row))
     predict = [places[s.predict] for places, s in zip(layout.places, members, strict=True)]
     return MicroBatch(
         input_ids=layout.input_ids,

@@ -29,7 +29,7 @@ from asyncrl.config import Config
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.core.errors import NonFiniteStep
 from asyncrl.learner.algorithm.advantages import Penalties
-from asyncrl.learner.algorithm.batch import GroupScores, SampledSequence, sharing_of
+from asyncrl.learner.algorithm.batch import GroupScores, SampledSequence, shared_prefixes_of
 from asyncrl.learner.algorithm.packing import MicroBatch, make_micro_batches, pack
 from asyncrl.messages.groups import Group, past_rewards
 from asyncrl.messages.groups import Sequence as TokenSequence
@@ -85,10 +85,10 @@ def build_scoring(
     """Plan the pass that scores all sampled tokens of ``groups``; ``packed`` and ``shared`` as for build_step."""
     sequences = [SampledSequence.whole(group, sequence) for group, sequence in sampled_sequences(groups)]
     lengths = [len(sequence.input_ids) for sequence in sequences]
-    sharing, budget = sharing_of(sequences, shared=shared), config.learner.tokens_per_microbatch
-    rows = pack(lengths, budget=budget, world_size=world_size, packed=packed, sharing=sharing)
+    shared_prefixes, budget = shared_prefixes_of(sequences, shared=shared), config.learner.tokens_per_microbatch
+    rows = pack(lengths, budget=budget, world_size=world_size, packed=packed, shared_prefixes=shared_prefixes)
     return ScoringPlan(
-        ranks=make_micro_batches(sequences, [1.0] * len(sequences), rows, sharing),
+        ranks=make_micro_batches(sequences, [1.0] * len(sequences), rows, shared_prefixes),
         lengths=[len(sequence.predict) for sequence in sequences],
         temperature=config.rollout.temperature,
     )

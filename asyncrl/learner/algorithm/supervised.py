@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.learner.algorithm.batch import StepPlan, SupervisedPlan, UpdatePlan
+from asyncrl.learner.algorithm.batch import OptimizerUpdatePlan, StepPlan, SupervisedPlan
 from asyncrl.learner.algorithm.packing import MicroBatch, count_tokens, make_micro_batches, nothing_shared, pack
 from asyncrl.text.sft.conversations import Conversations, TokenizedRow
 from asyncrl.text.sft.encoding import Encoded
@@ -31,7 +31,7 @@ class SupervisedSteps:
         """Plan of warm step ``number``, counted from 1: one update with conversations and no groups."""
         term = self._term(self._conversations.of_step(number), 1.0)
         nothing: list[list[MicroBatch]] = [[] for _ in range(self._config.learner.ranks)]
-        update = UpdatePlan(ranks=nothing, denominator=1.0, sequences=[], tokens=term.tokens, supervised=term)
+        update = OptimizerUpdatePlan(ranks=nothing, denominator=1.0, sequences=[], tokens=term.tokens, supervised=term)
         metrics = {"sft/tokens": term.denominator, "sft/epochs": self._conversations.epochs(number)}
         return StepPlan(
             updates=[update],

@@ -19,7 +19,7 @@ from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
 from asyncrl.core.files import sync, write_file
 from asyncrl.core.threads import on_daemon, wait_for
-from asyncrl.gpu.shares import rank_slices
+from asyncrl.gpu.shared_gpus import rank_slices
 from asyncrl.gpu.slices import RankSlices
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence

@@ -60,14 +60,14 @@ class RunCheckpoints:
         If another checkpoint is being written, a ``final`` one waits for its end, and any other is skipped.
         """
         # No await before ``write``, so that ledger, groups and numbers are of one moment.
-        snapshot, progress, dataloader = self._intake.snapshot(), self._progress, self._dataloader
+        intake, progress, dataloader = self._intake.state(), self._progress, self._dataloader
         state = CheckpointState(
             version=progress.version,
             trained_at_version=progress.trained_at_version,
             step=progress.step,
             start=self._start,
             incarnation=self._incarnation,
-            ledger=snapshot.ledger,
+            ledger=intake.ledger,
             fingerprint=dataloader.fingerprint,
             seed=dataloader.seed,
             prompts=dataloader.prompts,
@@ -76,13 +76,13 @@ class RunCheckpoints:
             world_size=self._config.learner.ranks,
             limit=dataloader.limit,
             rounds_closed=sorted(self._records.rounds_written),
-            quarantined=snapshot.failed,
+            quarantined=intake.failed,
             components=self._components.names,
-            delivered_lengths=snapshot.delivered_lengths,
+            delivered_lengths=intake.delivered_lengths,
             conversations=self._conversations,
             origin=self._origin,
         )
-        await self._writer.write(state, snapshot.buffered, snapshot.filtered, self._write_lines, final=final)
+        await self._writer.write(state, intake.buffered, intake.filtered, self._write_lines, final=final)
         self._counters["checkpoint/skipped"] = self._writer.skipped
 
     async def _write_lines(self, state: CheckpointState) -> None:

@@ -32,7 +32,7 @@ from asyncrl.learner.algorithm.token_sums import TokenSums, token_sums
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters
 from asyncrl.learner.fsdp.model.optimizers import Optimizer
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, local, make_row
-from asyncrl.learner.fsdp.ranks.ranks import Ranks, TermShape, UpdateShape
+from asyncrl.learner.fsdp.ranks.ranks import OptimizerUpdateShape, Ranks, TermShape
 
 SUPERVISED_LOSS = "supervised loss"
 SUPERVISED_TEMPERATURE = 1.0
@@ -80,7 +80,7 @@ class Scorers:
     teacher: Scorer | None = None
 
 
-class Updates:
+class OptimizerUpdates:
     """Takes the steps of one rank; all ranks call each method together."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Updates:
     def step(
         self,
         step: str,
-        shapes: Sequence[UpdateShape],
+        shapes: Sequence[OptimizerUpdateShape],
         batches: Sequence[MicroBatch],
         *,
         temperature: float,
@@ -184,7 +184,7 @@ class Updates:
     def _update(
         self,
         name: str,
-        shape: UpdateShape,
+        shape: OptimizerUpdateShape,
         members: Sequence[tuple[MicroBatch, PackedRow, _Scored]],
         supervised_members: Sequence[tuple[MicroBatch, PackedRow]],
         *,
@@ -277,7 +277,7 @@ class Updates:
         statistics = token_sums(tokens, fresh=fresh, cap=self._config.tis_cap)
         return _Accumulated(loss.detach(), statistics, dict(named), logprobs.detach())
 
-    def _accumulate_supervised(self, batch: MicroBatch, row: PackedRow, shape: UpdateShape) -> _Accumulated:
+    def _accumulate_supervised(self, batch: MicroBatch, row: PackedRow, shape: OptimizerUpdateShape) -> _Accumulated:
         """Add the gradient of the supervised loss on one micro-batch; the returned loss lacks the coefficient."""
         assert shape.supervised is not None
         logprobs, _ = self._policy.score(row, SUPERVISED_TEMPERATURE)
@@ -335,7 +335,7 @@ class _Accumulated:
     logprobs: Tensor
 
 
-def _split_batches(shapes: Sequence[UpdateShape]) -> tuple[list[range], list[range]]:
+def _split_batches(shapes: Sequence[OptimizerUpdateShape]) -> tuple[list[range], list[range]]:
     """Split a rank's micro-batches: for each update the indices of the policy's, and those of the supervised ones."""
     policy_parts, supervised_parts, start = [], [], 0
     for shape in shapes:

@@ -1,7 +1,7 @@
 """One rank of the learner: FSDP2 on torch.distributed (the ``fsdp2`` backend; its interface is in backend.py).
 
 The learner actor calls the methods of rank 0. Each sends a command to the other ranks, which run ``follow``. Then all
-ranks work together. updates.py has the part of a rank in a step.
+ranks work together. optimizer_updates.py has the part of a rank in a step.
 
 Invariant: on CPU, with the same ranks and threads, the same calls give the same bits. Fails as backend.py says.
 """
@@ -24,7 +24,7 @@ from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
 from asyncrl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint, NonFiniteStep
 from asyncrl.gpu.learner_memory import Checkpointing
-from asyncrl.gpu.shares import NO_ENGINE, RETURN_SHARE, rank_slices, shared_engine
+from asyncrl.gpu.shared_gpus import NO_ENGINE, RETURN_SHARE, rank_slices, shared_engine
 from asyncrl.gpu.slices import RankSlices
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.losses import Objective
@@ -35,6 +35,13 @@ from asyncrl.learner.algorithm.user_functions import make_objective
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters, target_names
 from asyncrl.learner.fsdp.model.optimizers import make_optimizer
 from asyncrl.learner.fsdp.model.policy import Policy
+from asyncrl.learner.fsdp.optimizer_updates import (
+    SUPERVISED_LOSS,
+    OptimizerUpdates,
+    Scorer,
+    Scorers,
+    StepResult,
+)
 from asyncrl.learner.fsdp.ranks.ranks import (
     Command,
     Gather,
@@ -64,13 +71,6 @@ from asyncrl.learner.fsdp.startup.sharding import (
     prepare_device,
 )
 from asyncrl.learner.fsdp.startup.startup_check import Scoring
-from asyncrl.learner.fsdp.updates import (
-    SUPERVISED_LOSS,
-    Scorer,
-    Scorers,
-    StepResult,
-    Updates,
-)
 from asyncrl.learner.fsdp.utilisation import mfu
 from asyncrl.learner.fsdp.weights import dcp
 from asyncrl.learner.fsdp.weights.assembly import Assembly, make_copy, publish, take_part
@@ -152,7 +152,7 @@ class Trainer:
         objective = make_objective(self._learner)
         self.skips_zero_advantages = objective.skips_zero_advantages
         self._scorers = self._build_scorers(objective)
-        self._updates = Updates(
+        self._updates = OptimizerUpdates(
             self.policy, self._scorers, self._optimizer, self._ranks, objective, self._learner, self._enter_phase
         )
         self._saver = Saver(self._ranks)

@@ -3,7 +3,7 @@
 The outcomes are trained, filtered, quarantined and left out; the ledger records them. Invariant (exactly once): a
 prompt that has an outcome, is in training or in the buffer is never taken again. So a group that is delivered twice, by
 any senders, is trained at most once. A group that was taken leaves only by an outcome. Ledger, buffer and pending
-reports change together, so ``snapshot`` is consistent between any two steps.
+reports change together, so ``state`` is consistent between any two steps.
 
 A step takes the groups of the oldest leases, so that no group waits for ever. Within a step the groups are in the order
 of (epoch, index), not of arrival, so a step is a function of its groups. The buffer is bounded, since the dataloader's
@@ -430,7 +430,7 @@ class Intake:
             "rollout/failed_attempts": self.failed_attempts,
         }
 
-    def snapshot(self) -> IntakeState:
+    def state(self) -> IntakeState:
         """The state between two steps, for a checkpoint."""
         assert not self._in_training
         return IntakeState(

@@ -1,6 +1,6 @@
 """Writes the lines of metrics.jsonl, the samples of steps and quarantined prompts, in order and off the training path.
 
-A step's line waits for a limited time until the rollouters have reported on its training. ``tell`` gets no other line
+A step's line waits for a limited time until the rollouters have reported on its training. ``report`` gets no other line
 of a step before the step's own line: the first step's line of a restarted learner voids earlier lines of that step and
 of later ones. In the file, the lines of weight updates and evaluations may come before the step's line. Sampled tokens
 count from the end of one step's training to the end of the next, and are left out if a report is missing. A line that
@@ -48,7 +48,7 @@ class TrainedStep:
 class StepLines:
     """Writes the lines of a run.
 
-    ``tell`` gets each written line: that of a step, then those of its evaluations and updates.
+    ``report`` gets each written line: that of a step, then those of its evaluations and updates.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StepLines:
         services: ActorServices,
         *,
         samples_per_step: int,
-        tell: Callable[[dict[str, Any]], object],
+        report: Callable[[dict[str, Any]], object],
         notify: Callable[[int, OSError | None], object],
         step: int = 0,
     ) -> None:
@@ -68,7 +68,7 @@ class StepLines:
         """
         self._records = records
         self._samples_per_step = samples_per_step
-        self._tell = tell
+        self._report = report
         self._notify = notify
         self._counters, self._clock, self._log = services.counters, services.clock, services.log
         self._generation = GenerationLog(succeeds=records.start > 1)
@@ -85,7 +85,7 @@ class StepLines:
         self._reported: tuple[bool, int] = False, 0
         """Whether lines wait, and how many are lost, at the last call of ``notify``."""
         self._unreported: list[dict[str, Any]] = []
-        """Written lines that ``tell`` gets later, after the line of their step."""
+        """Written lines that ``report`` gets later, after the line of their step."""
 
     def stats(self, name: str, incarnation: int, stats: RolloutStats) -> None:
         """Take the statistics that a rollouter sent."""
@@ -102,7 +102,7 @@ class StepLines:
         await self._steps.put(step)
 
     async def emit(self, line: dict[str, Any]) -> None:
-        """Write a line other than a step's at once; ``tell`` gets it after the line of its step."""
+        """Write a line other than a step's at once; ``report`` gets it after the line of its step."""
         await self._write(lambda: self._records.metrics(line))
         if line["step"] > self._written:
             self._unreported.append(line)
@@ -180,7 +180,7 @@ class StepLines:
 
     def _report_lines(self, lines: Sequence[dict[str, Any]]) -> None:
         for line in lines:
-            self._tell(line | {"start": self._records.start})
+            self._report(line | {"start": self._records.start})
 
     def _covered(self, step: TrainedStep) -> bool:
         return self._generation.covers(step.train_ended, now=self._clock.wall(), patience_s=STATS_WAIT_S)

@@ -35,7 +35,7 @@ from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.reward import LARGEST
 from asyncrl.rollouter.episode.message_tree import MessageTree, Point, digest, is_answer, message_digest, minted_id
 from asyncrl.rollouter.episode.nodes import Node, depth_first, past_rewards, sequences_of, shared_prefix
-from asyncrl.text.chat.messages import Message
+from asyncrl.text.chat.chat_messages import Message
 
 Cause = Literal[
     "root",

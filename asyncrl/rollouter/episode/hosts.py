@@ -35,7 +35,7 @@ class EpisodeHosts(Protocol):
     def run(self, host: str, request: RunEpisode, timeout: float) -> asyncio.Future[EpisodeDone]:
         """Have a host play an episode; cancelling the future ends the episode."""
 
-    def tell(self, host: str, delta: ChatDelta) -> None:
+    def send(self, host: str, delta: ChatDelta) -> None:
         """Send the host text of a call that is being sampled."""
 
 
@@ -73,7 +73,7 @@ class RunHosts:
     def run(self, host: str, request: RunEpisode, timeout: float) -> asyncio.Future[EpisodeDone]:
         return self._peer(host).call(request, timeout=timeout)
 
-    def tell(self, host: str, delta: ChatDelta) -> None:
+    def send(self, host: str, delta: ChatDelta) -> None:
         self._peer(host).cast(delta)
 
 

@@ -25,7 +25,7 @@ import msgspec
 from asyncrl.core.errors import ChatRefused
 from asyncrl.messages.episodes import ToolCall
 from asyncrl.rollouter.episode.nodes import Node
-from asyncrl.text.chat.messages import Message
+from asyncrl.text.chat.chat_messages import Message
 
 _DIGEST_BYTES = 16
 

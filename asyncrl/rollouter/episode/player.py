@@ -32,7 +32,7 @@ from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import SampleEvents
 from asyncrl.rpc.calls.retry import LONGEST_AWAY_S, backoffs
 from asyncrl.rpc.services import Clock
-from asyncrl.text.chat.messages import Message, Tool, read_tools
+from asyncrl.text.chat.chat_messages import Message, Tool, read_tools
 from asyncrl.text.chat.prompt import conversation, read_prompt
 
 LONGEST_S = 7 * 86400.0

@@ -33,7 +33,7 @@ from asyncrl.rollouter.episode.stages import Stages
 from asyncrl.rollouter.serving.generation import CallWatch, Phase, Response, TrajectoryFailed, TurnPolicy
 from asyncrl.rollouter.serving.group_events import CallEvents, SampleEvents
 from asyncrl.rpc.services import Clock
-from asyncrl.text.chat.messages import normalise_messages, normalise_tools
+from asyncrl.text.chat.chat_messages import normalise_messages, normalise_tools
 from asyncrl.text.chat.parsers import Parsed
 from asyncrl.text.chat.renderer import Renderer
 from asyncrl.text.stops import Stops, with_strings
@@ -146,7 +146,7 @@ class _SessionWatch(CallWatch):
     def sampled(self, response: Response) -> None:
         if self._text is not None and (more := self._text.more(response.tokens)):
             session = self._session
-            self._hosts.tell(
+            self._hosts.send(
                 session.host, ChatDelta(session=session.key, call=self._call, offset=self._sent, text=more)
             )
             self._sent += len(more)

@@ -37,7 +37,7 @@ from asyncrl.core.errors import (
     WeightsCorrupt,
     WireError,
 )
-from asyncrl.gpu.shares import sharers
+from asyncrl.gpu.shared_gpus import sharers
 from asyncrl.messages import Request
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
@@ -51,7 +51,7 @@ from asyncrl.messages.weights import (
     ReportSleep,
     ReportUpdate,
     RequestLoad,
-    Update,
+    WeightUpdate,
 )
 from asyncrl.observe.trace import Track
 from asyncrl.rollouter.engines import engine_dtype
@@ -228,7 +228,7 @@ class UpdateFollower:
             and self._host.slices is None
             and "learner/0" not in sharers().values(),
         )
-        reply: Update | None = await self._ask(request)
+        reply: WeightUpdate | None = await self._ask(request)
         return None if reply is None else reply.offer
 
     async def _take(self, offer: Offer) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.config.episode import ChatConfig
 from asyncrl.core.errors import ChatRefused, ConfigError
 from asyncrl.messages import FinishReason
-from asyncrl.text.chat.messages import Message, Tool
+from asyncrl.text.chat.chat_messages import Message, Tool
 from asyncrl.text.chat.parsers import Parsed, make_call
 from asyncrl.text.chat.probe import TOOLS, Shape, TurnCheck, example, make_report
 from asyncrl.text.chat.turns import FIELD

@@ -20,7 +20,7 @@ import msgspec
 
 from asyncrl.config.episode import ChatConfig
 from asyncrl.core.errors import ChatRefused
-from asyncrl.text.chat.messages import Message, Tool
+from asyncrl.text.chat.chat_messages import Message, Tool
 from asyncrl.text.chat.template import ChatTemplate
 from asyncrl.text.chat.turns import ANSWER, NEXT, THOUGHT, ChatTurn, learn_turn
 

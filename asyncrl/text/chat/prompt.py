@@ -23,7 +23,7 @@ from asyncrl.config import Config
 from asyncrl.config.episode import ChatConfig
 from asyncrl.config.training import DataConfig
 from asyncrl.core.errors import ChatRefused
-from asyncrl.text.chat.messages import Message, Tool, kind_of, normalise_tools, read_conversation
+from asyncrl.text.chat.chat_messages import Message, Tool, kind_of, normalise_tools, read_conversation
 from asyncrl.text.chat.renderer import Renderer
 from asyncrl.text.chat.template import ChatTemplate
 from asyncrl.text.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from asyncrl.config import Config
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS, ChatConfig
 from asyncrl.core.errors import ChatRefused
 from asyncrl.messages import FinishReason
-from asyncrl.text.chat.messages import Message, Tool
+from asyncrl.text.chat.chat_messages import Message, Tool
 from asyncrl.text.chat.package import PackageRenderer
 from asyncrl.text.chat.parsers import (
     END_THINK,

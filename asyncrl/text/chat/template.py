@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from asyncrl.core.errors import ChatRefused, ConfigError
-from asyncrl.text.chat.messages import REASONING, Message, Tool
+from asyncrl.text.chat.chat_messages import REASONING, Message, Tool
 from asyncrl.text.chat.parsers import END_THINK, THINK, write_calls
 from asyncrl.text.tokenizer import Tokenizer
 

@@ -23,7 +23,7 @@ from itertools import takewhile
 from typing import Any
 
 from asyncrl.core.errors import ChatRefused
-from asyncrl.text.chat.messages import Message, Tool
+from asyncrl.text.chat.chat_messages import Message, Tool
 from asyncrl.text.chat.parsers import END_THINK, THINK
 from asyncrl.text.chat.template import ChatTemplate
 from asyncrl.text.tokenizer import Tokenizer

@@ -74,7 +74,7 @@ class Scene:
             notify=lambda key, text: self.told.append((key, text)),
             registry=SimpleNamespace(ready=lambda: self.living),
             machine=SimpleNamespace(want_trace=lambda number: self.asked.append(number) or True),
-            tell=lambda: self.sent.append(self.asked[-1]),
+            state_changed=lambda: self.sent.append(self.asked[-1]),
         )
         self.traces = Traces(self.actor)
 

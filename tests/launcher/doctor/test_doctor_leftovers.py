@@ -16,9 +16,9 @@ from asyncrl.config.load import config_to_json
 from asyncrl.launcher.doctor import leftovers
 from asyncrl.launcher.doctor.leftovers import (
     Process,
+    are_locks_shared,
     check_leftovers,
     find_leftovers,
-    locks_tell,
     orphans,
     read_processes,
     remove,
@@ -136,18 +136,18 @@ def test_leftovers_that_may_be_in_use_are_only_named(tmp_path, no_processes):
 
 
 @pytest.mark.parametrize(
-    ("options", "tell"),
+    ("options", "shared"),
     [("rw,vers=4.2,local_lock=none", True), ("rw,vers=3,local_lock=all", False), ("rw,localflock", False)],
 )
-def test_leftovers_stay_if_other_hosts_do_not_see_the_locks(tmp_path, no_processes, monkeypatch, options, tell):
+def test_leftovers_stay_if_other_hosts_do_not_see_the_locks(tmp_path, no_processes, monkeypatch, options, shared):
     mounts = f"20 1 8:1 / / rw,relatime - ext4 /dev/sda rw\n21 20 0:40 / {tmp_path} rw - nfs4 server:/x {options}\n"
-    assert locks_tell(tmp_path / "runs", mounts) is tell
-    assert locks_tell(tmp_path.parent, mounts)
+    assert are_locks_shared(tmp_path / "runs", mounts) is shared
+    assert are_locks_shared(tmp_path.parent, mounts)
     make_run(tmp_path / "runs", "a")
-    monkeypatch.setattr(leftovers, "locks_tell", lambda path: locks_tell(path, mounts))
+    monkeypatch.setattr(leftovers, "are_locks_shared", lambda path: are_locks_shared(path, mounts))
     found = check_leftovers(tmp_path / "runs", is_head=True, fix=True)
-    assert found.result == ("ok" if tell else "warn")
-    assert (tmp_path / "runs" / "a" / "private").exists() is not tell
+    assert found.result == ("ok" if shared else "warn")
+    assert (tmp_path / "runs" / "a" / "private").exists() is not shared
 
 
 def test_scratch_folders_of_engines_are_removed_with_their_process(tmp_path, no_processes):

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learner.learner_cases import build_step, make_config, make_group, make_trajectory, only
 
-from asyncrl.learner.algorithm.packing import SharedPrompts, Sizes, cost, find_sharing, lay_out, nothing_shared, pack
+from asyncrl.learner.algorithm.packing import (
+    SharedPrefixes,
+    Sizes,
+    cost,
+    find_shared_prefixes,
+    lay_out,
+    nothing_shared,
+    pack,
+)
 from asyncrl.learner.fsdp.model.attention import connect
 
 TOKENS = st.integers(0, 2)
@@ -33,7 +41,7 @@ def _batches(draw: Any) -> tuple[list[np.ndarray], list[int]]:
 @given(_batches())
 def test_a_prefix_is_the_longest_common_beginning_of_its_family(batch) -> None:
     sequences, keys = batch
-    found = find_sharing(sequences, keys)
+    found = find_shared_prefixes(sequences, keys)
     for i, key in enumerate(keys):
         family = [sequence.tolist() for sequence, other in zip(sequences, keys, strict=True) if other == key]
         assert (found.family == found.family[i]).tolist() == [other == key for other in keys]
@@ -47,10 +55,10 @@ def test_a_prefix_is_the_longest_common_beginning_of_its_family(batch) -> None:
 @given(_batches())
 def test_a_row_has_the_tokens_of_each_of_its_sequences(batch) -> None:
     sequences, keys = batch
-    sharing = find_sharing(sequences, keys)
-    layout = lay_out(sequences, sharing)
+    shared_prefixes = find_shared_prefixes(sequences, keys)
+    layout = lay_out(sequences, shared_prefixes)
     assert layout.lengths.sum() == len(layout.input_ids)
-    assert Sizes([*map(len, sequences)], sharing).tokens(range(len(keys))) == len(layout.input_ids)
+    assert Sizes([*map(len, sequences)], shared_prefixes).tokens(range(len(keys))) == len(layout.input_ids)
     assert (layout.lengths > 0).all()
     for tokens, places in zip(sequences, layout.places, strict=True):
         assert layout.input_ids[places].tolist() == tokens.tolist()
@@ -74,63 +82,63 @@ def test_a_row_has_the_tokens_of_each_of_its_sequences(batch) -> None:
 @given(_batches(), st.integers(1, 60), st.integers(1, 4), st.booleans())
 def test_each_sequence_is_in_one_row_within_the_budget(batch, budget: int, world_size: int, packed: bool) -> None:
     sequences, keys = batch
-    lengths, sharing = [*map(len, sequences)], find_sharing(sequences, keys)
-    ranks = pack(lengths, budget=budget, world_size=world_size, packed=packed, sharing=sharing)
+    lengths, shared_prefixes = [*map(len, sequences)], find_shared_prefixes(sequences, keys)
+    ranks = pack(lengths, budget=budget, world_size=world_size, packed=packed, shared_prefixes=shared_prefixes)
     rows = [row for rank in ranks for row in rank]
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     assert len(ranks) == world_size and len({len(rank) for rank in ranks}) == 1
     for row in filter(None, rows):
         assert row == sorted(row)
-        computed = len(lay_out([sequences[i] for i in row], sharing.among(row)).input_ids)
+        computed = len(lay_out([sequences[i] for i in row], shared_prefixes.among(row)).input_ids)
         assert computed <= budget or len(row) == 1
         assert packed or len(row) == 1
-    assert pack(lengths, budget=budget, world_size=world_size, packed=packed, sharing=sharing) == ranks
+    assert pack(lengths, budget=budget, world_size=world_size, packed=packed, shared_prefixes=shared_prefixes) == ranks
 
 
 @given(_batches(), st.integers(1, 60), st.integers(1, 4))
 def test_prefix_sharing_never_makes_the_ranks_wait_longer(batch, budget: int, world_size: int) -> None:
     """A micro-batch takes as long as its costliest row."""
     sequences, keys = batch
-    lengths, sharing = [*map(len, sequences)], find_sharing(sequences, keys)
+    lengths, shared_prefixes = [*map(len, sequences)], find_shared_prefixes(sequences, keys)
 
-    def time(of: SharedPrompts) -> float:
-        ranks, sizes = pack(lengths, budget=budget, world_size=world_size, sharing=of), Sizes(lengths, of)
+    def time(of: SharedPrefixes) -> float:
+        ranks, sizes = pack(lengths, budget=budget, world_size=world_size, shared_prefixes=of), Sizes(lengths, of)
         return sum(max(map(sizes.cost, rows)) for rows in zip(*ranks, strict=True))
 
-    assert time(sharing) <= time(nothing_shared(len(lengths))) * (1 + 1e-9)
+    assert time(shared_prefixes) <= time(nothing_shared(len(lengths))) * (1 + 1e-9)
 
 
-def _family(count: int, prefix: int) -> SharedPrompts:
-    return SharedPrompts(np.zeros(count, np.int64), np.full(count, prefix))
+def _family(count: int, prefix: int) -> SharedPrefixes:
+    return SharedPrefixes(np.zeros(count, np.int64), np.full(count, prefix))
 
 
 def test_a_family_stays_together_if_it_fits_and_is_split_otherwise() -> None:
     lengths = [100 + 20] * 8
-    assert pack(lengths, budget=260, world_size=1, sharing=_family(8, 100)) == [[list(range(8))]]
-    rows = pack(lengths, budget=200, world_size=1, sharing=_family(8, 100))[0]
+    assert pack(lengths, budget=260, world_size=1, shared_prefixes=_family(8, 100)) == [[list(range(8))]]
+    rows = pack(lengths, budget=200, world_size=1, shared_prefixes=_family(8, 100))[0]
     assert [len(row) for row in rows] == [4, 4]
     # Two families that fit into a row, but not together.
-    two = SharedPrompts(np.array([0, 1] * 4), np.full(8, 100))
-    assert sorted(pack(lengths, budget=300, world_size=1, sharing=two)[0]) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    two = SharedPrefixes(np.array([0, 1] * 4), np.full(8, 100))
+    assert sorted(pack(lengths, budget=300, world_size=1, shared_prefixes=two)[0]) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     # It is split as well where ranks would stand still.
     lengths = [10 + 100] * 8
-    halves = pack(lengths, budget=10_000, world_size=2, sharing=_family(8, 10))
+    halves = pack(lengths, budget=10_000, world_size=2, shared_prefixes=_family(8, 10))
     assert sorted(len(row) for rank in halves for row in rank) == [4, 4]
-    two = SharedPrompts(np.array([0, 1] * 4), np.full(8, 10))
-    assert sorted(pack(lengths, budget=10_000, world_size=2, sharing=two)) == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
+    two = SharedPrefixes(np.array([0, 1] * 4), np.full(8, 10))
+    assert sorted(pack(lengths, budget=10_000, world_size=2, shared_prefixes=two)) == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
 
 
 @given(_batches(), st.data())
 def test_the_cost_of_a_row_equals_the_cost_of_its_attention(batch, data) -> None:
     sequences, keys = batch
     row = data.draw(st.lists(st.sampled_from(range(len(keys))), min_size=1, unique=True).map(sorted))
-    sharing = find_sharing(sequences, keys)
-    layout = lay_out([sequences[i] for i in row], sharing.among(row))
+    shared_prefixes = find_shared_prefixes(sequences, keys)
+    layout = lay_out([sequences[i] for i in row], shared_prefixes.among(row))
     pieces = connect(layout.lengths, layout.prefixes)
     own, seen = np.array(pieces.lengths, float), np.array(pieces.key_lengths, float)
     # A token of the linear part each, and pairs of tokens: of the square of what is seen, that of what comes before.
     expected = own.sum() + (seen**2 - (seen - own) ** 2).sum() / 4096
-    assert Sizes([*map(len, sequences)], sharing).cost(row) == pytest.approx(expected)
+    assert Sizes([*map(len, sequences)], shared_prefixes).cost(row) == pytest.approx(expected)
 
 
 def test_one_response_of_one_token_and_a_longer_one_share_their_prompt() -> None:

@@ -16,8 +16,8 @@ from model_matrix import WINDOW, make_family, save_family
 from torch import nn
 
 from asyncrl.config.training import ModelConfig
-from asyncrl.learner.algorithm.batch import UpdatePlan
-from asyncrl.learner.algorithm.packing import find_sharing, lay_out
+from asyncrl.learner.algorithm.batch import OptimizerUpdatePlan
+from asyncrl.learner.algorithm.packing import find_shared_prefixes, lay_out
 from asyncrl.learner.algorithm.scoring import build_scoring
 from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.fsdp import trainer as trainer_module
@@ -68,7 +68,7 @@ def _attend(pieces: Pieces, values: list[torch.Tensor], keys: int, **named: Any)
 def test_attention_over_shared_rows_equals_that_of_whole_sequences(keys: int, named: dict[str, Any]) -> None:
     """In float64: what comes out, and the gradients by every query, key and value."""
     sequences, families = _sequences()
-    layout = lay_out(sequences, find_sharing(sequences, families))
+    layout = lay_out(sequences, find_shared_prefixes(sequences, families))
     assert (layout.prefixes >= 0).sum() == 6
     random, places = torch.Generator().manual_seed(0), torch.from_numpy(np.concatenate(layout.places))
     values = [
@@ -103,7 +103,7 @@ def _groups(vocabulary: int) -> list[Group]:
     return groups
 
 
-def _learn(policy: Policy, update: UpdatePlan) -> tuple[torch.Tensor, ...]:
+def _learn(policy: Policy, update: OptimizerUpdatePlan) -> tuple[torch.Tensor, ...]:
     """Log-probs and entropies by sequence, the loss, and its gradient by each parameter."""
     policy.zero_grad()
     found: dict[int, torch.Tensor] = {}

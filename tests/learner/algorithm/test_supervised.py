@@ -192,7 +192,7 @@ def test_a_warm_start_learns_and_resumes_in_its_middle_bit_for_bit(folder, tmp_p
 
 def _refuse(backend, config) -> list[tuple[str, list[str], list[str], str, bool]]:
     """A warm step and a mixed one with a NaN in the log-probs of a conversation."""
-    import asyncrl.learner.fsdp.updates as updates
+    import asyncrl.learner.fsdp.optimizer_updates as updates
 
     found, steps = [], _steps(config, packed=backend.packed)
     real = updates.supervised

@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncrl.config.operation import PlacementConfig
 from asyncrl.core.errors import NonFiniteStep
-from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE
+from asyncrl.gpu.memory_shares import SHARED_GPU_VARIABLE
 from asyncrl.gpu.slices import listens
 from asyncrl.learner.fsdp.model.policy import local
 from asyncrl.messages.groups import rewards_of

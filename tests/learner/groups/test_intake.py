@@ -166,13 +166,13 @@ def test_i1_a_successor_continues_from_a_snapshot_like_its_predecessor(deliverie
         if len(intake.buffer) >= LEARNER.groups_per_step:
             intake.begin_step()
             intake.end_step()
-    snapshot = intake.snapshot()
-    successor = Intake(LEARNER, snapshot)
+    state = intake.state()
+    successor = Intake(LEARNER, state)
     for index in range(13):
         assert successor.has(f"0-{index}") == intake.has(f"0-{index}")
         assert successor.ledger.is_open(0, index) == intake.ledger.is_open(0, index)
     assert successor.claims == intake.claims
-    assert successor.snapshot() == snapshot
+    assert successor.state() == state
     assert reported(successor) == []
 
 

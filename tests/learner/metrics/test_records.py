@@ -125,7 +125,7 @@ def test_lines_without_disk_space_wait_for_it(tmp_path, monkeypatch, ends):
             RecordFiles(disk, 1),
             services(counters=counters),
             samples_per_step=1,
-            tell=shown.append,
+            report=shown.append,
             notify=lambda lost, error: reported.append((lost, error and (error.errno, error.filename))),
         )
         ballast = fill(disk)

@@ -24,7 +24,7 @@ def made(run_dir, told, step=0, samples_per_step=1):
         RecordFiles(run_dir, 2),
         services(clock=LoopClock()),
         samples_per_step=samples_per_step,
-        tell=told.append,
+        report=told.append,
         notify=lambda lost, error: pytest.fail(str(error)),
         step=step,
     )
@@ -106,7 +106,7 @@ def test_a_line_without_disk_space_does_not_lose_other_lines(tmp_path, monkeypat
             RecordFiles(tmp_path, 2),
             services(clock=LoopClock()),
             samples_per_step=1,
-            tell=lambda line: None,
+            report=lambda line: None,
             notify=lambda count, error: None,
         )
         await asyncio.gather(lines.emit({"kind": "train", "step": 1}), lines.emit({"kind": "eval", "step": 0}))

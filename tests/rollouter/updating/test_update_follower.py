@@ -14,7 +14,7 @@ from services import services
 from virtual import LoopClock, run_virtual
 
 from asyncrl.core.errors import ActorFailed, BroadcastFailed, DeadlineExceeded, EngineDied, WeightsCorrupt
-from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE
+from asyncrl.gpu.memory_shares import SHARED_GPU_VARIABLE
 from asyncrl.messages import Done, Request
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
@@ -30,7 +30,7 @@ from asyncrl.messages.weights import (
     ReportSleep,
     ReportUpdate,
     RequestLoad,
-    Update,
+    WeightUpdate,
 )
 from asyncrl.observe.states import StateLedger
 from asyncrl.observe.trace import Trace
@@ -144,7 +144,7 @@ class Server:
         if isinstance(request, NextUpdate):
             self.asked.append(request)
             if self.offers:
-                return Update(offer=self.offers.pop(0))
+                return WeightUpdate(offer=self.offers.pop(0))
             await asyncio.sleep(self.linger_s)
             self.done.set()
             await asyncio.Event().wait()
@@ -346,7 +346,7 @@ def test_a_version_that_crosses_a_request_of_the_learner_is_loaded_after_the_sle
             if isinstance(request, NextUpdate) and self.committed == [1] and not self.sleeps:
                 self.asked.append(request)
                 slices.asked.set()
-                return Update(offer=second)
+                return WeightUpdate(offer=second)
             return await super().answer(request)
 
     slices, server = Slices(-1, 0.0), Crossing([by_shm(publish(1)), second])

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.core.errors import ChatRefused
-from asyncrl.text.chat.messages import normalise_messages, normalise_tools, read_conversation, read_tools, without_nulls
+from asyncrl.text.chat.chat_messages import (
+    normalise_messages,
+    normalise_tools,
+    read_conversation,
+    read_tools,
+    without_nulls,
+)
 
 USER = {"role": "user", "content": "hi"}
 

@@ -5,7 +5,7 @@ from chat_models import FAMILIES, QWEN3_THINKING, THINK, id_of, write_chat_model
 from spoken import Spoken
 
 from asyncrl.core.errors import ChatRefused
-from asyncrl.text.chat.messages import normalise_messages
+from asyncrl.text.chat.chat_messages import normalise_messages
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}]
 CALL = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.text.chat.messages import read_json
+from asyncrl.text.chat.chat_messages import read_json
 from asyncrl.text.chat.parsers import Both, JsonCallParser, NoParser, Parsed, ThinkParser, write_calls
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]

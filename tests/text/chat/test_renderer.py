@@ -8,7 +8,7 @@ from chat_models import CHATML, LLAMA, QWEN3, config_of, id_of, write_chat_model
 from spoken import Spoken
 
 from asyncrl.core.errors import ChatRefused, ConfigError
-from asyncrl.text.chat.messages import normalise_tools
+from asyncrl.text.chat.chat_messages import normalise_tools
 from asyncrl.text.chat.parsers import Parsed
 from asyncrl.text.chat.probe import TOOLS
 from asyncrl.text.chat.renderer import make_renderer

@@ -161,7 +161,7 @@ class HangWatch:
         self._stopped = threading.Event()
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
-            for work, name in ((self._exchange_positions, "hang-tell"), (self._watch_clock, "hang-look"))
+            for work, name in ((self._exchange_positions, "hang-exchange"), (self._watch_clock, "hang-clock"))
         ]
         for thread in self._threads:
             thread.start()

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.core.errors import ActorFailed, DeadlineExceeded
-from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan
+from asyncrl.learner.algorithm.batch import OptimizerUpdatePlan, StepPlan
 from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.fsdp.ranks.hang_watch import HangWatch, in_words
@@ -56,7 +56,7 @@ class TermShape(msgspec.Struct, frozen=True):
     """Sequences of all ranks."""
 
 
-class UpdateShape(msgspec.Struct, frozen=True):
+class OptimizerUpdateShape(msgspec.Struct, frozen=True):
     """Sizes of an update, the same on all ranks. A rank has the policy's micro-batches first, then the supervised."""
 
     policy: TermShape
@@ -70,12 +70,14 @@ class UpdateShape(msgspec.Struct, frozen=True):
         return self.policy.micro_batches + (self.supervised.micro_batches if self.supervised is not None else 0)
 
 
-def shape_of_update(update: UpdatePlan) -> UpdateShape:
+def shape_of_update(update: OptimizerUpdatePlan) -> OptimizerUpdateShape:
     """Return the sizes of an update that rank 0 sends to the other ranks."""
     policy, term = TermShape(len(update.ranks[0]), update.denominator, len(update.sequences)), update.supervised
     if term is None:
-        return UpdateShape(policy)
-    return UpdateShape(policy, TermShape(len(term.ranks[0]), term.denominator, len(term.places)), term.coefficient)
+        return OptimizerUpdateShape(policy)
+    return OptimizerUpdateShape(
+        policy, TermShape(len(term.ranks[0]), term.denominator, len(term.places)), term.coefficient
+    )
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
@@ -83,7 +85,7 @@ class Train(msgspec.Struct, frozen=True, tag=True):
 
     buffer_bytes: list[int]
     """Bytes of each rank's buffer."""
-    updates: list[UpdateShape]
+    updates: list[OptimizerUpdateShape]
     temperature: float
     fresh: bool
     warm: bool

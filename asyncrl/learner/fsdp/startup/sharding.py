@@ -46,8 +46,8 @@ from asyncrl.gpu.learner_memory import (
     in_gigabytes,
     training_shape,
 )
-from asyncrl.gpu.shares import read_shares, sharers
-from asyncrl.gpu.sharing import GpuShares
+from asyncrl.gpu.memory_shares import GpuShares
+from asyncrl.gpu.shared_gpus import read_shares, sharers
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.lora import add_adapters, first_adapters, unreached
 from asyncrl.learner.fsdp.model.policy import Policy, local, parts

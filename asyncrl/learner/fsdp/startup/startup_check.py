@@ -30,7 +30,7 @@ import torch
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.numbers import exact
-from asyncrl.learner.algorithm.packing import find_sharing, lay_out
+from asyncrl.learner.algorithm.packing import find_shared_prefixes, lay_out
 from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make_row
 from asyncrl.learner.fsdp.startup.rounding import Distance, distance, measure_rounding, score_rows
 
@@ -236,7 +236,7 @@ def make_batch(tokens: Sequence[np.ndarray], device: torch.device) -> CheckBatch
     """
     inputs, targets = [t[:-1] for t in tokens], np.concatenate([t[1:] for t in tokens])
     lengths = [len(t) for t in inputs]
-    layout = lay_out(inputs, find_sharing(inputs, [tuple(t[:COMMON].tolist()) for t in inputs]))
+    layout = lay_out(inputs, find_shared_prefixes(inputs, [tuple(t[:COMMON].tolist()) for t in inputs]))
     places = np.concatenate(layout.places)
     return CheckBatch(
         packed=make_row(np.concatenate(inputs), lengths, np.arange(sum(lengths)), targets, device),

@@ -26,7 +26,7 @@ from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import DeltaStream, EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.reference.model import seed_of
-from asyncrl.rollouter.engines.vllm import checkpoint
+from asyncrl.rollouter.engines.vllm import model_folder
 from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class ReferenceEngine:
     def _make_model(self) -> Model:
         from asyncrl.rollouter.engines.reference.model import Model
 
-        ends = checkpoint.stop_token_ids(self._folder, required=not self._config.rollout.stops)
+        ends = model_folder.stop_token_ids(self._folder, required=not self._config.rollout.stops)
         return Model(self._config.model, ends)
 
     async def close(self) -> None:
@@ -369,7 +369,7 @@ class ReferenceEngine:
         if self._layout is not None:
             check_complete(staged.version, staged.layout, self._layout)
         else:
-            await asyncio.to_thread(checkpoint.check_layout, staged, self._folder)
+            await asyncio.to_thread(model_folder.check_layout, staged, self._folder)
 
     async def load(self, weights: HeldVersion | BroadcastPart, *, recompute_kv: bool) -> None:
         """Copy or receive the tensors, load them into the model, and mark the kept requests."""

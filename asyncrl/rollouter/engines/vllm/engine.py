@@ -34,12 +34,12 @@ import xxhash
 
 from asyncrl.config import Config
 from asyncrl.core.errors import BroadcastFailed, WeightsCorrupt
-from asyncrl.gpu.shares import read_shares, sharers
+from asyncrl.gpu.shared_gpus import read_shares, sharers
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import FIRST, EngineLoad, GenerationRequest, PauseMode, TokenDelta
-from asyncrl.rollouter.engines.vllm import checkpoint
-from asyncrl.rollouter.engines.vllm.checkpoint import check_adapters
+from asyncrl.rollouter.engines.vllm import model_folder
+from asyncrl.rollouter.engines.vllm.model_folder import check_adapters
 from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder, on_cpu, threads_on_cpu
 from asyncrl.rollouter.engines.vllm.processes import ClaimedCores, Processes, Watch
 from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
@@ -150,8 +150,8 @@ class VllmEngine:
         self._check_silence()
 
     def _read_model(self) -> dict[str, Any]:
-        self._eos_token_ids = checkpoint.stop_token_ids(self._model_path, required=not self._config.rollout.stops)
-        return checkpoint.read_config(self._model_path)
+        self._eos_token_ids = model_folder.stop_token_ids(self._model_path, required=not self._config.rollout.stops)
+        return model_folder.read_config(self._model_path)
 
     def _launch(self, model: dict[str, Any]) -> Any:
         if self._config.rollout.concurrency == "auto":
@@ -375,7 +375,7 @@ class VllmEngine:
         elif self._loads_adapters:
             check_adapters(staged, self._model_path, self._config.lora)
         else:
-            checkpoint.check_layout(staged, self._model_path)
+            model_folder.check_layout(staged, self._model_path)
 
     async def load(self, weights: HeldVersion | BroadcastPart, *, recompute_kv: bool) -> None:
         """Have the workers load the weights, drop the KV cache if asked to, and set vLLM's version."""

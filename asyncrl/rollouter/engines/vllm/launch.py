@@ -27,7 +27,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from asyncrl.config import Config
 from asyncrl.core.errors import ConfigError, EngineDied
-from asyncrl.gpu.sharing import GpuShares
+from asyncrl.gpu.memory_shares import GpuShares
 from asyncrl.rollouter.engines.base import EngineLoad
 from asyncrl.rollouter.engines.vllm import options
 from asyncrl.rollouter.engines.vllm.plugin import BACKEND

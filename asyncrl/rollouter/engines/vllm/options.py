@@ -25,8 +25,8 @@ from asyncrl.config import Config
 from asyncrl.config.algorithm import VLLM_RANKS
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.files import lock_is_free
-from asyncrl.gpu.sharing import ALONE, GpuShares
-from asyncrl.rollouter.engines.vllm.checkpoint import targets, text_config
+from asyncrl.gpu.memory_shares import ALONE, GpuShares
+from asyncrl.rollouter.engines.vllm.model_folder import targets, text_config
 
 SCRATCH_PREFIX = "asyncrl-engine-"
 SCRATCH_LOCK = "lock"

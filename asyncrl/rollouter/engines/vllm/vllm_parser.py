@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.core.errors import ConfigError
-from asyncrl.text.chat.messages import Tool
+from asyncrl.text.chat.chat_messages import Tool
 from asyncrl.text.chat.parsers import Parsed, ParsedCall, make_call
 
 

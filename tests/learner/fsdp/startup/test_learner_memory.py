@@ -26,7 +26,7 @@ from asyncrl.gpu.learner_memory import (
     estimate,
     shape_of_settings,
 )
-from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE, GpuShares
+from asyncrl.gpu.memory_shares import SHARED_GPU_VARIABLE, GpuShares
 from asyncrl.learner.fsdp.model.policy import Policy, make_row
 from asyncrl.learner.fsdp.startup import sharding
 from asyncrl.learner.fsdp.startup.loading import load_policy

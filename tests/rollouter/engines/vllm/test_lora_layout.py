@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from asyncrl.config.algorithm import LoraConfig
 from asyncrl.core.errors import WeightsCorrupt
-from asyncrl.rollouter.engines.vllm.checkpoint import check_adapters, targets
+from asyncrl.rollouter.engines.vllm.model_folder import check_adapters, targets
 from asyncrl.weights.lora import tensor_names
 
 LAYERS = {

@@ -24,10 +24,10 @@ from virtual import run_virtual
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError, EngineDied
-from asyncrl.gpu.sharing import SHARED_GPU_VARIABLE, GpuShares
+from asyncrl.gpu.memory_shares import SHARED_GPU_VARIABLE, GpuShares
 from asyncrl.rollouter.engines.base import GenerationRequest
-from asyncrl.rollouter.engines.vllm import checkpoint, options
 from asyncrl.rollouter.engines.vllm import engine as engine_module
+from asyncrl.rollouter.engines.vllm import model_folder, options
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.engines.vllm.processes import Processes, Watch
 
@@ -231,19 +231,19 @@ def write(folder: Path, **files: Any) -> str:
     ],
 )
 def test_stop_tokens_come_from_every_place(tmp_path, files, expected):
-    assert checkpoint.stop_token_ids(write(tmp_path, **files)) == expected
+    assert model_folder.stop_token_ids(write(tmp_path, **files)) == expected
 
 
 def test_model_folders_are_checked(tmp_path):
     with pytest.raises(ConfigError, match="is no folder"):
-        checkpoint.read_config(str(tmp_path / "none"))
+        model_folder.read_config(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
-        checkpoint.read_config(str(tmp_path))
+        model_folder.read_config(str(tmp_path))
     with pytest.raises(ConfigError, match="no end-of-sequence token"):
-        checkpoint.stop_token_ids(write(tmp_path, config={}))
+        model_folder.stop_token_ids(write(tmp_path, config={}))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
-        checkpoint.read_config(str(tmp_path))
+        model_folder.read_config(str(tmp_path))
 
 
 def test_shapes_come_from_the_headers(tmp_path):
@@ -252,22 +252,22 @@ def test_shapes_come_from_the_headers(tmp_path):
         text = json.dumps({"__metadata__": {}} | dict.fromkeys(tensors, entry)).encode()
         (tmp_path / name).write_bytes(struct.pack("<Q", len(text)) + text)
 
-    assert checkpoint.weight_shapes(str(tmp_path)) is None
+    assert model_folder.weight_shapes(str(tmp_path)) is None
     write_safetensors("one.safetensors", "a")
     write_safetensors("two.safetensors", "b", "layers.0.rotary_emb.inv_freq")
     files = {"a": "one.safetensors", "b": "two.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    assert checkpoint.weight_shapes(str(tmp_path)) == {"a": ("bfloat16", (2, 3)), "b": ("bfloat16", (2, 3))}
+    assert model_folder.weight_shapes(str(tmp_path)) == {"a": ("bfloat16", (2, 3)), "b": ("bfloat16", (2, 3))}
     (tmp_path / "two.safetensors").unlink()
-    assert checkpoint.weight_shapes(str(tmp_path)) is None
+    assert model_folder.weight_shapes(str(tmp_path)) is None
 
 
 def test_tied_heads_are_optional():
     names = ["model.embed_tokens.weight", "lm_head.weight"]
     config = {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
-    assert checkpoint.optional_names(config, names) == {"lm_head.weight"}
-    assert checkpoint.optional_names(config | {"tie_word_embeddings": False}, names) == frozenset()
-    assert checkpoint.optional_names({"architectures": ["NoSuchModel"]}, names) == frozenset()
+    assert model_folder.optional_names(config, names) == {"lm_head.weight"}
+    assert model_folder.optional_names(config | {"tie_word_embeddings": False}, names) == frozenset()
+    assert model_folder.optional_names({"architectures": ["NoSuchModel"]}, names) == frozenset()
 
 
 def test_a_new_scratch_folder_replaces_only_those_of_dead_processes(monkeypatch, tmp_path):
