@@ -8,22 +8,23 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from rich.console import RenderableType
+from rich.table import Table as Grid
+from rich.text import Text
+
 from asyncrl.core.numbers import ABSENT, count, duration, fixed, percent
 from asyncrl.messages.monitor import ActorView
 from asyncrl.observe.catalogue import edges_of, quantile
 from asyncrl.observe.snapshots.rates import Shares, mean, total
 from asyncrl.top.bottleneck import by_kind
 from asyncrl.top.draw import (
-    Cell,
     Choice,
     Column,
-    Line,
+    Facts,
     Pane,
     Row,
-    Span,
     Style,
     Table,
-    fitting,
     is_amiss,
     is_there,
     joined,
@@ -34,12 +35,11 @@ from asyncrl.top.draw import (
     said_state,
     state_bar,
     table_of,
+    text,
     warned,
 )
 from asyncrl.top.view import AT, UNHEARD, SnapshotView, family, is_gone, now, version_of
 
-STAGE_WIDTH = 32
-SHARE_BAR = 24
 BAR = 8
 """Cells of a bar in a table."""
 
@@ -56,12 +56,12 @@ class ActorRow(NamedTuple):
         return self.view.condition(self.actor)
 
     @property
-    def bar(self) -> Line:
+    def bar(self) -> Text:
         """The time of the actor's resources."""
-        return state_bar(by_kind(self.view.shares([self.actor])), BAR)
+        return state_bar(by_kind(self.view.shares([self.actor]))).drawn(BAR)
 
     @property
-    def state(self) -> Span:
+    def state(self) -> Text:
         """Words for the state."""
         return said_state(*self.view.state(self.actor))
 
@@ -70,10 +70,10 @@ class ActorRow(NamedTuple):
         """The number in ROLE/INDEX."""
         return int(self.actor.name.partition("/")[2])
 
-    def name(self, role: str = "") -> Span:
+    def name(self, role: str = "") -> Text:
         """The actor's name; of ``role`` with the first letter alone."""
         name = self.actor.name.replace(f"{role}/", f"{role[0]}/") if role else self.actor.name
-        return name, "bad" if is_amiss(self.condition) else ""
+        return text(name, "bad" if is_amiss(self.condition) else "")
 
     def there(self, value: float | None) -> float | None:
         """The value, unless the actor is gone."""
@@ -86,7 +86,7 @@ class ActorRow(NamedTuple):
 
 def host_column(drop: int, **more: Any) -> Column:
     """The column of the hosts of actors."""
-    return Column(title="host", cell=lambda entry: (entry.actor.host, "dim"), drop=drop, most=16, **more)
+    return Column(title="host", cell=lambda entry: text(entry.actor.host, "dim"), drop=drop, most=16, **more)
 
 
 def gauge(name: str) -> Callable[[ActorRow], float | None]:
@@ -163,14 +163,18 @@ WORDS = ("rollouter", "host", "state")
 """Columns that are sorted upwards at first; numbers downwards."""
 
 
-def rollouters(view: SnapshotView, choice: Choice, width: int) -> Pane:
+def rollouters(view: SnapshotView, choice: Choice) -> Pane:
     """A row for each rollouter. If rollouters of several hosts are sorted by host, each host has a heading."""
     found = [ActorRow(view, actor) for actor in view.of("rollouter")]
     chosen = [
         entry
         for entry in found
         if choice.matches(
-            entry.actor.name, entry.name("rollouter")[0], entry.actor.host, entry.condition, view.state(entry.actor)[1]
+            entry.actor.name,
+            entry.name("rollouter").plain,
+            entry.actor.host,
+            entry.condition,
+            view.state(entry.actor)[1],
         )
     ]
     by_host = choice.sort == "host" and len({entry.actor.host for entry in chosen}) > 1
@@ -179,7 +183,7 @@ def rollouters(view: SnapshotView, choice: Choice, width: int) -> Pane:
         table = table_of(ROLLOUTERS, group := list(entries), lambda entry: entry.actor.name)
         rows += [*([_host_row(host, group)] if by_host else []), *table.rows]
     words = f"no rollouter matches {choice.needle}" if found else "no rollouter is known so far"
-    return Pane([] if rows else [[(words, "dim")]], Table(ROLLOUTERS, rows, choice.sort, choice.descending))
+    return Pane([] if rows else [text(words, "dim")], Table(ROLLOUTERS, rows, choice.sort, choice.descending))
 
 
 def sorted_next(choice: Choice) -> Choice:
@@ -202,14 +206,15 @@ def _host_row(host: str, entries: Sequence[ActorRow]) -> Row:
     """The heading of a host: how many of its rollouters can work, and the sums of the columns."""
     conditions = [entry.condition for entry in entries]
     state = f"{sum(map(is_there, conditions))} of {len(entries)}"
-    cells: dict[str, Cell] = {
-        "rollouter": (host or "host unknown", "bold"),
-        "state": (state, "bad" if any(map(is_amiss, conditions)) else "dim"),
+    cells = {
+        "rollouter": text(host or "host unknown", "bold"),
+        "state": text(state, "bad" if any(map(is_amiss, conditions)) else "dim"),
     }
     for column in ROLLOUTERS:
         if column.summed and column.value is not None:
-            cells[column.title] = count(total(map(column.value, entries))), "bold"
-    return row(entries[0].actor.name, (cells.get(column.title, "") for column in ROLLOUTERS), heading=True)
+            cells[column.title] = text(count(total(map(column.value, entries))), "bold")
+    shown = [cells.get(column.title) or text("") for column in ROLLOUTERS]
+    return row(entries[0].actor.name, ROLLOUTERS, shown, heading=True)
 
 
 # --- episodes ---
@@ -247,19 +252,19 @@ HOSTS = (
 )
 
 
-def episodes(view: SnapshotView, choice: Choice, width: int) -> Pane:
+def episodes(view: SnapshotView, choice: Choice) -> Pane:
     """Open episodes by stage, how earlier ones ended, and a row for each host."""
     hosts = view.of("episodes")
     if not hosts:
-        return Pane([[("each prompt has a single response: there are no episodes", "dim")]])
+        return Pane([text("each prompt has a single response: there are no episodes", "dim")])
     chosen = [ActorRow(view, each) for each in hosts if choice.matches(each.name, each.host, view.condition(each))]
     at, shares = family(view.living("rollouter"), AT), _shares(view)
     names = sorted({*at, *shares}, key=lambda name: (-at.get(name, 0.0), -shares.get(name, 0.0), name))
-    head = [*_summary(view, width, {name: at[name] for name in names if name in at}), *_stages(names, at, shares)]
-    return Pane(head, table_of(HOSTS, chosen, lambda entry: entry.actor.name))
+    head = [*_summary(view, {name: at[name] for name in names if name in at}), _stages(names, at, shares)]
+    return Pane(head if names else head[:-1], table_of(HOSTS, chosen, lambda entry: entry.actor.name))
 
 
-def _summary(view: SnapshotView, width: int, at: Mapping[str, float]) -> list[Line]:
+def _summary(view: SnapshotView, at: Mapping[str, float]) -> list[RenderableType]:
     """Three lines: the open episodes, their turns and context, and how episodes ended."""
     living, rollouters = view.living("rollouter"), view.of("rollouter")
     open_count = view.level("rollouter", "rollout/episodes")
@@ -270,31 +275,21 @@ def _summary(view: SnapshotView, width: int, at: Mapping[str, float]) -> list[Li
     malformed = view.counted("rollouter", "rollout/malformed_calls")
     failed = family(rollouters, "rollout/episodes_failed/")
     stages = ", ".join(f"{count(number)} {name}" for name, number in at.items())
+    words = f"{count(open_count)} episodes" + (f": {stages}" if stages else "")
     return [
-        joined(
-            [
-                said("oldest", duration(oldest if open_count else None)),
-                [(f"{count(open_count)} episodes" + (f": {stages}" if stages else ""), "bold")],
-            ]
+        joined([said("oldest", duration(oldest if open_count else None)), text(words, "bold")]),
+        Facts(
+            said("turns", fixed(_mean(turns), 1)),
+            said("p95", ABSENT if p95 is None else f"≤ {p95:g}" if p95 < float("inf") else "many"),
+            said("context", f"{count(_mean(prompts))} tokens"),
+            said("cost", fixed(cost), warned((cost or 0.0) > 2)),
+            said("prefilled again", count(view.counted("rollouter", "rollout/reprefill_tokens"))),
+            said("malformed calls", count(malformed), warned(malformed)),
         ),
-        fitting(
-            [
-                said("turns", fixed(_mean(turns), 1)),
-                said("p95", ABSENT if p95 is None else f"≤ {p95:g}" if p95 < float("inf") else "many"),
-                said("context", f"{count(_mean(prompts))} tokens"),
-                said("cost", fixed(cost), warned((cost or 0.0) > 2)),
-                said("prefilled again", count(view.counted("rollouter", "rollout/reprefill_tokens"))),
-                said("malformed calls", count(malformed), warned(malformed)),
-            ],
-            width,
-        ),
-        fitting(
-            [
-                said("ended", _counts(family(rollouters, "rollout/episodes_ended/"))),
-                said("failed", _counts(failed), "bad" if failed else ""),
-                said("forks", _counts(family(rollouters, "rollout/forks/"))),
-            ],
-            width,
+        Facts(
+            said("ended", _counts(family(rollouters, "rollout/episodes_ended/"))),
+            said("failed", _counts(failed), "bad" if failed else ""),
+            said("forks", _counts(family(rollouters, "rollout/forks/"))),
         ),
     ]
 
@@ -325,20 +320,20 @@ def _shares(view: SnapshotView) -> Shares:
     return {stage: seconds / whole for stage, seconds in spent.items() if seconds > 0} if whole > 0 else {}
 
 
-def _stages(names: list[str], at: Mapping[str, float], shares: Shares) -> list[Line]:
-    """A title, and a line for each stage: its open episodes, and its share of the time of ended ones."""
-    if not names:
-        return []
-    wide = min(STAGE_WIDTH, max(12, *map(len, names)))
-    lines: list[Line] = [[(f"{'stage':<{wide}}   open  time", "dim")]]
+def _stages(names: Sequence[str], at: Mapping[str, float], shares: Shares) -> Grid:
+    """A row for each stage: its open episodes, and its share of the time of ended ones."""
+    grid = Grid.grid(padding=(0, 2))
+    grid.add_column(min_width=12, max_width=32)
+    grid.add_column(justify="right", width=5)
+    grid.add_column(justify="right", width=4)
+    grid.add_column()
+    grid.add_row(*(text(word, "dim") for word in ("stage", "open", "time")))
     for name in names:
         open_count, share = at.get(name), shares.get(name)
-        bar = level_bar(share or 0.0, 1.0, SHARE_BAR)
-        lines.append(
-            [
-                (f"{name[:wide]:<{wide}}", "bold" if open_count else "dim"),
-                (f"  {count(open_count):>5}  {percent(share):>4}  ", ""),
-                *bar,
-            ]
+        grid.add_row(
+            text(name, "bold" if open_count else "dim"),
+            text(count(open_count)),
+            text(percent(share)),
+            level_bar(share or 0.0, 1.0, widest=24),
         )
-    return lines
+    return grid

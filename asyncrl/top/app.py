@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+from rich.console import Group
 from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -26,7 +27,7 @@ from asyncrl.core.printable import printable
 from asyncrl.top.actor_panes import sorted_next
 from asyncrl.top.client import Away, Waiting
 from asyncrl.top.detail import DetailScreen, HelpScreen
-from asyncrl.top.draw import LEVELS, Choice, PaneName, fit, rich_text, to_ascii
+from asyncrl.top.draw import LEVELS, Choice, PaneName, text, to_ascii
 from asyncrl.top.panes import PANES, panes_of, title
 from asyncrl.top.pipeline import foot, header, pipeline, status, tabs, time_bar
 from asyncrl.top.replay import Feed, Replay, SnapshotSource
@@ -189,7 +190,7 @@ class Top(App[int]):
         for name, found in (("small", small), ("wide", self._wide), ("narrow", not small and not self._wide)):
             base.set_class(found, name)
         message = TOO_SMALL.format(width=LEAST[0], height=LEAST[1], columns=columns, rows=rows)
-        self._small.show([rich_text([(line, "")]) for line in message.splitlines()])
+        self._small.show(Group(*map(text, message.splitlines())), columns)
         for each in base.query("#body *"):
             each.set_class(each is chosen or each in chosen.ancestors, "seen")
         if self.screen is base:
@@ -263,22 +264,23 @@ class Top(App[int]):
             self.view = SnapshotView(self._history)
         self._draw_foot()
         if self.view is None:
-            self._header.show([rich_text([(each, "dim")]) for each in ("asyncrl-top", "waiting for the run")])
+            waiting = Group(text("asyncrl-top", "dim"), text("waiting for the run", "dim"))
+            self._header.show(waiting, self._header.size.width)
             return
         shown, choice = self.view, self._choice
         wide = self._header.size.width
         if not wide:
             return
-        self._header.show(header(shown, wide))
-        self._pipeline.show(pipeline(shown, wide))
-        self._tab_line.show([rich_text(tabs(panes_of(shown), self._chosen_pane, wide))])
+        self._header.show(header(shown, wide), wide)
+        self._pipeline.show(pipeline(shown, wide), wide)
+        self._tab_line.show(tabs(panes_of(shown), self._chosen_pane, wide), wide)
         if self.source.replay is not None:
-            self._time.show([fit(time_bar(self.source.replay, wide), wide)])
+            self._time.show(time_bar(self.source.replay), wide)
         self.panes["episodes"].set_class(not shown.of("episodes"), "absent")
         for number, (name, widget) in enumerate(self.panes.items(), 1):
             if widget.is_on_screen and widget.room > 0:
                 own = self._wide and name in OWN_HEIGHT
-                widget.show(PANES[name](shown, choice, widget.room), tall=not own)
+                widget.show(PANES[name](shown, choice), tall=not own)
                 widget.border_title = f"{number} {title(name, shown, choice)}"
         if self.focused is None and self.screen is self.screen_stack[0]:
             self.panes[self._chosen_pane].focus_entries()
@@ -286,10 +288,9 @@ class Top(App[int]):
             self.screen.draw()
 
     def _draw_foot(self) -> None:
-        replay, width, attached = self.source.replay, self._foot.size.width, self.view is not None
-        status_line = status(self._over, self._away, replay, frozen=self._frozen, attached=attached)
-        line = foot(status_line, self._choice, width, replay=replay is not None)
-        self._foot.show([fit(line, width)])
+        replay, attached = self.source.replay, self.view is not None
+        now = status(self._over, self._away, replay, frozen=self._frozen, attached=attached)
+        self._foot.show(foot(now, self._choice, replay=replay is not None), self._foot.size.width)
 
     # --- keys ---
 

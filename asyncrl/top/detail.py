@@ -9,7 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
-from rich.text import Text
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.table import Table as Grid
 from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -22,17 +24,14 @@ from asyncrl.messages.monitor import ActorView, Resource
 from asyncrl.top.bottleneck import by_kind, kind_of
 from asyncrl.top.draw import (
     BARS,
-    Line,
+    Facts,
     Style,
-    columns,
-    fit,
-    joined,
-    length,
+    in_columns,
+    is_amiss,
     said,
-    said_state,
     state_bar,
+    text,
     warned,
-    wrapped,
 )
 from asyncrl.top.panes import LEVEL_STYLES
 from asyncrl.top.view import CONTROLLER, SnapshotView, is_gone
@@ -46,114 +45,97 @@ PROBE = 1 << 18
 """Bytes, at most, that are looked through for a line with a timestamp."""
 EVENTS_SHOWN = 20
 RESOURCES_SHOWN = 16
-ENTRY_LINES = 3
-"""Lines of the screen for a warning or an error in a log; one for anything else."""
-EVENT_LINES = 40
-"""Lines of the screen for an event."""
-LABEL = 12
-LEAD = 20
-"""Columns before the text of an event."""
+LONGEST_ENTRY = 200
+"""Characters of a warning or an error in a log; anything else is one line."""
+LONGEST_EVENT = 2000
 
 
-def detail(view: SnapshotView, name: str, log: Sequence[str] | None, width: int) -> list[Text]:
-    """Lines on an actor. ``log`` are the last lines of its log file, oldest first; None if it cannot be read."""
+def detail(view: SnapshotView, name: str, log: Sequence[str] | None) -> Group:
+    """An actor. ``log`` are the last lines of its log file, oldest first; None if it cannot be read."""
     actor = next((each for each in view.actors if each.name == name), None)
     if actor is None:
-        return [fit([(f"{name} is not part of this run", "bad")], width)]
-    parts: list[tuple[str, Sequence[Line | Text]]] = [("", _facts(actor))]
+        return Group(text(f"{name} is not part of this run", "bad"))
+    found = _facts(actor)
+
+    def add(title: str, *parts: RenderableType) -> None:
+        found.extend([text(""), text(title, "bold"), *parts])
+
     if actor.resources:
-        bars = [line for each in actor.resources[:RESOURCES_SHOWN] for line in _resource(each, width)]
-        if (more := len(actor.resources) - RESOURCES_SHOWN) > 0:
-            bars.append([(f"and {more} more", "dim")])
-        parts.append(("TIME, since its start", bars))
-    waits: list[Line] = [
-        [
-            (f"{duration(wait.seconds):>8}  {wait.whom}  {wait.what}", "dim" if wait.idle else ""),
-            ("  (idle)" if wait.idle else "", "dim"),
-        ]
+        more = len(actor.resources) - RESOURCES_SHOWN
+        rest = [text(f"and {more} more", "dim")] if more > 0 else []
+        add("TIME, since its start", _times(actor.resources[:RESOURCES_SHOWN]), *rest)
+    waits = [
+        text(f"{duration(wait.seconds):>8}  {wait.whom}  {wait.what}", "dim" if wait.idle else "")
+        + text("  (idle)" if wait.idle else "", "dim")
         for wait in actor.waits
     ]
-    parts.append(("OPEN WAITS, the oldest first", waits or [[("none", "dim")]]))
+    add("OPEN WAITS, the oldest first", *(waits or [text("none", "dim")]))
     if log is not None:
-        shown = [line for text in log for line in _log_lines(text, width)]
-        parts.append(("LOG, its last lines", shown or [[("none up to here", "dim")]]))
-    events: list[Text] = []
-    for event in [event for event in view.events if (event.actor or CONTROLLER) == name][: -EVENTS_SHOWN - 1 : -1]:
-        lead = f"{time.strftime('%H:%M:%S', time.localtime(event.wall))}  {event.level}"
-        events += _entry(lead, event.text, event.level, width, EVENT_LINES)
-    parts.append(("EVENTS, the newest first", events or [[("none", "dim")]]))
+        add("LOG, its last lines", *(map(_log_line, log) if log else (text("none up to here", "dim"),)))
+    events = [event for event in view.events if (event.actor or CONTROLLER) == name][: -EVENTS_SHOWN - 1 : -1]
+    entries: list[RenderableType] = [
+        _entry(time.strftime("%H:%M:%S", time.localtime(event.wall)), event.level, event.text, LONGEST_EVENT)
+        for event in events
+    ]
+    add("EVENTS, the newest first", *(entries or [text("none", "dim")]))
     if actor.metrics:
         metrics: list[tuple[str, str, Style]] = [
             (metric, _number(metric, value), "") for metric, value in sorted(actor.metrics.items())
         ]
-        parts.append(("METRICS", columns(metrics, width, right=True)))
-    found: list[Text] = []
-    for title, lines in parts:
-        if title:
-            found += [Text(), fit([(title, "bold")], width)]
-        found += [line if isinstance(line, Text) else fit(line, width) for line in lines]
-    return found
+        add("METRICS", in_columns(metrics, right=True))
+    return Group(*found)
 
 
-def _facts(actor: ActorView) -> list[Line]:
+def _facts(actor: ActorView) -> list[RenderableType]:
     """Lines on an actor: its condition, its host and process, their use, and a line for each GPU."""
-    condition = said_state(actor.condition, actor.state, actor.awaiting)
     # Without a heartbeat all facts are unknown. Once the actor is gone, its use of the host is unknown.
     has_state, is_known = bool(actor.state), actor.condition != "absent"
     is_present = has_state and not is_gone(actor)
     busy, late = (actor.loop_busy, actor.loop_lag_s) if is_present else (None, None)
-    gpus = [
-        said(
-            f"GPU {gpu.index}",
-            f"{percent(gpu.utilisation)}  {size(gpu.memory_bytes)} of {size(gpu.memory_total_bytes)}",
-        )
-        for gpu in actor.gpus
-    ]
     return [
-        joined(
-            [
-                said("condition", actor.condition, "bad" if condition[1] == "bad" else ""),
-                said("state", f"{actor.state} {actor.awaiting}".strip() or ABSENT),
-                said("for", duration(actor.state_s if has_state else None)),
-                said("heard", f"{duration(actor.heard_s)} ago" if is_known else ABSENT, warned(actor.heard_s > 10)),
-            ]
+        Facts(
+            said("condition", actor.condition, "bad" if is_amiss(actor.condition) else ""),
+            said("state", f"{actor.state} {actor.awaiting}".strip() or ABSENT),
+            said("for", duration(actor.state_s if has_state else None)),
+            said("heard", f"{duration(actor.heard_s)} ago" if is_known else ABSENT, warned(actor.heard_s > 10)),
         ),
-        joined(
-            [
-                said("host", actor.host or ABSENT),
-                said("pid", str(actor.pid or ABSENT)),
-                said("restarts", str(actor.restarts) if is_known else ABSENT, warned(actor.restarts)),
-                said("version", str(actor.version) if actor.version >= 0 else ABSENT),
-            ]
+        Facts(
+            said("host", actor.host or ABSENT),
+            said("pid", str(actor.pid or ABSENT)),
+            said("restarts", str(actor.restarts) if is_known else ABSENT, warned(actor.restarts)),
+            said("version", str(actor.version) if actor.version >= 0 else ABSENT),
         ),
-        joined(
-            [
-                said("processors", fixed(actor.cpu if is_present else None)),
-                said("memory", size(actor.rss_bytes or None if is_present else None)),
-                said("event loop busy", percent(busy), warned((busy or 0.0) > 0.8)),
-                said("loop lag", duration(late), warned((late or 0.0) > 0.5)),
-            ]
+        Facts(
+            said("processors", fixed(actor.cpu if is_present else None)),
+            said("memory", size(actor.rss_bytes or None if is_present else None)),
+            said("event loop busy", percent(busy), warned((busy or 0.0) > 0.8)),
+            said("loop lag", duration(late), warned((late or 0.0) > 0.5)),
         ),
-        *gpus,
+        *(
+            said(
+                f"GPU {gpu.index}",
+                f"{percent(gpu.utilisation)}  {size(gpu.memory_bytes)} of {size(gpu.memory_total_bytes)}",
+            )
+            for gpu in actor.gpus
+        ),
     ]
 
 
-def _resource(resource: Resource, width: int) -> list[Line]:
-    """The bar of a resource and its states, on as many lines as they need."""
-    spent = resource.spent
-    whole = sum(spent.values())
-    shares = {state: seconds / whole for state, seconds in spent.items()} if whole > 0 else {}
-    bar = state_bar(by_kind(shares), min(30, width // 3))
-    lines: list[Line] = [[(f"{resource.name:<{LABEL}}", "dim"), *bar]]
-    beside = length(lines[0])
-    for state, share in sorted(shares.items(), key=lambda item: -item[1]):
-        if share < 0.005:
-            continue
-        text = f"  {state} {percent(share)}"
-        if length(lines[-1]) + len(text) > width:
-            lines.append([(" " * beside, "")])
-        lines[-1].append((text, "dim" if kind_of(state) == "wait" else ""))
-    return lines
+def _times(resources: Sequence[Resource]) -> Grid:
+    """A bar for each resource, and the shares of its states."""
+    grid = Grid.grid(padding=(0, 2))
+    for width in (10, 24, None):
+        grid.add_column(width=width)
+    for resource in resources:
+        whole = sum(resource.spent.values())
+        shares = {state: seconds / whole for state, seconds in resource.spent.items()} if whole > 0 else {}
+        states = [
+            text(f"{state} {percent(share)}", "dim" if kind_of(state) == "wait" else "")
+            for state, share in sorted(shares.items(), key=lambda item: -item[1])
+            if share >= 0.005
+        ]
+        grid.add_row(text(resource.name, "dim"), state_bar(by_kind(shares)), Columns(states, padding=(0, 2)))
+    return grid
 
 
 def _number(name: str, value: float) -> str:
@@ -164,26 +146,31 @@ def _number(name: str, value: float) -> str:
     return count(value) if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
 
 
-def _log_lines(text: str, width: int) -> list[Text]:
+def _log_line(line: str) -> RenderableType:
     """A line of a log: JSON as the actors write it, or other text that was printed."""
     try:
-        entry = from_json(text)
+        entry = from_json(line)
     except ValueError:
         entry = None
     if not isinstance(entry, dict) or "event" not in entry:
-        return wrapped([(text, "")], width, len(text))
+        return text(line, wraps=True)
     level, at, event = (str(entry.pop(key, "")) for key in ("level", "timestamp", "event"))
     entry.pop("actor", None)
     rest = " ".join(f"{key}={value}" for key, value in entry.items())
-    most = ENTRY_LINES if LEVEL_STYLES.get(level) in ("warn", "bad") else 1
-    return _entry(f"{at[11:19]}  {level}", f"{event}  {rest}", level, width, most)
+    most = LONGEST_ENTRY if LEVEL_STYLES.get(level) in ("warn", "bad") else 0
+    return _entry(at[11:19], level, f"{event}  {rest}", most)
 
 
-def _entry(lead: str, text: str, level: str, width: int, most: int) -> list[Text]:
-    """A text after its time and level, on at most so many lines."""
-    lines = wrapped([(" ".join(text.split()), LEVEL_STYLES.get(level, ""))], max(20, width - LEAD), most)
-    leads = [lead, *[""] * (len(lines) - 1)]
-    return [Text("", end="").join([fit([(each, "dim")], LEAD), part]) for each, part in zip(leads, lines, strict=True)]
+def _entry(at: str, level: str, words: str, most: int) -> Grid:
+    """A text after its time and level: of at most ``most`` characters, or one line if that is 0."""
+    shown = text(" ".join(words.split()), LEVEL_STYLES.get(level, ""), wraps=most > 0)
+    if most:
+        shown.truncate(most, overflow="ellipsis")
+    grid = Grid.grid(padding=(0, 2))
+    for width in (8, 8, None):
+        grid.add_column(width=width)
+    grid.add_row(text(at, "dim"), text(level, "dim"), shown)
+    return grid
 
 
 class DetailScreen(PageScreen):
@@ -229,7 +216,7 @@ class DetailScreen(PageScreen):
             self._log_until = view.wall
             self._read_log()
         if view is not None:
-            self.show_page(detail(view, self._actor, self._log, self.room))
+            self.show_page(detail(view, self._actor, self._log))
 
     def action_other(self, by: int) -> None:
         view = self._view()
@@ -341,24 +328,22 @@ WORDS = (
 )
 
 
-def help_page(width: int) -> list[Text]:
-    """Lines on the keys, and on the titles of the rollouters' columns."""
+def help_page() -> Group:
+    """The keys, and the titles of the rollouters' columns."""
     names = ("work", "weights", "checkpoints", "starting", "waiting")
-    kinds: list[Line] = [[(f"{mark} {name}", kind)] for (kind, mark), name in zip(BARS.items(), names, strict=True)]
-
-    def part(title: str, entries: Sequence[tuple[str, str]]) -> list[Text]:
-        lines: list[Line] = [[(title, "bold")], *columns([(*entry, "") for entry in entries], width, most=2)]
-        return [fit(line, width) for line in lines]
-
-    return [
-        fit([("the bottleneck", "bold")], width),
-        *wrapped([(HELP, "")], width, len(HELP)),
-        *wrapped(joined(kinds), width, len(HELP)),
-        Text(),
-        *part("keys", KEYS),
-        *part("in a replay", REPLAY_KEYS),
-        *part("a rollouter", WORDS),
-    ]
+    kinds = [text(f"{mark} {name}", kind) for (kind, mark), name in zip(BARS.items(), names, strict=True)]
+    parts = {"keys": KEYS, "in a replay": REPLAY_KEYS, "a rollouter": WORDS}
+    return Group(
+        text("the bottleneck", "bold"),
+        text(HELP, wraps=True),
+        Columns(kinds, padding=(0, 3)),
+        text(""),
+        *(
+            each
+            for title, entries in parts.items()
+            for each in (text(title, "bold"), in_columns([(*entry, "") for entry in entries]))
+        ),
+    )
 
 
 class HelpScreen(ModalScreen[None]):
@@ -382,4 +367,4 @@ class HelpScreen(ModalScreen[None]):
 
     def on_resize(self, event: Resize) -> None:
         room = min(76, event.size.width) - 2 - SIDES
-        self.call_after_refresh(self._lines.show, help_page(room))
+        self.call_after_refresh(self._lines.show, help_page(), room)

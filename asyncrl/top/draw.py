@@ -1,19 +1,21 @@
-"""Drawing for a width: lines of styled text, bars, and tables that drop columns where there is no room. Pure.
+"""Parts of a screen that Rich lays out: styled text, lines of facts, bars, tables, panes. Pure.
 
-A line is a list of (text, key of STYLES). Invariant: all text of a run passes ``rich_text``, which makes it printable
-(core/printable.py). So control characters of a run never reach the terminal.
+A pane is a tree of Rich renderables, ``lines`` draws it for a width. Invariant: all text of a run passes ``text``,
+which makes it printable (core/printable.py). So control characters of a run never reach the terminal.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from rich.cells import cell_len
-from rich.console import Console
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.style import Style as RichStyle
+from rich.table import Table as Grid
 from rich.text import Text
 
 from asyncrl.core.numbers import ABSENT, count
@@ -23,32 +25,35 @@ from asyncrl.top.bottleneck import KINDS, Kind, kind_of
 Style = Literal[
     "", "dim", "bold", "good", "warn", "bad", "mark", "work", "weights", "upkeep", "start", "wait", "level", "chosen"
 ]
-STYLES: dict[Style, RichStyle] = {
-    "": RichStyle(),
-    "dim": RichStyle(color="#8a93a6"),
-    "bold": RichStyle(bold=True),
-    "good": RichStyle(color="#8fbf7f"),
-    "warn": RichStyle(color="#e0b050"),
-    "bad": RichStyle(color="#e06c75", bold=True),
-    "mark": RichStyle(color="#f0a060", bold=True),
-    "work": RichStyle(color="#6aa784"),
-    "weights": RichStyle(color="#6b93c9"),
-    "upkeep": RichStyle(color="#a585c0"),
-    "start": RichStyle(color="#d9b45b"),
-    "wait": RichStyle(color="#59617a"),
-    "level": RichStyle(color="#7aa2c4"),
-    "chosen": RichStyle(color="#f0a060", bold=True, underline=True),
+_STYLES: dict[Style, str] = {
+    "": "",
+    "dim": "#8a93a6",
+    "bold": "bold",
+    "good": "#8fbf7f",
+    "warn": "#e0b050",
+    "bad": "bold #e06c75",
+    "mark": "bold #f0a060",
+    "work": "#6aa784",
+    "weights": "#6b93c9",
+    "upkeep": "#a585c0",
+    "start": "#d9b45b",
+    "wait": "#59617a",
+    "level": "#7aa2c4",
+    "chosen": "bold underline #f0a060",
 }
-Span = tuple[str, Style]
-Line = list[Span]
+STYLES = {name: RichStyle.parse(style) for name, style in _STYLES.items()}
 BARS: dict[Kind, str] = {"work": "█", "weights": "▓", "upkeep": "▚", "start": "▒", "wait": "░"}
 SPARKS = "▁▂▃▄▅▆▇█"
-GAP = 4
-"""Blanks between two columns of facts."""
-_CONSOLE = Console(file=io.StringIO(), width=80)
+_CONSOLE = Console(file=io.StringIO(), width=80, color_system="truecolor", legacy_windows=False)
 _TO_ASCII = str.maketrans(
     dict(zip(f"{ABSENT}…→←↑↓×·µ≤±▾▴─━◆█▓▚▒░▁▂▃▄▅▆▇", "-~><^vx.u<~v^-=*#%+*._.-~=+*", strict=True))
 )
+
+
+def lines(renderable: RenderableType, width: int) -> list[Text]:
+    """Draw something of Rich as lines of ``width`` cells."""
+    drawn = _CONSOLE.render_lines(renderable, _CONSOLE.options.update(width=max(1, width)))
+    return [Text.assemble(*((each.text, each.style or "") for each in line)) for line in drawn]
 
 
 def to_ascii(text: str) -> str:
@@ -57,57 +62,31 @@ def to_ascii(text: str) -> str:
 
 
 def in_ascii(text: Text) -> Text:
-    """Change ``text`` itself for a terminal that knows only ASCII, as wide as before, and return it."""
-    cells, text.plain = text.cell_len, to_ascii(text.plain)
-    text.truncate(cells, overflow="crop", pad=True)
-    return text
-
-
-# --- Rich text ---
-
-
-def rich_text(line: Line) -> Text:
-    """Rich text of a line, as long as it is."""
-    found = Text(no_wrap=True)
-    for part, style in line:
-        found.append(printable(part), STYLES[style])
+    """The text for a terminal that knows only ASCII, as wide as before."""
+    found = text.copy()
+    found.plain = to_ascii(text.plain)
+    found.truncate(text.cell_len, overflow="crop", pad=True)
     return found
 
 
-def fit(line: Line, width: int, *, right: bool = False) -> Text:
-    """Rich text of exactly ``width`` cells: padded on the right, or on the left if ``right``, or cut with a mark."""
-    if width < 1:
-        return Text()
-    found = rich_text(line)
-    found.overflow = "ellipsis"
-    found.align("right" if right else "left", width)
-    return found
+# --- text ---
 
 
-def wrapped(line: Line, width: int, most: int) -> list[Text]:
-    """Rich text in at most ``most`` lines of ``width`` cells; the last ends with a mark if some text is left out."""
-    found = list(rich_text(line).wrap(_CONSOLE, max(2, width), no_wrap=False, overflow="fold"))
-    if len(found) > most:
-        last = found[most - 1]
-        last.rstrip()
-        last.truncate(width - 2)
-        last.append(" …")
-    for each in found:
-        each.rstrip()
-    return found[:most]
+def text(words: str, style: Style = "", *, wraps: bool = False) -> Text:
+    """Text of one line, cut with a mark where it has no room, or of as many lines as it needs if it ``wraps``."""
+    found = Text(no_wrap=not wraps, overflow="fold" if wraps else "ellipsis")
+    return found.append(printable(words), STYLES[style])
 
 
-# --- parts of lines ---
+def wrapped(line: Text, width: int, most: int) -> list[Text]:
+    """The text in at most ``most`` lines. The last has all the rest, which is cut where it has no room."""
+    found = line.wrap(_CONSOLE, max(2, width), no_wrap=False, overflow="fold")
+    return [*found[: most - 1], joined(found[most - 1 :], " ")]
 
 
-def length(line: Line) -> int:
-    """Cells that a line takes."""
-    return sum(len(text) if text.isascii() and text.isprintable() else cell_len(printable(text)) for text, _ in line)
-
-
-def said(name: str, value: str, style: Style = "") -> Line:
+def said(name: str, value: str, style: Style = "") -> Text:
     """A value with its name before it."""
-    return [(f"{name} ", "dim"), (value, style)]
+    return text(f"{name} ", "dim") + text(value, style)
 
 
 def warned(problem: object, otherwise: Style = "") -> Style:
@@ -115,62 +94,73 @@ def warned(problem: object, otherwise: Style = "") -> Style:
     return "warn" if problem else otherwise
 
 
-def joined(parts: Iterable[Line], between: str = "   ") -> Line:
+def joined(parts: Iterable[Text], between: str = "   ") -> Text:
     """The parts that are not empty, one after the other."""
-    found: Line = []
-    for part in parts:
-        if part:
-            found += [(between, ""), *part] if found else part
-    return found
+    return text(between).join(part for part in parts if part)
 
 
-def fitting(parts: Iterable[Line], width: int) -> Line:
-    """As many of the parts as fit into the width, and the first in any case."""
-    shown = [part for part in parts if part]
-    while len(shown) > 1 and length(joined(shown)) > width:
-        shown.pop()
-    return joined(shown)
+class Facts:
+    """A line with as many of the parts as fit, and the first in any case. Empty parts are left out."""
+
+    def __init__(self, *parts: Text, between: str = "   ") -> None:
+        self._parts, self._between = [part for part in parts if part], between
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        shown = list(self._parts)
+        while len(shown) > 1 and joined(shown, self._between).cell_len > options.max_width:
+            shown.pop()
+        yield joined(shown, self._between)
 
 
-def columns(
-    items: Sequence[tuple[str, str, Style]], width: int, *, right: bool = False, most: int | None = None
-) -> list[Line]:
-    """Names and values in at most ``most`` columns, down each column first; values on the right if ``right``.
-
-    There must be an item.
-    """
-    name_wide, value_wide = (max(len(item[i]) for item in items) for i in (0, 1))
-    across = max(1, (width + GAP) // (name_wide + 2 + value_wide + GAP))
-    down = -(-len(items) // min(across, most or across))
-
-    def entry(name: str, value: str, style: Style) -> Line:
-        return [(f"{name:<{name_wide}}  ", "dim"), (f"{value:{'>' if right else '<'}{value_wide}}", style)]
-
-    return [joined([entry(*item) for item in items[i::down]], " " * GAP) for i in range(down)]
+def in_columns(facts: Sequence[tuple[str, str, Style]], *, right: bool = False) -> Columns:
+    """Names and values in as many columns as fit, down each column first; values on the right if ``right``."""
+    name_wide, value_wide = (max(len(fact[i]) for fact in facts) for i in (0, 1))
+    entries = [
+        text(f"{name:<{name_wide}}  ", "dim") + text(f"{value:{'>' if right else '<'}{value_wide}}", style)
+        for name, value, style in facts
+    ]
+    return Columns(entries, padding=(0, 4), column_first=True)
 
 
 # --- bars ---
 
 
-def state_bar(kinds: Mapping[Kind, float], width: int) -> Line:
-    """A bar over all of the time, split by kinds of states. Shares that add up to 1 fill it exactly."""
-    shares = [max(0.0, kinds.get(kind, 0.0)) for kind in KINDS]
-    if (whole := sum(shares)) <= 0:
-        return [(" " * width, "")]
-    exact = [share / whole * width for share in shares]
-    cells = [int(each) for each in exact]
-    # The cells left by rounding down go to the largest remainders.
-    for index in sorted(range(len(exact)), key=lambda i: cells[i] - exact[i])[: width - sum(cells)]:
-        cells[index] += 1
-    return [(BARS[kind] * n, kind) for kind, n in zip(KINDS, cells, strict=True) if n]
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Parts of a whole, each as a run of its mark: as wide as there is room, but at most ``widest`` cells."""
+
+    parts: Sequence[tuple[float, str, Style]]
+    """Size, mark and style of each part; sizes are not negative."""
+    widest: int = 40
+
+    def drawn(self, width: int) -> Text:
+        """The bar as text of ``width`` cells; blank if the whole is 0."""
+        sizes = [size for size, _, _ in self.parts]
+        if (whole := sum(sizes)) <= 0:
+            return text(" " * width)
+        exact = [size / whole * width for size in sizes]
+        cells = [int(each) for each in exact]
+        # The cells left by rounding down go to the largest remainders.
+        for index in sorted(range(len(exact)), key=lambda i: cells[i] - exact[i])[: width - sum(cells)]:
+            cells[index] += 1
+        return joined([text(mark * n, style) for n, (_, mark, style) in zip(cells, self.parts, strict=True)], "")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield self.drawn(min(self.widest, options.max_width))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(4, self.widest)
 
 
-def level_bar(value: float | None, limit: float | None, width: int, style: Style = "level") -> Line:
+def state_bar(kinds: Mapping[Kind, float], widest: int = 40) -> Bar:
+    """A bar over all of the time, split by kinds of states."""
+    return Bar([(max(0.0, kinds.get(kind, 0.0)), BARS[kind], kind) for kind in KINDS], widest)
+
+
+def level_bar(value: float | None, limit: float | None, style: Style = "level", widest: int = 40) -> Bar:
     """A bar that is as full as ``value`` of ``limit``."""
-    if value is None or not limit:
-        return [(" " * width, "")]
-    cells = max(0, min(width, round(value / limit * width)))
-    return [("█" * cells, style), ("·" * (width - cells), "dim")]
+    full = 0.0 if value is None or not limit else max(0.0, min(1.0, value / limit))
+    return Bar([(full, "█", style), (1.0 - full, "·", "dim")] if value is not None and limit else [], widest)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -195,21 +185,20 @@ def is_amiss(condition: str) -> bool:
     return condition in ("condemned", "dead", "lost", "aside")
 
 
-def said_state(condition: str, state: str, awaiting: str) -> Span:
-    """Words for the state of an actor, with their style."""
+def said_state(condition: str, state: str, awaiting: str) -> Text:
+    """Words for the state of an actor."""
     if condition in ("ready", "starting") and state:
         kind = kind_of(state)
         styles: dict[Kind, Style] = {"wait": "dim", "start": "start", "weights": "weights", "upkeep": "upkeep"}
         waits_for = awaiting.removeprefix("weights ") if kind in ("wait", "weights") else ""
-        return f"{state} {waits_for}".rstrip(), styles.get(kind, "")
-    return condition, "start" if condition in ("starting", "absent") else "bad" if is_amiss(condition) else "dim"
+        return text(f"{state} {waits_for}".rstrip(), styles.get(kind, ""))
+    return text(condition, "start" if condition in ("starting", "absent") else "bad" if is_amiss(condition) else "dim")
 
 
 # --- tables ---
 
 NARROW = 100
 """Width below which one blank separates columns, else two."""
-Cell = str | Span | Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +206,7 @@ class Column:
     """A column of a table."""
 
     title: str
-    cell: Callable[[Any], Cell]
+    cell: Callable[[Any], Text]
     """Cell of an entry."""
     value: Callable[[Any], Any] | None = None
     """Value of an entry that rows are sorted by; None is unknown."""
@@ -227,6 +216,7 @@ class Column:
     """Columns with larger numbers go first when there is no room; a column with 0 stays."""
     most: int = 40
     right: bool = False
+    """Whether the column has numbers. They stand right of all columns of text."""
     spare: bool = False
     """Whether the column is left out if all its values are unknown."""
     summed: bool = False
@@ -242,8 +232,8 @@ def number(
 ) -> Column:
     """Make a column of numbers: ``value`` reads that of an entry, ``show`` writes it, ``style`` gives its style."""
 
-    def cell(entry: Any) -> Span:
-        return show(value(entry)), style(entry)
+    def cell(entry: Any) -> Text:
+        return text(show(value(entry)), style(entry))
 
     return Column(title=title, cell=cell, value=value, right=True, **more)
 
@@ -253,23 +243,8 @@ class Row:
     """A row. ``key`` is the actor that it is about; a heading has that of the first row below it."""
 
     key: str
-    cells: Sequence[Line]
+    cells: Sequence[Text]
     heading: bool = False
-
-
-def row(key: str, cells: Iterable[Cell], *, heading: bool = False) -> Row:
-    """The row of these cells; a text alone has no style."""
-    lines = [[(cell, "")] if isinstance(cell, str) else [cell] if isinstance(cell, tuple) else cell for cell in cells]
-    return Row(key, lines, heading)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class TableLayout:
-    """The columns that fit into a width. ``widths`` has the index and the cells, with the gap, of each."""
-
-    widths: tuple[tuple[int, int], ...]
-    titles: tuple[str, ...]
-    gap: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,80 +258,68 @@ class Table:
     newest_first: bool = False
     """Whether rows are moments: the cursor stays at its place when newer rows push the others down."""
 
-    def laid(self, width: int) -> TableLayout:
-        """Choose the columns that fit into ``width``; columns with the largest ``drop`` go first, those with 0 stay.
+    def laid(self, width: int) -> list[tuple[int, Text, int]]:
+        """Index, title and cells of each column that fits; columns with the largest ``drop`` go first.
 
         A last column of text takes all the room that is left.
         """
-        gap = 1 if width < NARROW else 2
-        widths = [self._width(i) for i in range(len(self.columns))]
-        shown = [i for i in range(len(widths)) if not (self.columns[i].spare and self._is_unknown(i))]
-        while sum(widths[i] + gap for i in shown) - gap > width:
-            last = max(shown, key=lambda i: (self.columns[i].drop, i))
-            if not self.columns[last].drop:
-                break
-            shown.remove(last)
-        if not self.columns[shown[-1]].right:
-            widths[shown[-1]] = max(1, width - sum(widths[i] + gap for i in shown[:-1]))
-        titles = [self._title(self.columns[i]) for i in shown]
+        gap, columns = 1 if width < NARROW else 2, self.columns
+        mark = "▾" if self.descending else "▴"
+        titles = [column.title + mark * (column.title == self.sorted_by) for column in columns]
+        cells = [[row.cells[i] for row in self.rows if not row.heading] for i in range(len(columns))]
+        wide = [
+            max(len(title), column.width, min(column.most, max((cell.cell_len for cell in below), default=0))) + gap
+            for title, column, below in zip(titles, columns, cells, strict=True)
+        ]
+        shown = [i for i in range(len(wide)) if not columns[i].spare or any(cell.plain != ABSENT for cell in cells[i])]
+        while sum(wide[i] for i in shown) - gap > width and any(columns[i].drop for i in shown):
+            shown.remove(max(shown, key=lambda i: (columns[i].drop, i)))
+        # The gap is left of numbers and right of text, but for the last text.
+        last = max(i for i in shown if not columns[i].right)
+        wide[last] = wide[last] - gap if last != shown[-1] else max(1, width - sum(wide[i] for i in shown[:-1]))
         # If the column that sorts the rows has no room, the first title names it.
-        for i, column in enumerate(self.columns):
+        for i, column in enumerate(columns):
             if column.title == self.sorted_by and i not in shown:
-                titles[0] = f"by {self._title(column)}"
-        return TableLayout(tuple((i, widths[i] + gap * (i != shown[-1])) for i in shown), tuple(titles), gap)
+                titles[shown[0]] = f"by {titles[i]}"
+        return [(i, _aligned(text(titles[i], "dim"), columns[i]), wide[i]) for i in shown]
 
-    def heads(self, layout: TableLayout) -> list[Text]:
-        """The titles of the columns."""
-        return [self._drawn([(title, "dim")], at, layout) for at, title in enumerate(layout.titles)]
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Grid]:
+        grid, laid = Grid.grid(), self.laid(options.max_width)
+        for _, _, cells in laid:
+            grid.add_column(width=cells)
+        grid.add_row(*(title for _, title, _ in laid))
+        for row in self.rows:
+            grid.add_row(*(row.cells[i] for i, _, _ in laid))
+        yield grid
 
-    def cell(self, row: Row, at: int, layout: TableLayout) -> Text:
-        """The cell of a row in column ``at`` of the layout."""
-        return self._drawn(row.cells[layout.widths[at][0]], at, layout)
 
-    def lines(self, width: int, most: int | None = None) -> list[Text]:
-        """The table as lines: the titles and at most ``most`` rows."""
-        layout = self.laid(width)
-        rows = [[self.cell(row, at, layout) for at in range(len(layout.widths))] for row in self.rows[:most]]
-        return [Text().join(cells) for cells in [self.heads(layout), *rows]]
+def _aligned(cell: Text, column: Column) -> Text:
+    cell.justify = "right" if column.right else "left"
+    return cell
 
-    def _drawn(self, cell: Line, at: int, layout: TableLayout) -> Text:
-        number, width = layout.widths[at]
-        gap = layout.gap if at < len(layout.widths) - 1 else 0
-        found = fit(cell, width - gap, right=self.columns[number].right)
-        found.pad_right(gap)
-        return found
 
-    def _width(self, number: int) -> int:
-        column = self.columns[number]
-        widest = max((length(row.cells[number]) for row in self.rows if not row.heading), default=0)
-        return max(len(self._title(column)), column.width, min(widest, column.most))
-
-    def _title(self, column: Column) -> str:
-        return column.title + ("▾" if self.descending else "▴") * (column.title == self.sorted_by)
-
-    def _is_unknown(self, number: int) -> bool:
-        return all(row.cells[number][0][0] == ABSENT for row in self.rows if not row.heading)
+def row(key: str, columns: Sequence[Column], cells: Iterable[Text], *, heading: bool = False) -> Row:
+    """The row of these cells."""
+    return Row(key, [_aligned(cell, column) for cell, column in zip(cells, columns, strict=True)], heading)
 
 
 def table_of(columns: Sequence[Column], entries: Iterable[Any], key: Callable[[Any], str], **more: Any) -> Table:
     """The table of these entries; ``key`` gives the actor that an entry is about."""
-    rows = [row(key(entry), (column.cell(entry) for column in columns)) for entry in entries]
+    rows = [row(key(entry), columns, (column.cell(entry) for column in columns)) for entry in entries]
     return Table(columns, rows, **more)
 
 
 @dataclass(frozen=True, slots=True)
 class Pane:
-    """Lines of a pane, and the table below them, if it has one."""
+    """What a pane shows, and the table below it, if it has one."""
 
-    head: list[Line] = field(default_factory=list)
+    head: Sequence[RenderableType] = ()
     table: Table | None = None
     about: str = ""
     """The actor that the pane as a whole is about."""
 
-    def lines(self, width: int, most: int | None = None) -> list[Text]:
-        """All of the pane as lines of this width, with at most ``most`` rows of its table."""
-        below = self.table.lines(width, most) if self.table is not None else []
-        return [*(fit(line, width) for line in self.head), *below]
+    def __rich__(self) -> Group:
+        return Group(*self.head, *([self.table] if self.table is not None else []))
 
 
 # --- the choice of the user ---

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
+from rich.console import RenderableType
+from rich.table import Table as Grid
 from rich.text import Text
 
 from asyncrl.core.numbers import ABSENT, count, duration, exact, fixed, percent, rate, size
+from asyncrl.messages.monitor import Event
 from asyncrl.observe.catalogue import edges_of, quantile
 from asyncrl.observe.metrics_line import (
     HIGH_TRUNCATION,
@@ -24,38 +28,38 @@ from asyncrl.top.actor_panes import ActorRow, episodes, host_column, rollouters
 from asyncrl.top.bottleneck import by_kind
 from asyncrl.top.draw import (
     LEVELS,
+    Bar,
     Choice,
     Column,
-    Line,
+    Facts,
     Pane,
     PaneName,
     Style,
-    columns,
-    fitting,
+    in_columns,
     is_there,
-    joined,
-    length,
     level_bar,
+    lines,
     number,
     said,
     state_bar,
     table_of,
+    text,
     warned,
 )
 from asyncrl.top.pipeline import header, pipeline, staleness_limit
 from asyncrl.top.view import CONTROLLER, SnapshotView, is_gone
 
+NONE = text("")
 LEVEL_STYLES: dict[str, Style] = {"info": "dim", "warning": "warn", "error": "bad", "critical": "bad"}
 
 
 # --- learner ---
 
 
-def _gpu_memory(entry: ActorRow) -> str:
+def _gpu_memory(entry: ActorRow) -> Text:
     gpus = entry.actor.gpus if is_there(entry.condition) else []
-    if not gpus:
-        return ABSENT
-    return f"{size(sum(gpu.memory_bytes for gpu in gpus))}/{size(sum(gpu.memory_total_bytes for gpu in gpus))}"
+    used, whole = sum(gpu.memory_bytes for gpu in gpus), sum(gpu.memory_total_bytes for gpu in gpus)
+    return text(f"{size(used)}/{size(whole)}" if gpus else ABSENT)
 
 
 RANKS = (
@@ -77,97 +81,91 @@ COMPONENTS = 12
 """Most components of the reward that the pane shows."""
 
 
-def learner(view: SnapshotView, choice: Choice, width: int) -> Pane:
+def learner(view: SnapshotView, choice: Choice) -> Pane:
     """Phases of a step, numbers of the newest step, and a row for each rank."""
     ranks = [
         ActorRow(view, actor)
         for actor in view.of("learner")
         if choice.matches(actor.name, actor.host, view.state(actor)[1])
     ]
-    head = [_step(view), _learning(view, width), _speed(view), *_components(view, width), *_evaluations(view, width)]
+    head = [_step(view), _learning(view), _speed(view), *_components(view), *_evaluations(view)]
     return Pane(head, table_of(RANKS, ranks, lambda entry: entry.actor.name), "learner/0")
 
 
-def _step(view: SnapshotView) -> Line:
+def _step(view: SnapshotView) -> RenderableType:
     """Duration of a step, and of each of its phases."""
     whole = view.step_mean("time/step_s")
     seconds = {words: view.step_mean(key) for words, key in PHASES.items()}
     if whole is None and not any(each is not None for each in seconds.values()):
-        return [("only a first step is trained so far" if view.run.step else "no step is trained so far", "dim")]
-    phases: list[Line] = [
-        [*said(words, duration(each)), (f" {percent(each / whole)}" if whole else "", "dim")]
+        return text("only a first step is trained so far" if view.run.step else "no step is trained so far", "dim")
+    phases = [
+        said(words, duration(each)) + text(f" {percent(each / whole)}" if whole else "", "dim")
         for words, each in seconds.items()
         # Only time slices cost a wait for the GPU.
         if each is not None and (each or words != "GPU")
     ]
     # With two blanks all phases fit into 79 cells.
-    return joined([said("step", duration(whole), "bold"), *phases], "  ")
+    return Facts(said("step", duration(whole), "bold"), *phases, between="  ")
 
 
-def _learning(view: SnapshotView, width: int) -> Line:
+def _learning(view: SnapshotView) -> Facts:
     """Numbers of the newest step. A gradient or a learning rate of 0 stands out: the policy learns nothing."""
-    found = {
-        "loss": view.number("loss/policy"),
-        "grad norm": view.number("policy/grad_norm"),
-        "entropy": view.number("policy/entropy"),
-        "KL": view.number("policy/behaviour_kl"),
-        "lr": view.number("learner/lr"),
-    }
-    parts = [
-        said(name, fixed(value, 3), "bad" if name in ("grad norm", "lr") and value == 0 else "")
-        for name, value in found.items()
-    ]
-    return fitting(parts, width)
+    norm, lr = view.number("policy/grad_norm"), view.number("learner/lr")
+    return Facts(
+        said("loss", fixed(view.number("loss/policy"), 3)),
+        said("grad norm", fixed(norm, 3), "bad" if norm == 0 else ""),
+        said("entropy", fixed(view.number("policy/entropy"), 3)),
+        said("KL", fixed(view.number("policy/behaviour_kl"), 3)),
+        said("lr", fixed(lr, 3), "bad" if lr == 0 else ""),
+    )
 
 
-def _speed(view: SnapshotView) -> Line:
+def _speed(view: SnapshotView) -> Facts:
     """Speed and reward of the newest step. Tokens and MFU are over all ranks, which train a step together."""
     first = next(iter(view.of("learner")), None)
     tokens = view.rate_of(first, "learner/tokens") if first is not None else None
     mfu = view.number("perf/mfu") if first is not None and not is_gone(first) else None
     mean, deviation = view.number("reward/mean"), view.number("reward/std")
     spread = f" ± {fixed(deviation, 3)}" if deviation is not None else ""
+    # A step has no engine KL if no token was sampled at the weights that the step trained.
     engine_kl = view.number("policy/engine_kl")
-    return joined(
-        [
-            said("trained tokens/s", count(tokens)),
-            said("MFU", percent(mfu)) if mfu is not None else [],
-            [*said("reward", fixed(mean, 3)), (spread, "dim")] if mean is not None else [],
-            _cut(view.number("rollout/truncated_fraction")),
-            # A step has no engine KL if no token was sampled at the weights that the step trained.
-            said("engine KL", fixed(engine_kl, 3)) if engine_kl is not None else [],
-        ]
+    return Facts(
+        said("trained tokens/s", count(tokens)),
+        said("MFU", percent(mfu)) if mfu is not None else NONE,
+        said("reward", fixed(mean, 3)) + text(spread, "dim") if mean is not None else NONE,
+        _cut(view.number("rollout/truncated_fraction")),
+        said("engine KL", fixed(engine_kl, 3)) if engine_kl is not None else NONE,
     )
 
 
-def _cut(share: float | None) -> Line:
+def _cut(share: float | None) -> Text:
     """Share of the responses that a limit cut; a high share stands out."""
-    return said("cut", percent(share), "bad" if share >= HIGH_TRUNCATION else "") if share is not None else []
+    return said("cut", percent(share), "bad" if share >= HIGH_TRUNCATION else "") if share is not None else NONE
 
 
-def _components(view: SnapshotView, width: int) -> list[Line]:
+def _components(view: SnapshotView) -> list[Facts]:
     """Means of the reward's components in the newest step."""
     found = sorted(numbers_after(view.last, "reward/component/").items())
     parts = [said(name, fixed(value, 3)) for name, value in found[:COMPONENTS]]
     if (more := len(found) - COMPONENTS) > 0:
-        parts.append([(f"and {more} more", "dim")])
-    return [fitting([[("components", "dim")], *parts], width)] if parts else []
+        parts.append(text(f"and {more} more", "dim"))
+    return [Facts(text("components", "dim"), *parts)] if parts else []
 
 
-def _evaluations(view: SnapshotView, width: int) -> list[Line]:
+def _evaluations(view: SnapshotView) -> list[Facts]:
     """A line for each evaluation that has more to show than the mean in the header."""
     found: dict[str, MetricsLine] = {name: line for line in view.snapshot.evals for name in eval_names(line)}
-    lines = []
+    shown = []
     for name, line in sorted(found.items()):
         values = eval_numbers(line, name)
         parts = [said(f"pass@{k}", fixed(value, 3)) for k, value in pass_at_numbers(values).items()]
         if (tokens := values.get("length_mean")) is not None:
             parts.append(said("length", count(tokens)))
-        parts += [_cut(values.get("truncated_fraction"))]
+        parts.append(_cut(values.get("truncated_fraction")))
         parts += [said(component, fixed(value, 3)) for component, value in sorted(component_numbers(values).items())]
         if any(parts):
-            lines.append(fitting([[(f"eval {name}", "dim")], *parts], width))
-    return lines
+            shown.append(Facts(text(f"eval {name}", "dim"), *parts))
+    return shown
 
 
 # --- weights ---
@@ -178,9 +176,9 @@ def _seconds(title: str, key: str) -> Column:
 
 
 UPDATES = (
+    Column(title="replica", cell=lambda line: text(str(line.get("replica", ""))), width=11, most=14),
+    Column(title="by", cell=lambda line: text(str(line.get("weights/transport", "")), "dim"), width=6, drop=3),
     number("v", lambda line: line.get("weights/version"), width=4),
-    Column(title="replica", cell=lambda line: str(line.get("replica", "")), width=9, most=14),
-    Column(title="by", cell=lambda line: (str(line.get("weights/transport", "")), "dim"), width=6, drop=3),
     _seconds("stage", "weights/stage_s"),
     _seconds("pause", "weights/pause_s"),
     _seconds("load", "weights/load_s"),
@@ -190,30 +188,24 @@ UPDATES = (
 )
 
 
-def weights(view: SnapshotView, choice: Choice, width: int) -> Pane:
+def weights(view: SnapshotView, choice: Choice) -> Pane:
     """The newest version, and the newest updates of replicas."""
     # A step that publishes nothing has 0, so it is left out.
     idle = [seconds for line in view.snapshot.train if (seconds := number_in(line, "time/publish_s"))]
     again, updates = view.number("rollout/reprefill_tokens"), view.number("weights/updates")
     failures = view.counted("parameter_server", "weights/updates_failed")
-    head = [
-        joined(
-            [
-                said("learner idle", duration(idle[-1] if idle else None)),
-                said("gather", duration(view.number("weights/gather_s"))),
-                said("published", size(view.number("weights/publish_bytes"))),
-            ]
+    prefilled = count(again / updates if again is not None and updates else None)
+    head: list[RenderableType] = [
+        Facts(
+            said("learner idle", duration(idle[-1] if idle else None)),
+            said("gather", duration(view.number("weights/gather_s"))),
+            said("published", size(view.number("weights/publish_bytes"))),
         ),
-        joined(
-            [
-                said("behind", count(view.behind[0] if view.behind else None)),
-                said("paused", count(view.level("parameter_server", "weights/replicas_paused"))),
-                said("failures", count(failures), "bad" if failures else ""),
-                [
-                    *said("prefilled again", count(again / updates if again is not None and updates else None)),
-                    (" an update", "dim"),
-                ],
-            ]
+        Facts(
+            said("behind", count(view.behind[0] if view.behind else None)),
+            said("paused", count(view.level("parameter_server", "weights/replicas_paused"))),
+            said("failures", count(failures), "bad" if failures else ""),
+            said("prefilled again", prefilled) + text(" an update", "dim"),
         ),
     ]
     found = view.snapshot.updates
@@ -225,32 +217,27 @@ def weights(view: SnapshotView, choice: Choice, width: int) -> Pane:
     about = "parameter_server/0"
     if not shown:
         words = f"no update matches {choice.needle}" if found else "no update is reported so far"
-        return Pane([*head, [(words, "dim")]], about=about)
+        return Pane([*head, text(words, "dim")], about=about)
     return Pane(head, table_of(UPDATES, shown, lambda line: str(line.get("replica", "")), newest_first=True), about)
 
 
 # --- staleness ---
 
-LABEL = 10
-BESIDE_BARS = LABEL + 2 + 2 * 12
-"""Cells of a line that are not bars."""
 LATE = {"late_trained": "trained", "late_masked": "masked"}
 """Words for late groups, by their counters."""
 
 
-def staleness(view: SnapshotView, choice: Choice, width: int) -> Pane:
+def staleness(view: SnapshotView, choice: Choice) -> Pane:
     """The working limit, the newest step, and a histogram since the learner started."""
     most, late = view.run.staleness_max, view.number("staleness/late_groups")
     so_far = [(view.counted("learner", f"staleness/{name}_groups"), words) for name, words in LATE.items()]
     words = ", ".join(f"{count(groups)} {word}" for groups, word in so_far if groups)
-    head = joined(
-        [
-            said("limit", f"{fixed(staleness_limit(view), 0)} of {most}"),
-            said(f"step {view.run.step}: mean", fixed(view.number("staleness/token_mean"))),
-            said("most", fixed(view.number("staleness/token_max"), 0)),
-            said("late", f"{count(late)} of {view.run.groups_per_step} groups", warned(late)),
-            said("so far", words) if words else [],
-        ]
+    head = Facts(
+        said("limit", f"{fixed(staleness_limit(view), 0)} of {most}"),
+        said(f"step {view.run.step}: mean", fixed(view.number("staleness/token_mean"))),
+        said("most", fixed(view.number("staleness/token_max"), 0)),
+        said("late", f"{count(late)} of {view.run.groups_per_step} groups", warned(late)),
+        said("so far", words) if words else NONE,
     )
     histograms = next((actor.histograms for actor in view.of("learner")), {})
     both = [
@@ -259,16 +246,19 @@ def staleness(view: SnapshotView, choice: Choice, width: int) -> Pane:
     ]
     if not any(both):
         return Pane([head], about="learner/0")
-    wide = max(6, min(32, (width - BESIDE_BARS) // 2))
-    titles: Line = [(f"{'versions':>{LABEL}}  {'tokens':<{wide + 12}}{'groups':<{wide + 10}}", "dim")]
+    grid = Grid.grid(padding=(0, 1))
+    for width in (10, None, 5, 5, None, 5, 5):
+        grid.add_column(width=width, justify="left" if width is None else "right", ratio=1 if width is None else None)
+    grid.add_row(*(text(word, "dim") for word in ("versions", "tokens", "", "", "groups", "", "")))
     # Show the buckets up to the last that holds something, and at least up to that of staleness.max.
     held = max((i for counts in both for i, n in enumerate(counts) if n), default=0)
-    shown = range(max(held, bisect_left(edges_of("staleness/tokens"), most)) + 1)
-    return Pane([head, titles, *(_bucket_line(both, i, most, wide) for i in shown)], about="learner/0")
+    for index in range(max(held, bisect_left(edges_of("staleness/tokens"), most)) + 1):
+        grid.add_row(*_bucket(both, index, most))
+    return Pane([head, grid], about="learner/0")
 
 
-def _bucket_line(both: Sequence[Sequence[int]], index: int, most: int, wide: int) -> Line:
-    """The line of a bucket: its versions, and a bar of ``wide`` cells for tokens and one for groups."""
+def _bucket(both: Sequence[Sequence[int]], index: int, most: int) -> Iterator[Text | Bar]:
+    """The row of a bucket: its versions, and a bar, the number and the share of its tokens and of its groups."""
     edges = edges_of("staleness/tokens")
     # The label has the whole versions in the bucket. An upper edge is inside its bucket.
     low = int(edges[index - 1]) + 1 if index else 0
@@ -276,24 +266,18 @@ def _bucket_line(both: Sequence[Sequence[int]], index: int, most: int, wide: int
     label = f"{low}+" if high is None else f"{low}" if high <= low else f"{low}–{high}"
     # The gate limits all groups together, so a slow group can exceed the limit; staleness.late says what happens to it.
     late = low > most
-    line: Line = [(f"{f'late {label}' if late else label:>{LABEL}}  ", "warn" if late else "dim")]
+    yield text(f"late {label}" if late else label, "warn" if late else "dim")
     for counts in both:
         value, whole = counts[index] if index < len(counts) else 0, sum(counts)
-        line += [
-            *level_bar(value, max(counts, default=0) or None, wide, "warn" if late else "level"),
-            (f" {count(value):>5}", ""),
-            (f"{percent(value / whole) if whole else '':>5} ", "dim"),
-        ]
-    return line
+        yield level_bar(value, max(counts, default=0), "warn" if late else "level", widest=32)
+        yield text(count(value))
+        yield text(percent(value / whole) if whole else "", "dim")
 
 
 # --- reward, ledger ---
 
-ROOMY = 40
-"""Width from which on there is room for units."""
 
-
-def reward(view: SnapshotView, choice: Choice, width: int) -> Pane:
+def reward(view: SnapshotView, choice: Choice) -> Pane:
     """Tasks of the reward pools. The rate and the shares are recent; times and failures count since the pools began."""
     pools = view.of("reward")
     shares, edges = view.shares(pools), edges_of("reward/run_s")
@@ -316,19 +300,18 @@ def reward(view: SnapshotView, choice: Choice, width: int) -> Pane:
         ("killed", count(killed), warned(killed)),
         ("failed", count(failed), "bad" if failed else ""),
     ]
-    bars = [state_bar(kinds, min(40, width))] if shares else []
-    return Pane([*bars, *columns(facts, width, most=3)], about="reward/0")
+    bars = [state_bar(kinds)] if shares else []
+    return Pane([*bars, in_columns(facts)], about="reward/0")
 
 
 def _at_most(seconds: float | None) -> str:
     return ABSENT if seconds is None else f"≤ {duration(seconds)}" if seconds < float("inf") else "long"
 
 
-def ledger(view: SnapshotView, choice: Choice, width: int) -> Pane:
+def ledger(view: SnapshotView, choice: Choice) -> Pane:
     """Prompt groups by outcome, and outstanding groups against the gate."""
     outstanding, gate = (view.level("dataloader", f"tickets/{name}") for name in ("outstanding", "gate"))
     quarantined, left_out = view.of_learner("ledger/quarantined"), view.of_learner("ledger/left_out")
-    bars: list[Line] = []
     facts: list[tuple[str, str, Style]] = [
         ("trained", exact(view.of_learner("ledger/trained")), ""),
         ("filtered", exact(view.of_learner("ledger/filtered")), ""),
@@ -338,13 +321,16 @@ def ledger(view: SnapshotView, choice: Choice, width: int) -> Pane:
     ]
     if left_out:
         facts.insert(3, ("left out", exact(left_out), ""))
-    if outstanding is not None and gate:
-        bar = level_bar(outstanding, gate, max(4, min(40, width - 36)), "warn" if outstanding >= gate else "level")
-        words = f"  {count(outstanding)} of {count(gate)}{' groups' if width >= ROOMY else ''}"
-        bars = [[("outstanding  ", "dim"), *bar, (words, "")]]
-    else:
+    if outstanding is None or not gate:
         facts.insert(3, ("outstanding", count(outstanding), ""))
-    return Pane([*bars, *columns(facts, width, most=3)], about="dataloader/0")
+        return Pane([in_columns(facts)], about="dataloader/0")
+    bar = Grid.grid(padding=(0, 2))
+    bar.add_row(
+        text("outstanding", "dim"),
+        level_bar(outstanding, gate, "warn" if outstanding >= gate else "level"),
+        text(f"{count(outstanding)} of {count(gate)} groups"),
+    )
+    return Pane([bar, in_columns(facts)], about="dataloader/0")
 
 
 # --- events ---
@@ -354,23 +340,18 @@ SAME_DAY_S = 43_200.0
 
 
 def _event_columns(clock: str) -> tuple[Column, ...]:
+    def styled(event: Event, words: str, info: Style = "") -> Text:
+        return text(words, info if event.level == "info" else LEVEL_STYLES.get(event.level, ""))
+
     return (
-        Column(title="time", cell=lambda event: (time.strftime(clock, time.localtime(event.wall)), "dim"), width=8),
-        Column(title="level", cell=lambda event: (event.level, LEVEL_STYLES.get(event.level, "")), width=7, drop=1),
-        Column(title="actor", cell=lambda event: event.actor or "run", width=9, most=18),
-        Column(
-            title="event",
-            cell=lambda event: (
-                " ".join(event.text.split()),
-                "" if event.level == "info" else LEVEL_STYLES.get(event.level, ""),
-            ),
-            width=20,
-            most=20,
-        ),
+        Column(title="time", cell=lambda event: text(time.strftime(clock, time.localtime(event.wall)), "dim"), width=8),
+        Column(title="level", cell=lambda event: styled(event, event.level, "dim"), width=7, drop=1),
+        Column(title="actor", cell=lambda event: text(event.actor or "run"), width=9, most=18),
+        Column(title="event", cell=lambda event: styled(event, " ".join(event.text.split())), width=20, most=20),
     )
 
 
-def events(view: SnapshotView, choice: Choice, width: int) -> Pane:
+def events(view: SnapshotView, choice: Choice) -> Pane:
     """Events of the chosen level and above, the newest first."""
     wanted = LEVELS[LEVELS.index(choice.level) :]
     shown = [
@@ -379,14 +360,14 @@ def events(view: SnapshotView, choice: Choice, width: int) -> Pane:
         if (event.level in wanted or event.level not in LEVELS) and choice.matches(event.actor, event.text, event.level)
     ]
     if not shown:
-        return Pane([[("no events", "dim")]], about=CONTROLLER)
+        return Pane([text("no events", "dim")], about=CONTROLLER)
     found = _event_columns("%m-%d %H:%M:%S" if view.wall - shown[-1].wall > SAME_DAY_S else "%H:%M:%S")
-    return Pane([], table_of(found, shown, lambda event: event.actor or CONTROLLER, newest_first=True))
+    return Pane(table=table_of(found, shown, lambda event: event.actor or CONTROLLER, newest_first=True))
 
 
 # --- all of them ---
 
-PANES: dict[PaneName, Callable[[SnapshotView, Choice, int], Pane]] = {
+PANES: dict[PaneName, Callable[[SnapshotView, Choice], Pane]] = {
     "rollouters": rollouters,
     "learner": learner,
     "weights": weights,
@@ -396,7 +377,7 @@ PANES: dict[PaneName, Callable[[SnapshotView, Choice, int], Pane]] = {
     "events": events,
     "episodes": episodes,
 }
-"""The function that makes each pane, for a width."""
+"""The function that makes each pane."""
 MOST_SHOWN: dict[PaneName, int] = {"events": 20, "weights": 8}
 """Most rows in a page."""
 
@@ -420,10 +401,12 @@ def title(name: PaneName, view: SnapshotView, choice: Choice) -> str:
 def page(view: SnapshotView, width: int, *, whole: bool = False) -> str:
     """All panes, one below the other, with the newest events and updates; ``whole`` cuts no event."""
     choice = Choice()
-    lines = [*header(view, width), Text(), *pipeline(view, width)]
-    longest = max((length([(event.text, "")]) for event in view.events), default=0) if whole else 0
+    drawn = [*lines(header(view, width), width), NONE, *lines(pipeline(view, width), width)]
+    longest = max((text(event.text).cell_len for event in view.events), default=0) if whole else 0
     for name in panes_of(view):
-        wide = width + longest if name == "events" else width
-        drawn = PANES[name](view, choice, wide).lines(wide, MOST_SHOWN.get(name))
-        lines += [Text(), Text(title(name, view, choice).upper()), *drawn]
-    return "".join(f"{line.plain.rstrip()}\n" for line in lines)
+        shown = PANES[name](view, choice)
+        if shown.table is not None:
+            shown = replace(shown, table=replace(shown.table, rows=shown.table.rows[: MOST_SHOWN.get(name)]))
+        heading = text(title(name, view, choice).upper())
+        drawn += [NONE, heading, *lines(shown, width + longest if name == "events" else width)]
+    return "".join(f"{line.plain.rstrip()}\n" for line in drawn)

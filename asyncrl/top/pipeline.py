@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.console import Group
+from rich.table import Table as Grid
 from rich.text import Text
 
 from asyncrl.core.errors import phase_and_reason, phase_word
@@ -18,19 +20,17 @@ from asyncrl.top.client import Away, Waiting
 from asyncrl.top.draw import (
     LEVELS,
     NARROW,
+    Bar,
     Choice,
-    Line,
+    Facts,
     PaneName,
-    Span,
     Style,
-    fit,
-    fitting,
     joined,
-    length,
     level_bar,
     said,
     sparkline,
     state_bar,
+    text,
     wrapped,
 )
 from asyncrl.top.replay import Replay
@@ -56,33 +56,34 @@ ROOMY = 16
 """Width from which on a stage has room for blanks."""
 
 
-def header(view: SnapshotView, width: int) -> list[Text]:
+def header(view: SnapshotView, width: int) -> Group:
     """Two lines: the state of the run, and its rates."""
     run = view.run
     phase = "stalled" if run.phase == "running" and run.stalled else phase_word(run.phase, run.exit_code)
-    first: list[Line] = [
-        [(run.name, "bold")],
-        [(phase, PHASE_STYLES.get(phase, ""))],
-        said("step", f"{run.step}/{run.steps}"),
-        said("version", count(run.version if run.version >= 0 else None)),
-        said("up", duration(run.age_s)),
-        said("ETA", duration(view.eta_s)),
-        said("attempt", f"{run.attempt}") if run.attempt > 1 else [],
-    ]
     means = [number_in(line, "reward/mean") for line in view.snapshot.train[-REWARDS:]]
     rewards = [value for value in means if value is not None]
     spark = sparkline(rewards, max(8, min(40, width - 72)))
-    second: list[Line] = [
-        [*said("reward", fixed(rewards[-1] if rewards else None)), (f" {spark}" if spark else "", "level")],
-        said("tokens/s", count(view.tokens_per_s)),
-        said("samples/s", rate(view.rate("rollouter", "rollout/trajectories"))),
-        said("step", duration(view.step_mean("time/step_s"))),
-        *_evaluations(view),
-    ]
-    return [fit(fitting(parts, width), width) for parts in (first, second)]
+    return Group(
+        Facts(
+            text(run.name, "bold"),
+            text(phase, PHASE_STYLES.get(phase, "")),
+            said("step", f"{run.step}/{run.steps}"),
+            said("version", count(run.version if run.version >= 0 else None)),
+            said("up", duration(run.age_s)),
+            said("ETA", duration(view.eta_s)),
+            said("attempt", f"{run.attempt}") if run.attempt > 1 else text(""),
+        ),
+        Facts(
+            said("reward", fixed(rewards[-1] if rewards else None)) + text(f" {spark}" if spark else "", "level"),
+            said("tokens/s", count(view.tokens_per_s)),
+            said("samples/s", rate(view.rate("rollouter", "rollout/trajectories"))),
+            said("step", duration(view.step_mean("time/step_s"))),
+            *_evaluations(view),
+        ),
+    )
 
 
-def _evaluations(view: SnapshotView) -> list[Line]:
+def _evaluations(view: SnapshotView) -> list[Text]:
     """The newest mean of each evaluation, with the versions that sampled it."""
     means = {key: line for line in view.snapshot.evals for key in filter(is_eval_mean, line)}
     found = []
@@ -90,7 +91,7 @@ def _evaluations(view: SnapshotView) -> list[Line]:
         if (value := number_in(line, key)) is not None:
             versions = "–".join(map(str, dict.fromkeys(served_versions(line) or ())))
             name = key.removeprefix("eval/").removesuffix("/mean")
-            found.append([*said(name, fixed(value, 3)), (f" v{versions}" if versions else "", "dim")])
+            found.append(said(name, fixed(value, 3)) + text(f" v{versions}" if versions else "", "dim"))
     return found
 
 
@@ -153,45 +154,33 @@ def stages(view: SnapshotView) -> list[StageBox]:
     ]
 
 
-def pipeline(view: SnapshotView, width: int) -> list[Text]:
+def pipeline(view: SnapshotView, width: int) -> Group:
     """Each stage with its rate, depth, time and main state, and below them the verdict: seven lines."""
     between = "→ " if width < NARROW else " → "
     boxes = stages(view)
     wide = min(34, (width - len(between) * (len(boxes) - 1)) // len(boxes))
-    drawn = [[fit(line, wide) for line in _stage(box, view, wide)] for box in boxes]
-    # The arrows stand between the rates.
-    gaps = [fit([(between if number == 1 else "", "dim")], len(between)) for number in range(len(drawn[0]))]
-    lines = [gap.join(parts) for gap, parts in zip(gaps, zip(*drawn, strict=True), strict=True)]
-    return [*lines, *verdict(view, width)]
+    grid = Grid.grid()
+    for number in range(2 * len(boxes) - 1):
+        grid.add_column(width=len(between) if number % 2 else wide)
+    for number, parts in enumerate(zip(*(_stage(box, view, wide) for box in boxes), strict=True)):
+        # The arrows stand between the rates.
+        arrow = text(between if number == 1 else "", "dim")
+        grid.add_row(*[each for part in parts for each in (part, arrow)][:-1])
+    return Group(grid, *verdict(view, width))
 
 
-def _stage(box: StageBox, view: SnapshotView, wide: int) -> list[Line]:
+def _stage(box: StageBox, view: SnapshotView, wide: int) -> tuple[Text, Text, Text, Bar, Text]:
     """Five lines of a stage: its name, rate, depth, a bar, and its main state."""
-    mark = "◆" if wide < ROOMY else "◆ "
-    name, rule = (f"{mark}{box.stage}", "━") if box.marked else (box.stage, "─")
-    present = f"{box.alive}/{box.actors}" if box.alive < box.actors else f"{box.actors}" if box.actors > 1 else ""
-    style: Style = "mark" if box.marked else "bold"
-    room = wide - len(present) - bool(present)
-    if len(name) > room:
-        name = name.replace(box.stage, SHORT.get(box.stage, box.stage))[:room]
-    fill = wide - len(name) - len(present) - bool(present)
-    top: Line = [(name, style), (f" {rule * (fill - 1)}" if fill > 0 else "", "mark" if box.marked else "dim")]
-    if present:
-        over = view.run.phase in ("draining", "done", "failed")
-        top.append((f" {present}", "bad" if box.alive < box.actors and not over else "dim"))
     words = f"{rate(box.rate)} {box.unit}/s"
     depth, limit = count(box.depth), count(box.limit)
-    bar = state_bar(by_kind(box.shares), wide)
+    bar = state_bar(by_kind(box.shares))
     state = max(box.shares, key=lambda state: box.shares[state], default="")
-    last: Span = (
-        f"{percent(box.shares[state])} {state}" if state else "",
-        "dim" if kind_of(state) == "wait" else "",
-    )
+    last = f"{percent(box.shares[state])} {state}" if state else ""
     match box.stage:
         case "dataloader":
-            inside, bar = f"gate {depth}/{limit}", level_bar(box.depth, box.limit, wide)
+            inside, bar = f"gate {depth}/{limit}", level_bar(box.depth, box.limit)
             allowed = staleness_limit(view)
-            last = f"limit {fixed(allowed, 0)} of {view.run.staleness_max}" if allowed is not None else "", "dim"
+            last = f"limit {fixed(allowed, 0)} of {view.run.staleness_max}" if allowed is not None else ""
         case "rollouters":
             inside = f"{depth} in flight"
         case "reward":
@@ -200,16 +189,33 @@ def _stage(box: StageBox, view: SnapshotView, wide: int) -> list[Line]:
             inside = f"{depth}/{limit} groups"
         case "weights":
             newest = None if box.depth is None or box.limit is None else box.limit - box.depth
-            inside, bar = f"{depth} behind", level_bar(newest, box.limit, wide)
-            last = f"version {view.run.version}" if view.run.version >= 0 else "none so far", "dim"
-    return [
-        top,
+            inside, bar = f"{depth} behind", level_bar(newest, box.limit)
+            last = f"version {view.run.version}" if view.run.version >= 0 else "none so far"
+    return (
+        _name(box, view, wide),
         # A blank stands before the arrow.
-        [(words if len(words) < wide else words.replace("tokens/s", "tok/s"), "")],
-        [(inside, "")],
+        text(words if len(words) < wide else words.replace("tokens/s", "tok/s")),
+        text(inside),
         bar,
-        [last],
-    ]
+        text(last, "dim" if not state or kind_of(state) == "wait" else ""),
+    )
+
+
+def _name(box: StageBox, view: SnapshotView, wide: int) -> Text:
+    """The name of a stage, and how many actors it has, or can work of how many."""
+    mark = "" if not box.marked else "◆" if wide < ROOMY else "◆ "
+    present = f" {box.alive}/{box.actors}" if box.alive < box.actors else f" {box.actors}" if box.actors > 1 else ""
+    room = wide - len(present)
+    name = f"{mark}{box.stage}"
+    if len(name) > room:
+        name = f"{mark}{SHORT.get(box.stage, box.stage)}"[:room]
+    rule = f" {('━' if box.marked else '─') * (room - len(name) - 1)}" if room > len(name) else ""
+    over = view.run.phase in ("draining", "done", "failed")
+    return (
+        text(name, "mark" if box.marked else "bold")
+        + text(rule, "mark" if box.marked else "dim")
+        + text(present, "bad" if box.alive < box.actors and not over else "dim")
+    )
 
 
 def staleness_limit(view: SnapshotView) -> float | None:
@@ -238,10 +244,9 @@ def verdict(view: SnapshotView, width: int) -> list[Text]:
         word, why, style = f"◆ {bottleneck.stage}", bottleneck.why, "mark"
     aside = [f"{name} ({why})" for name, why in run.aside.items()]
     problems = {"lost hosts: ": run.lost_hosts, "set aside: ": aside, "down: ": view.down}
-    missing: list[Line] = [[(title, "bad"), (_some(names), "")] for title, names in problems.items() if names]
-    first = [fit(joined(missing), width)] if missing else []
-    head: Line = [(word + (":" if why else ""), style), (f" {why}", "")]
-    return [*first, *wrapped(head, width, 2 - len(first)), Text()][:2]
+    missing = joined([text(title, "bad") + text(_some(names)) for title, names in problems.items() if names])
+    head = text(word + (":" if why else ""), style) + text(f" {why}")
+    return [missing, *wrapped(head, width, 1)] if missing else [*wrapped(head, width, 2), text("")][:2]
 
 
 def _some(names: Sequence[str]) -> str:
@@ -255,55 +260,56 @@ KEYS = ("? help", "q quit", "s sort", "/ filter", "space {space}")
 """Hints of the keys, as many as there is room for."""
 
 
-def tabs(panes: Sequence[PaneName], seen: PaneName, width: int) -> Line:
+def tabs(panes: Sequence[PaneName], seen: PaneName, width: int) -> Text:
     """The numbers and names of the panes, with the ``seen`` one marked; without room, only its name is shown."""
-    parts: list[Line] = [
-        [(f"{number} {name}", "chosen" if name == seen else "dim")] for number, name in enumerate(panes, 1)
-    ]
-    if length(joined(parts, "  ")) > width:
-        parts = [
-            part if name == seen else [(f"{number}", "dim")]
-            for number, (name, part) in enumerate(zip(panes, parts, strict=True), 1)
-        ]
-    return joined(parts, "  ")
+
+    def with_names(names: Sequence[str]) -> Text:
+        numbered = enumerate(names, 1)
+        return joined([text(f"{n} {name}".rstrip(), "chosen" if name == seen else "dim") for n, name in numbered], "  ")
+
+    line = with_names(panes)
+    return line if line.cell_len <= width else with_names([name if name == seen else "" for name in panes])
 
 
-def time_bar(replay: Replay, width: int) -> Line:
+def time_bar(replay: Replay) -> Grid:
     """Place of the viewer in a recording, as a bar."""
     past, whole = replay.position - replay.begin, replay.end - replay.begin
-    left = f"{time.strftime('%H:%M:%S', time.localtime(replay.position))}  {duration(past)} of {duration(whole)}  "
-    right = f"  ×{replay.speed:g} {'playing' if replay.playing else 'paused'}"
-    bar = level_bar(past, whole, max(4, width - len(left) - len(right)))
-    return [(left, ""), *bar, (right, "dim")]
+    grid = Grid.grid(padding=(0, 2), expand=True)
+    for ratio in (None, 1, None):
+        grid.add_column(ratio=ratio)
+    grid.add_row(
+        text(f"{time.strftime('%H:%M:%S', time.localtime(replay.position))}  {duration(past)} of {duration(whole)}"),
+        level_bar(past, whole, widest=1000),
+        text(f"×{replay.speed:g} {'playing' if replay.playing else 'paused'}", "dim"),
+    )
+    return grid
 
 
-def status(over: str, away: Away | Waiting | None, replay: Replay | None, *, frozen: bool, attached: bool) -> Line:
+def status(over: str, away: Away | Waiting | None, replay: Replay | None, *, frozen: bool, attached: bool) -> Text:
     """The status in words: frozen, replay, over, no answer, live or attaching."""
     if frozen:
-        return [("frozen, space continues", "warn")]
-    line: Line
+        return text("frozen, space continues", "warn")
     if replay is not None:
-        line = [("replay", "level")]
-        if replay.at_end and replay.lives:
-            line.append(("  end of the recording; the run continues", "warn"))
-        return line
+        ended = replay.at_end and replay.lives
+        return text("replay", "level") + text("  end of the recording; the run continues" if ended else "", "warn")
     if over:
-        return [(over, "warn")]
+        return text(over, "warn")
     if isinstance(away, Waiting):
-        return [(away.reason, "warn")]
+        return text(away.reason, "warn")
     if away is not None:
-        line = [(f"no answer for {duration(away.seconds)}", "bad"), (", still asking", "dim")]
-        return [*line, (f": {away.reason}", "dim")] if away.reason else line
-    return [("live", "good")] if attached else [("attaching", "start")]
+        reason = f": {away.reason}" if away.reason else ""
+        return text(f"no answer for {duration(away.seconds)}", "bad") + text(f", still asking{reason}", "dim")
+    return text("live", "good") if attached else text("attaching", "start")
 
 
-def foot(status: Line, choice: Choice, width: int, *, replay: bool) -> Line:
+def foot(status: Text, choice: Choice, *, replay: bool) -> Grid:
     """The status, what is filtered, and the keys that fit."""
     chosen = [f"filter: {choice.needle}"] if choice.needle else []
     if choice.level != LEVELS[0]:
         chosen.append(f"events: {choice.level}")
-    line = [*status, (f"   {'   '.join(chosen)}", "warn")] if chosen else list(status)
-    keys, room = [key.format(space="play" if replay else "freeze") for key in KEYS], width - length(line)
-    while keys and len("  ".join(keys)) + 2 > room:
-        keys.pop()
-    return [*line, (f"{'  '.join(keys):>{room}}", "dim")] if keys else line
+    keys = [text(key.format(space="play" if replay else "freeze"), "dim") for key in KEYS]
+    grid = Grid.grid(padding=(0, 2), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1, justify="right")
+    grid.add_row(joined([status, text("   ".join(chosen), "warn")]), Facts(*keys, between="  "))
+    return grid

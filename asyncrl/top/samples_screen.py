@@ -6,22 +6,25 @@ groups every LOOK_S; the group on the screen stays. A folder that cannot be read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from rich.text import Text
+from rich.console import Group, RenderableType
+from rich.padding import Padding
 from textual import work
 from textual.binding import Binding, BindingType
 
 from asyncrl.observe.sample_text import SampleStyle, sample_lines
 from asyncrl.observe.samples import FOLDER, SampleChoice, SampleGroup, newest_samples
-from asyncrl.top.draw import Style, wrapped
+from asyncrl.top.draw import Style, lines, text
 from asyncrl.top.widgets import PageScreen
 
 LOOK_S = 2.0
 MOST_HELD = 200
+DEEPEST = 15
+"""Most blanks before a line."""
 READ_AT_ONCE = 8
 """Groups that are read at first, and again each time that the user reaches the last one."""
 STYLES: dict[SampleStyle, Style] = {"group": "bold", "heading": "level", "role": "good", "text": "", "note": "dim"}
@@ -83,8 +86,8 @@ class SamplesScreen(PageScreen):
             folder = self._run_dir / FOLDER if self._run_dir is not None else ""
             kind = f"{choice.kind} " if choice.kind else ""
             self.show_title(f"samples {kind.strip() or 'all kinds'}")
-            text = problem or f"no {kind}group in {folder} so far"
-            self.show_page(wrapped([(text, "dim")], self.room, len(text)))
+            words = problem or f"no {kind}group in {folder} so far"
+            self.show_page(text(words, "dim", wraps=True))
         elif shown is None or not _same(found[self._at], shown):
             self.draw()
         else:
@@ -103,16 +106,16 @@ class SamplesScreen(PageScreen):
 
     @work(thread=True, exclusive=True, group="lay out")
     def _lay_out(self, group: SampleGroup, room: int) -> None:
-        lines = laid_out(group, room)
-        self.app.call_from_thread(self._show_group, group, lines)
+        drawn = Group(*lines(laid_out(group), room))
+        self.app.call_from_thread(self._show_group, group, drawn)
 
-    def _show_group(self, group: SampleGroup, lines: Sequence[Text]) -> None:
+    def _show_group(self, group: SampleGroup, drawn: Group) -> None:
         # The thread may have laid out the group that was shown before.
         if self._groups and _same(group, self._groups[self._at]):
-            self.show_page(lines)
+            self.show_page(drawn)
 
-    def show_page(self, lines: Sequence[Text]) -> None:
-        super().show_page(lines)
+    def show_page(self, renderable: RenderableType) -> None:
+        super().show_page(renderable)
         self._page.focus()
 
     # --- keys ---
@@ -140,11 +143,11 @@ def _same(one: SampleGroup, other: SampleGroup) -> bool:
     return (one.kind, one.step, one.uid, one.start) == (other.kind, other.step, other.uid, other.start)
 
 
-def laid_out(group: SampleGroup, width: int) -> list[Text]:
-    """The lines of a group, wrapped at this width."""
-    found: list[Text] = []
-    for text, style, indent in sample_lines(group):
-        margin = min(indent, width // 4)
-        lines = wrapped([(text, STYLES[style])], width - margin, len(text) + 1)
-        found += [Text(" " * margin, end="").append_text(line) for line in lines]
-    return found
+def laid_out(group: SampleGroup) -> Group:
+    """A group, whose text wraps."""
+    return Group(
+        *(
+            Padding(text(words, STYLES[style], wraps=True), (0, 0, 0, min(indent, DEEPEST)))
+            for words, style, indent in sample_lines(group)
+        )
+    )

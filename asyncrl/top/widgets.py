@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar
 
+from rich.console import Group, RenderableType
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -14,7 +15,7 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import DataTable, Static
 
-from asyncrl.top.draw import Pane, Row, Table, TableLayout, fit, in_ascii
+from asyncrl.top.draw import Facts, Pane, Row, Table, in_ascii, lines, text
 
 SIDES = 3
 """Columns that padding and scrollbar take."""
@@ -27,12 +28,15 @@ class Block(Static):
         super().__init__(id=id, markup=False)
         self._lines: list[Text] = []
 
-    def show(self, lines: list[Text]) -> None:
+    def show(self, renderable: RenderableType, width: int) -> int:
+        """Draw for this width, and return the number of lines."""
+        drawn = lines(renderable, width)
         if is_ascii_only(self):
-            lines = [in_ascii(line) for line in lines]
-        if lines != self._lines:
-            self.update(Text("\n").join(lines), layout=len(lines) != len(self._lines))
-            self._lines = lines
+            drawn = [in_ascii(line) for line in drawn]
+        if drawn != self._lines:
+            self.update(Text("\n").join(drawn), layout=len(drawn) != len(self._lines))
+            self._lines = drawn
+        return len(drawn)
 
 
 def is_ascii_only(widget: Widget) -> bool:
@@ -52,8 +56,9 @@ class Lines(VerticalScroll):
         self._block = Block()
         super().__init__(self._block, id=id, classes=classes)
 
-    def show(self, lines: list[Text]) -> None:
-        self._block.show(lines)
+    def show(self, renderable: RenderableType, width: int) -> int:
+        """Draw for this width, and return the number of lines."""
+        return self._block.show(renderable, width)
 
 
 class Rows(DataTable[Text]):
@@ -69,7 +74,7 @@ class Rows(DataTable[Text]):
     def __init__(self) -> None:
         super().__init__(cursor_type="row", cell_padding=0, show_cursor=False)
         self._shown: list[Row] = []
-        self._layout_shown: TableLayout | None = None
+        self._laid: list[tuple[int, Text, int]] = []
 
     @property
     def chosen(self) -> str:
@@ -79,23 +84,23 @@ class Rows(DataTable[Text]):
 
     def show(self, table: Table, width: int) -> None:
         """Show a table: make new columns if the layout has changed, else draw only the changed cells."""
-        chosen, layout, shown_as = self.chosen, table.laid(width), in_ascii if is_ascii_only(self) else Text.copy
-        if layout != self._layout_shown:
+        chosen, laid = self.chosen, table.laid(width)
+        shown_as = in_ascii if is_ascii_only(self) else Text.copy
+        if laid != self._laid:
             self.clear(columns=True)
-            for (_, wide), title in zip(layout.widths, table.heads(layout), strict=True):
-                self.add_column(shown_as(title), width=wide)
-            self._layout_shown, self._shown = layout, []
-        old, places = self._shown, range(len(layout.widths))
+            for _, title, cells in laid:
+                self.add_column(shown_as(title), width=cells)
+            self._laid, self._shown = laid, []
+        old = self._shown
         for number, row in enumerate(table.rows):
             if number >= len(old):
-                self.add_row(*(shown_as(table.cell(row, at, layout)) for at in places))
-            elif row != old[number]:
-                for at in places:
-                    index = layout.widths[at][0]
-                    if row.cells[index] != old[number].cells[index]:
-                        cell = shown_as(table.cell(row, at, layout))
-                        self.update_cell_at((number, at), cell)  # type: ignore[arg-type]
-        for _ in range(len(old) - len(table.rows)):
+                self.add_row(*(shown_as(row.cells[index]) for index, _, _ in laid))
+                continue
+            for at, (index, _, _) in enumerate(laid):
+                if row.cells[index] != old[number].cells[index]:
+                    cell = shown_as(row.cells[index])
+                    self.update_cell_at((number, at), cell)  # type: ignore[arg-type]
+        for _ in old[len(table.rows) :]:
             self.remove_row(self.ordered_rows[-1].key)
         self._shown = list(table.rows)
         keys = [row.key for row in table.rows]
@@ -129,14 +134,14 @@ class PaneView(Vertical):
         """Draw the pane. A ``tall`` one fills the room; another is as high as its content."""
         self._about = pane.about
         table = pane.table if pane.table is not None and pane.table.rows else None
-        self._lines.show([fit(line, self.room) for line in pane.head])
+        above = self._lines.show(Group(*pane.head), self.room) if pane.head else 0
         self._lines.display = bool(pane.head)
         self._rows.display = table is not None
         self.set_class(table is None, "alone")
         if table is not None:
             self._rows.show(table, self.room)
         below = len(table.rows) + 1 if table is not None else 0
-        self.styles.height = None if tall else 2 + len(pane.head) + below
+        self.styles.height = None if tall else 2 + above + below
 
     def focus_entries(self) -> None:
         """Let keys go to what scrolls."""
@@ -186,10 +191,10 @@ class PageScreen(Screen[None]):
         return max(1, self.size.width - SIDES)
 
     def show_title(self, title: str) -> None:
-        self._head.show([fit([(title, "bold"), (f"   {self.keys}", "dim")], self.room)])
+        self._head.show(Facts(text(title, "bold"), text(self.keys, "dim")), self.room)
 
-    def show_page(self, lines: Sequence[Text]) -> None:
-        self._page.show(list(lines))
+    def show_page(self, renderable: RenderableType) -> None:
+        self._page.show(renderable, self.room)
 
     def on_resize(self, event: Resize) -> None:
         self.call_after_refresh(self.draw)

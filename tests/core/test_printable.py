@@ -18,7 +18,8 @@ from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.monitor import Event
 from asyncrl.observe.snapshots.recording import Recorder
 from asyncrl.top.detail import detail
-from asyncrl.top.draw import fit, in_ascii
+from asyncrl.top.draw import in_ascii, lines
+from asyncrl.top.draw import text as styled
 from asyncrl.top.view import SnapshotView
 
 EVIL = "\x1b]0;PWNED\x07\x1b[2J\x9b2J\x85\x7f\u202emoc\u2066\u2028\ufeff"
@@ -59,9 +60,9 @@ def test_a_character_that_an_encoding_lacks_is_replaced():
     assert held.getvalue() == b"reward -> \\u5b57 \\x1b\n"
 
 
-@given(WRITTEN, st.integers(0, 30))
+@given(WRITTEN, st.integers(1, 30))
 def test_a_line_takes_exactly_the_given_cells(text, width):
-    line = fit([(text, "dim"), ("tail", "")], width)
+    (line,) = lines(styled(text, "dim") + styled("tail"), width)
     assert line.cell_len == cell_len(line.plain) == width
     assert not controls(line.plain, keep="")
     converted = in_ascii(line)
@@ -83,11 +84,11 @@ def run_dir(tmp_path):
     logs = made / "logs" / "attempt_1"
     logs.mkdir(parents=True)
     stamp = {"timestamp": "2025-10-09T08:53:20Z", "uid": "0-7"}
-    lines = [
+    entries = [
         {"actor": "reward/0", "event": "printed", "text": f"{EVIL}\nforged"},
         {"actor": f"reward/1{EVIL}", "event": EVIL, "error": EVIL},
     ]
-    text = "".join(json.dumps(line | stamp, ensure_ascii=False) + "\n" for line in lines)
+    text = "".join(json.dumps(line | stamp, ensure_ascii=False) + "\n" for line in entries)
     (logs / "reward-0.log").write_text(text + EVIL + "\n")
     return made
 
@@ -118,7 +119,7 @@ def test_control_characters_in_the_details_of_an_actor_are_escaped(run_dir):
     replay = open_replay(run_dir, lives=False)
     view = SnapshotView(replay.history())
     log = (run_dir / "logs" / "attempt_1" / "reward-0.log").read_text().split("\n")
-    for line in detail(view, "reward/0", log, 100):
+    for line in lines(detail(view, "reward/0", log), 100):
         assert not controls(line.plain, keep="") and line.cell_len <= 100
 
 

@@ -1,5 +1,6 @@
 """Snapshots in asyncrl-top: numbers, panes, plain text."""
 
+import itertools
 import math
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from asyncrl.messages.monitor import ActorView, Event, Resource
 from asyncrl.observe import catalogue
 from asyncrl.top.actor_panes import SORTS, sorted_next
 from asyncrl.top.detail import detail, help_page
-from asyncrl.top.draw import STYLES, Choice, columns, in_ascii, length, rich_text, sparkline, state_bar
+from asyncrl.top.draw import STYLES, Choice, in_ascii, in_columns, lines, sparkline, state_bar
 from asyncrl.top.panes import PANES, page
 from asyncrl.top.pipeline import header, pipeline, stages
 from asyncrl.top.view import KEPT, History, SnapshotView
@@ -30,17 +31,21 @@ SLOW = {
 }
 
 
+def plain(renderable, width):
+    """Its lines, without blanks at their ends."""
+    return [line.plain.rstrip() for line in lines(renderable, width)]
+
+
 def lines_of(name, view, width, choice=None):
     """The lines of a pane, without blanks at their ends."""
-    drawn = PANES[name](view, choice or Choice(), width).lines(width)
-    return [line.plain.rstrip() for line in drawn]
+    return plain(PANES[name](view, choice or Choice()), width)
 
 
 def cells(name, view, title):
     """The cells of a pane's column, by the actor of the row; headings left out."""
-    table = PANES[name](view, Choice(sort="rollouter"), 200).table
+    table = PANES[name](view, Choice(sort="rollouter")).table
     at = [column.title for column in table.columns].index(title)
-    return {row.key: "".join(text for text, _ in row.cells[at]) for row in table.rows if not row.heading}
+    return {row.key: row.cells[at].plain for row in table.rows if not row.heading}
 
 
 def seen(snapshots):
@@ -219,10 +224,10 @@ def test_the_learner_pane_highlights_zeros_and_omits_missing_numbers():
     snapshot = Run().at(100.0)
     figures = {"policy/grad_norm": 0.0, "learner/lr": 0.0, "policy/entropy": None, "reward/mean": math.nan}
     view = seen([replace(snapshot, train=[snapshot.train[-1] | figures | {"policy/engine_kl": 0.00012}])])
-    drawn = PANES["learner"](view, Choice(), 78)
-    assert [text for text, style in drawn.head[1] if style == "bad"] == ["0.000", "0.000"]
-    assert "grad norm 0.000   entropy –" in rich_text(drawn.head[1]).plain
-    assert rich_text(drawn.head[2]).plain.endswith("   engine KL 0.00012")
+    _, learning, speed, *_ = lines(PANES["learner"](view, Choice()), 78)
+    assert [learning.plain[s.start : s.end] for s in learning.spans if s.style == STYLES["bad"]] == ["0.000", "0.000"]
+    assert "grad norm 0.000   entropy –" in learning.plain
+    assert speed.plain.rstrip().endswith("   engine KL 0.00012")
     assert "reward – " in page(view, 80)
 
 
@@ -255,7 +260,7 @@ def test_actors_that_are_down_precede_the_bottleneck(change, down):
     view = seen([*before, newest])
     named = [f"rollouter/1 ({down})"] if down else []
     assert view.down == named
-    said = [line.plain.strip() for line in pipeline(view, 160)[-2:]]
+    said = plain(pipeline(view, 160), 160)[-2:]
     assert said[len(named)].startswith("◆ learner: ")
     assert not named or said[0] == f"down: {named[0]}"
     assert seen([replace(newest, run=replace(newest.run, phase="draining"))]).down == []
@@ -292,24 +297,22 @@ def test_every_metric_that_is_shown_is_declared():
 @pytest.mark.parametrize("state", STATES)
 def test_every_line_of_every_pane_fits_the_width_of_the_pane(state, width):
     view = seen(STATES[state]())
-    top = pipeline(view, width)
-    panes = [PANES[name](view, Choice(), width).lines(width) for name in PANES]
+    top = lines(pipeline(view, width), width)
+    panes = [lines(PANES[name](view, Choice()), width) for name in PANES]
     assert len(top) == 7
-    for line in (line for lines in (header(view, width), top, *panes) for line in lines):
+    for line in itertools.chain(lines(header(view, width), width), top, *panes):
         assert line.cell_len <= width, line.plain
         assert in_ascii(line.copy()).cell_len == line.cell_len and in_ascii(line).plain.isascii()
 
 
 @given(st.lists(st.tuples(st.text("ab", max_size=20), st.text("01", max_size=9)), min_size=1), st.integers(1, 120))
-def test_columns_fit_the_width_unless_one_column_is_wider(pairs, width):
-    items = [(name, value, "") for name, value in pairs]
+def test_columns_of_facts_show_all_of_them_unless_one_is_wider_than_the_width(pairs, width):
+    facts = [(name, value, "") for name, value in pairs]
     one = max(len(name) for name, _ in pairs) + 2 + max(len(value) for _, value in pairs)
     for right in (False, True):
-        lines = columns(items, width, most=3, right=right)
-        assert all(length(line) <= max(one, width) for line in lines)
-        assert len(lines) >= len(items) / 3
-        shown = [line[i : i + 2] for line in lines for i in range(0, len(line), 3)]
-        assert sorted((a.rstrip(), b.strip()) for (a, _), (b, _) in shown) == sorted(pairs)
+        drawn = plain(in_columns(facts, right=right), max(one, width))
+        assert sorted(" ".join(drawn).split()) == sorted(word for pair in pairs for word in pair if word)
+        assert len(drawn) <= len(pairs)
 
 
 def test_the_outcome_of_late_groups_is_shown_if_there_were_any():
@@ -337,8 +340,8 @@ def test_the_learner_pane_shows_the_components_of_the_reward_and_bounds_them():
 def test_staleness_is_shown_up_to_any_limit(most, last):
     """And what is beyond it is late."""
     view = seen(Run(staleness_max=most).between())
-    lines = lines_of("staleness", view, 80)
-    assert lines[-1].split()[0] == last and not any("late" in line for line in lines[2:])
+    drawn = lines_of("staleness", view, 80)
+    assert drawn[-1].split()[0] == last and not any("late" in line for line in drawn[2:])
     assert f"of {most} " in page(view, 80)
     beyond = lines_of("staleness", seen(Run(staleness_max=2).between()), 80)
     assert [line.split("█")[0].split("·")[0].strip() for line in beyond[-3:]] == ["2", "late 3", "late 4"]
@@ -346,22 +349,23 @@ def test_staleness_is_shown_up_to_any_limit(most, last):
 
 @pytest.mark.parametrize("width", [40, 100])
 def test_the_help_has_the_same_text_at_every_width_and_is_never_cut(width):
-    lines = [line.plain for line in help_page(width)]
-    assert max(map(len, lines)) <= width and "…" not in " ".join(lines).replace("1 … 8", "")
-    words = sorted(" ".join(line.plain for line in help_page(72)).split())
-    assert sorted(" ".join(lines).split()) == words
+    drawn = plain(help_page(), width)
+    assert max(map(len, drawn)) <= width and "…" not in " ".join(drawn).replace("1 … 8", "")
+    words = sorted(" ".join(plain(help_page(), 72)).split())
+    assert sorted(" ".join(drawn).split()) == words
 
 
 def test_a_small_terminal_keeps_the_names_of_stages_and_the_sort_key_of_a_table():
     for phase, stands_out in (("running", True), ("done", False)):
         dead = tuple(f"rollouter/{n}" for n in range(60))
-        top = pipeline(seen(Run(rollouters=64, hosts=1, dead=dead, phase=phase).between()), 80)[0]
+        view = seen(Run(rollouters=64, hosts=1, dead=dead, phase=phase).between())
+        top = lines(pipeline(view, 80), 80)[0]
         assert "roll. ─── 4/64" in top.plain
         assert (STYLES["bad"] in {span.style for span in top.spans}) == stands_out
     view = seen(Run(rollouters=64, hosts=1).between())
-    top, rates, *_ = (line.plain for line in pipeline(view, 80))
+    top, rates, *_ = plain(pipeline(view, 80), 80)
     assert "rollouters  64" in top and "56.3k tok/s   →" in rates
-    assert "56.3k tokens/s" in pipeline(view, 120)[1].plain
+    assert "56.3k tokens/s" in plain(pipeline(view, 120), 120)[1]
     assert lines_of("rollouters", view, 78)[0].startswith("by host▴ ")
     assert lines_of("rollouters", view, 120)[0].startswith("rollouter  host▴")
 
@@ -378,7 +382,7 @@ def test_sorting_and_filtering():
     view = seen(Run(rollouters=12, hosts=3, dead=("rollouter/5",)).between())
 
     def keys(**choice):
-        return [row.key for row in PANES["rollouters"](view, Choice(**choice), 120).table.rows]
+        return [row.key for row in PANES["rollouters"](view, Choice(**choice)).table.rows]
 
     every = [f"rollouter/{n}" for n in range(12)]
     assert keys(sort="rollouter") == every
@@ -426,8 +430,10 @@ def test_sorting_and_filtering():
 def test_unknown_facts_of_an_actor_are_not_shown_as_0(facts, said):
     snapshot = Run().at(100.0)
     view = seen([replace(snapshot, actors=[*snapshot.actors, ActorView(name="rollouter/9", **facts)])])
-    lines = [line.plain.rstrip() for line in detail(view, "rollouter/9", None, 80)]
-    assert lines[:3] == [*said, "processors –   memory –   event loop busy –   loop lag –"]
+    assert plain(detail(view, "rollouter/9", None), 80)[:3] == [
+        *said,
+        "processors –   memory –   event loop busy –   loop lag –",
+    ]
 
 
 @given(
@@ -437,7 +443,7 @@ def test_unknown_facts_of_an_actor_are_not_shown_as_0(facts, said):
 )
 @example({}, [-1.7e308, 1.7e308, 0.0], 3)
 def test_bars_and_sparklines_have_the_requested_width(kinds, values, width):
-    assert length(state_bar(kinds, width)) == width
+    assert state_bar(kinds).drawn(width).cell_len == width
     assert len(sparkline(values, width)) == min(len(values), width)
 
 
