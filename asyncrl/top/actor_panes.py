@@ -86,7 +86,7 @@ class ActorRow(NamedTuple):
 
 def host_column(drop: int, **more: Any) -> Column:
     """The column of the hosts of actors."""
-    return Column(title="host", cell=lambda entry: text(entry.actor.host, "dim"), drop=drop, most=16, **more)
+    return Column(title="host", cell=lambda entry: text(entry.actor.host, "dim"), drop=drop, **more)
 
 
 def gauge(name: str) -> Callable[[ActorRow], float | None]:
@@ -123,11 +123,7 @@ ROLLOUTERS = (
     Column(title="rollouter", cell=lambda entry: entry.name("rollouter"), value=lambda entry: entry.number, width=9),
     host_column(7, value=lambda entry: entry.actor.host),
     Column(
-        title="state",
-        cell=lambda entry: entry.state,
-        value=lambda entry: entry.view.state(entry.actor)[1],
-        width=10,
-        most=15,
+        title="state", cell=lambda entry: entry.state, value=lambda entry: entry.view.state(entry.actor)[1], width=10
     ),
     Column(title="time", cell=lambda entry: entry.bar, width=8, drop=3),
     number("flight", gauge("rollout/in_flight"), width=6, summed=True),
@@ -232,7 +228,7 @@ def _problems(title: str, value: Callable[[ActorRow], float | None], style: Styl
 HOSTS = (
     Column(title="played by", cell=lambda entry: entry.name("episodes"), width=9),
     host_column(3),
-    Column(title="state", cell=lambda entry: said_state(entry.condition, "", ""), width=6, most=12),
+    Column(title="state", cell=lambda entry: said_state(entry.condition, "", ""), width=6),
     Column(title="time", cell=lambda entry: entry.bar, width=8, drop=4),
     number("workers", lambda entry: entry.there(len(entry.actor.resources) or None), drop=1),
     number("open", gauge("episodes/open"), width=4),
@@ -334,6 +330,6 @@ def _stages(names: Sequence[str], at: Mapping[str, float], shares: Shares) -> Gr
             text(name, "bold" if open_count else "dim"),
             text(count(open_count)),
             text(percent(share)),
-            level_bar(share or 0.0, 1.0, widest=24),
+            level_bar(share or 0.0, 1.0),
         )
     return grid

@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+from rich.cells import set_cell_size
 from rich.console import Group
+from rich.segment import Segment
 from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
+from textual.color import Color
 from textual.containers import Horizontal, Vertical
 from textual.events import Key, Resize
+from textual.filter import LineFilter
 from textual.geometry import Size
-from textual.widgets import Input
+from textual.widgets import Input, Static
 
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.printable import printable
@@ -33,7 +37,7 @@ from asyncrl.top.pipeline import foot, header, pipeline, status, tabs, time_bar
 from asyncrl.top.replay import Feed, Replay, SnapshotSource
 from asyncrl.top.samples_screen import SamplesScreen
 from asyncrl.top.view import SnapshotView
-from asyncrl.top.widgets import Block, PaneView
+from asyncrl.top.widgets import PaneView
 
 WIDE = (150, 40)
 """Width and height from which on all panes are visible."""
@@ -57,12 +61,18 @@ print everything once: asyncrl-top RUN --once
 q quits; the run continues"""
 
 
+class InAscii(LineFilter):
+    """Changes all that is drawn for a terminal that knows only ASCII."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        return [Segment(set_cell_size(to_ascii(each.text), each.cell_length), each.style) for each in segments]
+
+
 class Top(App[int]):
     """The application of the terminal; see the module."""
 
     CSS = """
     Screen { background: #1c2029; color: #d5dae5; }
-    Static { text-wrap: nowrap; text-overflow: clip; }
     #header { height: 2; background: #252b37; padding: 0 1; }
     #pipeline { height: 8; padding: 1 1 0 1; }
     #time { height: 1; padding: 0 1; display: none; }
@@ -135,7 +145,7 @@ class Top(App[int]):
         self.view: SnapshotView | None = None
         self.failure: AsyncRLError | None = None
         """Reason that no snapshot came."""
-        self.ascii_only = ascii_only
+        self._filters_of_lines = [InAscii()] if ascii_only else []
         self._history = source.history
         self._choice = Choice()
         self._frozen = False
@@ -149,14 +159,16 @@ class Top(App[int]):
         self._chosen_pane: PaneName = "rollouters"
         self._wide = False
         """Whether all panes are visible."""
-        self._header, self._pipeline, self._time, self._tab_line, self._foot = (
-            Block(id=name) for name in ("header", "pipeline", "time", "tabs", "foot")
+        self._header, self._pipeline, self._time, self._tab_line, self._foot, self._small = (
+            Static(id=name) for name in ("header", "pipeline", "time", "tabs", "foot", "small")
         )
-        self._small = Block(id="small")
         self.panes = {name: PaneView(name, self._show_actor, self._draw) for name in PANES}
         self._filter = Input(id="filter", placeholder="filter: part of a name, host, state or text")
 
     # --- the screen ---
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        return [*super().get_line_filters(), *self._filters_of_lines]
 
     def compose(self) -> ComposeResult:
         panes = self.panes
@@ -190,7 +202,7 @@ class Top(App[int]):
         for name, found in (("small", small), ("wide", self._wide), ("narrow", not small and not self._wide)):
             base.set_class(found, name)
         message = TOO_SMALL.format(width=LEAST[0], height=LEAST[1], columns=columns, rows=rows)
-        self._small.show(Group(*map(text, message.splitlines())), columns)
+        self._small.update(Group(*map(text, message.splitlines())))
         for each in base.query("#body *"):
             each.set_class(each is chosen or each in chosen.ancestors, "seen")
         if self.screen is base:
@@ -264,21 +276,19 @@ class Top(App[int]):
             self.view = SnapshotView(self._history)
         self._draw_foot()
         if self.view is None:
-            waiting = Group(text("asyncrl-top", "dim"), text("waiting for the run", "dim"))
-            self._header.show(waiting, self._header.size.width)
+            self._header.update(Group(text("asyncrl-top", "dim"), text("waiting for the run", "dim")))
             return
-        shown, choice = self.view, self._choice
-        wide = self._header.size.width
+        shown, choice, wide = self.view, self._choice, self._header.size.width
         if not wide:
             return
-        self._header.show(header(shown, wide), wide)
-        self._pipeline.show(pipeline(shown, wide), wide)
-        self._tab_line.show(tabs(panes_of(shown), self._chosen_pane, wide), wide)
+        self._header.update(header(shown, wide))
+        self._pipeline.update(pipeline(shown, wide))
+        self._tab_line.update(Group(tabs(panes_of(shown), self._chosen_pane, wide)))
         if self.source.replay is not None:
-            self._time.show(time_bar(self.source.replay), wide)
+            self._time.update(time_bar(self.source.replay))
         self.panes["episodes"].set_class(not shown.of("episodes"), "absent")
         for number, (name, widget) in enumerate(self.panes.items(), 1):
-            if widget.is_on_screen and widget.room > 0:
+            if widget.is_on_screen and widget.size.width > 1:
                 own = self._wide and name in OWN_HEIGHT
                 widget.show(PANES[name](shown, choice), tall=not own)
                 widget.border_title = f"{number} {title(name, shown, choice)}"
@@ -290,7 +300,7 @@ class Top(App[int]):
     def _draw_foot(self) -> None:
         replay, attached = self.source.replay, self.view is not None
         now = status(self._over, self._away, replay, frozen=self._frozen, attached=attached)
-        self._foot.show(foot(now, self._choice, replay=replay is not None), self._foot.size.width)
+        self._foot.update(foot(now, self._choice, replay=replay is not None))
 
     # --- keys ---
 
@@ -398,4 +408,4 @@ class Top(App[int]):
     def _say(self, note: str, seconds: float = NOTE_S) -> None:
         """Show a note for a while, instead of the previous one."""
         self.clear_notifications()
-        self.notify(to_ascii(printable(note)) if self.ascii_only else printable(note), timeout=seconds, markup=False)
+        self.notify(printable(note), timeout=seconds, markup=False)

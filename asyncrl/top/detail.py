@@ -15,7 +15,6 @@ from rich.table import Table as Grid
 from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.events import Resize
 from textual.screen import ModalScreen
 
 from asyncrl.core.files import from_json
@@ -35,7 +34,7 @@ from asyncrl.top.draw import (
 )
 from asyncrl.top.panes import LEVEL_STYLES
 from asyncrl.top.view import CONTROLLER, SnapshotView, is_gone
-from asyncrl.top.widgets import SIDES, Lines, PageScreen
+from asyncrl.top.widgets import Lines, PageScreen
 
 LOG_S = 2.0
 """Time between two reads of the end of a log (s)."""
@@ -192,6 +191,7 @@ class DetailScreen(PageScreen):
 
     def on_mount(self) -> None:
         """Read the log from time to time."""
+        self.draw()
         self._read_log()
         self.set_interval(LOG_S, self._read_log)
 
@@ -216,7 +216,7 @@ class DetailScreen(PageScreen):
             self._log_until = view.wall
             self._read_log()
         if view is not None:
-            self.show_page(detail(view, self._actor, self._log))
+            self._page.show(detail(view, self._actor, self._log))
 
     def action_other(self, by: int) -> None:
         view = self._view()
@@ -358,13 +358,5 @@ class HelpScreen(ModalScreen[None]):
         Binding("escape,question_mark,h,enter,space", "app.pop_screen", show=False)
     ]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._lines = Lines(id="help", classes="lines")
-
     def compose(self) -> ComposeResult:
-        yield self._lines
-
-    def on_resize(self, event: Resize) -> None:
-        room = min(76, event.size.width) - 2 - SIDES
-        self.call_after_refresh(self._lines.show, help_page(), room)
+        yield Lines(help_page(), id="help")

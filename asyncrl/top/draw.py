@@ -61,14 +61,6 @@ def to_ascii(text: str) -> str:
     return text.translate(_TO_ASCII).encode("ascii", "replace").decode()
 
 
-def in_ascii(text: Text) -> Text:
-    """The text for a terminal that knows only ASCII, as wide as before."""
-    found = text.copy()
-    found.plain = to_ascii(text.plain)
-    found.truncate(text.cell_len, overflow="crop", pad=True)
-    return found
-
-
 # --- text ---
 
 
@@ -81,6 +73,8 @@ def text(words: str, style: Style = "", *, wraps: bool = False) -> Text:
 def wrapped(line: Text, width: int, most: int) -> list[Text]:
     """The text in at most ``most`` lines. The last has all the rest, which is cut where it has no room."""
     found = line.wrap(_CONSOLE, max(2, width), no_wrap=False, overflow="fold")
+    for each in found:
+        each.rstrip()
     return [*found[: most - 1], joined(found[most - 1 :], " ")]
 
 
@@ -122,16 +116,27 @@ def in_columns(facts: Sequence[tuple[str, str, Style]], *, right: bool = False) 
     return Columns(entries, padding=(0, 4), column_first=True)
 
 
+def beside(*parts: Text | Bar | Facts, expand: bool = False) -> Grid:
+    """Parts of a line: text keeps its width, a bar or facts on the right have the room that is left."""
+    grid = Grid.grid(padding=(0, 2), expand=expand)
+    for part in parts:
+        if isinstance(part, Text):
+            grid.add_column(no_wrap=True)
+        else:
+            grid.add_column(ratio=1 if expand else None, justify="right")
+    grid.add_row(*parts)
+    return grid
+
+
 # --- bars ---
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Parts of a whole, each as a run of its mark: as wide as there is room, but at most ``widest`` cells."""
+    """Parts of a whole, each as a run of its mark, over all the width that there is."""
 
     parts: Sequence[tuple[float, str, Style]]
     """Size, mark and style of each part; sizes are not negative."""
-    widest: int = 40
 
     def drawn(self, width: int) -> Text:
         """The bar as text of ``width`` cells; blank if the whole is 0."""
@@ -146,21 +151,21 @@ class Bar:
         return joined([text(mark * n, style) for n, (_, mark, style) in zip(cells, self.parts, strict=True)], "")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        yield self.drawn(min(self.widest, options.max_width))
+        yield self.drawn(options.max_width)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(4, self.widest)
+        return Measurement(4, options.max_width)
 
 
-def state_bar(kinds: Mapping[Kind, float], widest: int = 40) -> Bar:
+def state_bar(kinds: Mapping[Kind, float]) -> Bar:
     """A bar over all of the time, split by kinds of states."""
-    return Bar([(max(0.0, kinds.get(kind, 0.0)), BARS[kind], kind) for kind in KINDS], widest)
+    return Bar([(max(0.0, kinds.get(kind, 0.0)), BARS[kind], kind) for kind in KINDS])
 
 
-def level_bar(value: float | None, limit: float | None, style: Style = "level", widest: int = 40) -> Bar:
+def level_bar(value: float | None, limit: float | None, style: Style = "level") -> Bar:
     """A bar that is as full as ``value`` of ``limit``."""
     full = 0.0 if value is None or not limit else max(0.0, min(1.0, value / limit))
-    return Bar([(full, "█", style), (1.0 - full, "·", "dim")] if value is not None and limit else [], widest)
+    return Bar([(full, "█", style), (1.0 - full, "·", "dim")] if value is not None and limit else [])
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -199,6 +204,8 @@ def said_state(condition: str, state: str, awaiting: str) -> Text:
 
 NARROW = 100
 """Width below which one blank separates columns, else two."""
+WIDEST = 18
+"""Most cells of a column, but for a last one of text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +221,6 @@ class Column:
     """Smallest width, so that columns do not move with every value."""
     drop: int = 0
     """Columns with larger numbers go first when there is no room; a column with 0 stays."""
-    most: int = 40
     right: bool = False
     """Whether the column has numbers. They stand right of all columns of text."""
     spare: bool = False
@@ -268,7 +274,7 @@ class Table:
         titles = [column.title + mark * (column.title == self.sorted_by) for column in columns]
         cells = [[row.cells[i] for row in self.rows if not row.heading] for i in range(len(columns))]
         wide = [
-            max(len(title), column.width, min(column.most, max((cell.cell_len for cell in below), default=0))) + gap
+            max(len(title), column.width, min(WIDEST, max((cell.cell_len for cell in below), default=0))) + gap
             for title, column, below in zip(titles, columns, cells, strict=True)
         ]
         shown = [i for i in range(len(wide)) if not columns[i].spare or any(cell.plain != ABSENT for cell in cells[i])]

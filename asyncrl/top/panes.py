@@ -35,6 +35,7 @@ from asyncrl.top.draw import (
     Pane,
     PaneName,
     Style,
+    beside,
     in_columns,
     is_there,
     level_bar,
@@ -65,7 +66,7 @@ def _gpu_memory(entry: ActorRow) -> Text:
 RANKS = (
     Column(title="rank", cell=lambda entry: entry.name(), width=9),
     host_column(4),
-    Column(title="state", cell=lambda entry: entry.state, width=14, most=24),
+    Column(title="state", cell=lambda entry: entry.state, width=14),
     Column(title="time", cell=lambda entry: entry.bar, width=8),
     number("memory", lambda entry: entry.there(entry.actor.rss_bytes or None), size, width=7),
     Column(title="GPU memory", cell=_gpu_memory, width=10, drop=2, right=True, spare=True),
@@ -176,7 +177,7 @@ def _seconds(title: str, key: str) -> Column:
 
 
 UPDATES = (
-    Column(title="replica", cell=lambda line: text(str(line.get("replica", ""))), width=11, most=14),
+    Column(title="replica", cell=lambda line: text(str(line.get("replica", ""))), width=11),
     Column(title="by", cell=lambda line: text(str(line.get("weights/transport", "")), "dim"), width=6, drop=3),
     number("v", lambda line: line.get("weights/version"), width=4),
     _seconds("stage", "weights/stage_s"),
@@ -269,7 +270,7 @@ def _bucket(both: Sequence[Sequence[int]], index: int, most: int) -> Iterator[Te
     yield text(f"late {label}" if late else label, "warn" if late else "dim")
     for counts in both:
         value, whole = counts[index] if index < len(counts) else 0, sum(counts)
-        yield level_bar(value, max(counts, default=0), "warn" if late else "level", widest=32)
+        yield level_bar(value, max(counts, default=0), "warn" if late else "level")
         yield text(count(value))
         yield text(percent(value / whole) if whole else "", "dim")
 
@@ -324,8 +325,7 @@ def ledger(view: SnapshotView, choice: Choice) -> Pane:
     if outstanding is None or not gate:
         facts.insert(3, ("outstanding", count(outstanding), ""))
         return Pane([in_columns(facts)], about="dataloader/0")
-    bar = Grid.grid(padding=(0, 2))
-    bar.add_row(
+    bar = beside(
         text("outstanding", "dim"),
         level_bar(outstanding, gate, "warn" if outstanding >= gate else "level"),
         text(f"{count(outstanding)} of {count(gate)} groups"),
@@ -346,8 +346,8 @@ def _event_columns(clock: str) -> tuple[Column, ...]:
     return (
         Column(title="time", cell=lambda event: text(time.strftime(clock, time.localtime(event.wall)), "dim"), width=8),
         Column(title="level", cell=lambda event: styled(event, event.level, "dim"), width=7, drop=1),
-        Column(title="actor", cell=lambda event: text(event.actor or "run"), width=9, most=18),
-        Column(title="event", cell=lambda event: styled(event, " ".join(event.text.split())), width=20, most=20),
+        Column(title="actor", cell=lambda event: text(event.actor or "run"), width=9),
+        Column(title="event", cell=lambda event: styled(event, " ".join(event.text.split())), width=20),
     )
 
 

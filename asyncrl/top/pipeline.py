@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.console import Group
 from rich.table import Table as Grid
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from asyncrl.core.errors import phase_and_reason, phase_word
 from asyncrl.core.numbers import count, duration, fixed, percent, rate
-from asyncrl.messages.monitor import OVER
+from asyncrl.messages.monitor import OVER, ActorView
 from asyncrl.observe.metrics_line import is_eval_mean, number_in, served_versions
 from asyncrl.observe.snapshots.rates import total
 from asyncrl.top.bottleneck import Stage, by_kind, kind_of
@@ -25,6 +25,7 @@ from asyncrl.top.draw import (
     Facts,
     PaneName,
     Style,
+    beside,
     joined,
     level_bar,
     said,
@@ -34,7 +35,7 @@ from asyncrl.top.draw import (
     wrapped,
 )
 from asyncrl.top.replay import Replay
-from asyncrl.top.view import SnapshotView
+from asyncrl.top.view import SnapshotView, is_gone
 
 PHASE_STYLES: dict[str, Style] = {
     "starting": "start",
@@ -98,13 +99,11 @@ def _evaluations(view: SnapshotView) -> list[Text]:
 # --- stages ---
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageBox:
+class StageBox(NamedTuple):
     """A stage of the pipeline."""
 
     stage: Stage
-    alive: int
-    actors: int
+    actors: Sequence[ActorView]
     rate: float | None
     """Work per second, in ``unit``."""
     unit: str
@@ -112,46 +111,39 @@ class StageBox:
     """Work that is in the stage or waits for it."""
     limit: float | None
     """Value of ``depth`` at which its bar is full; None without one."""
-    shares: Mapping[str, float]
+    shares: Mapping[str, float] = {}
     """Shares of the time of its resources by state."""
-    marked: bool
+
+    @property
+    def alive(self) -> int:
+        """Number of its actors that are not gone."""
+        return sum(not is_gone(actor) for actor in self.actors)
 
 
 def stages(view: SnapshotView) -> list[StageBox]:
     """A box for each stage of the pipeline, in the order of the flow."""
-    level, bottleneck = view.level, view.bottleneck.stage or ""
-    marked = {"gate": "dataloader", "episodes": "rollouters"}.get(bottleneck, bottleneck)
+    of, level, rate_of = view.of, view.level, view.rate
     step_s, groups = view.step_mean("time/step_s"), view.run.groups_per_step
     trained = groups / step_s if step_s and groups and view.run.phase not in OVER else None
     at_reward = total((level("reward", "reward/queued"), level("reward", "reward/running")))
     outstanding, gate = level("dataloader", "tickets/outstanding"), level("dataloader", "tickets/gate")
-    leased = view.rate("dataloader", "tickets/granted")
-    updates = view.rate("parameter_server", "weights/updates_committed")
-    behind, serving = view.behind or (None, None)
-    in_flight, engines = level("rollouter", "rollout/in_flight"), view.shares(view.of("rollouter"))
-    scored, pools = view.rate("reward", "reward/scored"), view.shares(view.of("reward"))
-    # (stage, role, rate, unit, depth, limit, shares), as in StageBox.
-    rows: list[tuple[Stage, str, float | None, str, float | None, float | None, Mapping[str, float]]] = [
-        ("dataloader", "dataloader", leased, "groups", outstanding, gate, {}),
-        ("rollouters", "rollouter", view.tokens_per_s, "tokens", in_flight, None, engines),
-        ("reward", "reward", scored, "tasks", at_reward, None, pools),
-        ("learner", "learner", trained, "groups", view.buffered, groups or None, view.learner_shares),
-        ("weights", "parameter_server", updates, "updates", behind, serving, {}),
-    ]
+    leased, in_flight = rate_of("dataloader", "tickets/granted"), level("rollouter", "rollout/in_flight")
+    scored = rate_of("reward", "reward/scored")
+    updates, servers = rate_of("parameter_server", "weights/updates_committed"), of("parameter_server")
+    engines, pools = (view.shares(of(role)) for role in ("rollouter", "reward"))
     return [
-        StageBox(
-            stage=stage,
-            alive=len(view.living(role)),
-            actors=len(view.of(role)),
-            rate=rate,
-            unit=unit,
-            depth=depth,
-            limit=limit,
-            shares=shares,
-            marked=stage == marked,
-        )
-        for stage, role, rate, unit, depth, limit, shares in rows
+        StageBox("dataloader", of("dataloader"), leased, "groups", outstanding, gate),
+        StageBox("rollouters", of("rollouter"), view.tokens_per_s, "tokens", in_flight, None, engines),
+        StageBox("reward", of("reward"), scored, "tasks", at_reward, None, pools),
+        StageBox("learner", of("learner"), trained, "groups", view.buffered, groups or None, view.learner_shares),
+        StageBox("weights", servers, updates, "updates", *(view.behind or (None, None))),
     ]
+
+
+def marked(view: SnapshotView) -> str:
+    """The stage that sets the pace; empty if that is unknown."""
+    stage = view.bottleneck.stage or ""
+    return {"gate": "dataloader", "episodes": "rollouters"}.get(stage, stage)
 
 
 def pipeline(view: SnapshotView, width: int) -> Group:
@@ -203,18 +195,18 @@ def _stage(box: StageBox, view: SnapshotView, wide: int) -> tuple[Text, Text, Te
 
 def _name(box: StageBox, view: SnapshotView, wide: int) -> Text:
     """The name of a stage, and how many actors it has, or can work of how many."""
-    mark = "" if not box.marked else "◆" if wide < ROOMY else "◆ "
-    present = f" {box.alive}/{box.actors}" if box.alive < box.actors else f" {box.actors}" if box.actors > 1 else ""
+    is_marked, actors, alive = box.stage == marked(view), len(box.actors), box.alive
+    mark, rule = ("◆" if wide < ROOMY else "◆ ", "━") if is_marked else ("", "─")
+    present = f" {alive}/{actors}" if alive < actors else f" {actors}" if actors > 1 else ""
     room = wide - len(present)
     name = f"{mark}{box.stage}"
     if len(name) > room:
         name = f"{mark}{SHORT.get(box.stage, box.stage)}"[:room]
-    rule = f" {('━' if box.marked else '─') * (room - len(name) - 1)}" if room > len(name) else ""
     over = view.run.phase in ("draining", "done", "failed")
     return (
-        text(name, "mark" if box.marked else "bold")
-        + text(rule, "mark" if box.marked else "dim")
-        + text(present, "bad" if box.alive < box.actors and not over else "dim")
+        text(name, "mark" if is_marked else "bold")
+        + text(f" {rule * (room - len(name) - 1)}"[: room - len(name)], "mark" if is_marked else "dim")
+        + text(present, "bad" if alive < actors and not over else "dim")
     )
 
 
@@ -274,15 +266,12 @@ def tabs(panes: Sequence[PaneName], seen: PaneName, width: int) -> Text:
 def time_bar(replay: Replay) -> Grid:
     """Place of the viewer in a recording, as a bar."""
     past, whole = replay.position - replay.begin, replay.end - replay.begin
-    grid = Grid.grid(padding=(0, 2), expand=True)
-    for ratio in (None, 1, None):
-        grid.add_column(ratio=ratio)
-    grid.add_row(
+    return beside(
         text(f"{time.strftime('%H:%M:%S', time.localtime(replay.position))}  {duration(past)} of {duration(whole)}"),
-        level_bar(past, whole, widest=1000),
+        level_bar(past, whole),
         text(f"×{replay.speed:g} {'playing' if replay.playing else 'paused'}", "dim"),
+        expand=True,
     )
-    return grid
 
 
 def status(over: str, away: Away | Waiting | None, replay: Replay | None, *, frozen: bool, attached: bool) -> Text:
@@ -308,8 +297,4 @@ def foot(status: Text, choice: Choice, *, replay: bool) -> Grid:
     if choice.level != LEVELS[0]:
         chosen.append(f"events: {choice.level}")
     keys = [text(key.format(space="play" if replay else "freeze"), "dim") for key in KEYS]
-    grid = Grid.grid(padding=(0, 2), expand=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(ratio=1, justify="right")
-    grid.add_row(joined([status, text("   ".join(chosen), "warn")]), Facts(*keys, between="  "))
-    return grid
+    return beside(joined([status, text("   ".join(chosen), "warn")]), Facts(*keys, between="  "), expand=True)

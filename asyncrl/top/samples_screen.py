@@ -1,7 +1,7 @@
 """The samples of a run on a screen: one prompt group at a time, as a conversation with its scores.
 
-A thread reads and lays out the groups, so that a large one does not hold up the terminal. The screen looks for newer
-groups every LOOK_S; the group on the screen stays. A folder that cannot be read is named on the screen.
+A thread reads the groups, so that it does not hold up the terminal. The screen looks for newer groups every LOOK_S;
+the group on the screen stays. A folder that cannot be read is named on the screen.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.padding import Padding
 from textual import work
 from textual.binding import Binding, BindingType
 
 from asyncrl.observe.sample_text import SampleStyle, sample_lines
 from asyncrl.observe.samples import FOLDER, SampleChoice, SampleGroup, newest_samples
-from asyncrl.top.draw import Style, lines, text
+from asyncrl.top.draw import Style, text
 from asyncrl.top.widgets import PageScreen
 
 LOOK_S = 2.0
@@ -87,36 +87,21 @@ class SamplesScreen(PageScreen):
             kind = f"{choice.kind} " if choice.kind else ""
             self.show_title(f"samples {kind.strip() or 'all kinds'}")
             words = problem or f"no {kind}group in {folder} so far"
-            self.show_page(text(words, "dim", wraps=True))
+            self._page.show(text(words, "dim", wraps=True))
         elif shown is None or not _same(found[self._at], shown):
-            self.draw()
+            self._draw()
         else:
             self._draw_title()
 
     # --- drawing ---
 
-    def draw(self) -> None:
-        if self._groups:
-            self._draw_title()
-            self._lay_out(self._groups[self._at], self.room)
+    def _draw(self) -> None:
+        self._draw_title()
+        self._page.show(laid_out(self._groups[self._at]))
 
     def _draw_title(self) -> None:
         more = "+" if len(self._groups) >= self._count else ""
         self.show_title(f"samples {self._at + 1} of {len(self._groups)}{more}, {self._choice.kind or 'all kinds'}")
-
-    @work(thread=True, exclusive=True, group="lay out")
-    def _lay_out(self, group: SampleGroup, room: int) -> None:
-        drawn = Group(*lines(laid_out(group), room))
-        self.app.call_from_thread(self._show_group, group, drawn)
-
-    def _show_group(self, group: SampleGroup, drawn: Group) -> None:
-        # The thread may have laid out the group that was shown before.
-        if self._groups and _same(group, self._groups[self._at]):
-            self.show_page(drawn)
-
-    def show_page(self, renderable: RenderableType) -> None:
-        super().show_page(renderable)
-        self._page.focus()
 
     # --- keys ---
 
@@ -129,7 +114,7 @@ class SamplesScreen(PageScreen):
         if self._groups and at != self._at:
             self._at = at
             self._page.scroll_home(animate=False)
-            self.draw()
+            self._draw()
 
     def action_kind(self) -> None:
         """Show the groups of the next kind."""

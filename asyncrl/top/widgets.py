@@ -1,4 +1,4 @@
-"""The widgets of asyncrl-top: blocks of lines, panes with a table and its cursor, screens with a page."""
+"""The widgets of asyncrl-top: lines that scroll, panes with a table and its cursor, screens with a page."""
 
 from __future__ import annotations
 
@@ -12,36 +12,9 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.events import Resize
 from textual.screen import Screen
-from textual.widget import Widget
 from textual.widgets import DataTable, Static
 
-from asyncrl.top.draw import Facts, Pane, Row, Table, in_ascii, lines, text
-
-SIDES = 3
-"""Columns that padding and scrollbar take."""
-
-
-class Block(Static):
-    """A block of lines, which is drawn again only when a line changes."""
-
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id, markup=False)
-        self._lines: list[Text] = []
-
-    def show(self, renderable: RenderableType, width: int) -> int:
-        """Draw for this width, and return the number of lines."""
-        drawn = lines(renderable, width)
-        if is_ascii_only(self):
-            drawn = [in_ascii(line) for line in drawn]
-        if drawn != self._lines:
-            self.update(Text("\n").join(drawn), layout=len(drawn) != len(self._lines))
-            self._lines = drawn
-        return len(drawn)
-
-
-def is_ascii_only(widget: Widget) -> bool:
-    """Whether the terminal knows only ASCII."""
-    return bool(getattr(widget.app, "ascii_only", False))
+from asyncrl.top.draw import Facts, Pane, Row, Table, lines, text
 
 
 class Lines(VerticalScroll):
@@ -52,13 +25,12 @@ class Lines(VerticalScroll):
         Binding("j", "scroll_down", show=False),
     ]
 
-    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
-        self._block = Block()
-        super().__init__(self._block, id=id, classes=classes)
+    def __init__(self, *content: RenderableType, id: str | None = None) -> None:
+        self._content = Static(Group(*content))
+        super().__init__(self._content, id=id, classes="lines")
 
-    def show(self, renderable: RenderableType, width: int) -> int:
-        """Draw for this width, and return the number of lines."""
-        return self._block.show(renderable, width)
+    def show(self, *content: RenderableType) -> None:
+        self._content.update(Group(*content))
 
 
 class Rows(DataTable[Text]):
@@ -85,21 +57,19 @@ class Rows(DataTable[Text]):
     def show(self, table: Table, width: int) -> None:
         """Show a table: make new columns if the layout has changed, else draw only the changed cells."""
         chosen, laid = self.chosen, table.laid(width)
-        shown_as = in_ascii if is_ascii_only(self) else Text.copy
         if laid != self._laid:
             self.clear(columns=True)
             for _, title, cells in laid:
-                self.add_column(shown_as(title), width=cells)
+                self.add_column(title, width=cells)
             self._laid, self._shown = laid, []
         old = self._shown
         for number, row in enumerate(table.rows):
             if number >= len(old):
-                self.add_row(*(shown_as(row.cells[index]) for index, _, _ in laid))
+                self.add_row(*(row.cells[index] for index, _, _ in laid))
                 continue
             for at, (index, _, _) in enumerate(laid):
                 if row.cells[index] != old[number].cells[index]:
-                    cell = shown_as(row.cells[index])
-                    self.update_cell_at((number, at), cell)  # type: ignore[arg-type]
+                    self.update_cell_at((number, at), row.cells[index])  # type: ignore[arg-type]
         for _ in old[len(table.rows) :]:
             self.remove_row(self.ordered_rows[-1].key)
         self._shown = list(table.rows)
@@ -121,27 +91,23 @@ class PaneView(Vertical):
 
     def __init__(self, name: str, choose: Callable[[str], None], draw: Callable[[], None]) -> None:
         """``choose`` gets the actor of an entry; ``draw`` is called after a change of width."""
-        self._lines, self._rows, self._about = Lines(classes="lines"), Rows(), ""
+        self._lines, self._rows, self._about = Lines(), Rows(), ""
         super().__init__(self._lines, self._rows, id=name, classes="pane")
         self._choose, self._draw = choose, draw
-
-    @property
-    def room(self) -> int:
-        """Width of a line, without the scrollbar."""
-        return self.size.width - 1
 
     def show(self, pane: Pane, *, tall: bool) -> None:
         """Draw the pane. A ``tall`` one fills the room; another is as high as its content."""
         self._about = pane.about
-        table = pane.table if pane.table is not None and pane.table.rows else None
-        above = self._lines.show(Group(*pane.head), self.room) if pane.head else 0
+        # The scrollbar takes a column.
+        table, width = pane.table if pane.table is not None and pane.table.rows else None, self.size.width - 1
+        self._lines.show(*pane.head)
         self._lines.display = bool(pane.head)
         self._rows.display = table is not None
         self.set_class(table is None, "alone")
         if table is not None:
-            self._rows.show(table, self.room)
+            self._rows.show(table, width)
         below = len(table.rows) + 1 if table is not None else 0
-        self.styles.height = None if tall else 2 + above + below
+        self.styles.height = None if tall else 2 + len(lines(Group(*pane.head), width)) + below
 
     def focus_entries(self) -> None:
         """Let keys go to what scrolls."""
@@ -157,7 +123,7 @@ class PaneView(Vertical):
         self.action_choose()
 
     def on_resize(self, event: Resize) -> None:
-        """Lines depend on the width."""
+        """The columns of the table depend on the width."""
         self.call_after_refresh(self._draw)
 
 
@@ -179,25 +145,11 @@ class PageScreen(Screen[None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._head, self._page = Block(id="name"), Lines(id="page", classes="lines")
+        self._head, self._page = Static(id="name"), Lines(id="page")
 
     def compose(self) -> ComposeResult:
         yield self._head
         yield self._page
 
-    @property
-    def room(self) -> int:
-        """Width of a line."""
-        return max(1, self.size.width - SIDES)
-
     def show_title(self, title: str) -> None:
-        self._head.show(Facts(text(title, "bold"), text(self.keys, "dim")), self.room)
-
-    def show_page(self, renderable: RenderableType) -> None:
-        self._page.show(renderable, self.room)
-
-    def on_resize(self, event: Resize) -> None:
-        self.call_after_refresh(self.draw)
-
-    def draw(self) -> None:
-        """Draw the page for the present width."""
+        self._head.update(Facts(text(title, "bold"), text(self.keys, "dim")))

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
+from rich.segment import Segment
+from textual.color import Color
 from top.pictures import Run
 
 from asyncrl.cli import top as command
@@ -17,8 +19,9 @@ from asyncrl.launcher.common.agent_messages import StateEvent, WarningEvent
 from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.monitor import Event
 from asyncrl.observe.snapshots.recording import Recorder
+from asyncrl.top.app import InAscii
 from asyncrl.top.detail import detail
-from asyncrl.top.draw import in_ascii, lines
+from asyncrl.top.draw import lines
 from asyncrl.top.draw import text as styled
 from asyncrl.top.view import SnapshotView
 
@@ -65,8 +68,8 @@ def test_a_line_takes_exactly_the_given_cells(text, width):
     (line,) = lines(styled(text, "dim") + styled("tail"), width)
     assert line.cell_len == cell_len(line.plain) == width
     assert not controls(line.plain, keep="")
-    converted = in_ascii(line)
-    assert converted.cell_len == width and converted.plain.isascii()
+    (converted,) = InAscii().apply([Segment(line.plain)], Color(0, 0, 0))
+    assert converted.cell_length == width and converted.text.isascii()
 
 
 @pytest.fixture
