@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from unittest import mock
 import msgspec
 import pytest
 import torch
+from host_memory import GPU, HostMemory
 from learner.learner_cases import make_config, plan_of, save_small_model
 from learner.rank_pool import run_alone
 from segment_reading import map_segment
@@ -26,22 +26,7 @@ from asyncrl.weights.held_version import HeldVersion
 from asyncrl.weights.segments import layout
 from asyncrl.weights.tensors import tensors_of
 
-GPU = "GPU-5c1f"
 CPU = torch.device("cpu")
-
-
-class HostMemory:
-    """Memory behind a path, which is the handle."""
-
-    def __init__(self, handle: bytes, size: int) -> None:
-        self.handle = handle
-        descriptor = os.open(handle, os.O_RDWR)
-        self.tensor = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-        os.close(descriptor)
-        self.closed = False
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture
