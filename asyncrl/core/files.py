@@ -2,6 +2,7 @@
 
 A file is durable, so that it outlives a power cut, once it and its folder are flushed. Each function says which of the
 two it flushes. A lock is flock's, on a file that serves no other purpose; the kernel releases it when its process ends.
+``compile_cache`` finds the folder of compiled graphs.
 ``KeptWrites`` keeps records in memory while a full disk refuses them. ``find_source`` finds the file of a user's module
 without importing it. JSON from an unknown source raises ValueError for any fault.
 
@@ -15,6 +16,7 @@ import fcntl
 import json
 import os
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
@@ -49,6 +51,23 @@ def write_file(path: Path, chunks: Iterable[bytes]) -> Digest:
     finally:
         os.close(descriptor)
     return Digest(size, hasher.hexdigest())
+
+
+def compile_cache() -> str:
+    """Return the folder in which torch keeps compiled graphs, so that later runs find them.
+
+    It is TORCHINDUCTOR_CACHE_DIR if that is set, else a folder in the user's cache. If that cannot be written, it is a
+    temporary folder, as torch's own default is.
+    """
+    if chosen := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return chosen
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.path.join(cache, "asyncrl", "torchinductor")
+    with contextlib.suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+    if os.access(folder, os.W_OK):
+        return folder
+    return os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
 
 
 def find_source(module: str) -> Path | None:

@@ -45,6 +45,7 @@ from typing import Protocol
 import numpy as np
 
 from asyncrl.config import Config
+from asyncrl.core.files import compile_cache
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.algorithm.scoring import ScoringPlan
@@ -199,9 +200,11 @@ def create(config: Config, rank: int) -> Backend:
         from asyncrl.learner.backends.sim import SimTrainer
 
         return SimTrainer(config, rank)
-    if config.learner.device != "cpu" and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        # Rows differ in length, so segments of fixed size would leave memory in fragments.
-        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    if config.learner.device != "cpu":
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache()
+        if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+            # Rows differ in length, so segments of fixed size would leave memory in fragments.
+            os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     from asyncrl.learner.fsdp.trainer import Trainer
 
     return Trainer(config, rank)

@@ -9,6 +9,8 @@ Invariant: on CPU, with the same ranks and threads, the same calls give the same
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -82,6 +84,17 @@ from asyncrl.weights.broadcast import open_store
 from asyncrl.weights.held_version import HeldVersion, OnSealed
 from asyncrl.weights.lora import adapter_settings
 
+_LOG = logging.getLogger(__name__)
+LEAST_COMPILE_S = 0.1
+"""Shortest time of torch.compile that is logged."""
+
+
+def compile_seconds() -> float:
+    """Time (s) that torch.compile has taken in this process."""
+    # torch counts it nowhere else. The module is imported with the first graph.
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return float(dynamo.calculate_time_spent()["total_wall_time"]) if dynamo is not None else 0.0
+
 
 class Trainer:
     """One rank of the ``fsdp2`` backend."""
@@ -107,6 +120,8 @@ class Trainer:
         self.engines_in_turn = 0
         self.is_resting = False
         self.gpu_wait_s = self._took_gpu_s = 0.0
+        self._compile_s = 0.0
+        """Time (s) of torch.compile that the log has."""
 
     @property
     def _ranks(self) -> Ranks:
@@ -271,6 +286,7 @@ class Trainer:
         del buffers
         began = time.monotonic()
         result = self._step(command, of_step(plan, 0))
+        self._log_compiling(f"{kind} {step}")
         # The refused update was computed too; no later one was.
         done = plan.updates if result.refused is None else plan.updates[: result.refused.update + 1]
         tokens = sum(update.tokens for update in done)
@@ -314,6 +330,13 @@ class Trainer:
     def _next_step(self, warm: bool) -> tuple[str, int]:
         """Kind of the next step, and its number, counted from 1."""
         return ("warm step", self.warm_steps + 1) if warm else ("step", self.steps + 1)
+
+    def _log_compiling(self, step: str) -> None:
+        """Log the time of torch.compile in this step, or before it: the check at start also compiles."""
+        seconds = compile_seconds()
+        if seconds - self._compile_s >= LEAST_COMPILE_S:
+            _LOG.info("torch.compile took %.1f s up to the end of %s", seconds - self._compile_s, step)
+            self._compile_s = seconds
 
     def _utilisation(self, tokens: int, seconds: float) -> dict[str, float]:
         if not self.on_gpu:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import getpass
 import os
 import shutil
 import tempfile
@@ -24,7 +23,7 @@ import xxhash
 from asyncrl.config import Config
 from asyncrl.config.algorithm import VLLM_RANKS
 from asyncrl.core.errors import ConfigError
-from asyncrl.core.files import lock_is_free
+from asyncrl.core.files import compile_cache, lock_is_free
 from asyncrl.gpu.memory_shares import ALONE, GpuShares
 from asyncrl.rollouter.engines.vllm.model_folder import targets, text_config
 
@@ -128,11 +127,10 @@ def scratch_environment(folder: str) -> dict[str, str]:
 
     A killed engine core cannot remove them itself. Compiled kernels stay outside, so that later engines find them.
     """
-    kept = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     return {
         "VLLM_RPC_BASE_PATH": folder,
         "TMPDIR": folder,
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", kept),
+        "TORCHINDUCTOR_CACHE_DIR": compile_cache(),
     }
 
 

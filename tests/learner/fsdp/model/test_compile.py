@@ -4,6 +4,10 @@ limit a layer is not compiled at all.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +16,11 @@ import numpy as np
 import pytest
 import torch
 from learner import varlen_kernel
-from learner.learner_cases import save_small_model
+from learner.learner_cases import make_config, save_small_model, train
+from learner.rank_pool import run_alone
 
 from asyncrl.config.training import LearnerConfig, ModelConfig
+from asyncrl.learner.fsdp import trainer
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make_row
 from asyncrl.learner.fsdp.startup.loading import load_policy
@@ -139,3 +145,53 @@ def test_compiled_layers_recompute_activations(
         distance = (found[name] - gradient).float().norm() / gradient.float().norm()
         assert distance < (1e-5 if attention == "packed" else 0.05), name
     assert (products > least) == again, (products, least)
+
+
+COMPILES = """
+import json
+from learner.learner_cases import make_config
+from asyncrl.learner.backends.backend import create
+create(make_config(device="auto"), 0)
+import torch
+from asyncrl.learner.fsdp.trainer import compile_seconds
+before = compile_seconds()
+# One call of a library: Inductor writes no C++ for it, which would take minutes to compile on a busy machine.
+torch.compile(torch.mm)(torch.ones(4, 4), torch.ones(4, 4))
+counts = torch._dynamo.utils.counters["inductor"]
+print(json.dumps([counts["fxgraph_cache_miss"], counts["fxgraph_cache_hit"], before, compile_seconds()]))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_finds_the_graphs_of_an_earlier_run(tmp_path: Path) -> None:
+    """Each process has another temporary folder, as in jobs of SLURM."""
+    left_out = ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "TORCHDYNAMO_DISABLE")
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    paths = os.pathsep.join(each for each in sys.path if each)
+    found = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        env = kept | {"HOME": str(tmp_path), "TMPDIR": str(tmp_path / name), "PYTHONPATH": paths}
+        ran = subprocess.run([sys.executable, "-c", COMPILES], env=env, capture_output=True, text=True, timeout=140)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        found.append(json.loads(ran.stdout.splitlines()[-1]))
+    assert [counts[:2] for counts in found] == [[1, 0], [0, 1]]
+    assert all(before == 0 < seconds for _, _, before, seconds in found)
+
+
+def test_the_log_has_the_time_of_compiling(tmp_path: Path, monkeypatch, caplog) -> None:
+    # At the end of each step; the third has compiled nothing.
+    times = iter([20.34, 21.5, 21.55])
+    monkeypatch.setattr(trainer, "compile_seconds", lambda: next(times))
+
+    def main(backend: Any, config: Any) -> None:
+        for step in range(3):
+            train(backend, config, step)
+
+    with caplog.at_level("INFO", "asyncrl.learner.fsdp.trainer"):
+        run_alone(make_config(save_small_model(tmp_path / "model")), main)
+    told = [record.message for record in caplog.records if "torch.compile" in record.message]
+    assert told == [
+        "torch.compile took 20.3 s up to the end of step 1",
+        "torch.compile took 1.2 s up to the end of step 2",
+    ]

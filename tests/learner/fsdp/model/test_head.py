@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import math
+import shutil
 
 import pytest
 import torch
@@ -113,6 +114,57 @@ def test_the_gradients_of_a_head_are_finite_for_probabilities_of_0() -> None:
     scores = score_hidden(hidden, weight, None, torch.tensor([0, 0]), 1.0, entropy_gradient=True)
     (scores[0].sum() + scores[1].sum()).backward()
     assert all(bool(torch.isfinite(each).all()) for each in (*scores, hidden.grad, weight.grad))
+
+
+def _check_compiled(device: str, softcap: float | None, entropy_gradient: bool, monkeypatch, caplog) -> None:
+    """Compare with float64, and require that nothing ran as it is written."""
+    # vLLM's engines on CPU set it in the process that they were started in.
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    torch.compiler.reset()
+    functions = functools.cache(head._on.__wrapped__)
+    monkeypatch.setattr(head, "_on", lambda _, function: functions("cuda", function))
+    # A last chunk of 2 positions: sizes differ, and no other graph is made for them.
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * 16)
+    case = [leaf.detach().to(device).requires_grad_(leaf.requires_grad) for leaf in _case(bias=True, frozen=False)]
+    hidden, weight, shift, targets, by_logprob, by_entropy = case
+    exact = [p.detach().double().requires_grad_() for p in (hidden, weight, shift)]
+    logits = head.head_logits(softcap, *exact) / 0.7
+    logs = logits.log_softmax(-1)
+    expected = logs.gather(-1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+    found = score_hidden(hidden, weight, shift, targets, 0.7, softcap=softcap, entropy_gradient=entropy_gradient)
+    for scores in (found, expected):
+        (scores[0] * by_logprob + scores[1] * by_entropy * entropy_gradient).sum().backward()
+    for ours, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-5)
+    for ours, truth in zip((hidden, weight, shift), exact, strict=True):
+        assert float((ours.grad - truth.grad).norm() / truth.grad.norm()) < 1e-4
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 2 and "not compiled" not in caplog.text, caplog.text
+    torch.compiler.reset()
+
+
+# Dynamo looks at the inputs' gradients when it makes a graph.
+DYNAMO_WARNS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+ENDS = pytest.mark.parametrize(("softcap", "entropy_gradient"), [(None, False), (3.0, True)])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="Inductor needs a C++ compiler on CPUs"
+)
+@DYNAMO_WARNS
+@ENDS
+def test_a_compiled_head_has_the_numbers_of_float64(softcap, entropy_gradient, monkeypatch, caplog) -> None:
+    """With the compiler of CUDA, which writes C++ here."""
+    _check_compiled("cpu", softcap, entropy_gradient, monkeypatch, caplog)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@DYNAMO_WARNS
+@ENDS
+def test_a_compiled_head_of_a_gpu_is_exact(softcap, entropy_gradient, monkeypatch, caplog) -> None:
+    _check_compiled("cuda", softcap, entropy_gradient, monkeypatch, caplog)
 
 
 @pytest.mark.parametrize("fails", [False, True])
