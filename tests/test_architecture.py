@@ -121,6 +121,30 @@ def test_imports_go_in_one_direction(modules):
     assert not wrong
 
 
+CPU_GUARD = re.compile(r"^(options\.on_cpu|on_cpu|current_platform\.is_cpu)\(\w*\)$")
+
+
+def test_the_engine_imports_modules_for_cpus_on_cpus_alone(modules):
+    """vLLM's build for CUDA lacks some of them, and others would change how an engine computes there."""
+    wrong, found = [], 0
+    for place, (tree, _) in modules.items():
+        if not place.startswith("rollouter/engines/vllm/") or Path(place).name.startswith("cpu_"):
+            continue
+        guarded = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and CPU_GUARD.match(ast.unparse(node.test)):
+                guarded |= {id(inner) for statement in node.body for inner in ast.walk(statement)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+                # A name that is imported from a module may be a module or a function, such as options.on_cpu.
+                parts = ".".join(names if isinstance(node, ast.Import) else names[:1]).split(".")
+                if any("cpu" in part.split("_") for part in parts):
+                    found += 1
+                    wrong += [f"{place}:{node.lineno}"] * (id(node) not in guarded)
+    assert not wrong and found >= 3
+
+
 def room(place):
     """The folder of a module. Modules of the package itself and the entry modules of rooms are rooms too."""
     path = Path(place)
