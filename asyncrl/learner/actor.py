@@ -43,6 +43,7 @@ class Learner(Actor):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._controller = ControllerLink(self)
         self._backend: Backend | None = None
+        """The backend of this rank; None before ``setup`` has made it."""
         self._group_log = GroupLog(self.name)
         self._deliveries = Deliveries(self.config, self.services, self._group_log, context.credentials.seal_key)
         self._rank_0: Rank0 | None = None

@@ -145,7 +145,8 @@ class Rank0:
     ) -> None:
         """Make the objects of the loop, with the restored state. Each gets those that were made before it.
 
-        ``start`` counts the learner's starts in this folder.
+        ``start`` counts the learner's starts in this folder. Notifies the user if the conversations have changed. A
+        teacher on a server begins to score the restored groups.
         """
         actor, config, services, backend = self._actor, self._config, self._services, self._backend
         thread, tasks, trace, writer = self._thread, actor.tasks, actor.trace, self._writer
@@ -274,7 +275,7 @@ class Rank0:
         state, log = restored.state, self._services.log
         buffered, filtered = restored.buffered, restored.filtered
         failed, lengths = state.quarantined, list(state.delivered_lengths)
-        # Also after a crash, until a checkpoint of this configuration exists.
+        # Not only after a resume: a crash before the first checkpoint of this configuration drops them again.
         if reason := state.origin.compare(self._config, origin).gives_back:
             log.info("does not restore the groups of the checkpoint", groups=len(buffered), reason=reason)
             self._services.counters.add("groups/given_back", len(buffered))
@@ -290,7 +291,11 @@ class Rank0:
         await self._versions.start()
 
     async def run(self) -> None:
-        """Run the whole training, in the order of the module's docstring, and report its end to the controller."""
+        """Run the whole training, in the order of the module's docstring, and report its end to the controller.
+
+        A run preempted before its last step neither waits for the last evaluations nor exports the model. Raises
+        CannotLearn after the last checkpoint, without an export and without the report.
+        """
         states, config = self._services.states, self._config
         for work in (self.lines.run(), self.lines.retry(), self._records.run()):
             self._actor.tasks.create_task(work)

@@ -180,7 +180,10 @@ class ParameterServer(Actor):
 
     @handler
     def report_update(self, request: ReportUpdate, caller: Caller) -> Done:
-        """Record the end of a replica's update, which frees its pause; verify a version that it found corrupt."""
+        """Record the end of a replica's update, which frees its pause.
+
+        If the replica found the newest version corrupt, that version is verified here (``_verify_suspects``).
+        """
         counted = self._conductor.report(caller.name, caller.incarnation, request, self._now())
         transport, version = request.times.transport, request.version
         if request.committed and request.times.checksum:
@@ -208,7 +211,10 @@ class ParameterServer(Actor):
         return Done()
 
     def _compare(self, name: str, request: ReportUpdate) -> None:
-        """Compare an engine's checksum with the first one of this version: all engines must hold the same weights."""
+        """Compare an engine's checksum with the first one of this version: all engines must hold the same weights.
+
+        Counts and logs a difference as an error. Nothing else follows from it.
+        """
         if self._checksums.setdefault(request.version, request.times.checksum) != request.times.checksum:
             self.counters.add("weights/engines_differ")
             self.log.error("engines hold different weights", replica=name, version=request.version)
@@ -309,9 +315,11 @@ class HeldVersions:
 
     def __init__(self) -> None:
         self._held: dict[int, HeldVersion] = {}
+        """The held versions, by number."""
         self._checksums: dict[FetchChunk, int] = {}
         """xxh3_64 of each chunk that was served."""
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="versions")
+        """Threads that verify and close versions."""
 
     def add(self, version: HeldVersion) -> None:
         """Hold a version; it is closed here."""
@@ -347,7 +355,7 @@ class HeldVersions:
         return Chunk(data=np.frombuffer(data, np.uint8), checksum=checksum)
 
     def keep(self, versions: Collection[int]) -> None:
-        """Close all other versions."""
+        """Close the held versions that are not in ``versions``."""
         gone = [version for version in self._held if version not in versions]
         for version in gone:
             # Closed on a thread: the kernel takes a tenth of a second to free a gigabyte.

@@ -94,12 +94,15 @@ class BroadcastControl:
         self._weights = weights
         self._replicas = replicas
         self._epoch = first_epoch - 1
+        """Number of the newest epoch."""
         self._epoch_members: object = None
         """Learner, address and engines of the epoch; None after its group broke."""
         self._current: _Broadcast | None = None
+        """The broadcast opened last, which may be over; None without one, or after its learner's death."""
         self._declined = -1
         """Newest version for which a broadcast was refused or has ended early; it is not broadcast again."""
         self._broken_in_a_row = 0
+        """Number of broadcasts that broke since the last one that succeeded."""
         self._left_out = 0
         """Number of versions still to be left out."""
 
@@ -126,7 +129,10 @@ class BroadcastControl:
         self._replicas.note("no broadcast", version=version)
 
     def _members(self, announcement: AnnounceBroadcast, now: float) -> list[Replica]:
-        """Find the replicas that can take part, in order of rank: idle, present, and serving an older version."""
+        """Find the replicas that can take part, in order of rank: present, in the phase SERVING, with an older version.
+
+        A replica in the phase BEHIND takes no part, although it is idle.
+        """
         members = [
             replica
             for replica in self._replicas.of(Phase.SERVING)
@@ -162,7 +168,10 @@ class BroadcastControl:
         return _Broadcast(announcement, learner, group, first_ranks, since=now)
 
     def decided(self, version: int) -> BroadcastState | None:
-        """Return the answer to the announcement of ``version``; None while members still have to pause."""
+        """Return the answer to the announcement of ``version``; None while members still have to pause.
+
+        An answer without a group means that the version is not broadcast.
+        """
         current = self._current
         if current is not None and current.version == version:
             if current.stage is Stage.ANNOUNCED:
@@ -187,7 +196,7 @@ class BroadcastControl:
             self._end(f"the learner, sending version {version}: {error}", now)
 
     def left(self, name: str, incarnation: int, now: float) -> None:
-        """Record that this incarnation of an actor is dead. If it is the learner, end its broadcast."""
+        """Record that this incarnation of an actor is dead. If it is the learner, end and forget its broadcast."""
         current = self._current
         if current is None:
             return
@@ -197,7 +206,7 @@ class BroadcastControl:
             self._current = None
 
     def withdrew(self, name: str, now: float) -> None:
-        """Record that a caller has cancelled its question; if it is the learner, call its broadcast off."""
+        """Record that a caller has cancelled its question. If it is the learner, call off a broadcast not yet begun."""
         current = self._current
         if current is not None and current.learner_name == name and current.stage is Stage.ANNOUNCED:
             self._end(f"{name} has given it up", now)
@@ -235,7 +244,7 @@ class BroadcastControl:
             return
         # It begins only while the learner waits for it; otherwise the members would stay paused for nothing.
         if self._replicas.asks(current.learner_name) and not self._replicas.count(Phase.ANNOUNCED):
-            for replica in list(self._replicas.of(Phase.PAUSED)):
+            for replica in list(self._replicas.of(Phase.BROADCAST_PAUSED)):
                 self._replicas.move(replica, ReplicaEvent.BEGUN)
             current.stage, current.since = Stage.BEGUN, now
             self._replicas.wake(current.learner_name)

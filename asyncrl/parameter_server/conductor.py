@@ -66,6 +66,7 @@ class Conductor:
         self.broadcast = BroadcastControl(weights, self.replicas, first_epoch=first_epoch)
         self._hosts = Hosts(weights, self.replicas)
         self._last_seniority = 0
+        """Seniority of the replica that began to try last."""
         self.newest = -1
         """The newest version that is published."""
         self.condemned = -1
@@ -128,7 +129,7 @@ class Conductor:
                 self._take_steps(now)
             return question
         replica = self._find_or_add(name, incarnation, now)
-        # A question of a replaced incarnation is not opened.
+        # A question of a replaced incarnation is not opened, so it gets an empty reply.
         if replica is not None:
             self.replicas.open(question)
             if isinstance(request, NextUpdate):
@@ -142,7 +143,7 @@ class Conductor:
     def answer(self, question: ParkedRequest, now: float) -> Message | None:
         """Return the answer to a question, or None to wait. A closed question gets an empty reply: "ask again".
 
-        A replica that gets an offer thereby begins to stage.
+        A replica that gets an offer begins to stage.
         """
         name, request = question.name, question.request
         if not self.replicas.is_open(question):
@@ -166,7 +167,8 @@ class Conductor:
         """
         serving, is_behind = request.serving, replica.phase is Phase.BEHIND
         if serving >= 0 and (serving == replica.target or (is_behind and serving > replica.serving)):
-            # The replica serves its target, so its report of the commit was lost.
+            # The replica serves its target, so its report of the commit was lost. In the phase BEHIND the target is
+            # forgotten: there a newer version than before shows the commit.
             self._commit(replica, now)
         # An engine never goes back to an older version: only a new engine serves one.
         if serving < replica.serving:
@@ -187,8 +189,9 @@ class Conductor:
         """Offer an asking replica its next version, by a transport, so that its staging begins; None: it waits.
 
         A replica opens segments of the parameter server on its host, or else segments of another replica there. Without
-        such segments, it waits for a replica of its host that is fetching, or fetches the newest version itself. A
-        condemned version is not offered. The actor adds the manifest.
+        such segments, it waits for a replica of its host that is fetching, or fetches the newest version for its host.
+        A replica that shares nothing with its host (hosts.py) fetches for itself alone. None also during an update, if
+        the replica is up to date, and if the newest version is condemned. The actor adds the manifest.
         """
         if replica.phase is Phase.ANNOUNCED:
             part = self.broadcast.part(replica)
@@ -205,7 +208,7 @@ class Conductor:
             return self._make_offer(replica, newest, "stream", now)
         if (holder := self._hosts.holder(replica, newest)) is not None:
             replica.source_paths = holder.held_paths
-            return self._make_offer(replica, holder.held_version, "shm", now)
+            return self._make_offer(replica, holder.version_held_for_host, "shm", now)
         if (fetcher := self._hosts.fetcher(replica)) is not None:
             replica.waits_for = fetcher.name
             return None
@@ -237,8 +240,8 @@ class Conductor:
         elif version > replica.serving and self._move(replica, ReplicaEvent.ASKED, "", now):
             replica.target = version
             # A repeat without paths keeps the paths that are known for this version.
-            if paths or version != replica.held_version:
-                replica.held_version, replica.held_paths = (version, paths) if paths else (-1, ())
+            if paths or version != replica.version_held_for_host:
+                replica.version_held_for_host, replica.held_paths = (version, paths) if paths else (-1, ())
             if replica.phase is Phase.LOADING:
                 replica.paused_since = now
                 self.replicas.restart_phase(replica)
@@ -249,24 +252,28 @@ class Conductor:
             return (replica.phase is Phase.LOADING and replica.target == request.version) or None
         if not self.broadcast.is_current(request.version, request.epoch):
             return False
-        return None if replica.phase is Phase.PAUSED else replica.phase is Phase.RECEIVING
+        return None if replica.phase is Phase.BROADCAST_PAUSED else replica.phase is Phase.RECEIVING
 
     # --- reports, deaths, time ---
 
     def report(self, name: str, incarnation: int, report: ReportUpdate, now: float) -> bool:
-        """Record the end of a replica's update. Returns False for a repeated or late report, which changes nothing."""
+        """Record the end of a replica's update. Returns False for a report that changes nothing.
+
+        Such a report is late, repeats a commit, or is for another version than the target. A repeated failure of a
+        replica in the phase BEHIND returns True, but does not count as another failed attempt.
+        """
         replica, version = self._find_or_add(name, incarnation, now), report.version
         if replica is None or version <= replica.serving or replica.target not in (-1, version):
             return False
-        # ``follow`` counts failed attempts by target, and an idle replica has no target.
+        # Set the target, which an idle replica lacks, so that a failure counts against this version.
         replica.target = version
         if not report.committed:
             counted = self._move(replica, ReplicaEvent.FAILED, f"has failed: {report.error}", now)
         elif counted := self._commit(replica, now):
             replica.serving = version
-            if version > replica.held_version:
+            if version > replica.version_held_for_host:
                 # The version came by another transport, so the replica has closed the one that it held before.
-                replica.held_version, replica.held_paths = -1, ()
+                replica.version_held_for_host, replica.held_paths = -1, ()
         self._take_steps(now)
         return counted
 
@@ -278,7 +285,10 @@ class Conductor:
                 replica.heard = now
 
     def withdrew(self, question: ParkedRequest, now: float) -> None:
-        """Record that a caller has cancelled its question, as when its engine died; its update has then failed."""
+        """Record that a caller has cancelled its question, as when its engine died; its update has then failed.
+
+        A caller that is no replica may be the learner, which gives up its announcement.
+        """
         if not self.replicas.is_open(question):
             return
         self.replicas.close(question.name)
@@ -325,7 +335,7 @@ class Conductor:
         return min(deadlines, default=None)
 
     def pass_time(self, now: float) -> None:
-        """Give up stagings, take back pauses, and end a broadcast that are past their deadlines."""
+        """End each staging, pause and broadcast that is past its deadline."""
         for replica in list(self.replicas.of(Phase.STAGING)):
             waited_s = now - replica.staging_since
             if waited_s >= self._weights.stage_deadline_s:
@@ -381,9 +391,9 @@ class Conductor:
         return True
 
     def _move(self, replica: Replica, event: ReplicaEvent, why: str, now: float) -> bool:
-        """Apply a replica's own message; if the replica thereby leaves a broadcast, that ends for all.
+        """Apply a replica's own message; if the replica leaves a broadcast by it, the broadcast ends for all.
 
-        Returns False if the message changes nothing. ``why`` is the reason for the end of the broadcast.
+        Returns False, and changes nothing, if the phase does not allow the message. ``why`` is the reason for that end.
         """
         phase_before = replica.phase
         if not self.replicas.move(replica, event):
@@ -408,12 +418,12 @@ class Conductor:
 def outrun(kept: Collection[int], staging: Sequence[tuple[int, int]], *, most: int) -> set[int]:
     """Choose the versions to let go, so that at most ``most`` stay: those in ``kept``, and those of senior replicas.
 
-    ``staging`` has the version and seniority of each replica that pins one; a lower number is more senior.
+    The version of the most senior replica always stays, even if it exceeds ``most``. ``staging`` has the version and
+    seniority of each replica that pins one; a lower number is more senior.
     """
     seniority: dict[int, int] = {}
     for version, order in staging:
         if version not in kept:
             seniority[version] = min(order, seniority.get(version, order))
-    # There is room for at least one, so that the version of the most senior replica always stays.
     room = max(1, most - len(kept))
     return set(sorted(seniority, key=lambda version: seniority[version])[room:])

@@ -35,7 +35,10 @@ class Hosts:
         self._weights = weights
         self._replicas = replicas
         self._chain: dict[str, tuple[Replica, int]] = {}
-        """Replicas that fetch or hold the newest version, with their turns, in the order of their offers."""
+        """Replicas that fetch or hold the newest version, with their turns, in the order of their offers.
+
+        Replicas that have died or failed stay in it until ``join_chain`` removes them.
+        """
         self._turns = 0
         """Turn of the last fetch."""
 
@@ -55,9 +58,9 @@ class Hosts:
         """
         beside = self._replicas.beside(replica)
         awaited = next((other for other in beside if other.name == replica.waits_for), None)
-        if awaited is not None and awaited.held_version > replica.serving and is_held_for(awaited):
+        if awaited is not None and awaited.version_held_for_host > replica.serving and is_held_for(awaited):
             return awaited
-        return next((other for other in beside if other.held_version == newest), None)
+        return next((other for other in beside if other.version_held_for_host == newest), None)
 
     def fetcher(self, replica: Replica) -> Replica | None:
         """Find the replica of the same host that fetches a newer version than ``replica`` serves; None without one."""
@@ -68,12 +71,12 @@ class Hosts:
         """Forget the segments that ``replica`` was offered and could not open: their holder may be dead."""
         for other in self._replicas.beside(replica):
             if other.held_paths == replica.source_paths != ():
-                other.held_version, other.held_paths = -1, ()
+                other.version_held_for_host, other.held_paths = -1, ()
 
     def join_chain(self, replica: Replica) -> tuple[int, list[Source]]:
         """Make a replica fetch its target for its host, as the last of the chain.
 
-        Returns its turn, and the earlier replicas to request chunks from, nearest first.
+        Returns its turn, and at most MAX_SOURCES earlier replicas to request chunks from, nearest first.
         """
         version = replica.target
         self._chain = {
@@ -90,9 +93,9 @@ class Hosts:
         """Whether the replica is still alive, and fetches or holds this version."""
         if self._replicas.by_name.get(replica.name) is not replica:
             return False
-        return replica.held_version == version or (replica.is_fetching and replica.target == version)
+        return replica.version_held_for_host == version or (replica.is_fetching and replica.target == version)
 
 
 def is_held_for(awaited: Replica) -> bool:
     """Whether the version that ``awaited`` has staged is still needed here, by the replicas that wait for it."""
-    return awaited.phase in HOLDING_PHASES and not awaited.outrun and awaited.held_version == awaited.target
+    return awaited.phase in HOLDING_PHASES and not awaited.outrun and awaited.version_held_for_host == awaited.target

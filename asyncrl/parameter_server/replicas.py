@@ -40,7 +40,7 @@ class Phase(StrEnum):
     """The last update did not end in a commit. The replica takes part in no broadcast until one does."""
     ANNOUNCED = "announced"
     """The replica is a member of a broadcast, and has not paused for it yet."""
-    PAUSED = "paused"
+    BROADCAST_PAUSED = "paused"
     """The replica has paused for the broadcast, and waits for the other members."""
     RECEIVING = "receiving"
     """The broadcast has begun; the replica receives, verifies, loads, and resumes."""
@@ -125,17 +125,17 @@ TRANSITIONS: dict[tuple[Phase, ReplicaEvent], Phase] = {
     (_P.BEHIND, _E.SLEPT): _P.BEHIND,
     # --- by broadcast ---
     (_P.ANNOUNCED, _E.IDLE): _P.ANNOUNCED,
-    (_P.ANNOUNCED, _E.JOINED): _P.PAUSED,
+    (_P.ANNOUNCED, _E.JOINED): _P.BROADCAST_PAUSED,
     (_P.ANNOUNCED, _E.FAILED): _P.BEHIND,
     (_P.ANNOUNCED, _E.OVERDUE): _P.BEHIND,
     (_P.ANNOUNCED, _E.CALLED_OFF): _P.SERVING,
     (_P.ANNOUNCED, _E.SLEPT): _P.SERVING,
-    (_P.PAUSED, _E.IDLE): _P.BEHIND,
-    (_P.PAUSED, _E.JOINED): _P.PAUSED,
-    (_P.PAUSED, _E.FAILED): _P.BEHIND,
-    (_P.PAUSED, _E.BEGUN): _P.RECEIVING,
-    (_P.PAUSED, _E.CALLED_OFF): _P.SERVING,
-    (_P.PAUSED, _E.SLEPT): _P.SERVING,
+    (_P.BROADCAST_PAUSED, _E.IDLE): _P.BEHIND,
+    (_P.BROADCAST_PAUSED, _E.JOINED): _P.BROADCAST_PAUSED,
+    (_P.BROADCAST_PAUSED, _E.FAILED): _P.BEHIND,
+    (_P.BROADCAST_PAUSED, _E.BEGUN): _P.RECEIVING,
+    (_P.BROADCAST_PAUSED, _E.CALLED_OFF): _P.SERVING,
+    (_P.BROADCAST_PAUSED, _E.SLEPT): _P.SERVING,
     (_P.RECEIVING, _E.IDLE): _P.BEHIND,
     (_P.RECEIVING, _E.JOINED): _P.RECEIVING,
     (_P.RECEIVING, _E.COMMITTED): _P.SERVING,
@@ -148,7 +148,7 @@ IDLE_PHASES = frozenset({Phase.SERVING, Phase.BEHIND})
 """Phases in which no update is under way."""
 HOLDING_PHASES = frozenset({Phase.WAITING, Phase.LOADING})
 """Phases in which a replica has a whole version and loads it next."""
-BROADCAST_PHASES = frozenset({Phase.ANNOUNCED, Phase.PAUSED, Phase.RECEIVING})
+BROADCAST_PHASES = frozenset({Phase.ANNOUNCED, Phase.BROADCAST_PAUSED, Phase.RECEIVING})
 """Phases of the members of a broadcast."""
 
 
@@ -165,6 +165,7 @@ class Replica:
     workers: int = 1
     """Processes of the engine that take part in a broadcast."""
     joins_nccl: bool = False
+    """Whether the engine can be in an NCCL group."""
     same_host: bool = False
     """Whether the replica can open the segments that are held here."""
     host: str = ""
@@ -174,10 +175,10 @@ class Replica:
     """The version of the update under way; -1 in an idle phase."""
     fetches: bool = False
     """Whether the replica stages its target for its whole host (hosts.py)."""
-    held_version: int = -1
+    version_held_for_host: int = -1
     """Version that the replica has fetched and holds for its host; -1 for none."""
     held_paths: tuple[str, ...] = ()
-    """Paths of that version's segments."""
+    """Paths of the segments of the version held for the host."""
     waits_for: str = ""
     """Name of the replica on the same host that fetches the version that this one takes next."""
     source_paths: tuple[str, ...] = ()
@@ -189,9 +190,9 @@ class Replica:
     outrun: bool = False
     """Whether the parameter server has let go the version that the replica stages, for newer ones (conductor.py)."""
     paused_since: float = 0.0
-    """Time at which the pause was granted, or last requested again."""
+    """In the phase LOADING: time at which the pause was granted, or last requested again."""
     heard: float = 0.0
-    """Time of its last message, or of the last answer to it."""
+    """Time of its last message, or of the last answer to it; SILENT if it sleeps or has cancelled its question."""
     failed_version: int = -1
     """Target of the last failed update."""
     failed_attempts: int = 0
@@ -205,7 +206,8 @@ class Replica:
     def follow(self, event: ReplicaEvent) -> bool:
         """Change to the phase that the table gives for ``event``; a change to BEHIND counts as a failed attempt.
 
-        Returns False for a message that the table does not have for the present phase: nothing changes.
+        In an idle phase the replica has no target. Returns False for a message that the table does not have for the
+        present phase: nothing changes.
         """
         phase = TRANSITIONS.get((self.phase, event))
         if phase is None:
@@ -258,6 +260,7 @@ class Replicas:
     def __init__(self) -> None:
         self.by_name: dict[str, Replica] = {}
         self._in_phase: dict[Phase, dict[str, Replica]] = {phase: {} for phase in Phase}
+        """Replicas of each phase by name, in the order in which they entered it."""
         self._on_host: dict[str, dict[str, Replica]] = {}
         self._failing: dict[str, Replica] = {}
         """Replicas with failed attempts since their last commit."""
@@ -266,6 +269,7 @@ class Replicas:
         self._woken: set[str] = set()
         """Callers whose open question may have an answer now."""
         self._notes: list[Note] = []
+        """Log lines that the actor has not written yet."""
         self._open: dict[str, ParkedRequest] = {}
         """Open question of each caller."""
 
@@ -388,8 +392,8 @@ class Replicas:
     def move(self, replica: Replica, event: ReplicaEvent) -> bool:
         """Apply an event to a replica: change its phase, the lists and counts, and wake callers that this concerns.
 
-        A decision wakes the replica; the end of a fetch wakes the replicas that wait for it. Returns False if the
-        event changes nothing.
+        A decision wakes the replica; the end of a fetch wakes the replicas that wait for it. Returns False, and changes
+        nothing, if the table does not have the event for the present phase.
         """
         phase_before, was_fetching = replica.phase, replica.is_fetching
         if not replica.follow(event):

@@ -70,6 +70,7 @@ class Rollouter(Actor):
         self._pools = RewardPools(config, services, self.peer, self.roster, self._number)
         self._groups: GroupRunner
         self._sessions: Sessions | None = None
+        """The sessions of episodes; None in a run of single turns."""
         self._follower = UpdateFollower(
             config,
             services,
@@ -100,7 +101,10 @@ class Rollouter(Actor):
     # --- life ---
 
     async def setup(self) -> None:
-        """Load the tokenizer, make the player and the group runner, and start the engine."""
+        """Load the tokenizer, make the player and the group runner, and start the engine.
+
+        In time slices the update follower starts the engine, once the learner gives it the GPU.
+        """
         # Connected first, because the HELLO shows them at once that an earlier incarnation of this rollouter is dead.
         self.peer(PARAMETER_SERVER).connect()
         self.peer(DATALOADER).connect()
@@ -117,7 +121,10 @@ class Rollouter(Actor):
             await self._host.start()
 
     async def _episodes(self, stops: Stops) -> EpisodePlayer:
-        """Check the chat template, connect to the episode hosts and make the player of episodes. Raises ConfigError."""
+        """Check the chat template, connect to the episode hosts, and make the sessions and the player of episodes.
+
+        Raises ConfigError.
+        """
         renderer = await asyncio.to_thread(
             make_renderer,
             self.config,
@@ -285,7 +292,11 @@ class Rollouter(Actor):
     # --- statistics ---
 
     async def _report_stats(self) -> None:
-        """Send statistics to the learner for ever: every STATS_S while there is work, else on news or IDLE_STATS_S."""
+        """Send statistics to the learner for ever: every STATS_S while there is work.
+
+        Without work it sends them on news, or after IDLE_STATS_S. While the learner is away it tries every STATS_S, and
+        keeps at most STATS_KEPT updates and intervals for it.
+        """
         while True:
             self._sampling += self._host.take_sampling()
             generating = self._leases.generating

@@ -4,7 +4,7 @@
 
 Invariant: an error is never a trajectory and never a group. The lost trajectories are counted; more than
 ``max_failures`` end the gathering with TooManyFailures. Cancellation passes through. When ``gather_groups`` ends, every
-given awaitable has ended, or was closed or cancelled.
+given coroutine, task and future has ended, or was closed or cancelled.
 """
 
 from __future__ import annotations
@@ -95,9 +95,11 @@ class _Gathering(Generic[T]):
         self._lost = 0
         """Number of lost trajectories."""
         self._errors: list[Exception] = []
+        """Errors of members, of awaited groups and of ``after_each``."""
         self._too_many_lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done once more trajectories are lost than ``max_failures`` allows."""
         self.running = {asyncio.ensure_future(self._run(index)) for index in range(len(self._given))}
+        """Tasks of the groups that ``next_finished`` has not returned."""
 
     async def next_finished(self) -> list[TrajectoryGroup[T]]:
         """Wait until a group's task ends, and return what ``after_each`` made of its group. Raises TooManyFailures."""
@@ -120,7 +122,10 @@ class _Gathering(Generic[T]):
                 _discard(one)
 
     async def _run(self, index: int) -> list[TrajectoryGroup[T]]:
-        """Run the members of one group and ``after_each``; returns the groups to yield, none if the group is lost."""
+        """Run the members of one group and ``after_each``; returns the groups to yield, an empty list if it is lost.
+
+        A group that is awaited and fails counts as one lost trajectory, because its size is unknown.
+        """
         given = self._given[index]
         if not isinstance(given, list):
             try:

@@ -6,10 +6,10 @@ is "drop". The death of an engine does not count as an attempt and is not seen h
 very prompt too often (messages/groups.py). An error is never a reward. With ``reward.per = "trajectory"`` each
 trajectory is scored as soon as it is finished, else the whole group at once.
 
-Invariants: only its episode or the reward function can fail a trajectory. A call of a reward pool that is away or in
-trouble does not count as an attempt: it is repeated until a pool answers. There is always a pool, since the controller
-restarts its actor. Fails with RemoteError where the pool's actor can never serve the call, and with Refused where this
-rollouter counts as dead.
+Invariants: a trajectory fails only by its episode, the reward function, or its prompt, if engines have died of that too
+often or can never serve it. A call of a reward pool that is away or in trouble does not count as an attempt: it is
+repeated until a pool answers. There is always a pool, since the controller restarts its actor. Fails with RemoteError
+where the pool's actor can never serve the call, and with Refused where this rollouter counts as dead.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class GroupRunner:
         self._events: dict[str, GroupEvents] = {}
         """Events of the running groups by uid."""
         self._has_worked = False
-        """Whether the reward function has ever given a reward."""
+        """Whether the reward function has ever given a reward; requests say so to a pool that was restarted."""
 
     async def take_leases(self, tasks: asyncio.TaskGroup) -> None:
         """Start a task in ``tasks`` for the group of each new lease; returns once no more leases are requested."""

@@ -46,6 +46,7 @@ class HeldLeases:
         self._awaits, self._counters, self._clock = services.awaits, services.counters, services.clock
         self._histograms, self._log = services.histograms, services.log
         self.held: dict[str, Lease] = {}
+        """The held leases, by uid."""
         self.taken_at: dict[str, float] = {}
         """Times when the held leases were received, by uid; the oldest first."""
         self.ungenerated: Counter[str] = Counter()
@@ -67,6 +68,7 @@ class HeldLeases:
         self._ask_again = asyncio.Event()
         """Set to replace the pending request for leases by a new one."""
         self._draws = random.Random(f"deliveries to {LEARNER}")
+        """Random numbers for the pauses between attempts to deliver."""
         for name in ("adoptions", "delivered_again"):
             self._counters[f"rollout/{name}"] = 0
 
@@ -111,10 +113,10 @@ class HeldLeases:
                     await self._room.wait()
 
     async def _request(self, free: int) -> NewLeases | None:
-        """Send one request for ``free`` groups; None if it failed, after a pause, or is outdated.
+        """Send one request for ``free`` groups. Returns None if the caller is to send another.
 
-        Cancels the request when ``ask_again`` is called or a delivery ends, since the served version or the held leases
-        have changed.
+        That is so after a failure and a pause, or if a replaced dataloader has answered. The request is cancelled when
+        ``ask_again`` is called or a delivery ends, since the served version or the held leases have changed.
         """
         self._ask_again.clear()
         self._requests += 1

@@ -79,6 +79,7 @@ class _Epoch:
         self._store = c10d.PrefixStore(f"{group.token}/{group.epoch}", store)
         self._address = address
         self._stopped: Future[str] = Future()
+        """Result: the reason why the epoch is stopped."""
         self._process_group: Any = None
         """The group; None before ``form`` and after ``end``."""
         self._receives_or_stopped = threading.Event()
@@ -247,7 +248,11 @@ class _Epoch:
             raise
 
     def end(self, reason: str) -> None:
-        """Leave the group for this ``reason``, which rank 0 writes into the store; later calls do nothing."""
+        """Leave the group for this ``reason``; later calls do nothing.
+
+        Rank 0 writes the reason into the store for the members. A member that was receiving is counted, so that rank 0
+        does not wait for it.
+        """
         if self.over:
             return
         self.over = reason
@@ -283,6 +288,7 @@ class Sender:
         self.token = secrets.token_hex(16)
         """Secret prefix of all groups' keys; members get it from the parameter server."""
         self._epoch: _Epoch | None = None
+        """The newest epoch, which may be over."""
         self.all_sent = False
         """Whether all buckets are sent, and ``send`` now waits until all members have received them."""
 
@@ -311,7 +317,10 @@ class Sender:
             self.all_sent = False
 
     def _enter(self, group: BroadcastGroup, version: int) -> _Epoch:
-        """Return the epoch of ``group``, the present one or a new one. Raises BroadcastFailed."""
+        """Return the epoch of ``group``, the present one or a new one, which ends the present one.
+
+        Raises BroadcastFailed if the sender is closed or the epoch over, or if another ``group`` has no newer epoch.
+        """
         epoch = self._epoch
         if self._store is None:
             raise BroadcastFailed(version, "the sender is closed")
@@ -343,7 +352,9 @@ class Receiver:
 
     def __init__(self) -> None:
         self._epoch: _Epoch | None = None
+        """The epoch joined last, which may be over."""
         self._ended = threading.Event()
+        """Set by ``close``."""
 
     def receive(self, part: BroadcastPart, worker: int) -> Generator[Tensor]:
         """Join the group if necessary, and yield the verified bytes of every bucket, in order: uint8 [size].
@@ -364,7 +375,10 @@ class Receiver:
                 yield bucket
 
     def _enter(self, part: BroadcastPart, worker: int) -> _Epoch:
-        """Return the epoch of ``part``, the present one or a new connection. Raises BroadcastFailed."""
+        """Return the epoch of ``part``, the present one or a new one with its own connections to the store.
+
+        Raises BroadcastFailed if the epoch is over, the learner cannot be reached, or this receiver is closed.
+        """
         rank, group, epoch = part.first_rank + worker, part.group, self._epoch
         if self._ended.is_set():
             raise BroadcastFailed(part.version, ENDED)

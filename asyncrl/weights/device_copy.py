@@ -82,18 +82,22 @@ class CopyReader:
     def __init__(self, gpu: str, device: torch.device, open_memory: Callable[[bytes, int], SharedMemory]) -> None:
         self._gpu, self._device, self._open_memory = gpu, device, open_memory
         self._opened: SharedMemory | None = None
+        """The learner's memory while it is open here; ``close`` makes it None."""
         self._refused = b""
         """Handle of memory that could not be opened or read; it is not tried again."""
         self.buckets_read = 0
         """Number of buckets that came from copies."""
 
     def read(self, manifest: Manifest, index: int) -> Tensor | None:
-        """Return the bytes of a bucket, uint8 [size] on the device; None if they must come from the segment."""
+        """Return the bytes of a bucket, uint8 [size] on the device; None if they must come from the segment.
+
+        That is so if the version has no copy on this GPU, the copy lacks the bucket, cannot be read, or has changed.
+        """
         copy = manifest.device
         if copy is None or copy.gpu != self._gpu or copy.handle == self._refused or not copy.offsets[index]:
             return None
         try:
-            memory = self._copy(manifest, copy, index)
+            memory = self._copied_bucket(manifest, copy, index)
         except (OSError, RuntimeError) as error:
             self._refused = copy.handle
             _LOG.warning("weights come through host memory: the learner's copy on the GPU cannot be read: %s", error)
@@ -104,7 +108,8 @@ class CopyReader:
         self.buckets_read += 1
         return memory
 
-    def _copy(self, manifest: Manifest, copy: DeviceCopy, index: int) -> Tensor:
+    def _copied_bucket(self, manifest: Manifest, copy: DeviceCopy, index: int) -> Tensor:
+        """Copy the tensors of a bucket from the learner's memory to memory of this process, laid out as the segment."""
         if self._opened is None:
             self._opened = self._open_memory(copy.handle, copy.size)
         bucket = manifest.buckets[index]

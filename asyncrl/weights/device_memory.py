@@ -20,7 +20,7 @@ from torch import Tensor
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
-"""The only flag of cudaIpcOpenMemHandle, which the call needs."""
+"""Flag that cudaIpcOpenMemHandle needs; it takes no other."""
 
 
 class _Handle(ctypes.Structure):
@@ -37,6 +37,7 @@ class DeviceMemory:
         self.tensor: Tensor = _view(address, size)
         """The memory: uint8 [size]."""
         self._address, self._is_own = address, is_own
+        """Address of the memory, 0 once closed; and whether this process has allocated it."""
 
     @classmethod
     def allocate(cls, size: int) -> DeviceMemory:
@@ -73,6 +74,8 @@ def gpu_id(device: torch.device) -> str:
 
 
 def _view(address: int, size: int) -> Tensor:
+    """Return memory of the GPU as a tensor, uint8 [size], without a copy."""
+
     class Array:
         """https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
 
@@ -97,6 +100,7 @@ def _runtime() -> Any:
 
 
 def _call(name: str, *arguments: Any) -> None:
+    """Call a function of the CUDA runtime. Raises OSError that names it and its error."""
     # The first call makes the context of the current GPU in this thread.
     torch.cuda.current_stream()
     library = _runtime()

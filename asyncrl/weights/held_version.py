@@ -55,6 +55,7 @@ class HeldVersion:
         ]
         self.manifest = msgspec.structs.replace(manifest, buckets=buckets)
         self._views: dict[int, memoryview] = {}
+        """Views that ``bytes_of`` has returned, by bucket."""
         self._lock = threading.RLock()
         # If the task that waits for this object is cancelled, no owner closes it. Then the finalizer does, which is
         # also dead once ``close`` has called it.
@@ -146,8 +147,8 @@ def close_all(descriptors: list[int]) -> None:
 def layout_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Read the dtype and shape of each parameter from a manifest.
 
-    Raises WeightsCorrupt if a name occurs twice, a bucket is empty, or a tensor is not aligned, overlaps another or
-    exceeds its bucket.
+    Raises WeightsCorrupt if a name occurs twice or a bucket is empty. Raises it also for a tensor that has an unknown
+    dtype or a negative extent, is not aligned, overlaps another, or exceeds its bucket.
     """
     layouts: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, bucket in enumerate(manifest.buckets):

@@ -184,6 +184,7 @@ def open_segment(bucket: Bucket, *, version: int, index: int) -> int:
 
 
 def _check_sealed(descriptor: int, bucket: Bucket, version: int, index: int) -> None:
+    """Raise WeightsCorrupt unless the memory is sealed and at least as large as its bucket."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:

@@ -1,4 +1,7 @@
-"""Makes torch tensors from the bytes of a version, which are in sealed memory or were received."""
+"""Makes torch tensors from the bytes of a version, which are in sealed memory or were received.
+
+The tensors are views, so they keep their bucket in memory. Fails with OSError if a segment cannot be opened.
+"""
 
 from __future__ import annotations
 

@@ -126,11 +126,11 @@ def test_a_replica_reloads_its_own_copy_until_it_has_a_newer_version():
     assert play.pause("r/0", 0)
     # It still holds its copy.
     play.report("r/0", 0)
-    assert play.replica("r/0").held_version == 0
+    assert play.replica("r/0").version_held_for_host == 0
     play.next("r/0", 0, **HERE)
     play.begin(1, "r/0")
     play.report("r/0", 1)
-    assert play.replica("r/0").held_version == -1
+    assert play.replica("r/0").version_held_for_host == -1
 
 
 # --- the chain ---

@@ -104,7 +104,7 @@ class World(Play):
 
     def is_fetched_for(self, replica):
         others = [other for other in self.conductor.replicas.by_name.values() if other.host == replica.host != ""]
-        if any(other.held_version == self.conductor.newest for other in others):
+        if any(other.version_held_for_host == self.conductor.newest for other in others):
             return False
         return any(other.is_fetching and other.target > replica.serving for other in others)
 

@@ -73,7 +73,7 @@ def _published(backend: Any, config: Any, allocate: Any) -> None:
     copies = reader()
 
     def version(number: int) -> HeldVersion:
-        return assembly.begin("version", lambda gathered: publish(gathered, number, copy=assembly.copy)).result()
+        return assembly.begin("version", lambda gathered: publish(gathered, number, copy=assembly.gpu_copy)).result()
 
     with version(1) as first:
         old = received(first)
@@ -201,7 +201,7 @@ def test_no_room_for_a_copy_costs_only_the_copy(tmp_path, caplog) -> None:
     def main(backend: Any, config: Any) -> None:
         arguments = {"dtype": torch.float32, "bucket_bytes": 1 << 20, "adapters_alone": False}
         assembly = Assembly(backend.policy, backend._ranks, make_copy=refuse, **arguments)
-        with assembly.begin("version", lambda gathered: publish(gathered, 1, copy=assembly.copy)).result() as held:
+        with assembly.begin("version", lambda gathered: publish(gathered, 1, copy=assembly.gpu_copy)).result() as held:
             assert held.manifest.device is None
         assembly.close()
 

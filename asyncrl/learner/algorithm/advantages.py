@@ -100,9 +100,9 @@ def grpo(groups: Sequence[ScoredGroup]) -> Advantages:
 
     DeepSeekMath (arXiv 2402.03300, section 4.1.2). s is the larger of two numbers. One is std(r) with n - 1, as in verl
     and TRL (the paper does not say which). The other is the spread of the turns, sqrt(sum_i mean_t (r_i - past_it -
-    mean(r))^2 / (n - 1)). The two numbers are equal if every past_it is 0. The process
-    supervision of GRPO takes the deviation of all rewards likewise (section 4.1.3). With std(r) alone, nearly equal
-    rewards would blow up different turns a million times.
+    mean(r))^2 / (n - 1)). The two numbers are equal if every past_it is 0. The process supervision of GRPO takes the
+    deviation of all rewards likewise (section 4.1.3). With std(r) alone, nearly equal rewards would blow up different
+    turns a million times.
     """
     advantages = []
     for group in groups:
@@ -179,7 +179,8 @@ def _signals(group: Group, signal: str) -> np.ndarray:
     """Signal of each trajectory: float64 [n].
 
     A trajectory that lacks the component has its reward before the overlong penalty as its signal. Raises ConfigError
-    if all trajectories lack the component, unless the scoring of one ran out of time.
+    if all trajectories lack the component. A group is excused if the scoring of one ran out of time: its reward then
+    has only the component ``timed_out``.
     """
     values = []
     for trajectory in group.trajectories:
@@ -187,7 +188,8 @@ def _signals(group: Group, signal: str) -> np.ndarray:
         unshaped = float(trajectory.reward or 0.0) - components.get(PENALTY_COMPONENT, 0.0)
         values.append(unshaped if signal == REWARD else components.get(signal, unshaped))
     named = {name for trajectory in group.trajectories for name in trajectory.components}
-    if signal != REWARD and signal not in named and TIMED_OUT_COMPONENT not in named:
+    excused = TIMED_OUT_COMPONENT in named
+    if signal != REWARD and signal not in named and not excused:
         given = f"components {', '.join(sorted(named))}" if named else "no components"
         raise ConfigError([f'learner.signal: is "{signal}", but the rewards of group {group.lease.uid} have {given}'])
     return np.array(values)

@@ -190,8 +190,9 @@ def build_step(
     ``version`` is the newest published version, ``fresh`` whether no step was trained since. ``packed`` False puts each
     sequence in a row of its own; ``shared`` lets rows compute the common beginning of a group's sequences once.
 
-    With ``skip_zero_advantages`` a token of advantage 0 has no gradient (losses.py). A sequence of such tokens is
-    not computed, unless the update has no other.
+    Masked trajectories and late tokens get no loss. An update without a loss token is left out of the plan. With
+    ``skip_zero_advantages`` a token of advantage 0 has no gradient (losses.py). A sequence of such tokens is not
+    computed, unless the update has no other.
     """
     learner = config.learner
     # The intake checks groups, but not those that a checkpoint has restored.
@@ -199,6 +200,7 @@ def build_step(
         if problem := check_group(group):
             raise ValueError(f"group {group.lease.uid} cannot be trained: {problem}")
     masking = config.reward.truncated == "mask"
+    # Tokens of versions before ``oldest`` are late. With None late tokens are trained.
     oldest = version - config.staleness.max if config.staleness.hard else None
     updates: list[OptimizerUpdatePlan] = []
     advantages = _advantages(groups, penalties, advantage)

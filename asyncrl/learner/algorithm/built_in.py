@@ -19,6 +19,7 @@ class BuiltIn(dict[str, Any]):
     def __init__(self) -> None:
         super().__init__()
         self._rows: dict[str, tuple[str, str]] = {}
+        """Formula and use of each function, by name: its row of the docs."""
 
     def add(self, formula: str, use: str) -> Callable[[_Function], _Function]:
         """Decorator: register a function under its own name. ``formula`` and ``use`` go into its row of the docs."""

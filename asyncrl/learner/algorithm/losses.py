@@ -292,6 +292,7 @@ class Objective:
         if weight == "auto":
             weight = "none" if self.traits.corrects else "token"
         self._correction = config.correction.model_copy(update={"weight": weight})
+        """The configured correction, in which "auto" is replaced by the weight that the loss needs."""
         self._kl = config.kl
         self._cap, self._entropy_bonus = config.tis_cap, config.entropy_bonus
 

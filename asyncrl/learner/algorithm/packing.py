@@ -94,8 +94,11 @@ class Sizes:
         sizes = np.asarray(lengths, dtype=np.int64)
         assert (sizes > 0).all()
         self.own: np.ndarray = sizes - self._prefix
+        """Number of tokens of each sequence behind its prefix: int64 [n]."""
         self._whole_costs, self._prefix_costs = cost(sizes), cost(self._prefix)
         self._own_costs = self._whole_costs - self._prefix_costs
+        """Cost that each sequence adds to a row with its prefix. The other two are those of the sequence, or of the
+        prefix, alone in a row."""
 
     def tokens(self, row: Sequence[int]) -> int:
         """Number of tokens that the row computes."""

@@ -1,8 +1,8 @@
 """Log-probs of a step's groups before it is planned, and the KL penalty that they give. Pure; torch is not imported.
 
-A scoring pass covers every sampled token, also masked or late ones without a loss, since the rewards of all
-trajectories are in the baseline of their group. Invariant: a pass gives one value for each sampled token in the order
-of ``Sequence.logprobs``, however the pass was cut for the ranks.
+A scoring pass covers every sampled token, also masked or late ones without a loss: the rewards of all trajectories are
+in the baseline of their group. Invariant: a pass gives one value for each sampled token in the order of
+``Sequence.logprobs``, however the pass was cut for the ranks.
 
 With ``learner.kl.place = "reward"`` the divergence from a frozen reference is a part of the reward:
 

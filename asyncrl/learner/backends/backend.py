@@ -15,7 +15,7 @@ Order of calls, rank 0::
     scores = backend.score(scoring)             # where the rewards of a step need it
     plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed,
                       shared=backend.shares_prefixes)
-    metrics = backend.train(plan)               # one optimizer step; its metrics and plan.metrics make one line
+    metrics = backend.train(plan)               # an optimizer step for each update; the metrics of one line
     saving = backend.save(folder)               # runs in the background; saving.result() raises its error
     backend.export(folder)
     backend.rest()                              # whenever it has to wait for groups
@@ -29,9 +29,10 @@ Order of calls, every other rank::
     backend.stop()
 
 An exception from any method except ``export``, ``sees`` and ``load`` leaves the ranks out of step: the process must
-end. ``export`` and ``sees`` raise on rank 0, after all ranks have finished their part, and training may continue.
-``load`` raises on all ranks; after DamagedCheckpoint nothing was changed and another checkpoint may be loaded, after
-any other error new processes must start. An error while a checkpoint or a version is written is only in its future.
+end. NonFiniteStep does not: after it training may continue. ``export`` and ``sees`` raise on rank 0, after all ranks
+have finished their part, and training may continue. ``load`` raises on all ranks; after DamagedCheckpoint nothing was
+changed and another checkpoint may be loaded, after any other error new processes must start. An error while a
+checkpoint or a version is written is only in its future.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Backend(Protocol):
     is_resting: bool
     """Rank 0: whether no call has come since the last ``rest`` in time slices."""
     gpu_wait_s: float
-    """Rank 0: in time slices, the seconds in which it got its GPU back, since its start; else 0.
+    """Rank 0: in time slices, the seconds that it took to get its GPU back, since its start; else 0.
 
     For ``train`` and ``score`` it counts the slowest rank's seconds, because all ranks wait for that one.
     """
@@ -138,10 +139,10 @@ class Backend(Protocol):
     ) -> Future[HeldVersion]:
         """Rank 0: copy the weights, or only the adapters if versions hold only these, and seal the copy in segments.
 
-        Returns once every rank has copied its shards and the previous version is written; later training does not
-        change the copy. The future's result holds ``probe``, and its owner closes it; ``on_sealed`` gets each sealed
-        segment. The future ends with OSError if the segments cannot be written; only this error leaves the ranks in
-        step.
+        Returns once the previous version is written and rank 0 has copied its shards. Each other rank copies its own
+        before its next command, so later training does not change the copy. The future's result holds ``probe``, and
+        its owner closes it; ``on_sealed`` gets each sealed segment. The future ends with OSError if the segments cannot
+        be written; only this error leaves the ranks in step.
         """
 
     def rest(self) -> None:
@@ -168,9 +169,9 @@ class Backend(Protocol):
     def save(self, folder: Path) -> Future[None]:
         """Rank 0: write the state of all ranks into a new ``folder``: weights, optimizer, steps and random generators.
 
-        Returns once the state is copied; training that follows does not change the files. The future ends when
-        everything is flushed, ``contents.json`` last, or with CheckpointError when a rank could not write its part. The
-        previous ``save`` must have ended.
+        Returns once rank 0 has copied its state. Each other rank copies its own before its next command, so later
+        training does not change the files. The future ends when everything is flushed, ``contents.json`` last, or with
+        CheckpointError when a rank could not write its part. The previous ``save`` must have ended.
         """
 
     def load(self, folder: Path) -> None:

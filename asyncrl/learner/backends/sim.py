@@ -57,7 +57,7 @@ class SimTrainer:
         """Take the GPU, if there are time slices; there are no other ranks and no model."""
         self._slices = rank_slices(self._config, self._rank)
         if self._slices is not None:
-            # Of this rank alone, because the others never take their GPUs.
+            # This rank alone counts, because the others never take their GPUs.
             self.engines_in_turn = 1
             self._slices.open()
         if self._rank:

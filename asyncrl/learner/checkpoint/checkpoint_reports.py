@@ -31,6 +31,7 @@ class CheckpointReports:
         self._failures = 0
         """Number of failed checkpoints since the last complete one."""
         self._sending: set[asyncio.Task[None]] = set()
+        """Tasks whose message the controller has not answered."""
 
     def restored(self, kept: Kept, damaged: Mapping[str, str]) -> None:
         """Report the checkpoint ``kept``, from which the run continues.

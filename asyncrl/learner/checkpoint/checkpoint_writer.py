@@ -72,6 +72,7 @@ class CheckpointWriter:
         self.overdue = False
         """Whether the last attempt failed for lack of room and the disk now has enough."""
         self._room_watch: asyncio.Task[None] | None = None
+        """Task of ``_watch_for_room``, which may have ended; None if the last attempt did not fail for lack of room."""
         self._folder = CheckpointFolder(folder)
         self._incarnation = incarnation
         self._backend = backend
@@ -90,9 +91,10 @@ class CheckpointWriter:
         return not self._idle.is_set()
 
     async def restore(self) -> Contents | None:
-        """Claim the folder, and load the newest undamaged checkpoint into the backend. Returns its contents, or None.
+        """Claim the folder, and load the newest undamaged checkpoint into the backend. Returns its contents.
 
-        Damaged newer ones are renamed and reported. Comes after ``Backend.setup``. Raises CheckpointError.
+        Returns None if the folder has no checkpoint. Damaged newer ones are renamed and reported. Comes after
+        ``Backend.setup``. Raises CheckpointError.
         """
         loop = asyncio.get_running_loop()
         # The claim comes before any reading: after it, an earlier incarnation of the learner can commit nothing.
@@ -241,7 +243,8 @@ class CheckpointWriter:
     ) -> None:
         """Write the contents while the backend writes its part; then commit the checkpoint and remove old ones.
 
-        Training continues meanwhile. If any part fails, discard the files and report the failure.
+        Training continues meanwhile. If a part fails with CheckpointError, the files are discarded and the failure is
+        reported. Any other error is raised.
         """
         try:
             # If one part fails, still wait for the other: no file may be removed while a part writes.

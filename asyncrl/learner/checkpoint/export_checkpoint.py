@@ -2,7 +2,7 @@
 
 The conversion runs on the CPU of one host, for any number of ranks, and needs memory for the weights in float32. The
 model's layout, buffers and tokenizer are those of model.path. The files equal, bit for bit, those that the learner
-would write at that version in that dtype; merged adapters agree to the rounding of a sum in float32.
+would write at that version in that dtype. Merged adapters agree to the rounding of a sum in float32.
 
 Fails with CheckpointError that names a damaged file, and with ConfigError if model.path is missing or is another model.
 Fails with OSError if the target cannot be written. After a failure there is no target.

@@ -55,10 +55,11 @@ class Kept:
     path: Path
 
 
-async def room(failed: FailedWrite, until: Callable[[], float], clock: Clock) -> bool:
-    """Wait until another attempt makes sense: there is room, or, if the disk reported room, REFUSED_PAUSE_S are over.
+async def wait_for_room(failed: FailedWrite, until: Callable[[], float], clock: Clock) -> bool:
+    """Wait until another attempt makes sense, and return True; return False at the time ``until()``.
 
-    Returns False at the time ``until()``, which may change during the wait.
+    If the disk lacked room, the attempt makes sense once it reports enough. If it reported room and refused the write
+    all the same, only time can help: REFUSED_PAUSE_S. ``until()`` may change during the wait.
     """
     retry_at = clock.now() + REFUSED_PAUSE_S
     while (left := until() - clock.now()) > 0:

@@ -47,8 +47,8 @@ class RefusedUpdate:
     update: int
     """Number of the update in the step, counted from 0."""
     sequences: list[int]
-    """Sequences whose loss is not finite, ascending indices into the update, or into its supervised term. Empty if only
-    the gradient norm is not finite."""
+    """Sequences with a log-prob or an advantage that is not finite: ascending indices into the update, or into its
+    supervised term. If the list is empty, any sequence of the update may be the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,7 @@ class OptimizerUpdates:
         self._config, self._on_phase = config, on_phase
         self._objective = objective
         self._parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        """The trained parameters."""
         policy.entropy_gradient = self._objective.needs_entropy_gradient
 
     def step(
@@ -177,7 +178,10 @@ class OptimizerUpdates:
         return logprobs
 
     def _reshard_frozen(self, scorer: Scorer) -> None:
-        """Reshard a frozen model: no backward pass follows, and the policy needs the memory."""
+        """Reshard a frozen model: no backward pass follows, and the policy needs the memory.
+
+        The policy itself stays as it is, also where it scores without its adapters.
+        """
         if isinstance(scorer, Policy) and scorer is not self._policy:
             scorer.reshard()
 
@@ -195,9 +199,10 @@ class OptimizerUpdates:
     ) -> dict[str, float] | tuple[str, list[int]]:
         """Compute the gradient of one update, exchange the sums, and step the optimizer unless a sum is not finite.
 
-        ``members`` are this rank's micro-batches of the policy, ``supervised_members`` the supervised ones. Returns the
-        metrics; or, for a refused update, the name of the number that is not finite and the sequences that have it.
-        ``is_first``: no update of this step came before, so the current policy is the proximal one.
+        Before the step the gradient is clipped to ``learner.max_grad_norm``. ``members`` are this rank's micro-batches
+        of the policy, ``supervised_members`` the supervised ones; a warm step has no ``members``. Returns the metrics;
+        or, for a refused update, ``what`` and ``sequences`` of its RefusedUpdate. ``is_first``: no update of this step
+        came before, so the current policy is the proximal one.
         """
         self._on_phase("forward and backward")
         with self._ranks.waiting(name):
@@ -290,7 +295,10 @@ class OptimizerUpdates:
     def _token_batch(
         self, batch: MicroBatch, scored: _Scored, logprobs: Tensor, entropies: Tensor, *, is_first: bool
     ) -> TokenBatch:
-        """Put what the loss needs of a micro-batch on the device; in the first update the policy itself is proximal."""
+        """Put what the loss needs of a micro-batch on the device; in the first update the policy itself is proximal.
+
+        The teacher's log-probs are those of the frozen model in ``scored``, else those of a server in ``batch``.
+        """
 
         def put(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(self._ranks.device)
@@ -312,7 +320,11 @@ class OptimizerUpdates:
     def _find_not_finite(
         self, shape: TermShape, batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]
     ) -> list[int]:
-        """All ranks together: find the sequences with a token whose loss is not finite. Returns indices, ascending."""
+        """All ranks together: find the sequences that make the loss not finite. Returns indices, ascending.
+
+        These are the sequences with a log-prob, of the policy or the engine, or an advantage that is not finite. The
+        result is empty if the loss is not finite for another reason.
+        """
         flags = np.zeros(shape.sequences)
         for batch, values in zip(batches, logprobs, strict=True):
             # This expression is finite only if all three values are.

@@ -5,7 +5,7 @@ and the views that copy shards for a version keep what they hold. CPUs simulate 
 
 Invariants: values do not change. Between ``leave`` and ``come_back`` nothing reads the tensors. Fails with torch's
 OutOfMemoryError if the device does not have room for the tensors in time. Each wait for room calls a function ``pause``
-that takes the seconds until the next look at the memory, and may raise to end the wait.
+with the seconds until the next look at the memory. ``pause`` may raise, which ends the wait.
 """
 
 from __future__ import annotations

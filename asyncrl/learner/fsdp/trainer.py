@@ -113,6 +113,7 @@ class Trainer:
         self.warm_steps = 0
         self._config, self._learner, self._rank = config, config.learner, rank
         self._store: TCPStore | None = None
+        """On rank 0, the store that ``open_store`` has opened; else None."""
         self._joined_ranks: Ranks | None = None
         """The connection to the other ranks; None before ``setup`` and after ``stop``."""
         self._slices: RankSlices | None = None
@@ -120,6 +121,7 @@ class Trainer:
         self.engines_in_turn = 0
         self.is_resting = False
         self.gpu_wait_s = self._took_gpu_s = 0.0
+        """The second: seconds that the present command took to get this rank's GPU back."""
         self._compile_s = 0.0
         """Time (s) of torch.compile that the log has."""
 
@@ -133,7 +135,10 @@ class Trainer:
         return host, self._store.port
 
     def setup(self, host: str, port: int) -> None:
-        """Meet the other ranks, load and shard the models, and create optimizer, saver and assembly."""
+        """Meet the other ranks, load and shard the models, and create optimizer, saver and assembly.
+
+        In time slices it first takes the GPU and waits, for a limited time, for room in its memory.
+        """
         device = choose_device(self._learner, self._rank)
         self._slices = rank_slices(self._config, self._rank)
         if self._slices is not None:
@@ -265,8 +270,9 @@ class Trainer:
     def train(self, plan: StepPlan) -> dict[str, float]:
         """Rank 0: send the other ranks their micro-batches, and take the step with them.
 
-        Returns the step's metrics; empty for a plan without updates, which does nothing. Raises NonFiniteStep, which
-        names the groups or conversations of a refused update.
+        Returns the step's metrics; empty for a plan without updates, which does nothing. Raises NonFiniteStep for a
+        refused update. The error names the groups or conversations to blame: all of the update if no cause was found.
+        It also names the groups that earlier updates have trained.
         """
         if not plan.updates:
             # An optimizer step without a gradient would still move the weights by momentum.
@@ -362,7 +368,7 @@ class Trainer:
     ) -> Future[HeldVersion]:
         self._send(Gather("version"))
         with self._phase("copy"):
-            copy = self._assembly.copy
+            copy = self._assembly.gpu_copy
             return self._assembly.begin(
                 "version", lambda gathered: publish(gathered, version, probe=probe, on_sealed=on_sealed, copy=copy)
             )

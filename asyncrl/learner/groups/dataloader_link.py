@@ -76,8 +76,11 @@ class DataloaderLink:
         self._intake, self._evals = intake, evals
         self._awaits, self._log = services.awaits, services.log
         self._changed = asyncio.Event()
+        """Wakes ``report``."""
         self._acknowledged = asyncio.Event()
+        """Set when ``report`` has nothing left to report."""
         self._restoring = asyncio.Lock()
+        """Held during a restore."""
         self._restores = 0
         """Number of times that the dataloader has restored the run."""
 

@@ -40,6 +40,7 @@ class ComponentNames:
         learner = config.learner
         self._always_kept = {PENALTY_COMPONENT, TIMED_OUT_COMPONENT, learner.signal, *_texts(learner.advantage_options)}
         self._names = dict.fromkeys(list(known)[:MOST_NAMES])
+        """The first MOST_NAMES names that came, as keys; without those of ``_always_kept``."""
         self._config = config
         self.left_out = 0
         """Number of values that were left out."""
@@ -159,8 +160,9 @@ class Deliveries:
     def _take(self, group: Group, sender: str) -> bool:
         """Take a group. Returns False for a duplicate.
 
-        An evaluation's group goes to the evaluations. A training group goes to the intake, which buffers, filters or
-        quarantines it. A quarantined group gives no notice, and the teacher scores only buffered groups.
+        Components under surplus names are removed first. An evaluation's group goes to the evaluations. A training
+        group goes to the intake, which buffers, filters or quarantines it. A quarantined group gives no notice, and the
+        teacher scores only buffered groups.
         """
         if self._components.trim(group):
             self._counters["reward/components_left_out"] = self._components.left_out

@@ -36,6 +36,7 @@ class GroupBuffer:
 
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
+        """Groups by uid, in the order of arrival."""
         self._by_age: list[tuple[tuple[int, int, int], str]] = []
         """The age of each group and its uid, the oldest first."""
 
@@ -141,7 +142,9 @@ class OutcomeQueue:
 
     def __init__(self) -> None:
         self._number = 0
+        """Number of the newest report or state of the run."""
         self._pending: list[Outcome] = []
+        """Outcomes for the next report."""
         self._version = -1
         self._trained_at_version = 0
         self._buffered_groups: int | None = None
@@ -246,9 +249,11 @@ class Intake:
         They are restored if the step does not count.
         """
         self._last_problem = ""
+        """Reason of the newest quarantine since this learner's start; empty before."""
         self._signal_problem = ""
         """Text about a ``learner.signal`` that names no existing component; empty otherwise."""
         self._in_training: dict[str, Group] = {}
+        """Groups of the step that has begun, by uid; empty between steps."""
         self._delivered_at: dict[str, float] = {}
         """Time (s) at which each buffered group was delivered to this learner, by uid."""
         if restored is not None:
@@ -383,8 +388,9 @@ class Intake:
     def problem(self) -> str | None:
         """The reason that the run must end; None if it may continue.
 
-        Reasons: a ``learner.signal`` that does not exist, too many groups filtered or quarantined since the last step,
-        too many prompts quarantined, or too many trajectories dropped. The last two count only from FRACTION_FROM on.
+        The reasons are: a ``learner.signal`` that does not exist; too many groups filtered or quarantined since the
+        last step; too many prompts quarantined; too many trajectories dropped. The last two count only from
+        FRACTION_FROM on.
         """
         learner = self._learner
         if self._signal_problem:

@@ -6,7 +6,7 @@
     no_signal         the reason with which a run without a signal ends
 
 Each notice of LearningWatch is given once. "No gradient" and "equal rewards" need a condition that holds for STEPS
-steps in a row, or for as many groups, so a run that learns gets neither. A metrics line without the gradient ends the
+steps in a row, or for as many groups. So a run that learns gets neither. A metrics line without the gradient ends the
 row.
 
 A response that is cut has no end: its reward says little, and training makes it no shorter. The share of cut responses
@@ -49,6 +49,7 @@ class LearningWatch:
         self._learner = config.learner
         self._max_tokens = config.rollout.max_tokens
         self._given_keys: set[str] = set()
+        """Keys of the notices that were given."""
         self._zero_gradients = 0
         """Number of steps in a row whose gradient was exactly 0."""
         self._equal_groups = 0
@@ -224,6 +225,7 @@ class GraceWatch:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._steps_s: deque[float] = deque(maxlen=STEPS)
+        """Durations of the last steps (s)."""
         self._is_given = False
 
     def after_step(self, line: Mapping[str, Any]) -> list[Notice]:

@@ -75,10 +75,13 @@ class TeacherClient:
         import aiohttp
 
         self._http = aiohttp
+        """The module: it is imported only if a run has a teacher on a server."""
         self.url = url.rstrip("/").removesuffix("/completions")
         self._config = config
         self._model = config.model
+        """Name of the model in requests; None until the server has named its only one."""
         self._session: aiohttp.ClientSession | None = None
+        """Connections to the server; None before the first request."""
 
     async def model(self) -> tuple[str, int | None]:
         """Ask the server for the configured model, or for its only one; later requests name this model.

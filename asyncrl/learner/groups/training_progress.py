@@ -1,6 +1,6 @@
 """The numbers of the run's progress that the parts of the learner's loop share.
 
-Training counts steps, Versions counts versions, the actor sets ``preempted``; all other parts only read. After a
+Training counts steps, Versions counts versions, Rank0 sets ``preempted``; all other parts only read. After a
 change that others wait for, the writer calls ``news.announce``.
 """
 

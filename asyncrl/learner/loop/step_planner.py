@@ -191,7 +191,7 @@ class StepPlanner:
         teacher: ServedTeacher | None,
     ) -> None:
         self.waited = False
-        """Whether the newest step had to wait for groups."""
+        """Whether the newest step had to wait for groups; False if all engines sleep while the learner computes."""
         self._config, self._name = config, services.name
         self._states, self._clock, self._counters = services.states, services.clock, services.counters
         self._log, self._awaits = services.log, services.awaits
@@ -236,7 +236,7 @@ class StepPlanner:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._backend.rest)
 
     async def _wait(self) -> bool:
-        """Do what ``wait`` says; while a version is overdue, try it again every ``retry_at``."""
+        """Do what ``wait`` says; while a version is overdue, try it again at each ``retry_at``."""
         intake = self._intake
         self._track.enter("wait for groups", step=self._progress.step + 1)
         wanted = self._begin_wait()

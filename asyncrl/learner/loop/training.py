@@ -175,6 +175,7 @@ class Training:
             step.line["time/step_s"] = self._clock.now() - began
             await self._lines.put(step)
             self._mark_progress()
+            # If the version could not be begun, a checkpoint that is due waits for the next boundary.
             if at_boundary:
                 # After the last step FinalWrites writes the checkpoint.
                 if progress.step < learner.steps and self._checkpoint_is_due(last_boundary):
@@ -221,9 +222,10 @@ class Training:
     async def _train_step(self, began: float) -> TrainedStep | None:
         """Train one step: take its groups, get the plan, train, conclude the groups, compose the line of metrics.
 
-        The wait for the groups began at ``began`` (s). Returns None if the step does not count: its groups were
-        filtered, or an update was not finite and none was taken before. Raises NonFiniteStep if such an update may not
-        be skipped (learner.on_nonfinite), or if it is supervised.
+        The wait for the groups began at ``began`` (s). Returns None if the step does not count. Then it has no token to
+        train, and its groups were filtered; or an update was not finite, and no update was taken before. If updates
+        were taken before, the step counts with their groups alone. Raises NonFiniteStep if an update that is not finite
+        may not be skipped (learner.on_nonfinite), or if it is supervised.
         """
         learner, intake, version = self._config.learner, self._intake, self._progress.version
         groups, filtered = intake.begin_step()

@@ -34,6 +34,7 @@ class _Source:
     tokens: Tokens
     """Tokens since the start of its incarnation."""
     last_report: float
+    """Time of its last report; before the first, the time at which it began to sample."""
     idle: bool = False
     """Whether its last report says that it generates nothing."""
 
@@ -72,9 +73,13 @@ class GenerationLog:
 
     succeeds: bool = False
     _sources: dict[str, _Source] = field(default_factory=dict)
+    """Each rollouter by name."""
     _reports: list[_Report] = field(default_factory=list)
+    """Reports that ``take_tokens`` has not used up; those of one rollouter are in order of time."""
     _intervals: list[tuple[float, float]] = field(default_factory=list)
+    """Times in which an engine sampled; they may overlap."""
     _updates: list[tuple[str, UpdateTimes]] = field(default_factory=list)
+    """Weight updates since the last ``take_updates``, each with its rollouter."""
 
     def add(self, name: str, incarnation: int, stats: RolloutStats, now: float) -> None:
         """Take the statistics that a rollouter sent; they came at the time ``now``."""
@@ -82,6 +87,7 @@ class GenerationLog:
         if source is None or source.incarnation != incarnation:
             # A new incarnation counts from 0. A rollouter that an earlier learner knew counts from this report on.
             counted_before = Tokens(0, 0) if source is not None or not self.succeeds else tokens
+            # The clock of the rollouter's host may differ, so only the length of its sampling counts.
             began = now - _extent(stats.sampling)
             source = self._sources[name] = _Source(incarnation, counted_before, began)
         new_tokens = Tokens(tokens.sampled - source.tokens.sampled, tokens.reprefill - source.tokens.reprefill)
@@ -128,18 +134,21 @@ class GenerationLog:
 
 
 def in_pairs(reports: Sequence[_Report]) -> list[_Report]:
-    """Join consecutive reports of each rollouter in pairs. Each rollouter's reports stay in order of time."""
+    """Join consecutive reports of each rollouter in pairs. Each rollouter's reports stay in order of time.
+
+    Reports with a gap between them, as before a new incarnation, are not joined.
+    """
     found: list[_Report] = []
-    single: dict[str, _Report] = {}
+    unpaired: dict[str, _Report] = {}
     for report in reports:
-        earlier = single.pop(report.name, None)
+        earlier = unpaired.pop(report.name, None)
         if earlier is not None and earlier.until == report.since:
             found.append(earlier.joined(report))
             continue
         if earlier is not None:
             found.append(earlier)
-        single[report.name] = report
-    return [*found, *single.values()]
+        unpaired[report.name] = report
+    return [*found, *unpaired.values()]
 
 
 def _extent(intervals: Sequence[tuple[float, float]]) -> float:

@@ -42,6 +42,7 @@ class GroupRecords:
         self._intake, self._evals, self._dataloader = intake, evals, dataloader
         self._lines, self._group_log = lines, group_log
         self._writing = asyncio.Lock()
+        """Held by the call of ``write_untrained`` that writes; a second call waits, so lines stay in order."""
 
     async def run(self) -> None:
         """Write records whenever news is announced, until cancelled."""
@@ -52,7 +53,10 @@ class GroupRecords:
             await self._conclude_rounds()
 
     async def write_untrained(self) -> None:
-        """Write all prompts and groups that became untrained since the last call."""
+        """Write the left-out and quarantined prompts since the last call, and the kept texts of filtered groups.
+
+        Left-out prompts go to the group log alone. RunCheckpoints also calls this, before a checkpoint is complete.
+        """
         async with self._writing:
             left_out, self._intake.left_out = self._intake.left_out, []
             quarantined, self._intake.quarantined = self._intake.quarantined, []

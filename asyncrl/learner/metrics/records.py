@@ -41,6 +41,7 @@ class RecordFiles:
         """Number of the learner's starts in this folder; every line holds it."""
         self._samples.mkdir(exist_ok=True)
         self._kept = {kind: KeptWrites(most) for kind, most in MOST_BYTES.items()}
+        """Writes that wait for room on the disk, by kind of file."""
 
     @property
     def waiting(self) -> int:

@@ -48,7 +48,8 @@ class TrainedStep:
 class StepLines:
     """Writes the lines of a run.
 
-    ``report`` gets each written line: that of a step, then those of its evaluations and updates.
+    ``report`` gets each line, also one that waits for the disk: that of a step, then those of its evaluations and
+    updates.
     """
 
     def __init__(
@@ -73,19 +74,22 @@ class StepLines:
         self._counters, self._clock, self._log = services.counters, services.clock, services.log
         self._generation = GenerationLog(succeeds=records.start > 1)
         self._stats_came = asyncio.Event()
+        """Set when a rollouter has reported."""
         self._steps: asyncio.Queue[TrainedStep] = asyncio.Queue(LINES_PENDING)
+        """Steps whose lines ``run`` will write."""
         self._counted_until: float | None = None
         """Time (wall clock, s) up to which sampled tokens are counted: the end of the last step's training."""
         self._written = step
         """The last step whose line is written."""
         self._line_written = asyncio.Event()
+        """Set when ``run`` has written the line of a step."""
         self._thread_lock = threading.Lock()
         self._write_lock = asyncio.Lock()
         """Two locks: a write whose task was cancelled has left this one, but its thread still holds the other."""
         self._reported: tuple[bool, int] = False, 0
         """Whether lines wait, and how many are lost, at the last call of ``notify``."""
         self._unreported: list[dict[str, Any]] = []
-        """Written lines that ``report`` gets later, after the line of their step."""
+        """Lines that ``report`` gets later, after the line of their step."""
 
     def stats(self, name: str, incarnation: int, stats: RolloutStats) -> None:
         """Take the statistics that a rollouter sent."""

@@ -66,10 +66,12 @@ class BucketQueue:
         self._is_complete = False
         """Whether the version is complete and will be published."""
         self._changed = threading.Condition()
+        """Announces each change of the queue to the sending thread, and guards its fields."""
         self.problem = ""
         """Why no further bucket may be sent; empty if there is no reason."""
         self._loop = asyncio.get_running_loop()
         self._begun_or_failed = asyncio.Event()
+        """Set when the first bucket is put or the queue fails; ends ``begun``."""
 
     async def begun(self) -> bool:
         """Wait until the first bucket is put. Returns False if the queue fails or none comes in time."""
@@ -172,6 +174,7 @@ class Broadcaster:
         self._call, self._log = call, log
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
         self._sender: Sender | None = None
+        """Sends the buckets; None before ``start``."""
         self._layouts: list[BucketLayout] = []
         """Layout of the buckets of the last gathered version; empty before."""
         self._queue: BucketQueue | None = None

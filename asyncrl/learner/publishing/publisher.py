@@ -42,16 +42,21 @@ class Publisher:
         """Whether the bytes of the newest version changed in memory, so that the weights need a new version."""
         self._log = log
         self._release_thread = ThreadPoolExecutor(1, thread_name_prefix="release")
+        """Closes the versions that are no longer needed."""
         self._newest: HeldVersion | None = None
+        """The version that was offered last; None before the first."""
         self._sending: HeldVersion | None = None
+        """The version in the call under way, or None."""
         self._acknowledged: HeldVersion | None = None
+        """The last acknowledged version; None before the first, and when another parameter server has taken over."""
         self._offered = asyncio.Event()
+        """Set when a version is offered; ends ``_watch_published``."""
         self.news = asyncio.Event()
         """Set when a version is acknowledged or spoiled."""
 
     @property
     def acknowledged(self) -> int:
-        """The newest version that a parameter server has acknowledged; -1 before the first."""
+        """The last version that the present parameter server has acknowledged; -1 before the first."""
         return -1 if self._acknowledged is None else self._acknowledged.version
 
     def offer(self, version: HeldVersion) -> None:

@@ -1,10 +1,10 @@
 """The versions of the weights: when they are due, and each from its number to the publisher.
 
 A version is due after each ``learner.steps_per_version`` steps. It gets a number, a probe and a copy of the shards.
-``publish`` waits until the version before is assembled and every rank has copied its own shards, but for no other
-actor. A task waits for the assembly during the training, and gives the version to the publisher. If versions are
-broadcast, the broadcaster sends sealed buckets while the rest is still being gathered. A number is durable before any
-other process hears of it, and is used up even if its version fails.
+``publish`` waits until the version before is assembled and rank 0 has copied its own shards, but for no other actor. A
+task waits for the assembly during the training, and gives the version to the publisher. If versions are broadcast, the
+broadcaster sends sealed buckets while the rest is still being gathered. A number is durable before any other process
+hears of it, and is used up even if its version fails.
 
 A version that cannot be begun or assembled, for example on a full disk, is reported and becomes overdue: it is tried
 again. A version whose bytes have changed becomes overdue too, since no engine can load it. Training continues with the
@@ -154,7 +154,10 @@ class Versions:
         return not self._failed
 
     async def handed_over(self) -> None:
-        """Wait until the parameter server holds the newest version, or it is spoiled; weights.deadline_s at most."""
+        """Wait until the parameter server holds the newest version or that version is spoiled.
+
+        Returns after weights.deadline_s in any case.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.weights.deadline_s):
                 await self.settled()

@@ -173,8 +173,10 @@ class DeltaStream:
 
     def __init__(self) -> None:
         self._pending: TokenDelta | None = None
+        """All deltas that the reader has not fetched, merged; None without any."""
         self._error: EngineDied | None = None
         self._reader: asyncio.Future[None] | None = None
+        """Future for which the reader waits."""
 
     def put(self, delta: TokenDelta) -> None:
         """Add a delta to the pending delta, and wake the reader. Put nothing after a finish reason."""

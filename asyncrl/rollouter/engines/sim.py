@@ -54,6 +54,7 @@ class SimEngine:
         self._checksum = ""
         """Checksum of the loaded version."""
         self._layout: Layout | None = None
+        """Layout of the last version loaded from staged weights; later versions must have the same."""
 
     # --- life ---
 
@@ -207,7 +208,10 @@ class SimEngine:
         self._step()
 
     def _step(self) -> None:
-        """Bring the timing model up to now, pass on its deltas, and set the timer for its next event."""
+        """Bring the timing model up to now, pass on its deltas, and set the timer for its next event.
+
+        Dies if the model has crashed. Ends a pause that waits until no request runs.
+        """
         assert self._loop is not None
         batch, now = self._batch, self._loop.time()
         batch.advance(now)

@@ -48,6 +48,7 @@ class PrefixCache:
     def __init__(self, tokens: int) -> None:
         self._max_blocks = max(1, tokens // BLOCK)
         self._blocks: OrderedDict[int, None] = OrderedDict()
+        """Names of the cached blocks; those used longest ago come first."""
 
     def blocks(self, salt: str, ids: Sequence[int]) -> list[int]:
         """Return the names of the blocks of a context, in order; an incomplete last block has none."""
@@ -145,18 +146,22 @@ class Batch:
         self._interval = stream_interval
         self._crash_after = crash_after
         self._running: dict[str, _SimRequest] = {}
-        # Heap: priority, arrival, request.
         self._waiting: list[tuple[int, int, _SimRequest]] = []
-        # Heap: decode step at which the request ends, arrival, request.
+        """Heap: priority, arrival, request."""
         self._ends: list[tuple[int, int, _SimRequest]] = []
+        """Heap: decode step at which the request ends, arrival, request. Some were aborted since."""
         self._arrivals = 0
+        """Number that orders equal entries of the heaps."""
         self._reserved = 0
+        """Number of tokens reserved in the KV cache."""
         self._steps = 0
-        # Time when the next decode step begins: the end of the last one, later while prompts are processed.
+        """Number of decode steps done."""
         self._next_step_at = 0.0
-        # Seconds of prompt processing to be done after the pause, before the next decode step.
+        """Time when the next decode step begins: the end of the last one, later while prompts are processed."""
         self._prefill_left_s = 0.0
+        """Seconds of prompt processing to be done after the pause, before the next decode step."""
         self._deltas: list[tuple[str, TokenDelta]] = []
+        """Deltas that ``take`` has not returned yet, each with the id of its request."""
         self._frozen = False
         self._admitting = True
         self._prefixes = PrefixCache(config.kv_tokens)
@@ -192,6 +197,7 @@ class Batch:
             raise ValueError(f"request {request.id}: has an empty prompt or asks for no token")
         self.advance(now)
         key = request.key or request.id
+        # Number of tokens that the whole response still has, after those of earlier submissions.
         left = max(1, response_length(self._config, self._seed, key) - request.held)
         new, offset = min(left, request.max_tokens), _hash(self._seed, key) + request.held
         reason = "stop" if left <= request.max_tokens else "length"
@@ -286,7 +292,10 @@ class Batch:
         return self._next_step_at + (target - self._steps) * self._step_s()
 
     def advance(self, now: float) -> None:
-        """Simulate the decode steps up to ``now``: end requests, make deltas every ``stream_interval`` steps, admit."""
+        """Simulate the decode steps up to ``now``: end requests, make deltas every ``stream_interval`` steps, admit.
+
+        Each pass goes to the next step at which a request ends, deltas are due or the engine crashes.
+        """
         while self._running and not self._frozen and not self.crashed:
             step = self._step_s()
             # 1e-6, because a timer may come slightly early. ``step`` is 0 if a single request runs and only further

@@ -128,11 +128,12 @@ class ConversationCounts:
 class Conversation:
     """The conversation of one attempt at one trajectory.
 
-    ``history`` is ChatConfig.history, which here only decides the name of a fork's cause.
+    ``history`` is ChatConfig.history, which here only chooses between ``fork:history`` and ``fork:no-extension``.
     """
 
     def __init__(self, *, history: Literal["sampled", "template"] = "sampled") -> None:
         self.nodes: list[Node] = []
+        """The answers, in the order in which the calls were answered."""
         self.rewards: dict[int, float] = {}
         """Rewards of turns, by node."""
         self.over: str | None = None
@@ -144,10 +145,12 @@ class Conversation:
         self._children: dict[Node | None, list[Node]] = {}
         """Nodes by their parent; None for those without one."""
         self._lineage: list[int] = []
-        """An integer for each node, whose bits are the ids of the node itself and of all nodes before it."""
+        """For each node the ids, as bits, of the node, its ancestors, and the answers that its call comes after."""
         self._forks: Counter[str] = Counter()
         self._prompts = itertools.count()
+        """Numbers for the next prompts."""
         self._context_tokens = self._sampled_tokens = self._linear_tokens = 0
+        """Counts as in ConversationFigures; so is ``_forks``."""
 
     def resolve(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
@@ -161,13 +164,13 @@ class Conversation:
         digests = [message_digest(message, f"messages[{number}]") for number, message in enumerate(messages)]
         point = self._tree.deepest(root, messages, digests)
         known = point.path() if point else []
-        places = [place for place in known if place.node]
-        parent = places[-1].node if places else None
-        tail = messages[places[-1].depth :] if places else messages
+        answers = [each for each in known if each.node]
+        parent = answers[-1].node if answers else None
+        tail = messages[answers[-1].depth :] if answers else messages
         assistant_follows = any(is_answer(message) for message in tail)
         unknown = messages[len(known) :]
         return ResolvedCall(
-            messages=[*(_as_given(place) for place in known), *unknown],
+            messages=[*(_as_given(each) for each in known), *unknown],
             parent=parent,
             tail=tail,
             extends=parent is not None and not assistant_follows,
@@ -191,6 +194,7 @@ class Conversation:
             return "fork:history" if self._history == "template" else "fork:no-extension"
         if answer := next((message for message in unknown if is_answer(message)), None):
             return "fork:edited" if self._tree.was_said(answer) else "fork:assistant"
+        # With a parent, its tail has an assistant message that is known from an earlier call.
         return "fork:branch" if parent is None else "fork:assistant"
 
     def extend(self, resolved: ResolvedCall, extension: Sequence[int]) -> Prompt:
@@ -203,7 +207,10 @@ class Conversation:
         return self._prompt(ids.tolist(), resolved.parent, "extend", shared, resolved)
 
     def branch(self, resolved: ResolvedCall, ids: Sequence[int]) -> Prompt:
-        """Make the prompt from ``ids``, the rendering of all messages, which may still continue an answer's tokens."""
+        """Make the prompt from ``ids``, the rendering of all messages.
+
+        Its cause is ``extend`` if it still continues the parent's tokens and no assistant message follows the parent.
+        """
         assert len(ids) > 0, "a prompt has tokens"
         parent, shared = shared_prefix(np.array(ids, np.int32), self._children, None, resolved.parent)
         continues = parent is not None and parent is resolved.parent
@@ -231,12 +238,13 @@ class Conversation:
         """Add the answer sampled for ``prompt`` as a node, and return the node.
 
         It has at least one token; ``spans`` count from its first token. ``calls`` are (name, arguments as JSON) of the
-        tools that it calls; they get ids here. Raises EpisodeOver.
+        tools that it calls; they get ids here. An ``untrained`` answer stays in the context of later ones, but is not
+        trained. Raises EpisodeOver.
         """
         self._require_open()
-        number = len(self.nodes)
+        node_id = len(self.nodes)
         minted = tuple(
-            ToolCall(id=minted_id(number, index), name=name, arguments=arguments)
+            ToolCall(id=minted_id(node_id, index), name=name, arguments=arguments)
             for index, (name, arguments) in enumerate(calls)
         )
         begin = len(prompt.ids) - (prompt.parent.length if prompt.parent else 0)
@@ -245,7 +253,7 @@ class Conversation:
         added.setflags(write=False)
         scores.setflags(write=False)
         node = Node(
-            id=number,
+            id=node_id,
             number=prompt.number,
             parent=prompt.parent,
             added=added,
@@ -271,7 +279,7 @@ class Conversation:
         return "fork:branch" if self._tree.has_root(prompt.resolved.root) else "fork:root"
 
     def _register(self, node: Node, prompt: Prompt) -> None:
-        """Add a new node to the message tree and the lineage, and count it."""
+        """Add a new node to the message tree, with the call's unknown messages, and to the lineage; count it."""
         resolved = prompt.resolved
         self.nodes.append(node)
         self._children.setdefault(node.parent, []).append(node)
@@ -327,8 +335,8 @@ class Conversation:
         return self._messages_to(self.last) if self.last else []
 
     def branches(self) -> list[list[dict[str, Any]]]:
-        """Return, for each trained answer that no other answer follows, the messages up to it; leaves out ``last``."""
-        # Bits of the answers that another answer follows.
+        """Return the messages up to each trained answer that no other answer comes after; leaves out ``last``."""
+        # Bits of the answers that another answer comes after.
         followed = 0
         for node, lineage in zip(self.nodes, self._lineage, strict=True):
             followed |= lineage & ~(1 << node.id)
@@ -341,7 +349,7 @@ class Conversation:
 
     @property
     def last(self) -> Node | None:
-        """The answer to the call that was made last, among the trained answers if there are any."""
+        """The answer to the call that was made last, among the trained answers if there are any; None without one."""
         nodes = [node for node in self.nodes if node.trained] or self.nodes
         return max(nodes, key=lambda node: node.number, default=None)
 
@@ -377,9 +385,9 @@ def _preceding_answers(known: Sequence[Point], messages: int) -> tuple[Node, ...
     return ()
 
 
-def _as_given(place: Point) -> Message:
-    assert place.message is not None
-    return place.node.for_template() if place.node else place.message
+def _as_given(point: Point) -> Message:
+    assert point.message is not None
+    return point.node.for_template() if point.node else point.message
 
 
 def _message(content: str, reasoning: str | None, calls: Sequence[ToolCall]) -> dict[str, Any]:

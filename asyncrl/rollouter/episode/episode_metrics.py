@@ -35,7 +35,7 @@ Failure = Literal["start", "turn", "user", "answer", "reward", "policy", "host"]
 no answer of the policy that could be trained. ``reward``: the code gave no reward, and no function does. ``policy``:
 engines died of the prompt too often. ``host``: the host or worker died, and the episode starts again.
 """
-TOLD: frozenset[Failure] = frozenset({"start", "turn", "answer", "reward"})
+REPORTED: frozenset[Failure] = frozenset({"start", "turn", "answer", "reward"})
 """Causes that EpisodeFaults reports to the user; the episode host reports the others."""
 
 
@@ -49,7 +49,7 @@ class EpisodeMetrics:
         self._tools: dict[str, str] = {}
         """The states of the tools that are reported apart, and OTHER_TOOLS."""
         self._computed = self._linear = 0
-        """Tokens computed in all ended episodes, and tokens that conversations without forks would have taken."""
+        """Tokens computed in all episodes that became trajectories, and tokens that they would take without forks."""
 
     def prompted(self, tokens: int) -> None:
         """Count a call whose prompt has ``tokens`` tokens."""
@@ -85,7 +85,7 @@ class EpisodeMetrics:
     def gauges(self, states: Iterable[str], oldest_s: float, scoring: int = 0) -> dict[str, float]:
         """Return the gauges. ``states`` are the states of the open sessions, ``scoring`` is the number being scored.
 
-        Callable from another thread than the other methods.
+        A tool that was seen once stays, with 0. Callable from another thread than the other methods.
         """
         at = Counter(self._reported_name(state) for state in states)
         at[self._scored_by] += scoring
@@ -125,10 +125,11 @@ class EpisodeFaults:
         self._config, self._notify = config, notify
         self._counts: Counter[Failure] = Counter()
         self._first: dict[Failure, str] = {}
+        """Text of the first case of each cause."""
 
     def add(self, failure: Failure, text: str, uid: str) -> None:
         """Notify the user of a failed attempt at a sample of the prompt ``uid``, unless the episode host does."""
-        if failure not in TOLD:
+        if failure not in REPORTED:
             return
         self._counts[failure] += 1
         episode, rollout = self._config.episode, self._config.rollout

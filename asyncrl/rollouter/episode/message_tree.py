@@ -3,13 +3,14 @@
 Each request sends its whole history again. ``MessageTree.deepest`` walks from the root along the request's messages,
 and recognises each message:
 
-* an answer of the policy with tool calls, by their unique ids ``call_<node>_<k>``, which are assigned here; its
-  reasoning, its text and the JSON form of the arguments may have changed;
+* an answer of the policy with tool calls, by the calls' ids ``call_<node>_<k>``, which are assigned here, and by the
+  tools' names; its reasoning, its text and the JSON form of the arguments may have changed;
 * an answer of the policy without tool calls, by its text, without surrounding blanks;
 * every other message, by all of its fields.
 
-A message counts as an answer of the policy only after the messages with which the policy was called. Invariant: points
-are only added, so a found point stays right. Fails with ChatRefused on messages nested too deeply.
+An id is unique within one conversation only, so the tool's name must match, too. A message counts as an answer of the
+policy only after the messages with which the policy was called. Invariant: points are only added, so a found point
+stays right. Fails with ChatRefused on messages nested too deeply.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Point:
     """The node, if the message is an answer of the policy."""
     depth: int = 0
     """Number of messages up to here."""
-    context: dict[bytes, Point] = field(default_factory=dict)
+    other_messages: dict[bytes, Point] = field(default_factory=dict)
     """Next points whose message the policy did not sample, by the message's digest."""
     answers: list[Point] = field(default_factory=list)
     """Next points whose message is an answer of the policy, in the order of answers."""
@@ -116,10 +117,9 @@ class MessageTree:
         return reached[0]
 
     def _next(self, point: Point, message: Message, identity: bytes) -> Iterator[Point]:
-        """Yield the points to which ``message`` leads from ``point``: answers of the policy first, best match first.
+        """Yield the points to which ``message`` leads from ``point``: answers of the policy, then another message.
 
-        Among answers of the same text, an exactly equal one comes before one that is equal without blanks. Among these,
-        trained answers come first, then newer ones.
+        Order of answers without tool calls: exact text first, then trained, then newest.
         """
         if is_answer(message):
             if calls := message.get("tool_calls"):
@@ -128,9 +128,9 @@ class MessageTree:
                     yield answer
             else:
                 yield from _answers_with_text(point.answers, _text(message))
-        context = point.context.get(identity)
-        if context is not None:
-            yield context
+        other = point.other_messages.get(identity)
+        if other is not None:
+            yield other
 
     def _answer_by_calls(self, calls: Sequence[Mapping[str, Any]]) -> Point | None:
         """Return the answer that made all given tool calls, and perhaps others; None without such an answer."""
@@ -151,13 +151,17 @@ class MessageTree:
     def add(
         self, root: bytes, point: Point | None, messages: Sequence[Message], digests: Sequence[bytes], node: Node
     ) -> Point:
-        """Add ``messages`` after ``point`` (None: the root), then the answer ``node``; returns the answer's point."""
+        """Add ``messages`` after ``point`` (None: the root), then the answer ``node``; returns the answer's point.
+
+        Messages that an overlapping call has added meanwhile are shared.
+        """
         if point is None:
             point = self._roots.setdefault(root, Point(None, None))
         for message, identity in zip(messages, digests, strict=True):
-            following = point.context.get(identity)
+            following = point.other_messages.get(identity)
             if following is None:
-                following = point.context[identity] = Point(point, message, depth=point.depth + 1)
+                following = Point(point, message, depth=point.depth + 1)
+                point.other_messages[identity] = following
             point = following
         answer = Point(point, node.message, node, point.depth + 1)
         point.answers.append(answer)
@@ -169,7 +173,7 @@ class MessageTree:
 
 
 def _answers_with_text(answers: Sequence[Point], text: str) -> list[Point]:
-    """Return the answers without tool calls that have this text, without surrounding blanks; best match first."""
+    """Return the answers without tool calls that have this text, apart from blanks around it, in ``_next``'s order."""
     stripped = text.strip()
     same = []
     # The newest first: the stable sort below keeps this order among equal matches.

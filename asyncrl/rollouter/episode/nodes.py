@@ -82,8 +82,8 @@ def _sequence(path: Sequence[Node], new_ids: set[int], past_rewards: Mapping[int
 def past_rewards(rewards: Mapping[int, float], lineage: Iterable[int]) -> dict[int, float]:
     """Compute Turn.past_reward of each node: all rewards except its own and those of the nodes after it, added up.
 
-    ``rewards`` are by node. ``lineage`` has an integer for each node, whose bits are the ids of the node itself and of
-    all nodes before it.
+    ``rewards`` are by node. ``lineage`` has the ids, as bits, of each node itself and the nodes that it comes after
+    (``Conversation._lineage``). Nodes of parallel branches do not come after one another.
     """
     lineages = list(lineage)
     total = sum(rewards.values())
@@ -163,7 +163,7 @@ class Node:
         return np.concatenate([node.added for node in self.path()])
 
     def check(self, submitted: Sequence[int], sampled: Sequence[int]) -> None:
-        """Check the invariants."""
+        """Assert the invariants: the path is what was submitted and sampled, with log-probs and versions."""
         assert len(sampled) > 0, "an answer has tokens"
         assert self.begin + len(self.ids) == len(self.added)
         whole = np.array([*submitted, *sampled], np.int32)

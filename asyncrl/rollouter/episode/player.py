@@ -150,8 +150,9 @@ class EpisodePlayer:
     async def _run_to_end(self, session: Session) -> EpisodeDone:
         """Have the host play the episode, and wait until it ends, by itself or by a deadline.
 
-        Returns an empty EpisodeDone if a limit has ended the episode, or if the session has failed. Raises
-        EpisodeFailed after another deadline, HostAway, and the errors of a call.
+        Returns an empty EpisodeDone if a limit has ended the episode, or if the session has failed. The session then
+        holds the tokens sampled so far, or its ``failure``. Raises EpisodeFailed after another deadline, HostAway, and
+        the errors of a call.
         """
         lease = session.lease
         messages, tools = first_messages(self._config, lease)
@@ -209,7 +210,11 @@ class EpisodePlayer:
         return None
 
     def _trajectory(self, session: Session, done: EpisodeDone) -> Trajectory:
-        """Make the trajectory of an ended episode. Raises EpisodeFailed or TrajectoryFailed if it gives none."""
+        """Make the trajectory of an ended episode. Raises EpisodeFailed or TrajectoryFailed if it gives none.
+
+        An error of the code fails the attempt only if no limit has ended the episode. If a limit of the run has cut its
+        last answer, the outcome is ``length`` instead of ``stop``.
+        """
         stages, conversation = session.stages, session.conversation
         outcome = stages.outcome
         if done.error and outcome == "stop":

@@ -50,8 +50,10 @@ class Session:
 
     def __init__(self, lease: Lease, events: SampleEvents, host: str, config: Config, clock: Clock) -> None:
         self.key = secrets.token_hex(KEY_BYTES)
+        """Name of the session, which cannot be guessed."""
         self.lease, self.events, self.host = lease, events, host
         self.attempt = events.attempts
+        """Number of earlier episodes of the sample."""
         self.conversation = Conversation(history=config.chat.history)
         self.began = clock.now()
         """Time (s, monotonic) when the session began."""
@@ -73,6 +75,7 @@ class Session:
         self.version = -1
         """The newest version under which an engine has computed tokens of the session."""
         self.calls: dict[str, _Call] = {}
+        """All calls, by the names that the episode host gives them; a repeat has the name of its first call."""
         self._now = clock.now
         self._prompt_counts: Counter[bytes] = Counter()
         """Number of calls so far with each prompt, by its digest."""
@@ -92,7 +95,7 @@ class Session:
         self.changed.set()
         self._call_ended.set()
 
-    async def may_ask(self) -> None:
+    async def wait_for_turn(self) -> None:
         """Wait until a turn is left that no call under way will use, or until the attempt is over or has failed."""
         while self.failure is None and self.stages.all_turns_asked:
             self._call_ended.clear()
@@ -119,11 +122,15 @@ class _Call:
         self.lock = asyncio.Lock()
         """Held by the request that is getting the answer; repeats wait for it."""
         self.prompt: Prompt | None = None
+        """The prompt, kept for a repeat of the call; None before it is made and after the answer."""
         self.response: Response | None = None
+        """The tokens sampled so far, kept like ``prompt``."""
         self.limited = False
         """Whether a limit of the run, not the agent, sets the longest answer."""
         self.key = ""
+        """The call's name by ``Session.key_of``, which gives its seed."""
         self.reply: ChatReply | None = None
+        """The answer, which each repeat of the call gets; None before."""
 
 
 class _SessionWatch(CallWatch):
@@ -205,7 +212,7 @@ class Sessions:
             session.note()
 
     def host_died(self, host: str) -> None:
-        """Mark the sessions of a dead host as orphans."""
+        """Mark the sessions of a dead host as orphans, and wake their players."""
         for session in self._sessions.values():
             if session.host == host:
                 session.is_orphan = True
@@ -241,7 +248,7 @@ class Sessions:
             call = session.calls[request.call] = _Call(session.events.call(len(session.calls)))
         async with call.lock:
             if call.reply is None:
-                await session.may_ask()
+                await session.wait_for_turn()
                 # The session may have ended during the waits above.
                 self.find(request.session, host)
                 call.reply = await self._answer(session, call, request)
@@ -264,7 +271,11 @@ class Sessions:
         return turn
 
     async def _answer(self, session: Session, call: _Call, request: Chat) -> ChatReply:
-        """Make the prompt, sample the answer and commit it. A repeated call keeps its prompt and sampled tokens."""
+        """Make the prompt, sample the answer and commit it. A repeated call keeps its prompt and sampled tokens.
+
+        Raises EpisodeOver and ChatRefused, which the agent receives. If engines have died of the prompt too often, the
+        whole session fails, and this call and every later one raise EpisodeOver.
+        """
         stages, now = session.stages, self._clock.now
         events = call.events
         try:
@@ -327,7 +338,10 @@ class Sessions:
     async def _prompt(
         self, session: Session, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
     ) -> Prompt:
-        """Render a call's messages: only the new messages if the template can extend the last answer, else all."""
+        """Render a call's messages on a thread, and make its prompt.
+
+        Renders only the new messages if the template can extend the last answer, else all.
+        """
         conversation, renderer = session.conversation, self._renderer
         resolved = conversation.resolve(messages, tools, options)
         if resolved.extends:
@@ -369,7 +383,10 @@ class Sessions:
         return min(room, session.lease.max_tokens)
 
     def _commit(self, session: Session, call: _Call, request: Chat, parsed: Parsed) -> ChatReply:
-        """Add the finished answer to the conversation as a node, and make the reply to the agent."""
+        """Add the finished answer to the conversation as a node, and make the reply to the agent.
+
+        The reply's ``stop_sequence`` is the agent's own stop string that ended the answer, "" without one.
+        """
         prompt, response = call.prompt, call.response
         assert prompt is not None
         assert response is not None
@@ -425,7 +442,7 @@ class GrowingText:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._context = 0
-        """Index of the first token to decode. It is below ``_read``, because the text depends on earlier tokens."""
+        """Index of the first token to decode: the previous ``_read``, because text depends on the tokens before."""
         self._read = 0
         """Number of tokens, counted from the first, whose text ended with a whole character and was returned."""
         self._returned = 0

@@ -58,7 +58,9 @@ class Stages:
         self._over: str | None = None
         """Why further calls are refused; None while they are allowed."""
         self._seconds: dict[str, float] = {}
+        """Seconds in each state, without those in the present one."""
         self._now = now
+        """The latest time given to any method."""
         self._entered = now
         """Time when the present state was entered."""
         self._user_s = 0.0
@@ -71,7 +73,10 @@ class Stages:
         """Time when a limit ended the episode; None without one."""
 
     def begin(self, now: float) -> None:
-        """Note that the user's code has begun: from now on its time counts. A repeat changes nothing."""
+        """Note that the user's code has begun: its time, and the deadline ``start``, count from now on.
+
+        A repeat changes nothing.
+        """
         self._advance_clock(now)
         if not self._begun and self.state == "start":
             self._seconds["start"] = self._now - self._entered
@@ -148,8 +153,8 @@ class Stages:
     def expire(self, now: float) -> Expired | None:
         """Return the deadline that has passed; None without one.
 
-        After ``episode`` the episode is over, and its code may still close. After any other deadline it has ended, and
-        the caller must have its host stop it.
+        The deadline ``episode`` only refuses further calls, and the code may still close. Any other deadline ends the
+        episode, and the caller must have its host stop it.
         """
         self._advance_clock(now)
         due = self._next_due()
@@ -187,7 +192,10 @@ class Stages:
         return seconds
 
     def _next_due(self) -> tuple[float, Stage] | None:
-        """Return the earliest deadline that runs: its time and stage."""
+        """Return the earliest deadline that runs, as its time and stage; None if none runs.
+
+        After a limit only ``close`` runs. Without a limit, none runs during a call.
+        """
         config = self._config
         if self._limit_at is not None:
             return (self._limit_at + config.close_timeout_s, "close") if self.state == "close" else None

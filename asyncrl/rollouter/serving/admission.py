@@ -46,10 +46,13 @@ class Concurrency:
         assert 1 <= least <= most
         self._least, self._most = least, most
         self.limit = min(most, max(least, start))
+        """The present number of slots."""
         self.cuts = 0
+        """Number of cuts so far."""
         self._settling = False
         """Whether more calls are still running than the last cut allows."""
         self._preemptions = 0
+        """Preemptions that the engine had reported at the last call."""
 
     def look(self, load: EngineLoad, *, running: int) -> int:
         """Adapt the limit to the engine's load and return it. ``running`` calls have a slot.
@@ -90,7 +93,9 @@ class Slots:
     def __init__(self, size: int) -> None:
         self.size = size
         self.taken = 0
+        """Number of slots in use."""
         self._waiters: deque[asyncio.Future[None]] = deque()
+        """One future for each waiting taker, in the order of asking."""
         self._returned: list[int] = []
         """Heap of the numbers that were given back."""
         self._unused = 0

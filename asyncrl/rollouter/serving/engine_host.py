@@ -102,6 +102,7 @@ class EngineHost:
         self._token_wait = awaits.on("engine", "tokens")
         """The wait that is reported to the controller while submissions run; each delta renews it."""
         self._engine: Engine | None = None
+        """The engine; None before the first start and after ``close``."""
         self._closing: asyncio.Future[None] | None = None
         """The task that ends an engine; it continues if the call that waits for it is cancelled."""
         self.is_half_loaded = False
@@ -129,6 +130,7 @@ class EngineHost:
         self.sampled_tokens = 0
         self.reprefill = Reprefill()
         self.restarts = self.sleeps = 0
+        """Number of replaced engines, and of sleeps in time slices."""
         self.loads = 0
         """Number of loads that succeeded, over all engines; if it is unchanged, so are the weights."""
         self._loaded: int | None = None
@@ -240,6 +242,7 @@ class EngineHost:
                 if delta.tokens:
                     sampled = True
                     self.reprefill.sampled(request.id, len(delta.tokens), delta.cached_tokens)
+                # An aborted request that sampled nothing does not show that the engine works.
                 if sampled and delta.finish_reason is not None:
                     self.turns.worked()
                 yield delta
@@ -285,6 +288,7 @@ class EngineHost:
 
         Under on_update = drain it admits nothing more and waits until all running requests have ended. Returns False
         after ``timeout`` seconds; call it again then. In other modes it returns True at once.
+        ``stall_s`` then counts from the first call; at an engine's first load, from the last.
         """
         if self._open.is_set() or self.version < 0:
             # An engine's first load costs no generation time: nothing was generated before.

@@ -256,7 +256,10 @@ class PolicyCall:
                 self._events.ended(len(response.tokens), response.spans, response.finish_reason, died=died)
 
     async def _submit(self, request: GenerationRequest, response: Response) -> bool:
-        """Run one submission to its end and extend ``response``; returns False if the engine died before the end."""
+        """Run one submission to its end and extend ``response``; returns False if the engine died before the end.
+
+        After a death or a cancellation ``response`` keeps the tokens whose version is known (``cut_submission``).
+        """
         stopped = ended = False
         # ``known``: number of tokens whose version is known even without version spans; see ``cut_submission``.
         loads, known = self._host.loads, len(response.tokens)
@@ -342,6 +345,7 @@ class ServedPolicy:
 
     async def adapt(self, resized: Callable[[], None]) -> None:
         """Adapt the numbers of slots and places to the engine's load, for ever; calls ``resized`` after each change."""
+        # ``loads`` counts loads of weights; ``load`` is how busy the engine is.
         loads = self._host.loads
         while True:
             await asyncio.sleep(LOOK_S)

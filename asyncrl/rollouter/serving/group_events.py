@@ -84,12 +84,15 @@ class CallEvents:
         self._elapsed = sample.elapsed
         self._number = number
         self._asked_at = sample.elapsed()
+        """Time of the call's arrival, as ``elapsed`` gives it."""
         self._prompt_facts: tuple[Any, ...] = ()
         """Facts of the call's prompt, for its event."""
         self._response_facts: tuple[Any, ...] = ()
         """The number of tokens, finish reason and version spans of the finished response."""
         self._begun = False
+        """Whether the call has had a submission."""
         self._slot: Track | None = None
+        """Track of the slot that the call has; None without one."""
 
     def prompted(self, cause: str, parent: int | None, tokens: int, new: int) -> None:
         """Note the call's prompt: its cause, the turn that it continues, its tokens, and how many of them are new."""

@@ -133,6 +133,7 @@ class _Shared:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._held: HeldVersion | None = None
+        """The version once it is open, to be closed if the fetch fails."""
         self.bytes = 0
         """Number of verified bytes."""
 
@@ -185,10 +186,13 @@ class _Stream:
         self._filling: dict[int, Segment] = {}
         """Memory of the buckets that are not complete, by bucket."""
         self._limit: asyncio.Timeout
+        """Deadline of the next chunk; each chunk that arrives moves it."""
         self._last_failure = ""
+        """The parameter server's last error since a chunk last arrived; "" without one."""
         self._failures = 0
         """Failures of the parameter server since a chunk last arrived."""
         self._draws = random.Random(f"{who} {self._version}")
+        """Random numbers for the pauses after failures."""
 
     @property
     def source(self) -> str:
@@ -251,7 +255,10 @@ class _Stream:
                     )
 
     async def _fetch_chunk(self, request: FetchChunk) -> str:
-        """Fetch, verify and write a chunk. Returns "", LOST when the call failed, or the problem of a corrupt chunk."""
+        """Fetch, verify and write a chunk, pass it on to the relay, and seal its bucket after the last one.
+
+        Returns "", LOST when the call failed, or the problem of a corrupt chunk.
+        """
         (source, turn), index = msgspec.structs.astuple(self._sources[0]), request.bucket
         try:
             # The parameter server gets the whole deadline, because a repeated call would queue the chunk again.
@@ -356,10 +363,15 @@ class Relay:
     def __init__(self) -> None:
         self._versions: dict[int, _Arriving] = {}
         self._closing = ThreadPoolExecutor(1, thread_name_prefix="relay")
+        """The thread that closes descriptors."""
         self._changed = ParkingLot()
+        """Requests for chunks that have not arrived; woken when a chunk arrives and when a version is dropped."""
 
     def begin(self, version: int, turn: int) -> None:
-        """Begin to hold a version whose fetch starts now. Drops every other version that is not whole."""
+        """Begin to hold a version whose fetch starts now.
+
+        Drops what it has of this version from an earlier fetch, and every version that is not whole.
+        """
         for other in [other for other, held in self._versions.items() if other == version or not held.whole]:
             self._drop(other)
         self._versions[version] = _Arriving(turn)

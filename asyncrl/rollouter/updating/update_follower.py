@@ -108,6 +108,7 @@ class UpdateFollower:
         self._failed_loads = 0
         """Number of failed loads since the last commit."""
         self.drifts = DriftRecord()
+        """Drifts after the updates, for the metrics."""
 
     async def run(self) -> None:
         """Follow the versions until cancelled; in time slices, start the engine first."""
@@ -153,7 +154,7 @@ class UpdateFollower:
             await self._replace_engine()
 
     async def _replace_engine(self) -> None:
-        """Replace the engine until one is up. Raises ActorFailed.
+        """Replace the engine until one is up. Raises ActorFailed once ``supervision.max_restarts`` is used up.
 
         A death under a prompt that ran alone counts against that prompt only; see EngineTurns.excused.
         """
@@ -181,7 +182,8 @@ class UpdateFollower:
     async def _unless_asked(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for ``work``. In time slices, once the learner asks for the GPU, end the update and raise _Asked.
 
-        An offer that arrives with the request is lost, and the parameter server learns that it is not taken.
+        An offer that arrives at the same moment is lost. The reported sleep ends the update at the parameter server,
+        without a failure.
         """
         if self._host.slices is None:
             return await work
@@ -234,7 +236,7 @@ class UpdateFollower:
     async def _take(self, offer: Offer) -> None:
         """Take one offered version. Reports a failure, and declares the engine dead if it is at fault.
 
-        Raises ActorFailed only.
+        A version that is gone is not reported, because the next NextUpdate shows that. Raises ActorFailed only.
         """
         try:
             if offer.broadcast is None:
@@ -272,7 +274,8 @@ class UpdateFollower:
     async def _take_fetched(self, offer: Offer) -> None:
         """Take a version by shm or stream: fetch, verify, wait for permission, pause, load, commit.
 
-        Raises the errors of fetching and loading.
+        Corrupt bytes are reported here, and the engine continues. Raises the other errors of fetching, and those of
+        loading.
         """
         weights, manifest = self._config.weights, offer.manifest
         assert manifest is not None, "an offer has a manifest or a broadcast"

@@ -18,9 +18,9 @@ count of sequences would need another graph. VARLEN reads no values of a tensor,
 every packing, and one more for shared beginnings. A layer that asks for more than the kernel can do takes PACKED;
 ``refusal`` gives the reason. attention_kernels.py chooses the kernel and tries it.
 
-Fails with NotImplementedError for other attention than causal dot-product, soft-capped or not (sinks, a bidirectional
-layer), and for a model that does not pass the lengths on. The checks at start (startup_check.py, sharded_check.py) try
-both implementations before training uses one.
+Computes causal dot-product attention, soft-capped or not. Fails with NotImplementedError for any other (sinks, a
+bidirectional layer), and for a model that does not pass the lengths on. The checks at start (startup_check.py,
+sharded_check.py) try both implementations before training uses one.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def packed_attention(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    refuse_unknown(module, kwargs, sequence_lengths)
+    refuse_unsupported(module, kwargs, sequence_lengths)
     assert sequence_lengths is not None
     if key_index is None:
         key_lengths = sequence_lengths
@@ -148,7 +148,8 @@ def packed_attention(
     for (count, length, seen), q, k, v in zip(runs, queries, keys, values, strict=True):
         # [1, heads, count * length, D] becomes [count, heads, length, D].
         q, k, v = (x[0].view(x.shape[1], count, -1, x.shape[3]).transpose(0, 1) for x in (q, k, v))
-        # torch's causal mask aligns the first query with the first key, which is wrong for a piece with a prefix.
+        # Without a mask torch takes its own causal one. That aligns the first query with the first key, which is wrong
+        # for a piece with a prefix.
         mask = None
         if softcap is not None or length != seen or (sliding_window is not None and length > sliding_window):
             mask = _mask(length, seen, sliding_window, q)
@@ -171,8 +172,8 @@ def _mask(length: int, seen: int, window: int | None, like: Tensor) -> Tensor:
     return mask if window is None else mask + hidden.tril(seen - length - window)
 
 
-def refuse_unknown(module: nn.Module, kwargs: dict[str, Any], lengths: Tensor | None) -> None:
-    """Raise NotImplementedError for attention that is not causal, has sinks, or does not get the lengths."""
+def refuse_unsupported(module: nn.Module, kwargs: dict[str, Any], lengths: Tensor | None) -> None:
+    """Raise NotImplementedError if the layer is not causal or has sinks, or if the model does not pass the lengths."""
     if lengths is None:
         raise NotImplementedError(f"{type(module).__name__} is not given the lengths of the packed sequences")
     if kwargs.get("s_aux") is not None:
@@ -257,7 +258,10 @@ def varlen_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """VARLEN: like ``packed_attention``, in one kernel. Calls that instead if the kernel cannot compute this layer."""
+    """VARLEN: compute the same as ``packed_attention``, in one kernel.
+
+    Calls ``packed_attention`` if the kernel cannot compute this layer (``refusal``).
+    """
     reason = refusal(
         device=query.device.type,
         dtype=query.dtype,
@@ -283,7 +287,7 @@ def varlen_attention(
             **kwargs,
         )
         return attended
-    refuse_unknown(module, kwargs, cu_seqlens)
+    refuse_unsupported(module, kwargs, cu_seqlens)
     assert cu_seqlens is not None
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if key_index is not None:

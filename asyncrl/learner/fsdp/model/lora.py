@@ -6,8 +6,8 @@ A begins Kaiming-uniform and B at zero, as in PEFT (https://huggingface.co/docs/
 training begins at the model itself. A and B are additional float32 parameters of their layer, whose own keep their
 names; FSDP shards all of them, and computes in the compute type. Embedding and head get no adapters.
 
-Invariant: A depends only on run.seed and on the order and shapes of the adapted layers, so it is the same for every
-number of ranks. The frozen weights are never written.
+Invariant: A depends only on run.seed and on the order and shapes of the adapted layers. So the number of ranks does not
+change it. The frozen weights are never written.
 
 Fails with ConfigError naming lora.targets when a target matches no linear layer of the decoder.
 """

@@ -70,7 +70,7 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrix: Tensor) -> Tensor:
     """Approximate U V^T of a matrix U S V^T (singular value decomposition), of the same shape and type.
 
-    Newton-Schulz iterations bring singular values to between 0.7 and 1.2, unless they are tiny beside the norm.
+    Newton-Schulz iterations bring singular values to between 0.7 and 1.2, unless they are tiny compared with the norm.
     """
     a, b, c = COEFFICIENTS
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix

@@ -63,8 +63,8 @@ class PackedRow:
 
 
 Further = Callable[[Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, ...]]
-"""Function to further results of a row's N scored positions. It gets their entropies, float32 [N], and a function that
-computes the logits of C chosen positions, int64 [C] to [C, V], which are all in memory at once."""
+"""Function to further results of a row's N scored positions. It gets their entropies, float32 [N], and a function from
+C chosen positions, int64 [C], to their logits, [C, V]. All these logits are in memory at once."""
 
 
 class Policy(nn.Module):
@@ -81,7 +81,9 @@ class Policy(nn.Module):
         self.entropy_gradient = False
         """Whether entropies have a gradient."""
         self._attention: str = model.config._attn_implementation
+        """The attention that transformers chose at loading."""
         self._softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        """Bound c of the logits (``score_hidden``); None without one."""
 
     def use_attention(self, name: Attention) -> None:
         """Switch the model to this attention implementation. Raises ValueError if the model does not have it."""
@@ -284,9 +286,9 @@ class _ScoreHidden(torch.autograd.Function):
             torch.zeros_like(p, dtype=torch.float32) if needed else None
             for p, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
         )
-        slopes = _on(hidden.device.type, _slopes)
+        logit_gradients = _on(hidden.device.type, _logit_gradients)
         for chunk in _chunks(len(hidden), ctx.size):
-            of_logits = slopes(
+            of_logits = logit_gradients(
                 F.linear(hidden[chunk], weight, bias),
                 targets[chunk],
                 normalisers[chunk],
@@ -317,7 +319,7 @@ def _scores(
     return logs.gather(-1, targets[:, None])[:, 0], entropies, normalisers
 
 
-def _slopes(
+def _logit_gradients(
     logits: Tensor,
     targets: Tensor,
     normalisers: Tensor,

@@ -3,8 +3,8 @@
 Under gloo a collective that not all ranks enter raises in time; under NCCL it spins until a signal ends the process. So
 each rank writes its Position to the ranks' store every BEAT_S. During a long wait it also reads the positions of the
 others. A wait is a block of code around collectives, with a name. If the training thread makes no progress in a wait
-for longer than the limit, the process ends with an error. Progress is the end of a wait, or a ``mark`` in it that the
-device has reached.
+for longer than the limit, the process ends with an error. Progress is the end of a wait inside it, or a ``mark``. On
+CUDA a mark counts twice: at once, and when the device reaches it.
 
 Invariant: the watch enters no collective, and its thread that reads the clock calls no other process. If all ranks
 compute at the same place, no rank is to blame, and without NCCL that is not a hang, however long it lasts.
@@ -62,6 +62,7 @@ class Others:
     rank: int
     world_size: int
     _seen: dict[int, Position] = field(default_factory=dict)
+    """The last position of each rank that was read."""
     _heard_at: dict[int, float] = field(default_factory=dict)
     """Time at which each rank's position was first seen with its present beat."""
     _asked_at: float | None = None
@@ -84,11 +85,11 @@ class Others:
         """Find the ranks that have stopped, or have not reached the wait of this rank. Returns one text for each.
 
         ``waits`` and ``what`` are those of this rank's own Position. If the store does not answer, rank 0 is to blame.
+        Before the first read of positions no rank is.
         """
         if self.rank and self._asked_at is not None and now - self._asked_at > SILENT_S:
             return [f"learner/0 (its store has not answered for {now - self._asked_at:.0f} s)"]
         blamed = list[str]()
-        # No position has been read yet.
         if not self._seen:
             return blamed
         for rank in range(self.world_size):
@@ -153,6 +154,7 @@ class HangWatch:
         self._others = Others(rank, world_size)
         self._watched_thread = threading.get_ident()
         self._lock = threading.Lock()
+        """Guards the positions, the waits and the marks, which several threads use."""
         self._waits: list[_Wait] = []
         """The present waits, the innermost last."""
         self._waits_begun = 0

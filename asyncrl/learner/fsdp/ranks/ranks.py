@@ -224,7 +224,9 @@ class Ranks:
                 str(error),
             ) from error
         self.commands = CommandLine(rank, world_size, client=self._command_client, interrupter=self._interrupter)
+        """Carries the commands of rank 0; exists until ``close``."""
         self._watch: HangWatch | None = None
+        """The watch for hangs; None if there is one rank, and after ``close``."""
         if world_size > 1:
             self._watch = HangWatch(rank, world_size, self._client(host, port), device=device, timeout_s=timeout_s)
 
@@ -311,8 +313,8 @@ class Ranks:
     def waiting(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
         """Context around collectives, which ``what`` names: watches for hangs, and names the ranks in errors.
 
-        A timeout becomes DeadlineExceeded. ``timeout_s`` is given if the process group has another limit than
-        learner.collective_timeout_s.
+        A timeout becomes DeadlineExceeded; any other RuntimeError gets a note with ``what``. ``timeout_s`` is given if
+        the process group has another limit than learner.collective_timeout_s.
         """
         blamed: list[str] = []
         try:

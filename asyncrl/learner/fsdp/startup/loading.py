@@ -141,7 +141,7 @@ def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
     """Read this rank's rows from ``files`` into a model on device "meta", a layer at a time.
 
     Parameters that can be read by rows become shards first. Others are read whole and then cut. Returns the loading
-    information of ``from_pretrained``.
+    information of ``from_pretrained``. Raises an error of UNLOADABLE.
     """
     from safetensors import safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -211,6 +211,7 @@ def _match_names(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[s
     targets, by_rows = dict[str, str](), dict[str, None]()
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        # The name may be the model's already, where a renaming does not apply.
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
         targets[name] = target

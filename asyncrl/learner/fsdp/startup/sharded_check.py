@@ -141,21 +141,25 @@ class _Check:
         self._policy, self._choice, self._config, self._ranks = policy, choice, config, ranks
         self._dtype = dtype
         self._is_float32 = dtype == torch.float32
+        # Compute type and device, for texts.
         self._where = f"in {str(dtype).removeprefix('torch.')} on {ranks.device.type}"
         self._seed = config.run.seed
         self._window = attention_window(policy.model.config.get_text_config())
+        """Positions that the narrowest windowed layer sees, or None."""
         self._length = long_length(
             self._window,
             longest=config.longest_sequence,
             parameters=sum(parameter.numel() for parameter in policy.parameters()),
             device=ranks.device.type,
         )
+        """Length of the long sequence."""
 
     def run(self, path: str) -> Scoring:
         """Try logits in chunks, then the ways for several sequences a row. Return the fastest way that agrees.
 
-        The truth is one sequence a row: the short sequences with the model's own logits, the long ones with logits in
-        chunks if these agree.
+        If no way of packing agrees, that is one sequence a row; raises ConfigError if packing is required. The truth is
+        one sequence a row: the short sequences with the model's own logits, the long ones with logits in chunks if
+        these agree.
         """
         choice, warnings = self._choice, list(self._choice.warnings)
         tokens = short_tokens(self._policy, self._seed)

@@ -350,6 +350,7 @@ def shape_of(policy: Policy) -> ModelShape:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     layers = policy.decoder_layers()
     norms = [name for name, module in layers[0].named_modules() if type(module).__name__.endswith("Norm")]
+    # Some layers also normalise queries and keys, inside the attention.
     of_keys = sum("attn" in name for name in norms if not name.endswith("layernorm"))
     return ModelShape(
         parameters=sum(parameter.numel() for parameter in policy.parameters()),
@@ -374,13 +375,13 @@ def plan_memory(
     dtype: torch.dtype,
     shares: GpuShares | None = None,
 ) -> Checkpointing:
-    """All ranks together: the kind of activation checkpointing; under "auto" that of the rank with least room.
+    """All ranks together: choose the kind of activation checkpointing; under "auto" that of the rank with least room.
 
     On a CPU "auto" is off. On a GPU rank 0 also logs the memory that a rank will need, and the keys to change if a
     device has too little. The memory of a model without attention, or with layers of different sizes, is not estimated,
     which is logged; "auto" is then full. "auto" is also full for experts, whole logits, and attention that is not ours
-    or is soft-capped: the estimate does not know their activations.
-    ``shares`` divides this rank's GPU, if an engine uses it too.
+    or is soft-capped: the estimate does not know their activations. ``shares`` divides this rank's GPU, if an engine
+    uses it too.
     """
     learner = config.learner
     asked: Checkpointing | None = None

@@ -114,8 +114,9 @@ def choose_scoring(
 ) -> AgreeingWays:
     """Score random sequences in each way, and return the ways that agree. Raises ConfigError.
 
+    Chunks of logits are tried first, with plain attention; each attention is then tried with chunks, if these agree.
     All ranks call it together if ``policy`` is sharded. ``policy`` computes in float32 on ``device``, and is left set
-    to the fastest way that agrees. ``on_pass`` is called before each pass.
+    to the fastest way that agrees. ``on_pass`` is called before each pass but the first.
     """
     batch = make_batch(short_tokens(policy, seed), device)
     longest, longest_slice = batch.longest

@@ -62,36 +62,40 @@ class Assembly:
     ) -> None:
         """``adapters_alone``: whether a version is the adapters alone. ``dtype`` is the type of published weights.
 
-        ``make_copy`` gets a size in bytes, and makes a further copy for engines on this rank's GPU; only if this rank
-        has the whole model.
+        ``make_copy`` allocates GPU memory of a size in bytes, for engines on this rank's GPU. Each assembly of the
+        model then fills it as well as the host copy. It is given only if this rank has the whole model. If it raises
+        OSError, engines get the weights through host memory.
         """
         model = ShardCopies(model_units(policy), ranks, dtype)
-        self.copy: CopyWriter | None = None
-        """The copy of the newest version for engines on this rank's GPU, or None."""
+        self.gpu_copy: CopyWriter | None = None
+        """The copy in GPU memory, with the weights of the newest assembly of the model; None without one."""
         if make_copy is not None:
             try:
-                self.copy = make_copy(model.shared_bytes)
+                self.gpu_copy = make_copy(model.shared_bytes)
             except OSError as error:
                 _LOG.warning("weights come to engines on this GPU through host memory: %s", error)
             else:
-                for unit in model.share(self.copy.memory):
-                    self.copy.place(unit.named(weight.part.view(weight.shape) for weight in unit.weights))
+                for unit in model.share(self.gpu_copy.memory):
+                    self.gpu_copy.place(unit.named(weight.part.view(weight.shape) for weight in unit.weights))
         adapters = ShardCopies(adapter_units(policy), ranks, dtype)
         self._copies: dict[Purpose, list[ShardCopies]] = {
             "version": [adapters if adapters_alone else model],
             "export": [model, adapters],
         }
+        """The copies that an assembly takes, by its purpose."""
         self._ranks, self._bucket_bytes = ranks, bucket_bytes
         # Only the ranks of the first replica gather: the other replicas hold the same weights.
         self._group = ranks.another_group(ranks.timeout_s, members=ranks.shards)
+        """Process group of the gathers; None on further replicas, and if one rank has the whole model."""
         self._last: Future[Any] | None = None
         """The newest assembly; it may have ended."""
 
     def begin(self, purpose: Purpose, consume: Callable[[Iterator[dict[str, Tensor]]], T]) -> Future[T]:
         """All ranks together: begin an assembly; returns once this rank's shards are copied.
 
-        The other thread calls ``consume`` with the iterator of ``gather_buckets``; the future has its result. On ranks
-        of further replicas the iterator is empty. Raises as the module says.
+        First waits until the previous assembly has ended, because the new copy overwrites its memory. Another thread
+        then calls ``consume`` with the iterator of ``gather_buckets``; the future has its result. On ranks of further
+        replicas the iterator is empty. Raises as the module says.
         """
         self._wait(self._ranks.timeout_s)
         self._raise_last_error()
@@ -111,7 +115,7 @@ class Assembly:
             self._wait(STOP_WAIT_S)
         except DeadlineExceeded:
             _LOG.warning("learner/%d stops while weights are being assembled", self._ranks.rank)
-        # The memory of ``copy`` stays until the process ends, because an engine may be reading it.
+        # The memory of ``gpu_copy`` stays until the process ends, because an engine may be reading it.
 
     def _wait(self, timeout_s: float) -> None:
         wait_for(self._last, timeout_s, who=f"learner/{self._ranks.rank}", thread=THREAD)
@@ -145,13 +149,15 @@ def publish(
 ) -> HeldVersion:
     """Rank 0: write each gathered bucket into a sealed segment, and return the version. Raises OSError.
 
-    ``on_sealed`` is called with each bucket and its descriptor; ``copy`` has the same weights on the GPU. If a bucket
-    cannot be written, the rest is still gathered, so that the other ranks finish; then the error is raised.
+    ``on_sealed`` is called with each bucket and its descriptor. ``copy`` is the copy of the same weights in GPU memory;
+    the manifest then says where it is. If a bucket cannot be written, the rest is still gathered, so that the other
+    ranks finish; then the error is raised.
     """
     began = time.monotonic()
     buckets: list[Bucket] = []
     descriptors: list[int] = []
     sums: list[int] = []
+    """Sum of the words of each bucket, by which a worker checks the GPU copy."""
     problem: OSError | None = None
     for tensors in gathered:
         if problem is None:
@@ -230,7 +236,9 @@ class _Gather:
     def __init__(self, weights: list[Weight], ranks: Ranks, group: dist.ProcessGroup | None) -> None:
         self._weights, self._ranks = weights, ranks
         self._work: Any = None
+        """The collective; None if no weight is sharded, or there is one rank."""
         self._received: list[Tensor] = []
+        """On rank 0 the buffer of each rank, which the collective fills."""
         sharded = [weight for weight in weights if weight.sharded]
         if group is None or not sharded:
             return

@@ -89,7 +89,7 @@ class ShardCopies:
         self.units: list[Unit] = []
         """The copies, in the order of the live units; empty before the first ``take``, and on further replicas."""
         self._twins: list[Weight] = []
-        """Further copies, which each ``take`` fills too; empty without ``share``."""
+        """The same weights in the memory of ``share``, which each ``take`` fills too; empty without ``share``."""
 
     @property
     def shared_bytes(self) -> int:
@@ -159,7 +159,7 @@ def whole_buckets(units: list[Unit], *, dtype: torch.dtype) -> Iterator[dict[str
 
 
 def model_units(policy: Policy) -> list[Unit]:
-    """List the live weights of the model that its checkpoint would hold, in its order, with adapters to be added in.
+    """List the live weights that a checkpoint of the model would hold, in its order, with adapters to be added in.
 
     Tied weights, non-persistent buffers and the adapters' own matrices are left out.
     """

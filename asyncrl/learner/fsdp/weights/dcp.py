@@ -13,9 +13,9 @@ ranks exchange MessagePack by ``Ranks.exchange`` instead; loading needs no excha
 Invariants: the files hold the state of the moment when ``StagedState`` was made, which copies every tensor. A file is
 compared with its checksum before its content is used.
 
-Fails with CheckpointError naming the file, on all ranks if loading fails or one rank cannot write its files, on rank 0
-alone if it cannot write the metadata. DamagedCheckpoint comes before a load changes anything. After any other error of
-a load the weights are of no use.
+Fails with CheckpointError naming the file. All ranks fail if loading fails or one rank cannot write its files; rank 0
+alone fails if it cannot write the metadata. DamagedCheckpoint comes before a load changes anything. After any other
+error of a load the weights are of no use.
 """
 
 from __future__ import annotations
@@ -100,9 +100,11 @@ class StagedState:
         live = _tensors(policy, optimizer)
         self.steps, self.warm_steps = steps, warm_steps
         self.generators = msgspec.msgpack.encode(_generators(ranks.device))
+        """The content of this rank's file rank_RRRRR.msgpack."""
         self.shapes = {
             name: (tensor.shape, TensorProperties.create_from_tensor(local(tensor))) for name, tensor in live.items()
         }
+        """Shape of each whole tensor, and its properties, by name: for the metadata."""
         self.planner = _CopiesPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.planner.set_up_planner(dict(live), is_coordinator=ranks.rank == 0)
         # Rank 0 writes a tensor that is not sharded, since it is the same on all ranks. A rank may have no rows of a
@@ -115,6 +117,7 @@ class StagedState:
             and 0 not in _chunk(item).sizes
         ]
         self.plan = SavePlan(items)
+        """The shards that this rank writes."""
         # ``copy``, since a tensor may be in host memory already, and the next step changes it in place.
         self.planner.copies = {
             name: local(live[name]).to("cpu", copy=True) for name in dict.fromkeys(item.index.fqn for item in items)
@@ -136,6 +139,7 @@ class _CopiesPlanner(DefaultSavePlanner):
     """DCP's planner, except that it plans with the live tensors and writes their copies."""
 
     copies: dict[str, Tensor]
+    """Copies in host memory of this rank's parts, by name; only those that this rank writes."""
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self.copies[write_item.index.fqn]
@@ -146,7 +150,8 @@ def write(folder: Path, staged: StagedState | CheckpointError, ranks: Ranks, gro
 
     Each rank writes its own files, then all exchange reports, then rank 0 writes the metadata. A rank whose state could
     not be staged passes the error as ``staged``, and reports the error. ``group`` is from ``Ranks.another_group``. If
-    any rank could not write, all raise CheckpointError; rank 0 also raises it if it does not see the others' files.
+    any rank could not write, all raise CheckpointError; rank 0 also raises it if it does not see the others' files. If
+    the exchange itself fails, its error is raised.
     """
     # The copies are in host memory, so there is nothing to prefetch from a device.
     writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
@@ -281,7 +286,8 @@ def load_weights(folder: Path, policy: nn.Module) -> None:
 def _read(folder: Path, policy: nn.Module, optimizer: Optimizer | None) -> list[str]:
     """Read this rank's part. Returns the parameters whose saved state is of another optimizer and is not read.
 
-    Without an optimizer only weights are read. Raises CheckpointError for a checkpoint of another model.
+    The optimizer forgets its present states. A parameter whose saved state is missing or not read has no state
+    afterwards. Without an optimizer only weights are read. Raises CheckpointError for a checkpoint of another model.
     """
     anew = []
     reader = FileSystemReader(folder)

@@ -4,7 +4,7 @@
 weights lie in ``model.safetensors``, or, past SHARD_BYTES, in several files with an index. Adapters have a folder of
 their own, in the layout of PEFT (https://huggingface.co/docs/peft/developer_guides/checkpoint), with the tokenizer's
 files. An export is written to another folder, synced, then renamed to the target. So the target is either complete or
-as it was. If the process dies between the renames, there is no target, and the old folder is beside it as .NAME.old.
+as it was. If the process dies between the renames, there is no target, and the old folder is named .NAME.old.
 
 Fails with OSError on rank 0, after all ranks have finished the gather, and then removes the other folder.
 """
@@ -29,7 +29,7 @@ from asyncrl.weights.lora import ADAPTER_FILE, PREFIX, SETTINGS_FILE
 SHARD_BYTES = 4 << 30
 """Bytes of a file of weights, past which the next one begins."""
 ADAPTER = "adapter"
-"""Folder of the adapters beside a model that they are added into."""
+"""Subfolder of an exported model for the adapters that are added into it."""
 _TOKENIZER = (
     "tokenizer*",
     "vocab*",
@@ -157,8 +157,10 @@ class _WeightsWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._held: dict[str, Tensor] = {}
+        """Tensors of the next file, by name."""
         self._held_bytes = 0
         self._names_by_file: list[list[str]] = []
+        """Names of the weights in each written file."""
         self._total_bytes = 0
 
     def add(self, tensors: dict[str, Tensor]) -> None:

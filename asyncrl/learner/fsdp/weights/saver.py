@@ -37,7 +37,9 @@ class Saver:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._group: Any = None
+        """Process group of the exchanges; None before the first save, and always if there is one rank."""
         self._done: Future[None] | None = None
+        """The newest save; it may have ended."""
         self.broken = False
         """Whether the exchange among the ranks failed in the last save: the next one must ``renew`` the group."""
 
@@ -58,8 +60,9 @@ class Saver:
     ) -> Future[None]:
         """All ranks together: begin a save; returns once this rank's state is copied.
 
-        ``renew`` is ``broken`` of rank 0: all ranks create a new process group. The future raises CheckpointError if
-        the save fails. If this rank cannot copy its state, it still takes part and sends the others the error.
+        If ``renew`` (rank 0's ``broken``), all ranks first create a new process group. The future raises
+        CheckpointError if the save fails. If this rank cannot copy its state, or still writes the checkpoint before, it
+        takes part all the same and sends the others the error.
         """
         if renew or self._group is None:
             self._group = self._ranks.another_group(EXCHANGE_WAIT_S)

@@ -70,6 +70,7 @@ class ReferenceEngine:
         self._timeout_s = config.rollout.engine_timeout_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._interrupt = threading.Event()
+        """Set to stop the thread's sampling after the token under way."""
         self._model: Model | None = None
         self._receiver: Receiver | None = None
         self._flights: dict[str, _Request] = {}
@@ -89,8 +90,11 @@ class ReferenceEngine:
         """Whether further requests may begin; False in a pause that waits for the begun one."""
         self._version = -1
         self._layout: Layout | None = None
+        """Layout of the last version loaded from staged weights; later versions must have the same."""
         self._dead: EngineDied | None = None
+        """The error of every later call, once the engine is dead."""
         self._runner: asyncio.Task[None] | None = None
+        """The task of ``_run``."""
 
     @property
     def kv_use(self) -> float | None:
@@ -175,6 +179,7 @@ class ReferenceEngine:
                 self._abort(flight)
 
     def _continuation(self, request: GenerationRequest) -> Continuation:
+        """Make the sequence that the model continues. Raises ValueError for a request that it can never serve."""
         from asyncrl.rollouter.engines.reference.model import Continuation
 
         model = self._model
@@ -348,6 +353,7 @@ class ReferenceEngine:
         # This wait ends, because every sequence ends and ``_die`` sets the event.
         await self._idle.wait()
         self._require_alive()
+        # In the pause nothing begins, so admission may be open again for the resume.
         self._paused = self._admitting = True
 
     async def resume(self) -> None:
@@ -372,7 +378,7 @@ class ReferenceEngine:
             await asyncio.to_thread(model_folder.check_layout, staged, self._folder)
 
     async def load(self, weights: HeldVersion | BroadcastPart, *, recompute_kv: bool) -> None:
-        """Copy or receive the tensors, load them into the model, and mark the kept requests."""
+        """Copy or receive the tensors, load them into the model, and mark the kept requests that are stale now."""
         self._require_alive()
         model, version = self._model, weights.version
         assert model is not None, "not started"

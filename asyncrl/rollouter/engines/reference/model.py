@@ -93,9 +93,11 @@ class Model:
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise ConfigError([f"model.path: {config.path} cannot be loaded as a causal LM: {error}"]) from error
         self._class: Any = type(empty)
+        """Class of the model in transformers."""
         # Not every model can leave out unused logits.
         parameters = inspect.signature(self._class.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        """Argument by which the model computes the last logits alone; empty if it has none."""
         text = self._settings.get_text_config()
         self.context: int | None = getattr(text, "max_position_embeddings", None)
         """Longest sequence (tokens) that the model takes; None without a limit."""
@@ -103,6 +105,7 @@ class Model:
         self.stop = frozenset(stop_token_ids)
         """Tokens that end every sequence."""
         self._model: Any = None
+        """The model with its weights; None before the first ``load``."""
         self.fed = 0
         """Number of portions computed so far, by which another thread sees progress."""
 
@@ -141,33 +144,33 @@ class Model:
     # --- tokens ---
 
     @torch.inference_mode()
-    def advance(self, it: Continuation, count: int, interrupted: Callable[[], bool]) -> Sampled:
+    def advance(self, sequence: Continuation, count: int, interrupted: Callable[[], bool]) -> Sampled:
         """Sample up to ``count`` tokens of a sequence; stops early at its end, or if ``interrupted`` returns True."""
         sampled = Sampled()
         while len(sampled.tokens) < count and sampled.finish_reason is None and not interrupted():
-            logits = self._feed(it)
+            logits = self._feed(sequence)
             if logits is None:
                 # Tokens sampled earlier are still to be fed.
                 continue
-            token, logprob = choose(logits, it.temperature, uniform(it.seed, len(it.ids)))
-            it.ids.append(token)
+            token, logprob = choose(logits, sequence.temperature, uniform(sequence.seed, len(sequence.ids)))
+            sequence.ids.append(token)
             sampled.tokens.append(token)
             sampled.logprobs.append(logprob)
-            if token in it.stop:
+            if token in sequence.stop:
                 sampled.finish_reason = "stop"
-            elif len(it.ids) >= it.limit:
+            elif len(sequence.ids) >= sequence.limit:
                 sampled.finish_reason = "length"
         return sampled
 
-    def _feed(self, it: Continuation) -> Tensor | None:
+    def _feed(self, sequence: Continuation) -> Tensor | None:
         """Compute the sequence's next portion; returns the next token's logits [V], None if more portions are left."""
-        end = it.prompt if it.seen < it.prompt else it.seen + 1
-        portion = torch.tensor([it.ids[it.seen : end]])
-        output = self._model(input_ids=portion, past_key_values=it.cache, use_cache=True, **self._last_only)
-        it.cache, it.seen = output.past_key_values, end
+        end = sequence.prompt if sequence.seen < sequence.prompt else sequence.seen + 1
+        portion = torch.tensor([sequence.ids[sequence.seen : end]])
+        output = self._model(input_ids=portion, past_key_values=sequence.cache, use_cache=True, **self._last_only)
+        sequence.cache, sequence.seen = output.past_key_values, end
         self.fed += 1
         logits: Tensor = output.logits[0, -1]
-        return logits if it.seen == len(it.ids) else None
+        return logits if sequence.seen == len(sequence.ids) else None
 
     @torch.inference_mode()
     def score(self, ids: Sequence[int]) -> list[float]:

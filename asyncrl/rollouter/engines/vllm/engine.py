@@ -75,6 +75,7 @@ class VllmEngine:
         self._watch = Watch(name, self._fail_streams)
         self._processes = Processes()
         self._claimed: ClaimedCores | None = None
+        """CPU cores of this engine alone; None on GPU, and if too few are free."""
         self._flights: dict[str, _Flight] = {}
         self._kv_tokens = 0
         """Number of tokens that the KV cache holds; 0 if it is not known."""
@@ -94,16 +95,22 @@ class VllmEngine:
         """Folder of the engine's sockets and temporary files, and the descriptor of its lock."""
         self._eos_token_ids: list[int] = []
         self._launching: asyncio.Future[Any] | None = None
+        """The launch, on a thread; its result is the AsyncLLM. None before ``start``."""
         self._earlier_children: list[BaseProcess] = []
         """Child processes that were there before the launch."""
         self._cores: list[BaseProcess] = []
+        """The engine cores whose ends the event loop watches."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._silence_timer: asyncio.TimerHandle | None = None
         # vLLM's own classes are known only once it is imported; see launch.py.
         self._llm: Any = None
+        """The AsyncLLM, once it is launched."""
         self._adapter: Any = None
+        """The LoRARequest of all requests; None if versions are not adapters."""
         self._load_logger: Any = None
+        """The LoadLogger; None unless rollout.concurrency is "auto"."""
         self._vllm: Any = None
+        """The module launch.py."""
 
     @property
     def kv_use(self) -> float | None:
@@ -161,7 +168,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         self._processes.look()
-        grace_s = CLOSE_GRACE_S if self._processes.workers and not self._watch.dead else 0.0
+        grace_s = CLOSE_GRACE_S if self._processes.has_workers and not self._watch.dead else 0.0
         self._watch.declare_dead("it was closed")
         if self._silence_timer is not None:
             self._silence_timer.cancel()
@@ -173,10 +180,13 @@ class VllmEngine:
         self._llm = self._launching = None
 
     def _end(self, grace_s: float) -> None:
-        """End all processes of the engine, killing them after ``grace_s`` seconds, and remove its folder. Blocking."""
+        """End all processes of the engine, killing them after ``grace_s`` seconds, and remove its folder. Blocking.
+
+        A launch that still runs fails first, because its engine core is killed.
+        """
         launching = self._launching
         while launching is not None and not launching.done():
-            # The launch still runs, and fails at once if its core is killed.
+            # The launch may not have started its core yet, so this is repeated.
             for child in multiprocessing.active_children():
                 if child.name.startswith(CORE_NAME) and child not in self._earlier_children:
                     self._processes.adopt([child])
@@ -213,7 +223,7 @@ class VllmEngine:
             raise self._watch.died() from error
 
     @asynccontextmanager
-    async def _fatal(self, what: str) -> AsyncIterator[None]:
+    async def _dies_if_refused(self, what: str) -> AsyncIterator[None]:
         """Declare the engine dead if vLLM refuses a call inside: it reports errors of a core by a plain Exception."""
         try:
             yield
@@ -252,7 +262,10 @@ class VllmEngine:
     # --- requests ---
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
-        """Submit a request to vLLM and yield its outputs as deltas."""
+        """Submit a request to vLLM and yield its outputs as deltas.
+
+        A finish reason that is not among those of TokenDelta, such as an error, means that the engine is dead.
+        """
         self._watch.require_alive()
         llm, vllm, loop = self._llm, self._vllm, self._loop
         assert loop is not None, "not started"
@@ -352,13 +365,13 @@ class VllmEngine:
         # Level 2 discards the weights, because the next update brings them. An update of an adapter brings no weights
         # of the model, so level 1 keeps them in CPU memory.
         level = 1 if self._loads_adapters else 2
-        async with self._control("its sleep", self._timeout_s), self._fatal("its sleep"):
+        async with self._control("its sleep", self._timeout_s), self._dies_if_refused("its sleep"):
             await self._llm.sleep(level=level, mode="abort")
 
     async def wake(self) -> None:
         if on_cpu(self._config):
             return
-        async with self._control("its waking", self._timeout_s), self._fatal("its waking"):
+        async with self._control("its waking", self._timeout_s), self._dies_if_refused("its waking"):
             await self._llm.wake_up()
             # vLLM schedules again once it is awake.
             await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)

@@ -55,6 +55,7 @@ class LoadLogger(StatLoggerBase):
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         self.load: EngineLoad | None = None
         self._preemptions = 0
+        """Number of preemptions since the engine's start."""
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         """Store the load; vLLM calls this after each step of the engine."""
@@ -86,7 +87,7 @@ def launch(
             ]
         )
     if options.on_cpu(config):
-        # Only vLLM's build for CPUs has all that this module needs.
+        # Only vLLM's build for CPUs has what this module needs.
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         options.check_model(config, model, CPUAttentionBackend.get_supported_head_sizes())

@@ -159,7 +159,8 @@ def check_adapters(staged: HeldVersion, folder: str, lora: LoraConfig) -> None:
     """Raise WeightsCorrupt unless ``staged`` is exactly a complete set of adapters of lora.rank for the model.
 
     Layers are alike if their names differ only in numbers. Among alike layers that match lora.targets, all must have an
-    adapter if one has. If the folder has no safetensors files, only the adapters' own shapes are compared.
+    adapter if one has. Each name in lora.targets must match a layer with an adapter. If the folder has no safetensors
+    files, only the adapters' own shapes are compared.
     """
     layers = _layers(staged.layout, staged.version)
     matrices = _matrix_shapes(folder)

@@ -114,7 +114,7 @@ def make_scratch_folder() -> tuple[str, int]:
 
 
 def _remove_leftover_folders() -> None:
-    """Remove the engine folders whose process is dead and whose lock is free."""
+    """Remove the engine folders whose process is dead and whose lock is free; errors are ignored."""
     parents = {tempfile.gettempdir(), SHORT_PARENT}
     for folder in (each for parent in parents for each in Path(parent).glob(f"{SCRATCH_PREFIX}*")):
         pid = folder.name.removeprefix(SCRATCH_PREFIX).partition("-")[0]
@@ -185,6 +185,7 @@ def engine_arguments(config: Config, name: str, shares: GpuShares | None = None)
             "enable_chunked_prefill": False,
             # Without chunks a whole prompt must fit into one step.
             "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_len(config)),
+            # vLLM's own choice on CPU is its native implementation; cpu_norms.py adds its C kernels.
             "ir_op_priority": {"rms_norm": [CPU_NORMS, "native"], "fused_add_rms_norm": [CPU_NORMS, "native"]},
         }
     else:
@@ -216,7 +217,8 @@ def check_model(config: Config, model: dict[str, Any], cpu_head_sizes: Sequence[
     """Raise ConfigError if an engine on CPU cannot run ``model`` (its config.json) as configured.
 
     Checks that vLLM's CPU attention has kernels for the head size, one of ``cpu_head_sizes``. For models with full
-    attention in all layers it also checks that the longest request fits into the KV cache.
+    attention in all layers it also checks that the longest request fits into the KV cache. Checks nothing if
+    config.json does not give the sizes, or if the model compresses its keys and values (``kv_lora_rank``).
     """
     text = text_config(model)
     heads, width = text.get("num_attention_heads"), text.get("hidden_size")

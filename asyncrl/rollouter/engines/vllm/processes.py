@@ -39,6 +39,7 @@ class Processes:
     def __init__(self) -> None:
         self._cores: list[BaseProcess] = []
         self._descendants: dict[int, psutil.Process] = {}
+        """Descendants of the cores that were seen, by PID; they stay here after their end."""
 
     def adopt(self, cores: Iterable[BaseProcess]) -> None:
         """Add engine cores, and note their descendants."""
@@ -53,7 +54,7 @@ class Processes:
                     self._descendants.setdefault(process.pid, process)
 
     @property
-    def workers(self) -> bool:
+    def has_workers(self) -> bool:
         """Whether the cores have living descendants, which need time to remove their shared memory."""
         return any(_lives(process) for process in self._descendants.values())
 
@@ -102,17 +103,21 @@ class ClaimedCores:
     A claim is a socket whose name only one socket of the host can have. The kernel closes it when its owner ends, so a
     claimed core always becomes free again.
 
-    Invariants: no two engines of this host's network are bound to the same core. The first of the cores that a process
-    may use is never claimed. If too few cores are free, no core is claimed.
+    Invariants: no two engines of this host's network are bound to the same core. The lowest core that a process may
+    use is never claimed. If too few cores are free, no core is claimed.
     """
 
     def __init__(self, cores: Sequence[int], claims: Sequence[socket.socket]) -> None:
         self.cores = frozenset(cores)
         self._claims = claims
+        """One bound socket for each core."""
 
     @classmethod
     def claim(cls, count: int) -> ClaimedCores | None:
-        """Claim ``count`` of the cores that this process may use, the last ones first; None if too few are free."""
+        """Claim ``count`` of the cores that this process may use, from the highest number down.
+
+        Returns None, and keeps no claim, if too few are free.
+        """
         cores: list[int] = []
         claims: list[socket.socket] = []
         for core in sorted(os.sched_getaffinity(0), reverse=True)[:-1]:
@@ -161,6 +166,7 @@ class Watch:
         self._on_death = on_death
         self._reason: str | None = None
         self._guards: set[asyncio.Timeout] = set()
+        """Timeouts of the guarded waits."""
 
     @property
     def dead(self) -> bool:

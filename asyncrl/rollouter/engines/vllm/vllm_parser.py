@@ -62,6 +62,7 @@ class VllmParser:
             raise ConfigError([f"{named}: {error}"]) from None
         assert parser_class is not None
         self._class = parser_class
+        """vLLM's class of a parser with both named parts."""
 
     def __call__(
         self,
@@ -81,6 +82,7 @@ class VllmParser:
         except Exception:
             # vLLM's parsers raise errors of any type.
             return Parsed(text, malformed=1)
+        # A call is malformed if vLLM dropped text of the answer, or kept the beginning of a call as text.
         return Parsed(whole, reasoning, malformed=int(whole.strip() != content.strip() or self._begins_call(whole)))
 
     def _parse(
@@ -103,6 +105,7 @@ class VllmParser:
         return reasoning or None, content or "", calls
 
     def _begins_call(self, text: str) -> bool:
+        """Whether the text has one of the parser's tokens that begin tool calls."""
         parser = self._class(self._tokenizer, None).tool_parser
         names = ("tool_call_start_token", "bot_token", "tool_calls_start_token")
         starts = (getattr(parser, name, None) for name in names)

@@ -191,7 +191,7 @@ def test_a_head_runs_uncompiled_if_the_compiler_fails(fails, monkeypatch, caplog
         values.append((hidden.grad, weight.grad, shift.grad))
     assert all(torch.equal(*pair) for pair in zip(*values, strict=True))
     # Once for each function, and not again where it has failed.
-    assert [function.__name__ for function in made] == ["_scores", "_slopes"] * (1 if fails else 2)
+    assert [function.__name__ for function in made] == ["_scores", "_logit_gradients"] * (1 if fails else 2)
     assert caplog.text.count("Failed to find C compiler") == 2 * fails
 
 

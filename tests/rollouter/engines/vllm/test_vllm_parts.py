@@ -109,7 +109,7 @@ def test_no_process_of_an_engine_survives(how):
         worker = psutil.Process(ours.recv())
         processes = Processes()
         processes.adopt([core])
-        assert processes.workers
+        assert processes.has_workers
         assert processes.pids == [core.pid, worker.pid]
         if how == "killed before":
             core.kill()
@@ -118,7 +118,7 @@ def test_no_process_of_an_engine_survives(how):
         if how == "stopped":
             os.kill(core.pid, signal.SIGSTOP)
         assert processes.end(grace_s=10.0 if how == "ends" else 0.0) == []
-        assert not core.is_alive() and processes.pids == [] and not processes.workers
+        assert not core.is_alive() and processes.pids == [] and not processes.has_workers
         assert bystander.poll() is None
         assert core.exitcode == (0 if how == "ends" else -signal.SIGKILL)
 

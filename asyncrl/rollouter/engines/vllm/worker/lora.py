@@ -47,6 +47,7 @@ class AdapterLoader:
         return ""
 
     def _load_adapter(self, manifest: str, scaling: float) -> None:
+        """As ``load_adapter``, but raises the errors."""
         model = self.model_runner.get_model()
         version = msgspec.json.decode(manifest, type=Manifest)
         mapper = getattr(model, "hf_to_vllm_mapper", None)
@@ -83,7 +84,8 @@ def _layers(
 def _replace(manager: Any, layers: dict[str, Matrices]) -> None:
     """Replace the adapter of vLLM's LoRAModelManager, and check that each layer took its matrices.
 
-    Raises RuntimeError; the previous adapter stays only if no layer was changed yet.
+    Raises RuntimeError. After an unknown layer or several ranks the previous adapter stays; after any later error the
+    engine has none.
     """
     modules = _modules_of_layers(manager)
     if unknown := sorted(layers.keys() - modules.keys()):

@@ -94,16 +94,17 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Read now, because during a reload tied parameters appear as two.
+        # Names of all parameters. Read now, because during a reload tied parameters appear as two.
         self._names = frozenset(name for name, _ in self.model.named_parameters())
         self._pending = False
-        """Whether a reload has begun and not finished; a failed one stays pending."""
+        """Whether a reload has begun and not finished; a failed one stays pending until the next reload succeeds."""
         self.failure = ""
         """Why the last update failed; "" if it succeeded."""
         self.by_ipc = False
         """Whether the last update took all weights from the learner's copy on the GPU."""
         self._receiver = Receiver()
         self._copies: CopyReader | None = None
+        """Reads buckets from the learner's copy on this GPU; None on CPU."""
         if self.device.type == "cuda":
             self._copies = CopyReader(gpu_id(self.device), self.device, DeviceMemory.open)
 
