@@ -61,7 +61,7 @@ else the first is.
 --join RUN --hosts FILE adds hosts with rollouters to a live run, by its folder on its head's machine. They get the
 configuration of the run. The command follows them; Ctrl-C drains them, and the run continues. --leave HOST RUN
 drains a host that has rollouters only; --within SECONDS is the time to finish groups (supervision.drain_s).
---bring-back NAME RUN starts a replica again that the run has set aside, as rollouter/3.
+--bring-back NAME RUN starts a replica again that the run lets rest, as rollouter/3.
 
 --slurm --nodes N submits a job that runs this on N nodes of a SLURM cluster. With --dry-run its script is shown.
 --inside-slurm is what that script calls: it runs on the nodes of its own job, and resumes a run that is there already.
@@ -328,7 +328,7 @@ def _add_live_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", metavar="RUN", help="preempt this live run, by its folder or its name under runs/")
     parser.add_argument("--join", metavar="RUN", help="add the hosts of --hosts to the run in this folder")
     parser.add_argument("--leave", metavar="HOST", help="drain this host; the run folder follows")
-    parser.add_argument("--bring-back", metavar="NAME", help="start a replica again that the run has set aside")
+    parser.add_argument("--bring-back", metavar="NAME", help="start a replica again that the run lets rest")
     parser.add_argument("--within", metavar="SECONDS", type=seconds(0, 86400), help="time that --leave gives to finish")
 
 

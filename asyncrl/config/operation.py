@@ -180,9 +180,9 @@ class SupervisionConfig(Section):
     start_timeout_s: Seconds = 300.0
     """Longest time from an actor's start until it is ready."""
     max_restarts: NonNegative = 3
-    """Restarts of one actor within restart_window_s before a replica is set aside or the run fails."""
+    """Restarts of one actor within restart_window_s before a replica has to rest or the run fails."""
     restart_window_s: Seconds = 600.0
-    """Window in which restarts are counted, and first pause of a replica that is set aside."""
+    """Window in which restarts are counted, and first rest of a replica."""
     backoff_s: Seconds = 0.5
     """First pause before a restart; doubles with each."""
     drain_s: Seconds = 10.0

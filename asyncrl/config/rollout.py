@@ -71,7 +71,7 @@ class RolloutConfig(Section):
     replicas: Positive = 1
     """Rollouters; each has one engine."""
     min_replicas: Positive = 1
-    """Rollouters that the run needs. One that keeps failing is set aside and tried again later; with too few the run
+    """Rollouters that the run needs. One that keeps failing rests and is tried again later; with too few the run
     fails."""
     gpus_per_replica: NonNegative | None = None
     """GPUs of each engine (tensor parallel); 0 is CPU. By default 1, or 0 if no host has a GPU."""

@@ -25,7 +25,7 @@ from asyncrl.controller.observation.observation import Observation
 from asyncrl.controller.observation.recent_lines import LONGEST_TEXT, OpenWaits, RecentLines, is_proper
 from asyncrl.controller.observation.sinks_feed import SinksFeed
 from asyncrl.controller.observation.traces import Traces, remove_unfinished
-from asyncrl.controller.state.reserve import SINKS, AsideNotices
+from asyncrl.controller.state.reserve import SINKS, RestNotices
 from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.controller.succession import Succession
@@ -98,7 +98,7 @@ class Controller(RunActor):
             self.counters, numbers_begin_above(context.incarnation), wanted=self.config.sinks.are_wanted
         )
         self.traces = Traces(self)
-        self._aside_notices = AsideNotices()
+        self._rest_notices = RestNotices()
         self._changed = asyncio.Event()
         """Set when the run's state, and thus its next deadline, may have changed."""
         self._gathered = asyncio.Event()
@@ -342,7 +342,7 @@ class Controller(RunActor):
         leaving = (actor.name for actor in self.machine.leaving)
         asked = role_of(request.name) in self.machine.draining or request.name in leaving
         newest = self.registry.ended(request.name, request.incarnation, now, asked=asked)
-        # ``drop_unserved`` handles an actor of a joined host that has never served: the actor is set aside or its host
+        # ``drop_unserved`` handles an actor of a joined host that has never served: the actor has to rest or its host
         # leaves, and the run continues.
         if newest and not (request.fatal and self.members.drop_unserved(request)):
             end = (request.name, request.exit_code, request.fatal, request.reason, request.log)
@@ -352,13 +352,13 @@ class Controller(RunActor):
 
     @handler
     def bring_back(self, request: BringBack, caller: Caller) -> Done:
-        """Have a replica that was set aside started again.
+        """Have a resting replica started again.
 
-        Raises InvalidRequest if it is not set aside, or if the run drains or is preempted.
+        Raises InvalidRequest if it is not resting, or if the run drains or is preempted.
         """
         if not self.machine.bring_back(request.name, self.clock.now()):
-            aside = ", ".join(actor.name for actor in self.machine.aside) or "no replica"
-            raise InvalidRequest(f"{request.name} cannot be brought back: {aside} is set aside")
+            resting = ", ".join(actor.name for actor in self.machine.resting) or "no replica"
+            raise InvalidRequest(f"{request.name} cannot be brought back: {resting} is resting")
         self.state_changed()
         return Done()
 
@@ -436,10 +436,10 @@ class Controller(RunActor):
     def state_changed(self) -> None:
         """Wake all calls and tasks that wait for the run's state, after each change of it.
 
-        Also notify the user of replicas that are set aside or back, and end the feed of sinks that have to drain.
+        Also notify the user of replicas that begin to rest or are back, and end the feed of sinks that have to drain.
         """
         run = self.machine
-        for key, text, count, meanwhile in self._aside_notices.news(run.aside, run.expected, drains=bool(run.drain)):
+        for key, text, count, meanwhile in self._rest_notices.news(run.resting, run.expected, drains=bool(run.drain)):
             self.notify(key, text, count=count, meanwhile=meanwhile)
         self._observation.changed()
         if SINKS in self.machine.draining:

@@ -124,7 +124,7 @@ def is_optional(name: str) -> bool:
     return role is not None and role.optional
 
 
-def is_set_aside(name: str, *, is_healable: bool) -> bool:
+def may_rest(name: str, *, is_healable: bool) -> bool:
     """Whether the run continues without an actor that has died too often to be restarted now.
 
     ``is_healable``: whether a later restart may still help, by the exit of its last process.

@@ -94,8 +94,8 @@ class Leaving(Struct, gc=False, frozen=True, array_like=True):
     """Seconds to finish groups in progress, from when it receives this."""
 
 
-class Aside(Struct, gc=False, frozen=True, array_like=True):
-    """A replica that is set aside: it could not be kept alive, and does not run as long as it is named here."""
+class RestingReplica(Struct, gc=False, frozen=True, array_like=True):
+    """A replica that could not be kept alive, and does not run as long as it is named here."""
 
     name: str
     reason: str
@@ -143,7 +143,7 @@ class RunState(Message, frozen=True, kw_only=True):
     """Number of the trace that is being collected, 0 for none; every actor sends its spans once for each number."""
     generations: dict[str, int] = {}
     """Oldest generation that is not over, by role of a rank group. An actor that starts now has it or a later one."""
-    aside: list[Aside] = []
+    resting: list[RestingReplica] = []
     """Replicas that the run continues without for now. Their agents end them, and start them once removed here."""
 
 
@@ -178,7 +178,7 @@ class StopRun(Request, frozen=True, kw_only=True):
 
 
 class BringBack(Request, frozen=True, kw_only=True):
-    """asyncrl-launch --bring-back to controller: start a replica that is set aside (Aside) again now."""
+    """asyncrl-launch --bring-back to controller: start a RestingReplica again now."""
 
     reply = Done
     senders = LAUNCHER

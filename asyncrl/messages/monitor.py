@@ -173,7 +173,7 @@ class ActorView(Struct, gc=False, frozen=True, kw_only=True):
     pid: Count = 0
     incarnation: Count = 0
     condition: str
-    """absent, starting, ready, silent, condemned, dead, lost (with its host), aside."""
+    """absent, starting, ready, silent, condemned, dead, lost (with its host), resting."""
     state: str = ""
     """State that the actor reports."""
     awaiting: str = ""
@@ -223,8 +223,8 @@ class RunView(Struct, gc=False, frozen=True, kw_only=True):
     groups_per_step: Count = 0
     disk_free_bytes: Count | None = None
     """Bytes free on the disk of the run folder; None if unknown."""
-    aside: dict[str, str] = {}
-    """Replicas that are set aside, with the reasons."""
+    resting: dict[str, str] = {}
+    """Resting replicas, with the reasons."""
 
 
 class Snapshot(Struct, gc=False, frozen=True, kw_only=True):

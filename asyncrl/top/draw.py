@@ -187,7 +187,7 @@ def is_there(condition: str) -> bool:
 
 def is_amiss(condition: str) -> bool:
     """Whether this condition is a problem."""
-    return condition in ("condemned", "dead", "lost", "aside")
+    return condition in ("condemned", "dead", "lost", "resting")
 
 
 def said_state(condition: str, state: str, awaiting: str) -> Text:

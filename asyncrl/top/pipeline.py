@@ -234,8 +234,8 @@ def verdict(view: SnapshotView, width: int) -> list[Text]:
         word, why, style = "bottleneck", bottleneck.why or "unknown", "dim"
     else:
         word, why, style = f"◆ {bottleneck.stage}", bottleneck.why, "mark"
-    aside = [f"{name} ({why})" for name, why in run.aside.items()]
-    problems = {"lost hosts: ": run.lost_hosts, "set aside: ": aside, "down: ": view.down}
+    resting = [f"{name} ({why})" for name, why in run.resting.items()]
+    problems = {"lost hosts: ": run.lost_hosts, "resting: ": resting, "down: ": view.down}
     missing = joined([text(title, "bad") + text(_some(names)) for title, names in problems.items() if names])
     head = text(word + (":" if why else ""), style) + text(f" {why}")
     return [missing, *wrapped(head, width, 1)] if missing else [*wrapped(head, width, 2), text("")][:2]

@@ -22,7 +22,7 @@ from asyncrl.top.bottleneck import Flow, Verdict, find_bottleneck
 CONTROLLER = "controller/0"
 AT = "rollout/episodes_at/"
 """Prefix of the metrics that count open episodes by stage."""
-GONE = frozenset({"absent", "dead", "lost", "aside"})
+GONE = frozenset({"absent", "dead", "lost", "resting"})
 UNHEARD = GONE | {"silent", "condemned"}
 """Conditions in which nothing is known of what an actor does now."""
 STEPS_FOR_MEANS = 8

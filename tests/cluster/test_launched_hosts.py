@@ -432,7 +432,7 @@ def test_blocked_ports_are_reported_and_the_host_may_join_later(cluster_without_
         code, shown = launch.end()
         assert code == 0, shown
         assert launch.steps_trained == list(range(1, LONG + 1))
-        assert any("rollouter/1 is set aside: not ready 12 s after its start" in line for line in shown), shown
+        assert any("rollouter/1 is resting: not ready 12 s after its start" in line for line in shown), shown
         assert joining.end()[0] == 0, joining.shown
     else:
         assert code == 1, shown

@@ -86,7 +86,7 @@ def a_stall(rollouters):
 
 
 def late_replicas(rollouters):
-    """A quarter of the replicas is lost; another one is not ready in time and is set aside."""
+    """A quarter of the replicas is lost; another one is not ready in time and is resting."""
     names = [f"rollouter/{i}" for i in range(rollouters)]
     run = RunStateMachine(
         expected=frozenset({*SINGLE, *names}),
@@ -101,7 +101,7 @@ def late_replicas(rollouters):
 
     def tick():
         assert run.next_deadline() == 300.0 and run.tick(300.0)
-        assert len(run.aside) == rollouters / 4 and run.phase == "running"
+        assert len(run.resting) == rollouters / 4 and run.phase == "running"
 
     return tick
 

@@ -88,7 +88,7 @@ async def is_killed(cluster, name, incarnation):
     if state.condemned:
         assert [(actor.name, actor.incarnation) for actor in state.condemned] == [(name, incarnation)]
         reason = state.condemned[0].reason
-        end = ActorEnded(name=name, incarnation=incarnation, exit_code=-9, fatal=bool(state.aside), reason=reason)
+        end = ActorEnded(name=name, incarnation=incarnation, exit_code=-9, fatal=bool(state.resting), reason=reason)
         await cluster.caller().call(end)
     return state
 
@@ -139,18 +139,18 @@ async def test_a_silent_actor_is_reported_before_it_is_killed(cluster):
 
 
 @on_cluster(cut(replicas=3))
-async def test_a_replica_that_cannot_reach_another_actor_is_restarted_once_and_then_set_aside(cluster):
+async def test_a_replica_that_cannot_reach_another_actor_is_restarted_once_and_then_rests(cluster):
     async with beating(cluster, "rollouter/1") as actors:
         for incarnation in (1, 2):
             state = await is_killed(cluster, "rollouter/1", incarnation)
             assert state.condemned[0].reason.startswith("it could not reach learner/0 for ")
             if incarnation == 1:
-                assert state.aside == []
+                assert state.resting == []
                 await actors.comes_up("rollouter/1", 2)
         state = await state_until(cluster, lambda state: not state.condemned)
         assert state.phase == "running"
-        assert [actor.name for actor in state.aside] == ["rollouter/1"]
-        assert state.aside[0].reason.startswith("it could not reach learner/0 for ")
+        assert [actor.name for actor in state.resting] == ["rollouter/1"]
+        assert state.resting[0].reason.startswith("it could not reach learner/0 for ")
 
 
 @pytest.mark.parametrize("name", ["dataloader/0", "rollouter/0"])

@@ -160,7 +160,7 @@ def test_the_activity_of_a_silent_or_gone_actor_is_unknown():
     gone = seen([*before, with_actor(last, "episodes/3", condition="dead")])
     shown = [cells("episodes", gone, title)["episodes/3"] for title in ("state", "workers", "open", "played")]
     assert shown == ["dead", "–", "–", "400"]
-    left = with_actor(last, "rollouter/3", condition="aside", metrics={"rollout/episodes_oldest_s": 7777.0})
+    left = with_actor(last, "rollouter/3", condition="resting", metrics={"rollout/episodes_oldest_s": 7777.0})
     assert "oldest 1m30s" in lines_of("episodes", seen([*before, left]), 120)[0]
 
 

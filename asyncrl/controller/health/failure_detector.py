@@ -116,8 +116,8 @@ class FailureDetector:
         while True:
             await asyncio.sleep(self._supervision.heartbeat_s)
             now = self._controller.clock.now()
-            aside = {actor.name for actor in self._run.aside}
-            statuses = view_of(self._registry, self._run.expected - aside, now)
+            resting = {actor.name for actor in self._run.resting}
+            statuses = view_of(self._registry, self._run.expected - resting, now)
             self._check_hosts(now)
             # Without actors of hosts in doubt, and without node agents: ``KnownHosts`` judges their silence.
             candidates = self._run.expected - self._hosts.in_doubt(self._registry, now)
@@ -185,7 +185,7 @@ class FailureDetector:
     def _check_paths(self, names: Collection[str], now: float) -> None:
         """Condemn those of ``names`` that cannot reach other actors or be reached (unreachable.py).
 
-        A replica that the run can spare is set aside at its second condemnation. Any other actor fails the run at the
+        A replica that the run can spare has to rest at its second condemnation. Any other actor fails the run at the
         first condemnation beyond supervision.max_restarts.
         """
         max_restarts = self._supervision.max_restarts
@@ -194,8 +194,8 @@ class FailureDetector:
         for actor in condemned:
             number = self._unreachable.condemnations(actor.name)
             match action_after(number, can_spare=self._run.can_spare(actor.name), max_restarts=max_restarts):
-                case "set aside":
-                    self._run.set_aside(actor.name, actor.incarnation, actor.reason, "", now)
+                case "let it rest":
+                    self._run.let_rest(actor.name, actor.incarnation, actor.reason, "", now)
                 case "fail the run":
                     reason = f"{actor.reason}, after {number - 1} restarts for this (supervision.max_restarts)"
                     self._run.fail(actor.name, reason, "", 1, now)

@@ -7,10 +7,10 @@ restarted. If the shares are equal, it is the end with more broken paths, then t
 
 To be *condemned* is to be killed and restarted by the node agent. Condemnations are counted here for each actor, since
 they may be too far apart for the agent's own count of restarts. ``action_after`` decides from the count when the actor
-is set aside and when the run fails.
+has to rest and when the run fails.
 
 Invariants: an actor is never restarted for a path whose other end is not ready, was restarted, or was silent meanwhile.
-A replica that the run can spare is restarted once at most and then set aside. Any other actor is restarted
+A replica that the run can spare is restarted once at most and then has to rest. Any other actor is restarted
 ``max_restarts`` times at most, and then fails the run.
 Times of different hosts are not compared, and time in which this process did not run does not count. Pure: the caller
 passes the time (monotonic, s).
@@ -39,7 +39,7 @@ COUNTED_SHARE = 0.5
 the same time."""
 NAMES_SHOWN = 4
 REPLICA_CONDEMNATIONS = 2
-"""Number of condemnations after which a replica that the run can spare is set aside."""
+"""Number of condemnations after which a replica that the run can spare has to rest."""
 
 Path = tuple[str, str]
 """The actor that reports and the actor that it cannot reach."""
@@ -57,13 +57,13 @@ class ReadyActor:
 
 def action_after(
     condemnations: int, *, can_spare: bool, max_restarts: int
-) -> Literal["restart", "set aside", "fail the run"]:
+) -> Literal["restart", "let it rest", "fail the run"]:
     """Choose the action after so many condemnations of one actor, this one included.
 
     ``can_spare``: the actor is a replica, and enough others of its role are left.
     """
     if can_spare and condemnations >= REPLICA_CONDEMNATIONS:
-        return "set aside"
+        return "let it rest"
     return "fail the run" if condemnations > max_restarts and not can_spare else "restart"
 
 

@@ -137,7 +137,7 @@ class HostChanges:
     def ready(self, names: set[str]) -> None:
         """Let each joined host serve once one of its rollouters is ready, and add its actors to the run.
 
-        ``names`` are all ready actors. An actor of such a host that its agent no longer restarts is set aside.
+        ``names`` are all ready actors. An actor of such a host that its agent no longer restarts has to rest.
         """
         new = self._membership.ready(names)
         if not new:
@@ -148,27 +148,27 @@ class HostChanges:
             if name not in self._run.expected:
                 self._run.joined(name)
         for name in self._last_ends.keys() & belonging:
-            self._set_aside(self._last_ends.pop(name))
+            self._let_rest(self._last_ends.pop(name))
         self._changed.set()
 
     def drop_unserved(self, end: ActorEnded) -> bool:
         """Handle the last ``end`` of an actor that has never served on a joined host; its agent does not restart it.
 
-        The actor is set aside if its host serves. If no rollouter of a joining host can serve any more, the host has to
+        The actor has to rest if its host serves. If no rollouter of a joining host can serve any more, the host has to
         leave. Returns False, and does nothing, for any other actor; the caller handles its end.
         """
         host = self._membership.on_trial(end.name)
         if host is None:
             return False
         if host.stage == "serving":
-            self._set_aside(end)
+            self._let_rest(end)
             return True
         self._last_ends[end.name] = end
         if not can_serve(host, self._last_ends):
             self._dismiss(host, f"{end.name}: {end.reason}")
         return True
 
-    def _set_aside(self, end: ActorEnded) -> None:
+    def _let_rest(self, end: ActorEnded) -> None:
         reason = end.reason or describe_exit(end.exit_code)
         # Exit code 1 instead of its own: a code that no restart mends fails the run only if the actor has served.
         now = self._now()

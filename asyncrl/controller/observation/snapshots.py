@@ -196,8 +196,8 @@ class Snapshots:
             views.append(view)
             if len(views) % ACTORS_AT_ONCE == 0:
                 await asyncio.sleep(0)
-        aside = {each.name: each.reason for each in run.aside}
-        views = [replace(view, condition="aside") if view.name in aside else view for view in views]
+        resting = {each.name: each.reason for each in run.resting}
+        views = [replace(view, condition="resting") if view.name in resting else view for view in views]
         outcome, lines = run.outcome, past.lines
         return Snapshot(
             wall=wall,
@@ -218,7 +218,7 @@ class Snapshots:
                 staleness_max=config.staleness.max,
                 groups_per_step=config.learner.groups_per_step,
                 disk_free_bytes=past.disk_free,
-                aside=aside,
+                resting=resting,
             ),
             actors=sorted(views, key=lambda view: _sort_key(view.name)),
             train=list(lines.train),

@@ -1,1 +1,1 @@
-"""The state of a run, and the replicas that are set aside."""
+"""The state of a run, and the replicas that are resting."""

@@ -1,10 +1,10 @@
-"""Replicas that are set aside: which ones could not be kept alive, why, and when each is started again.
+"""Replicas that are resting: which ones could not be kept alive, why, and when each is started again.
 
-A replica that is set aside is stopped for a time, its *rest*, and then started again. The first rest is ``window_s``,
+A resting replica is stopped for a time, its *rest*, and then started again. The first rest is ``window_s``,
 after which an agent has forgotten the deaths that it counts. Each further rest is twice as long, up to LONGEST_REST
 times the first. After a replica was back for longer than its last rest, its next one is the first again. With an
-episode host its rollouter is set aside too, and both come back together. Invariant: the end of an incarnation sets a
-replica aside once, however often it is reported. Pure: the caller passes the time (monotonic, s).
+episode host its rollouter rests too, and both come back together. Invariant: the end of an incarnation lets a
+replica rest once, however often it is reported. Pure: the caller passes the time (monotonic, s).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.core.roles import role_of
-from asyncrl.messages.actors import Aside
+from asyncrl.messages.actors import RestingReplica
 
 LONGEST_REST = 8
 """Longest rest, as a multiple of the first."""
@@ -24,8 +24,8 @@ PLURALS = {ROLLOUTER: "rollouters", REWARD: "reward pools"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestingReplica:
-    """A replica that is set aside now, and its rest."""
+class Rest:
+    """The present rest of a replica."""
 
     reason: str
     until: float
@@ -35,7 +35,7 @@ class RestingReplica:
 
 @dataclass(slots=True)
 class _LastRest:
-    """The last time that a replica was set aside."""
+    """The last rest of a replica."""
 
     incarnation: int
     """Newest incarnation whose end has been counted."""
@@ -46,19 +46,19 @@ class _LastRest:
 
 @dataclass(slots=True)
 class Reserve:
-    """The replicas that are set aside now (``resting``), and the last rest of each. ``window_s`` is the first rest."""
+    """The present rests (``resting``), and the last rest of each replica. ``window_s`` is the first rest."""
 
     window_s: float
-    resting: dict[str, RestingReplica] = field(default_factory=dict)
+    resting: dict[str, Rest] = field(default_factory=dict)
     _last_rests: dict[str, _LastRest] = field(default_factory=dict)
 
-    def set_aside(self, name: str, incarnation: int, reason: str, now: float, expected: Collection[str]) -> bool:
-        """Set a replica aside, and with an episode host also its rollouter if it is ``expected``; see ``put``."""
+    def let_rest(self, name: str, incarnation: int, reason: str, now: float, expected: Collection[str]) -> bool:
+        """Let a replica rest, and with an episode host also its rollouter if it is ``expected``; see ``put``."""
         if not self.put(name, incarnation, reason, now):
             return False
         rollouter = _pair(name)[0]
         if role_of(name) == EPISODES and rollouter in expected:
-            self.put(rollouter, 0, f"{name}, which plays its episodes, is set aside: {reason}", now)
+            self.put(rollouter, 0, f"{name}, which plays its episodes, is resting: {reason}", now)
         return True
 
     def bring_back(self, name: str, now: float) -> None:
@@ -79,12 +79,10 @@ class Reserve:
                 counts[role_of(name)] += 1
         return next((role for role, left in counts.items() if left < (least if role == ROLLOUTER else 1)), None)
 
-    def describe_shortage(
-        self, expected: Collection[str], least: int, before: Mapping[str, RestingReplica]
-    ) -> str | None:
+    def describe_shortage(self, expected: Collection[str], least: int, before: Mapping[str, Rest]) -> str | None:
         """Describe the role that has too few actors left; None if enough are left.
 
-        ``before`` is ``resting`` before the last replicas were set aside; only their roles are checked. The caller
+        ``before`` is ``resting`` before the last replicas began to rest; only their roles are checked. The caller
         appends the text to their reason. The text is empty if the reason says it all.
         """
         role = self.lacking(expected, least, without=self.resting.keys() - before.keys())
@@ -96,17 +94,17 @@ class Reserve:
             left = sum(name not in self.resting for name in of_role)
             words = f"; {left} of {len(of_role)} {PLURALS[role]} are left"
             words += f", and rollout.min_replicas is {least}" if role == ROLLOUTER else ""
-        return words + _described("set aside before", before)
+        return words + _described("resting before", before)
 
     def described(self, role: str) -> str:
-        """Text on the replicas of a role that are set aside; empty without any."""
-        return _described("set aside", {name: rest for name, rest in self.resting.items() if role_of(name) == role})
+        """Text on the replicas of a role that are resting; empty without any."""
+        return _described("resting", {name: rest for name, rest in self.resting.items() if role_of(name) == role})
 
     def put(self, name: str, incarnation: int, reason: str, now: float) -> bool:
-        """Set one replica aside. ``incarnation`` is the one whose end is the cause; 0 if there is another cause.
+        """Let one replica rest. ``incarnation`` is the one whose end is the cause; 0 if there is another cause.
 
-        The rest doubles if the replica was back for less than its last rest. Returns False if the replica is set aside
-        already, or was set aside before because this incarnation ended. In the first case only the incarnation is
+        The rest doubles if the replica was back for less than its last rest. Returns False if the replica is resting
+        already, or has rested because this incarnation ended. In the first case only the incarnation is
         noted.
         """
         last = self._last_rests.get(name)
@@ -120,7 +118,7 @@ class Reserve:
             incarnation = max(incarnation, last.incarnation)
             if now - last.back < last.rest_s:
                 rest_s = min(2 * last.rest_s, LONGEST_REST * self.window_s)
-        self.resting[name] = RestingReplica(reason=reason, until=now + rest_s, rest_s=rest_s)
+        self.resting[name] = Rest(reason=reason, until=now + rest_s, rest_s=rest_s)
         # ``take`` corrects the time if the replica comes back sooner or later.
         self._last_rests[name] = _LastRest(incarnation, rest_s, now + rest_s)
         return True
@@ -141,43 +139,43 @@ class Reserve:
         return sorted(name for name, rest in self.resting.items() if now >= rest.until)
 
     def next_deadline(self) -> float | None:
-        """Time at which the next rest is over; None if no replica is set aside."""
+        """Time at which the next rest is over; None if no replica is resting."""
         return min((rest.until for rest in self.resting.values()), default=None)
 
 
-class AsideNotices:
-    """Makes the notices for the user when replicas are set aside, and when they come back or leave."""
+class RestNotices:
+    """Makes the notices for the user when replicas begin to rest, and when they come back or leave."""
 
     def __init__(self) -> None:
-        self._aside: dict[str, Aside] = {}
-        """Replicas that were set aside at the last call of ``news``."""
+        self._resting: dict[str, RestingReplica] = {}
+        """Replicas that rested at the last call of ``news``."""
         self._times: Counter[str] = Counter()
-        """Number of times that each replica was set aside."""
+        """Number of rests of each replica."""
 
     def news(
-        self, aside: Iterable[Aside], expected: Collection[str], *, drains: bool
+        self, resting: Iterable[RestingReplica], expected: Collection[str], *, drains: bool
     ) -> list[tuple[str, str, int, str]]:
         """Returns (key, text, count, meanwhile) of each new notice, for ``Actor.notify``.
 
-        ``aside`` are the replicas that are set aside now, and ``expected`` all actors of the run. If the run
-        ``drains``, no replica counts as set aside, so there are no notices of a return.
+        ``resting`` are the replicas that are resting now, and ``expected`` all actors of the run. If the run
+        ``drains``, no replica counts as resting, so there are no notices of a return.
         """
-        aside_before, self._aside = self._aside, {actor.name: actor for actor in aside}
+        before, self._resting = self._resting, {actor.name: actor for actor in resting}
         notices = []
-        for name in self._aside.keys() - aside_before.keys():
-            actor = self._aside[name]
+        for name in self._resting.keys() - before.keys():
+            actor = self._resting[name]
             self._times[name] += 1
             again = f"after {actor.rest_s:g} s, or by asyncrl-launch --bring-back {name} RUN"
             meanwhile = f"The run continues without it; it is tried again {again}"
-            notices.append((f"aside {name}", f"{name} is set aside: {actor.reason}", self._times[name], meanwhile))
-        for name in aside_before.keys() - self._aside.keys() if not drains else ():
+            notices.append((f"resting {name}", f"{name} is resting: {actor.reason}", self._times[name], meanwhile))
+        for name in before.keys() - self._resting.keys() if not drains else ():
             outcome = "is tried again" if name in expected else "has left the run"
-            text = f"{name} was set aside ({aside_before[name].reason}) and {outcome}"
-            notices.append((f"aside {name}", text, self._times[name], ""))
+            text = f"{name} was resting ({before[name].reason}) and {outcome}"
+            notices.append((f"resting {name}", text, self._times[name], ""))
         return sorted(notices)
 
 
-def _described(how: str, resting: Mapping[str, RestingReplica]) -> str:
+def _described(how: str, resting: Mapping[str, Rest]) -> str:
     each = ", ".join(f"{name} ({resting[name].reason})" for name in sorted(resting))
     return f"; {how}: {each}" if each else ""
 

@@ -13,7 +13,7 @@
 * Actors of a lost host are not awaited. The run continues without replicas while enough of their role are left:
   ``min_replicas`` rollouters, or one actor of another role. It needs no sinks. It waits ``host_grace_s`` for any other
   actor, and then fails.
-* A replica is set aside (reserve.py) if its agent has given it up, it stays unreachable or it is not ready in time. It
+* A replica has to rest (reserve.py) if its agent has given it up, it stays unreachable or it is not ready in time. It
   is started again after a rest. The run fails if fewer than ``min_replicas`` rollouters or no reward pool are left. A
   preempted run does not, because it only needs the learner.
 
@@ -30,10 +30,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from asyncrl.controller.state.reserve import ROLLOUTER, Reserve, RestingReplica
+from asyncrl.controller.state.reserve import ROLLOUTER, Reserve, Rest
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
-from asyncrl.core.roles import ROLES, drain_rank, is_optional, is_replicated, is_set_aside, rank_group_of, role_of
-from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, RunState, Stuck
+from asyncrl.core.roles import ROLES, drain_rank, is_optional, is_replicated, may_rest, rank_group_of, role_of
+from asyncrl.messages.actors import Condemned, Dead, Leaving, RestingReplica, RunPhase, RunState, Stuck
 from asyncrl.messages.monitor import OVER
 from asyncrl.rpc.lifecycle.supervision import UNHEALABLE_EXITS, describe_exit
 
@@ -73,7 +73,7 @@ class RunStateMachine:
     min_replicas: int = 1
     """Least number of rollouters for the run to continue."""
     rest_s: float = 600.0
-    """First rest of a replica that is set aside (s)."""
+    """First rest of a replica (s)."""
     phase: RunPhase = "starting"
     drain: int = 0
     number: int = 0
@@ -132,10 +132,10 @@ class RunStateMachine:
         return frozenset(self._awaited_since)
 
     @property
-    def aside(self) -> list[Aside]:
-        """Replicas that are set aside; none while the run drains."""
+    def resting(self) -> list[RestingReplica]:
+        """Replicas that are resting; none while the run drains."""
         resting = sorted(self._reserve.resting.items()) if not self.drain else []
-        return [Aside(name, rest.reason, rest.rest_s) for name, rest in resting]
+        return [RestingReplica(name, rest.reason, rest.rest_s) for name, rest in resting]
 
     @property
     def draining(self) -> list[str]:
@@ -174,7 +174,7 @@ class RunStateMachine:
                 leaving=self.leaving,
                 trace=self.trace,
                 generations=self.generations,
-                aside=self.aside,
+                resting=self.resting,
             )
         return self._message
 
@@ -206,8 +206,8 @@ class RunStateMachine:
     ) -> bool:
         """Note the end of a process. A run that drains begins the next rank if it waited for this actor only.
 
-        ``fatal``: its agent has given the actor up. Then the run sets it aside if it can continue without it
-        (``is_set_aside``), and otherwise fails. ``log`` is the path of its log. Ignores an actor that is not expected.
+        ``fatal``: its agent has given the actor up. Then the run lets it rest if it can continue without it
+        (``may_rest``), and otherwise fails. ``log`` is the path of its log. Ignores an actor that is not expected.
         """
         if name not in self.expected:
             return False
@@ -219,8 +219,8 @@ class RunStateMachine:
             self._awaited_since[name] = now
         if self.drain:
             return self.tick(now)
-        if fatal and is_set_aside(name, is_healable=exit_code not in UNHEALABLE_EXITS):
-            return self.set_aside(name, incarnation, reason or describe_exit(exit_code), log, now)
+        if fatal and may_rest(name, is_healable=exit_code not in UNHEALABLE_EXITS):
+            return self.let_rest(name, incarnation, reason or describe_exit(exit_code), log, now)
         if fatal:
             code = exit_code if exit_code in UNHEALABLE_EXITS else 1
             return self.fail(name, reason or describe_exit(exit_code), log, code, now)
@@ -267,7 +267,7 @@ class RunStateMachine:
     def bring_back(self, name: str, now: float) -> bool:
         """End the rest of a replica, so that its agent starts it, and the rest of its rollouter or episode host.
 
-        Does nothing if the replica is not set aside, or while the run drains or is preempted.
+        Does nothing if the replica is not resting, or while the run drains or is preempted.
         """
         if name not in self._reserve.resting or self.drain or self.phase == "preempting":
             return False
@@ -353,7 +353,7 @@ class RunStateMachine:
     def tick(self, now: float) -> bool:
         """Handle deadlines that have passed at ``now``: one kind in each call.
 
-        A preempted run begins to drain after ``grace_s``. Late actors are set aside or fail the run. A lost host that
+        A preempted run begins to drain after ``grace_s``. Late actors have to rest or fail the run. A lost host that
         the run needs fails it. Replicas whose rest is over come back. A run that drains goes to the next rank. If
         deadlines of another kind have passed too, ``next_deadline`` is over, so the caller calls this again at once.
         """
@@ -368,10 +368,10 @@ class RunStateMachine:
             lost = self._lost_host_deadline()
             if lost is not None and now >= lost[0]:
                 _due, name, host = lost
-                aside = self._reserve.described(role_of(name))
-                # If replicas were set aside, the host may have been lost for longer than host_grace_s.
-                lost_s = now - self._lost[name][0] if aside else self.host_grace_s
-                reason = f"its host {host} has been lost for {round(lost_s, 1):g} s (supervision.host_grace_s){aside}"
+                resting = self._reserve.described(role_of(name))
+                # If replicas are resting, the host may have been lost for longer than host_grace_s.
+                lost_s = now - self._lost[name][0] if resting else self.host_grace_s
+                reason = f"its host {host} has been lost for {round(lost_s, 1):g} s (supervision.host_grace_s){resting}"
                 return self.fail(name, reason, "", 1, now)
             # A list, because any() would stop at the first replica.
             back = [self.bring_back(name, now) for name in self._reserve.due(now)]
@@ -407,7 +407,7 @@ class RunStateMachine:
         """The actors of lost hosts that the run does not need."""
         if not self._lost:
             return set()
-        # Actors that are left by role: on no lost host, and not set aside.
+        # Actors that are left by role: on no lost host, and not resting.
         left = Counter(role_of(name) for name in self.expected - self._lost.keys() - self._resting)
         return {
             name
@@ -418,30 +418,30 @@ class RunStateMachine:
 
     @property
     def _resting(self) -> set[str]:
-        """Replicas that are set aside."""
+        """Replicas that are resting."""
         return set(self._reserve.resting)
 
     def can_spare(self, name: str) -> bool:
         """Whether the run can continue without this replica."""
         return is_replicated(name) and self._reserve.lacking(self.expected, self.min_replicas, without=[name]) is None
 
-    def set_aside(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
-        """Set a replica aside, so that its agent ends it. If too few are left, fails the run unless it is preempted.
+    def let_rest(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
+        """Let a replica rest, so that its agent ends it. If too few are left, fails the run unless it is preempted.
 
-        Does nothing if the replica is set aside already, or was because this ``incarnation`` ended.
+        Does nothing if the replica rests already, or has because this ``incarnation`` ended.
         """
         resting_before = dict(self._reserve.resting)
-        if not self._reserve.set_aside(name, incarnation, reason, now, self.expected):
+        if not self._reserve.let_rest(name, incarnation, reason, now, self.expected):
             return False
         return self._continue_without(name, reason, log, resting_before, now)
 
     def _continue_without(
-        self, name: str, reason: str, log: str, resting_before: Mapping[str, RestingReplica], now: float
+        self, name: str, reason: str, log: str, resting_before: Mapping[str, Rest], now: float
     ) -> bool:
-        """Continue after replicas were set aside, or fail the run if too few are left and it is not preempted.
+        """Continue after replicas began to rest, or fail the run if too few are left and it is not preempted.
 
-        ``name`` is one of these replicas, set aside for ``reason``. ``resting_before`` has the replicas that rested
-        before, so that only the roles of the newly set-aside replicas are checked.
+        ``name`` is one of these replicas, which rests for ``reason``. ``resting_before`` has the replicas that rested
+        before, so that only the roles of the replicas that begin to rest are checked.
         """
         shortage_text = self._reserve.describe_shortage(self.expected, self.min_replicas, resting_before)
         # A preempted run only needs the learner, for its checkpoint.
@@ -452,7 +452,7 @@ class RunStateMachine:
         return self._changed()
 
     def _act_on_late(self, late: list[str], now: float) -> bool:
-        """Handle actors that were not ready in time: set them aside.
+        """Handle actors that were not ready in time: let them rest.
 
         Fails the run instead if too few would be left, or if one of them is no replica.
         """
@@ -461,7 +461,7 @@ class RunStateMachine:
         if lacking_role is None and all(map(is_replicated, late)):
             resting_before = dict(self._reserve.resting)
             # Incarnation 0: no end of a process is the cause. sum(), because any() would stop at the first replica.
-            if not sum(self._reserve.set_aside(name, 0, reason, now, self.expected) for name in late):
+            if not sum(self._reserve.let_rest(name, 0, reason, now, self.expected) for name in late):
                 return False
             # ``_continue_without`` counts again: ``lacking`` did not count the rollouter of a late episode host.
             return self._continue_without(late[0], reason, "", resting_before, now)

@@ -32,7 +32,7 @@ STOP = "asyncrl-launch --stop"
 
 
 async def bring_back(run: LiveRun, name: str) -> int:
-    """Have the controller start a replica again that it set aside after too many deaths; returns the exit code."""
+    """Have the controller start a replica again that it lets rest after too many deaths; returns the exit code."""
     with LiveController(run) as controller:
         await controller.ask(BringBack(name=name))
     TerminalProgress(sys.stdout, run.config.learner.steps).say(f"{name} is started again")

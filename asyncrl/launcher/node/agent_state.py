@@ -3,7 +3,7 @@
 The caller (host_agent.py) passes each event to a method, which returns the instructions to carry out. On the head, the
 controller's host, the controller starts first, and the other actors once it has answered. After a death, the restart
 policy decides between a restart and the end of the run. A *condemned* actor must be killed; its death then counts like
-any other. A replica that is *set aside* was given up, and starts again when the controller asks for it. While the
+any other. A *resting* replica was given up, and starts again when the controller asks for it. While the
 controller is restarted, the other actors continue. The new controller is the *successor* of the old one. This host
 sends it every end that it may not know, and a request to preempt the run if there was one.
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.config.operation import SupervisionConfig
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, ActorFailed
-from asyncrl.core.roles import is_set_aside
+from asyncrl.core.roles import may_rest
 from asyncrl.launcher.common.agent_messages import EndedEvent, RestartEvent
 from asyncrl.messages.actors import ActorEnded, ActorStarted, RunState, StopRun
 from asyncrl.rpc.actor import CONTROLLER
@@ -110,8 +110,8 @@ class AgentState:
     """Ends with exit code 0, by actor, until it is known whether the controller asked for them."""
     _condemned: dict[str, str] = field(default_factory=dict)
     """Condemned actor that is being killed → the reason."""
-    _set_aside: dict[str, bool] = field(default_factory=dict)
-    """Replica that is set aside → whether the present controller has named it so in its state."""
+    _resting: dict[str, bool] = field(default_factory=dict)
+    """Resting replica → whether the present controller has named it so in its state."""
     _ends: dict[str, ActorEnded] = field(default_factory=dict)
     """Report on the last end of each actor."""
     _all_started: bool = False
@@ -180,8 +180,8 @@ class AgentState:
         if not self._all_started and not self.leaving:
             self._all_started = True
             return [spawn for name in self.logs if name != CONTROLLER for spawn in self._spawn(name)]
-        # A successor sets replicas aside only once it has the ends below, so its first state must not start them.
-        self._set_aside = dict.fromkeys(self._set_aside, False)
+        # A successor lets replicas rest only once it has the ends below, so its first state must not start them.
+        self._resting = dict.fromkeys(self._resting, False)
         living = sorted(self.living - {CONTROLLER})
         sent: list[Instruction] = [ActorStarted(name=name, incarnation=self.incarnations[name]) for name in living]
         sent += self._ends.values()
@@ -195,8 +195,8 @@ class AgentState:
         if self.leaving and not self.living:
             # The controller refuses an agent whose host has left.
             return []
-        if not (self.ending or self._all_started) and all(is_set_aside(name, is_healable=True) for name in self.logs):
-            # All are replicas: the controller sets them aside, or ends the run if there are no others.
+        if not (self.ending or self._all_started) and all(may_rest(name, is_healable=True) for name in self.logs):
+            # All are replicas: the controller lets them rest, or ends the run if there are no others.
             self.leaving, self.unreached = True, reason
             return []
         if not self.ending:
@@ -226,7 +226,7 @@ class AgentState:
 
         Returns the report on the end, but the controller's own end has none. While the run continues here, the end
         counts as a death. An exit code of 0 does so only if the controller did not ask for it (``end_noted``). The
-        end of a replica that is set aside is only reported.
+        end of a resting replica is only reported.
         """
         self.living.discard(name)
         # For a condemned actor the reason is more useful than the last line of its log.
@@ -235,8 +235,8 @@ class AgentState:
             return self._controller_exited(exit_code, hint, now)
         if self.ending or self.leaving:
             return [self._make_report(name, exit_code, "", fatal=False)]
-        # A replica that is set aside is not started again now, so it is reported as given up.
-        if name in self._set_aside:
+        # A resting replica is not started again now, so it is reported as given up.
+        if name in self._resting:
             return [self._make_report(name, exit_code, _join(describe_exit(exit_code), hint), fatal=True)]
         blameless = name in self._lived_while_cut_off or self._is_cut_off(now)
         if exit_code == 0:
@@ -264,7 +264,7 @@ class AgentState:
         return [report] if report.fatal else []
 
     def _handle_death(self, name: str, exit_code: int, hint: str, now: float, blameless: bool) -> ActorEnded:
-        """Handle a death and return its report: plan a restart, set a replica aside, or end the run.
+        """Handle a death and return its report: plan a restart, let a replica rest, or end the run.
 
         A ``blameless`` death does not count against the actor.
         """
@@ -274,9 +274,9 @@ class AgentState:
             self._restarts[name] = (now + decision.after_s, reason, now)
             return self._make_report(name, exit_code, reason, fatal=False)
         reason = _join(decision.reason, hint)
-        if is_set_aside(name, is_healable=exit_code not in UNHEALABLE_EXITS):
+        if may_rest(name, is_healable=exit_code not in UNHEALABLE_EXITS):
             # The controller decides whether the run continues without it.
-            self._set_aside[name] = False
+            self._resting[name] = False
         else:
             self._fail(name, reason, exit_code)
             self._begin_end(now)
@@ -302,8 +302,8 @@ class AgentState:
     def state(self, state: RunState, now: float) -> list[Instruction]:
         """The controller has sent the run's state: follow it, or end this host's part with the run's result.
 
-        While the run continues, this kills actors that are condemned or set aside. It starts replicas that the
-        controller no longer sets aside. After missed answers it first sends the ends again.
+        While the run continues, this kills actors that are condemned or resting. It starts replicas that the
+        controller no longer lets rest. After missed answers it first sends the ends again.
         """
         # While the controller did not answer, it may have missed reports of ends, which are sent again.
         instructions: list[Instruction] = list(self._ends.values()) if self._unanswered_calls else []
@@ -318,7 +318,7 @@ class AgentState:
             # This host remembers it, because a successor does not know that the run was preempted.
             self._begin_preemption(state.reason, now)
         if continues:
-            instructions += self._apply_set_aside(state)
+            instructions += self._apply_rests(state)
             for each in state.condemned:
                 if self.incarnations.get(each.name) == each.incarnation:
                     instructions += self._condemn(each.name, each.reason)
@@ -468,19 +468,19 @@ class AgentState:
         cut_off_s = CUT_OFF_SHARE * self.policy.host_lost_s
         return not self.is_head and self._reachable and now - self._answered_at >= cut_off_s
 
-    def _apply_set_aside(self, state: RunState) -> list[Instruction]:
-        """Kill the actors that the controller sets aside, and start those that it no longer does."""
+    def _apply_rests(self, state: RunState) -> list[Instruction]:
+        """Kill the actors that the controller lets rest, and start those that it no longer does."""
         if self.leaving or self.ending:
             return []
         instructions: list[Instruction] = []
-        reasons = {actor.name: actor.reason for actor in state.aside if actor.name in self.logs}
+        reasons = {actor.name: actor.reason for actor in state.resting if actor.name in self.logs}
         for name, reason in reasons.items():
-            self._set_aside[name] = True
+            self._resting[name] = True
             self._restarts.pop(name, None)
             self._unexplained.pop(name, None)
             instructions += self._condemn(name, reason)
-        for name in [name for name, is_named in self._set_aside.items() if is_named and name not in reasons]:
-            del self._set_aside[name]
+        for name in [name for name, is_named in self._resting.items() if is_named and name not in reasons]:
+            del self._resting[name]
             self._supervisor.forgive(name)
             # An actor that is still being killed starts again after its death, like any other.
             if name not in self.living:

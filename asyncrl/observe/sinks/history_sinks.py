@@ -62,7 +62,7 @@ def run_values(snapshot: Snapshot) -> dict[str, float]:
         "run/attempt": run.attempt,
         "run/disk_free_bytes": run.disk_free_bytes,
         "run/lost_hosts": len(run.lost_hosts),
-        "run/aside": len(run.aside),
+        "run/aside": len(run.resting),
         "run/stalled": bool(run.stalled),
         "run/actors": len(actors),
         "run/actors_ready": sum(actor.condition == "ready" for actor in actors),

@@ -93,5 +93,5 @@ class Supervisor:
         return Restart(pause_s, self._restarts[name])
 
     def forgive(self, name: str) -> None:
-        """Forget the counted deaths of an actor, as after it was set aside for a while."""
+        """Forget the counted deaths of an actor, as after it has rested."""
         self._budgets.pop(name, None)

@@ -132,8 +132,8 @@ def test_a_path_to_an_actor_that_is_not_ready_does_not_count():
     ("condemnations", "can_spare", "max_restarts", "action"),
     [
         (1, True, 3, "restart"),
-        (2, True, 3, "set aside"),
-        (5, True, 3, "set aside"),
+        (2, True, 3, "let it rest"),
+        (5, True, 3, "let it rest"),
         (1, False, 3, "restart"),
         (3, False, 3, "restart"),
         (4, False, 3, "fail the run"),
@@ -142,7 +142,7 @@ def test_a_path_to_an_actor_that_is_not_ready_does_not_count():
         (1, True, 0, "restart"),
     ],
 )
-def test_the_second_condemnation_sets_a_replica_aside_and_fails_the_run_for_other_actors(
+def test_the_second_condemnation_lets_a_replica_rest_and_fails_the_run_for_other_actors(
     condemnations, can_spare, max_restarts, action
 ):
     assert action_after(condemnations, can_spare=can_spare, max_restarts=max_restarts) == action

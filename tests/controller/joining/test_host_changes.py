@@ -342,7 +342,7 @@ async def test_a_joined_host_that_gives_up_fails_the_run_only_after_it_has_serve
 @pytest.mark.parametrize("exit_code", [1, 78])
 @pytest.mark.parametrize("gives_up", ["before", "after"])
 @on_cluster()
-async def test_a_joined_host_serves_with_one_rollouter_and_the_other_is_set_aside(cluster, gives_up, exit_code):
+async def test_a_joined_host_serves_with_one_rollouter_and_the_other_rests(cluster, gives_up, exit_code):
     """Whether the other gives up before the one is ready, or after."""
     (found,) = (await join(cluster, "c", replicas=2)).hosts
     await host(cluster, found.agent, "c", found.actors)
@@ -355,8 +355,8 @@ async def test_a_joined_host_serves_with_one_rollouter_and_the_other_is_set_asid
         await cluster.caller(found.agent).call(end)
     now = await members(cluster, lambda members: members.serving)
     assert (now.serving, now.hosts[0].stage) == ([works], "serving")
-    told = await state(cluster, lambda state: state.aside)
-    assert [(actor.name, actor.reason) for actor in told.aside] == [(broken, "its reason")]
+    told = await state(cluster, lambda state: state.resting)
+    assert [(actor.name, actor.reason) for actor in told.resting] == [(broken, "its reason")]
     assert told.phase == "running"
     # A successor of the controller hears the end again.
     await cluster.die()
@@ -365,9 +365,9 @@ async def test_a_joined_host_serves_with_one_rollouter_and_the_other_is_set_asid
     await cluster.register(works)
     await cluster.caller(found.agent).call(end)
     told = await state(cluster, lambda state: state.phase != "starting")
-    assert (told.phase, [actor.name for actor in told.aside]) == ("running", [broken])
+    assert (told.phase, [actor.name for actor in told.resting]) == ("running", [broken])
     await cluster.caller(LAUNCHER).call(BringBack(name=broken))
-    await state(cluster, lambda state: not state.aside)
+    await state(cluster, lambda state: not state.resting)
     await cluster.register(broken, incarnation=2)
     now = await members(cluster, lambda members: broken in members.serving)
     assert now.serving == found.actors
@@ -384,7 +384,7 @@ async def test_a_joined_host_is_released_once_all_of_its_rollouters_give_up(clus
     now = await members(cluster, lambda members: members.hosts and members.hosts[0].stage == "leaving")
     assert now.hosts[0].reason == f"{found.actors[1]}: its reason"
     told = await state(cluster)
-    assert (told.phase, told.aside) == ("running", [])
+    assert (told.phase, told.resting) == ("running", [])
 
 
 @on_cluster(FAST)

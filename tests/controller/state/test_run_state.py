@@ -1,4 +1,4 @@
-"""The run's state machine, with replicas that are set aside and hosts that are lost."""
+"""The run's state machine, with replicas that are resting and hosts that are lost."""
 
 import pytest
 from hypothesis import given
@@ -57,8 +57,8 @@ def draining(run):
     return set(run.draining) & RANKS[-1]
 
 
-def names_set_aside(run):
-    return [actor.name for actor in run.aside]
+def resting_names(run):
+    return [actor.name for actor in run.resting]
 
 
 # --- the end of a run ---
@@ -108,12 +108,12 @@ def test_the_end_of_the_sinks_neither_ends_the_run_nor_prevents_its_start():
     for exit_code in (2, 78, 1, -9):
         run = machine(SINKS)
         assert end(run, SINKS, code=exit_code, fatal=True)
-        assert (run.phase, run.outcome, names_set_aside(run)) == ("running", None, [SINKS])
+        assert (run.phase, run.outcome, resting_names(run)) == ("running", None, [SINKS])
     run = machine(SINKS, running=False)
     run.ready(ACTORS, 1.0)
     assert (run.phase, run.waiting_for) == ("starting", [SINKS])
     assert run.tick(START_S)
-    assert (run.phase, run.outcome, names_set_aside(run)) == ("running", None, [SINKS])
+    assert (run.phase, run.outcome, resting_names(run)) == ("running", None, [SINKS])
     run = machine(SINKS)
     lose(run, [SINKS])
     assert (run.phase, run.next_deadline()) == ("running", None)
@@ -137,7 +137,7 @@ def test_a_drain_does_not_wait_for_dead_actors_or_lost_hosts():
     + [("learner/0", code, 1) for code in (1, -9, 0)],
 )
 def test_the_first_failure_is_kept(name, exit_code, expected):
-    """Replicas are set aside, except after errors that a restart would meet again."""
+    """Replicas are resting, except after errors that a restart would meet again."""
     run = machine()
     assert run.ended(name, exit_code, True, "", "/logs/l.log", 5.0)
     outcome = run.outcome
@@ -232,28 +232,28 @@ def test_a_preempted_run_may_finish_fail_or_be_stopped(event, exit_code):
     assert run.phase == ("failed" if run.outcome.actor else "done")
 
 
-# --- replicas that are set aside ---
+# --- replicas that are resting ---
 
 
 def test_a_replica_that_is_given_up_restarts_after_its_rest_or_on_request():
     run = machine()
     number = run.number
     assert gives_up(run, "rollouter/1", incarnation=4) and run.number > number
-    assert [(actor.name, actor.reason, actor.rest_s) for actor in run.aside] == [("rollouter/1", WHY, REST_S)]
+    assert [(actor.name, actor.reason, actor.rest_s) for actor in run.resting] == [("rollouter/1", WHY, REST_S)]
     assert (run.phase, run.next_deadline(), run.tick(109.0), run.tick(110.0)) == ("running", 110.0, False, True)
-    # The run waits for it as for any started actor. The end that set it aside counts once, however late.
-    assert (names_set_aside(run), run.next_deadline()) == ([], 110.0 + START_S)
+    # The run waits for it as for any started actor. The end that let it rest counts once, however late.
+    assert (resting_names(run), run.next_deadline()) == ([], 110.0 + START_S)
     assert not gives_up(run, "rollouter/1", 111.0, incarnation=4)
     run.ready(run.expected, 120.0)
     assert (run.phase, run.next_deadline()) == ("running", None)
     assert gives_up(run, "rollouter/1", 130.0, incarnation=5)
     assert not run.bring_back("rollouter/0", 131.0)
     assert run.bring_back("rollouter/1", 131.0)
-    assert (names_set_aside(run), run.next_deadline()) == ([], 131.0 + START_S)
+    assert (resting_names(run), run.next_deadline()) == ([], 131.0 + START_S)
 
 
 @pytest.mark.parametrize(("least", "deaths"), [(1, 3), (2, 2), (3, 1)])
-def test_a_run_with_too_few_replicas_fails_and_names_those_set_aside(least, deaths):
+def test_a_run_with_too_few_replicas_fails_and_names_the_resting_ones(least, deaths):
     run = machine(min_replicas=least)
     for at, name in enumerate(ROLLOUTERS[:deaths]):
         assert run.phase == "running"
@@ -262,42 +262,42 @@ def test_a_run_with_too_few_replicas_fails_and_names_those_set_aside(least, deat
     assert (run.phase, run.outcome.actor, run.outcome.exit_code) == ("draining", last, 1)
     words = f"{WHY}; {3 - deaths} of 3 rollouters are left, and rollout.min_replicas is {least}"
     assert run.outcome.reason.startswith(words) and all(f"{name} ({WHY})" in run.outcome.reason for name in before)
-    assert (run.outcome.log, run.aside) == (f"/logs/{last}", [])
+    assert (run.outcome.log, run.resting) == (f"/logs/{last}", [])
 
 
 def test_the_loss_of_the_last_reward_pool_ends_the_run():
     run = machine("reward/1")
     gives_up(run, "reward/0")
-    assert (run.phase, names_set_aside(run)) == ("running", ["reward/0"])
+    assert (run.phase, resting_names(run)) == ("running", ["reward/0"])
     gives_up(run, "reward/1")
-    assert run.outcome.reason == f"{WHY}; 0 of 2 reward pools are left; set aside before: reward/0 ({WHY})"
+    assert run.outcome.reason == f"{WHY}; 0 of 2 reward pools are left; resting before: reward/0 ({WHY})"
 
 
-def test_a_replica_that_is_not_ready_in_time_is_set_aside_at_the_start_and_later():
+def test_a_replica_that_is_not_ready_in_time_rests_at_the_start_and_later():
     run = machine(running=False)
     gives_up(run, "rollouter/0", 5.0)
     run.ready(run.expected - {"rollouter/0", "rollouter/2"}, 5.0)
     assert (run.phase, run.waiting_for) == ("starting", ["rollouter/2"])
     assert run.tick(START_S)
-    assert (run.phase, names_set_aside(run), run.waiting_for) == ("running", ["rollouter/0", "rollouter/2"], [])
-    assert "not ready 60 s after its start" in run.aside[1].reason
+    assert (run.phase, resting_names(run), run.waiting_for) == ("running", ["rollouter/0", "rollouter/2"], [])
+    assert "not ready 60 s after its start" in run.resting[1].reason
     run = machine()
     end(run, "rollouter/1", 70.0, -9)
     assert run.tick(70.0 + START_S)
-    assert (run.phase, names_set_aside(run)) == ("running", ["rollouter/1"])
+    assert (run.phase, resting_names(run)) == ("running", ["rollouter/1"])
 
 
 @pytest.mark.parametrize("name", ["rollouter/1", "episodes/1"])
-def test_only_its_own_episode_host_is_set_aside_and_restarted_with_a_rollouter(name):
+def test_only_its_own_episode_host_rests_and_restarts_with_a_rollouter(name):
     run = machine(*EPISODES, "reward/1")
     gives_up(run, "episodes/1")
-    assert names_set_aside(run) == ["episodes/1", "rollouter/1"]
-    assert "episodes/1, which plays its episodes, is set aside" in run.aside[1].reason
+    assert resting_names(run) == ["episodes/1", "rollouter/1"]
+    assert "episodes/1, which plays its episodes, is resting" in run.resting[1].reason
     # One that plays for all rollouters, and one that belongs to no pair.
     gives_up(run, "episodes/3")
     gives_up(run, "reward/0")
     assert run.bring_back(name, 11.0)
-    assert names_set_aside(run) == ["episodes/3", "reward/0"]
+    assert resting_names(run) == ["episodes/3", "reward/0"]
     assert run.bring_back("reward/0", 11.0)
     for episodes in EPISODES[:3]:
         gives_up(run, episodes, 12.0, incarnation=2)
@@ -335,13 +335,13 @@ def test_a_run_starts_and_continues_without_a_replica_of_a_lost_host():
     assert run.next_deadline() is None and run.lost_hosts == {}
 
 
-def test_an_actor_that_is_set_aside_is_not_blamed_for_departed_hosts():
+def test_an_actor_that_rests_is_not_blamed_for_departed_hosts():
     run = machine("reward/1", SINKS, min_replicas=3)
     run.left(["rollouter/2"], 5.0)
     gives_up(run, SINKS)
     end(run, "reward/0", 20.0, -9)
     assert run.tick(20.0 + START_S)
-    assert (run.phase, names_set_aside(run)) == ("running", ["reward/0", SINKS])
+    assert (run.phase, resting_names(run)) == ("running", ["reward/0", SINKS])
     gives_up(run, "rollouter/0", 90.0)
     assert run.outcome.reason.startswith(f"{WHY}; 1 of 2 rollouters are left, and rollout.min_replicas is 3")
 
@@ -381,7 +381,7 @@ def test_a_run_without_any_replica_of_a_role_waits_from_the_loss_of_the_last_one
     assert run.next_deadline() is None
 
 
-def test_lost_replicas_and_those_set_aside_are_counted_together():
+def test_lost_and_resting_replicas_are_counted_together():
     run = machine(min_replicas=2)
     lose(run, ["rollouter/0"])
     assert (run.phase, run.next_deadline()) == ("running", None)
@@ -391,24 +391,24 @@ def test_lost_replicas_and_those_set_aside_are_counted_together():
     assert run.outcome.actor == "rollouter/0"
 
 
-def test_a_host_spared_for_long_is_named_together_with_the_replicas_set_aside_since():
+def test_a_host_spared_for_long_is_named_together_with_the_replicas_that_rest_since():
     run = machine(min_replicas=2)
     lose(run, ["rollouter/0"])
     assert not run.tick(1000.0)
     gives_up(run, "rollouter/1", 1000.0)
     assert run.tick(1000.0)
-    words = f"its host b (agent/1) has been lost for 990 s (supervision.host_grace_s); set aside: rollouter/1 ({WHY})"
+    words = f"its host b (agent/1) has been lost for 990 s (supervision.host_grace_s); resting: rollouter/1 ({WHY})"
     assert (run.outcome.actor, run.outcome.reason) == ("rollouter/0", words)
 
 
-def test_the_run_does_not_wait_for_replicas_set_aside_on_a_lost_or_removed_host():
+def test_the_run_does_not_wait_for_resting_replicas_on_a_lost_or_removed_host():
     run = machine()
     gives_up(run, "rollouter/0")
     lose(run, ["rollouter/0"])
     run.host_back("b (agent/1)", 20.0)
-    assert (run.next_deadline(), names_set_aside(run)) == (10.0 + REST_S, ["rollouter/0"])
+    assert (run.next_deadline(), resting_names(run)) == (10.0 + REST_S, ["rollouter/0"])
     run.left(["rollouter/0"], 21.0)
-    assert (run.next_deadline(), names_set_aside(run)) == (None, [])
+    assert (run.next_deadline(), resting_names(run)) == (None, [])
 
 
 # --- any order of events ---
@@ -436,7 +436,7 @@ def happens(run, now, life, kind, what=None):
         case "started":
             return run.started(what) or False
         case "ready":
-            return run.ready(what - set(names_set_aside(run)), now)
+            return run.ready(what - set(resting_names(run)), now)
         case "lost":
             return run.host_lost(f"host of {what}", [what], now)
         case "found":
@@ -455,7 +455,7 @@ def happens(run, now, life, kind, what=None):
 
 
 def seen(run):
-    return run.phase, run.drain, run.waiting_for, run.outcome, run.condemned, run.checkpoint, run.aside
+    return run.phase, run.drain, run.waiting_for, run.outcome, run.condemned, run.checkpoint, run.resting
 
 
 @given(st.integers(1, 3), st.lists(st.tuples(st.floats(0, 50), events), max_size=60))
@@ -474,17 +474,17 @@ def test_invariants(least, history):
         assert outcome is not None or run.outcome is None or run.outcome.exit_code != 75 or run.checkpoint >= 0
         assert run.final == (run.drain == LAST_RANK)
         assert not run.final or run.phase == ("failed" if run.outcome.actor else "done")
-        names = set(names_set_aside(run))
+        names = set(resting_names(run))
         assert not names & (run.awaited | set(run.waiting_for))
         assert run.phase not in ("starting", "running") or len(set(ROLLOUTERS) - names) >= least
-        assert all(REST_S <= actor.rest_s <= LONGEST_REST * REST_S for actor in run.aside)
+        assert all(REST_S <= actor.rest_s <= LONGEST_REST * REST_S for actor in run.resting)
     # Without further events each one is started again within the longest rest.
-    resting, tried, until = set(names_set_aside(run)), set(), now + LONGEST_REST * REST_S
+    resting, tried, until = set(resting_names(run)), set(), now + LONGEST_REST * REST_S
     while run.phase == "running" and (deadline := run.next_deadline()) is not None and deadline <= until:
-        held = set(names_set_aside(run))
+        held = set(resting_names(run))
         run.tick(now := max(now, deadline))
-        tried |= held - set(names_set_aside(run))
-        run.ready(run.expected - set(names_set_aside(run)), now)
+        tried |= held - set(resting_names(run))
+        run.ready(run.expected - set(resting_names(run)), now)
     assert run.phase != "running" or resting <= tried
     run.stop("enough", now)
     while (deadline := run.next_deadline()) is not None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from asyncrl.config.operation import SupervisionConfig
 from asyncrl.launcher.common.agent_messages import AT_ONCE, EndedEvent, RestartEvent
 from asyncrl.launcher.node.agent_state import NEVER_RAN_GRACE_S, VERDICT_S, AgentState, Kill, KillAll, Spawn
-from asyncrl.messages.actors import ActorEnded, ActorStarted, Aside, Condemned, RunState, StopRun
+from asyncrl.messages.actors import ActorEnded, ActorStarted, Condemned, RestingReplica, RunState, StopRun
 from asyncrl.rpc.lifecycle.registry import FIRST_WORD_S
 
 HEAD = ("controller/0", "dataloader/0", "learner/0", "rollouter/0", "rollouter/1")
@@ -22,8 +22,8 @@ def state(phase="running", **changes):
     return RunState(number=1, phase=phase, **changes)
 
 
-def state_set_aside(*names):
-    return state(aside=[Aside(name, "it cannot be kept alive", 600.0) for name in names])
+def state_with_resting(*names):
+    return state(resting=[RestingReplica(name, "it cannot be kept alive", 600.0) for name in names])
 
 
 def condemned(name, incarnation):
@@ -151,7 +151,7 @@ def test_too_many_ends_with_exit_code_0_end_the_run():
     assert found.ending
 
 
-# --- replicas that are set aside ---
+# --- replicas that are resting ---
 
 
 def given_up():
@@ -163,11 +163,11 @@ def given_up():
     return found
 
 
-def test_a_replica_that_was_given_up_restarts_once_it_is_no_longer_set_aside():
+def test_a_replica_that_was_given_up_restarts_once_it_no_longer_rests():
     found = given_up()
     # The controller has not heard of its end so far.
-    assert found.state(state(), 20.1) == found.state(state_set_aside("rollouter/0"), 20.2) == []
-    assert found.state(state_set_aside("rollouter/0"), 900.0) == []
+    assert found.state(state(), 20.1) == found.state(state_with_resting("rollouter/0"), 20.2) == []
+    assert found.state(state_with_resting("rollouter/0"), 900.0) == []
     assert found.state(state(), 901.0) == [Spawn("rollouter/0")]
     found.spawned("rollouter/0", 200)
     # Its earlier deaths are forgotten.
@@ -176,19 +176,19 @@ def test_a_replica_that_was_given_up_restarts_once_it_is_no_longer_set_aside():
 
 def test_a_successor_of_the_controller_hears_which_replicas_were_given_up():
     found = given_up()
-    found.state(state_set_aside("rollouter/0"), 20.2)
+    found.state(state_with_resting("rollouter/0"), 20.2)
     told = found.controller_found(30.0)
     assert [end.name for end in told if isinstance(end, ActorEnded) and end.fatal] == ["rollouter/0"]
-    assert found.state(state(), 30.1) == found.state(state_set_aside("rollouter/0"), 30.2) == []
+    assert found.state(state(), 30.1) == found.state(state_with_resting("rollouter/0"), 30.2) == []
     assert found.state(state(), 30.3) == [Spawn("rollouter/0")]
     assert not any(isinstance(told, ActorEnded) for told in found.controller_found(40.0))
 
 
 @pytest.mark.parametrize("exit_code", [-9, 0])
-def test_a_replica_that_lives_and_is_set_aside_is_killed_and_stays_so(exit_code):
+def test_a_replica_that_lives_and_rests_is_killed_and_stays_so(exit_code):
     found = host()
-    assert found.state(state_set_aside("rollouter/0"), 5.0) == [Kill("rollouter/0")]
-    assert found.state(state_set_aside("rollouter/0"), 5.1) == []
+    assert found.state(state_with_resting("rollouter/0"), 5.0) == [Kill("rollouter/0")]
+    assert found.state(state_with_resting("rollouter/0"), 5.1) == []
     (report,) = found.exited("rollouter/0", exit_code, "", 5.2)
     assert report.fatal and report.reason.endswith(": it cannot be kept alive")
     assert (found.tick(1e6), found.next_deadline(), found.ending) == ([], None, False)
@@ -196,7 +196,7 @@ def test_a_replica_that_lives_and_is_set_aside_is_killed_and_stays_so(exit_code)
     # Nor does a restart that is due come.
     found = host()
     found.exited("rollouter/0", exit_code, "", 5.0)
-    assert found.state(state_set_aside("rollouter/0"), 5.1) == found.tick(100.0) == []
+    assert found.state(state_with_resting("rollouter/0"), 5.1) == found.tick(100.0) == []
 
 
 @pytest.mark.parametrize("exit_code", [2, 78])
@@ -204,7 +204,7 @@ def test_no_end_of_the_sinks_ends_the_run(exit_code):
     found = host(["sinks/0"])
     (report,) = found.exited("sinks/0", exit_code, "", 5.0)
     assert report.fatal and not found.ending and found.failure is None
-    found.state(state_set_aside("sinks/0"), 6.0)
+    found.state(state_with_resting("sinks/0"), 6.0)
     assert found.state(state(), 700.0) == [Spawn("sinks/0")]
 
 
@@ -519,7 +519,7 @@ events = st.one_of(
     st.just(("found",)),
     st.tuples(st.just("exited"), st.sampled_from(HEAD), st.sampled_from([0, 1, 78, -9])),
     st.tuples(st.just("state"), st.sampled_from(["starting", "running", "preempting", "draining", "done", "failed"])),
-    st.tuples(st.just("aside"), st.sets(st.sampled_from(["rollouter/0", "rollouter/1"]))),
+    st.tuples(st.just("resting"), st.sets(st.sampled_from(["rollouter/0", "rollouter/1"]))),
     st.sampled_from([("stop",), ("preempt",), ("kill",), ("launcher_gone",), ("silent",), ("tick",)]),
 )
 
@@ -540,8 +540,8 @@ def test_invariants(history):
         elif kind == "state" and was_found:
             failed = {"failed_actor": "learner/0", "exit_code": 1} if arguments[0] == "failed" else {}
             instructions = found.state(state(arguments[0], **failed), now)
-        elif kind == "aside" and was_found:
-            instructions = found.state(state_set_aside(*arguments[0]), now)
+        elif kind == "resting" and was_found:
+            instructions = found.state(state_with_resting(*arguments[0]), now)
             started = {instruction.name for instruction in instructions if isinstance(instruction, Spawn)}
             assert found.ending or not started & arguments[0]
         elif kind == "launcher_gone":

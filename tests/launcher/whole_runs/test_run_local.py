@@ -162,7 +162,7 @@ def test_a_frozen_agent_is_reported_and_killed_by_its_guard_and_named_as_the_rea
     assert "guard: the agent did not beat for 10 s (supervision.silence_s) and was killed" in agent_log(run)
 
 
-def test_a_dying_replica_is_set_aside_until_the_user_restores_it_and_a_guard_ends_the_run(stub):
+def test_a_dying_replica_rests_until_the_user_restores_it_and_a_guard_ends_the_run(stub):
     behaviour = {"learner/0": {"preempted": 7}, "rollouter/1": {"children": True, "die": [0, 3, 2]}}
     run = stub(behaviour, {"rollout": {"engine": "sim", "replicas": 2}}, max_restarts=1)
 
@@ -172,11 +172,11 @@ def test_a_dying_replica_is_set_aside_until_the_user_restores_it_and_a_guard_end
 
     run.wait_to_show("rollouter/1 died (exit code 3: these are my last words) and is started again")
     why = "exit code 3, after 1 restarts within 600 s: these are my last words"
-    run.wait_to_show(f"controller/0: rollouter/1 is set aside: {why}")
+    run.wait_to_show(f"controller/0: rollouter/1 is resting: {why}")
     assert "The run continues without it; it is tried again after 600 s" in run.shown
     refused = bring_back("rollouter/0")
     assert refused.returncode == 2, refused
-    assert "rollouter/0 cannot be brought back: rollouter/1 is set aside" in refused.stderr
+    assert "rollouter/0 cannot be brought back: rollouter/1 is resting" in refused.stderr
     done = bring_back("rollouter/1")
     assert (done.returncode, done.stdout) == (0, "rollouter/1 is started again\n"), done
     run.actor("rollouter/1")
@@ -189,7 +189,7 @@ def test_a_dying_replica_is_set_aside_until_the_user_restores_it_and_a_guard_end
         "agent/0: its guard was killed, and an agent cannot continue without it (preempted by the death of a guard "
         f"with a checkpoint of version 7) (log: {log})"
     )
-    assert f"rollouter/1 was set aside ({why}" in run.shown.rpartition("run folder")[2], run.shown
+    assert f"rollouter/1 was resting ({why}" in run.shown.rpartition("run folder")[2], run.shown
 
 
 def test_i7_a_run_with_all_processes_killed_is_resumed_in_its_folder(stub):
