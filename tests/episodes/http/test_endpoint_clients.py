@@ -1,9 +1,11 @@
-"""The endpoint as the clients of OpenAI and Anthropic meet it."""
+"""The endpoint as the clients of OpenAI and Anthropic meet it.
+
+The client of Anthropic is imported late, because its import takes as long as many tests.
+"""
 
 import asyncio
 from contextlib import asynccontextmanager
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -45,6 +47,8 @@ def signalling_transport(core, sdk):
 
 @asynccontextmanager
 async def anthropic_client(script, **options):
+    import anthropic
+
     core = ScriptedCore(script)
     async with (
         serving(core, **options) as served,
@@ -188,6 +192,8 @@ async def test_an_episode_that_is_over_is_not_tried_again(late, stream):
 
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_stream_of_anthropic_ends_with_the_episode(late):
+    import anthropic
+
     async with anthropic_client(ends(late)) as (_, served, client):
         with pytest.raises(anthropic.APIStatusError, match="32 turns"):
             async with client.messages.stream(**ASKED, max_tokens=5) as told:
@@ -196,6 +202,8 @@ async def test_a_stream_of_anthropic_ends_with_the_episode(late):
 
 
 async def test_an_unknown_key_is_refused():
+    import anthropic
+
     async with openai_client(key="a" * 32) as (_, served, client):
         with pytest.raises(openai.AuthenticationError):
             await client.chat.completions.create(**ASKED)
