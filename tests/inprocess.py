@@ -123,12 +123,10 @@ class System:
             controller.actor_ended(ended, Caller("agent/0", 1, -1, 0.0))
 
     async def join(self, host: str, replicas: int = 1) -> MemberHost:
-        """A host joins. Its rollouters start once every actor knows of them, and its agent is heard."""
+        """A host joins. Its rollouters start, and its agent is heard."""
         controller = self.actors[CONTROLLER]
         asked = Join(ask=f"{host:x<16}", hosts=[NewHost(host=host, replicas=replicas)])
-        while (joined := await controller.members.join(asked, self.caller(LAUNCHER))).waiting_for:
-            pass
-        (found,) = joined.hosts
+        (found,) = (await controller.members.join(asked, self.caller(LAUNCHER))).hosts
         facts = {"actors": found.actors, "host": host}
         record = ActorRecord(name=found.agent, incarnation=1, address="", host=host, facts=facts)
         controller.register(Register(record=record), self.caller(found.agent))

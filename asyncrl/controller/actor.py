@@ -110,7 +110,7 @@ class Controller(RunActor):
         self._registered = ParkingLot()
         """Resolve calls, which wait for an actor's address."""
         self.members = HostChanges(self, self.registry, self.machine, self._hosts, changed=self._members_changed)
-        self._observation = Observation(self, self.members, self._sinks)
+        self._observation = Observation(self, self._sinks)
         self._failures = FailureDetector(self, self._hosts, self.members, self._observation)
         self._succession = Succession(self, self._hosts, self._observation)
         if (earlier := self._succession.earlier) is not None:
@@ -179,13 +179,10 @@ class Controller(RunActor):
     def register(self, request: Register, caller: Caller) -> Done:
         """Register an actor, or change its record. A record with an address says that the actor is ready.
 
-        Raises Refused for an actor that has left, a wrong name, or an incarnation that is older, has ended or is
-        condemned.
+        Raises Refused for a wrong name, or an incarnation that is older, has ended or is condemned.
         """
         if (request.record.name, request.record.incarnation) != (caller.name, caller.incarnation):
             raise Refused(self.name, "name", ours=caller.name, theirs=request.record.name)
-        if self.members.is_gone(request.record.name):
-            raise Refused(self.name, "name", ours="one of the run's", theirs=f"{request.record.name}, which has left")
         try:
             self.registry.register(request.record, self.clock.now())
             self.machine.started(request.record.name)
@@ -223,12 +220,14 @@ class Controller(RunActor):
 
     @handler
     async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
-        """Park until an incarnation of the actor above ``above`` can be called. Answers None if none can in time.
+        """Park until the caller can call an incarnation of the actor above ``above``. Answers None if none can in time.
 
         With ``unready`` a record with facts is enough.
         """
 
         def find() -> ActorRecord | None:
+            if not self.members.know_each_other(caller.name, request.name):
+                return None
             return self.registry.resolve(request.name, request.above, unready=request.unready)
 
         return Resolved(record=await self._registered.until(find, caller.park_s))
@@ -243,7 +242,8 @@ class Controller(RunActor):
         ``seen_line`` (below 0), as an actor, is not woken by changes that matter to the launcher only. The call also
         notes which members the caller knows.
         """
-        self.members.taken_in(caller.name, caller.incarnation, request.members)
+        if self.members.taken_in(caller.name, request.members):
+            self._registered.wake()
         if request.seen_line < 0:
 
             def matters() -> RunState | None:
@@ -342,9 +342,7 @@ class Controller(RunActor):
         leaving = (actor.name for actor in self.machine.leaving)
         asked = role_of(request.name) in self.machine.draining or request.name in leaving
         newest = self.registry.ended(request.name, request.incarnation, now, asked=asked)
-        # ``drop_unserved`` handles an actor of a joined host that has never served: the actor has to rest or its host
-        # leaves, and the run continues.
-        if newest and not (request.fatal and self.members.drop_unserved(request)):
+        if newest:
             end = (request.name, request.exit_code, request.fatal, request.reason, request.log)
             self.machine.ended(*end, now, incarnation=request.incarnation)
         self.registry_changed()
@@ -407,8 +405,6 @@ class Controller(RunActor):
     def _update_from_registry(self) -> None:
         """Update the run's state from the registry, and wake the calls that wait for a change of either."""
         ready = self.registry.ready()
-        # First, because it adds actors of joined hosts to the run.
-        self.members.ready(ready)
         self._succession.follow_registry()
         self.machine.ready(ready, self.clock.now())
         self.machine.condemn(self.registry.condemned)

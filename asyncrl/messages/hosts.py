@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from asyncrl.messages import AGENT, LAUNCHER, MEMBERS, Count, Done, Message, Request
-from asyncrl.messages.actors import Dead
 
 PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 HostStage = Literal["joining", "serving", "leaving", "lost", "left"]
@@ -40,6 +39,10 @@ class MemberHost(Message, frozen=True, kw_only=True):
     actors: list[str]
     """Names of its rollouters, and then of their episode hosts."""
     stage: HostStage
+    served: bool = False
+    """Whether a joined host has ever served."""
+    keys: list[list[PublicKey]] = []
+    """Those of NewHost; empty without CURVE, and for a host of the start."""
     reason: str = ""
     """Reason that it leaves or has left."""
     within_s: float = 0.0
@@ -67,17 +70,15 @@ class MemberHost(Message, frozen=True, kw_only=True):
 
 
 class Joined(Message, frozen=True, kw_only=True):
-    """The hosts in the order of the request. They may be started once ``waiting_for`` is empty."""
+    """The hosts in the order of the request. They may be started."""
 
     hosts: list[MemberHost]
     peers: dict[str, list[str]] = {}
     """Public keys of the whole run by actor name."""
-    waiting_for: list[str] = []
-    """Live actors that do not have the new keys yet; if there are any, the launcher asks again."""
 
 
 class Join(Request, frozen=True, kw_only=True):
-    """Launcher to controller: let these hosts join. Parked until every live actor knows their keys."""
+    """Launcher to controller: let these hosts join. The caller may retry if the run is still starting."""
 
     reply = Joined
     senders = LAUNCHER
@@ -99,8 +100,6 @@ class Leave(Request, frozen=True, kw_only=True):
     within_s: Annotated[float, Meta(ge=0)]
     """Seconds that it has to finish the groups in progress; the rest then goes back to the dataloader."""
     reason: str = ""
-    ask: str = ""
-    """Join.ask of the request by which the host must have joined, or the controller refuses; empty for any host."""
 
 
 class HostLeft(Request, frozen=True, kw_only=True):
@@ -114,13 +113,31 @@ class Members(Message, frozen=True, kw_only=True):
     """The hosts that joined after the start, and those that leave or have left. Also a file of the controller."""
 
     number: Count
-    keys: dict[str, list[PublicKey]] = {}
-    """Public keys of each agent and actor that has joined, by name, one for each attempt; empty without CURVE."""
-    serving: list[str] = []
-    """Actors of joined hosts that serve, if they have been ready once."""
-    gone: list[Dead] = []
-    """Agents and actors that have left for good; connections with their keys are refused."""
     hosts: list[MemberHost] = []
+
+    @property
+    def keys(self) -> dict[str, list[PublicKey]]:
+        """Public keys of each agent and actor that has joined, by name, one for each attempt; empty without CURVE."""
+        return {name: keys for host in self.hosts for name, keys in zip(host.names, host.keys, strict=False)}
+
+    @property
+    def added(self) -> list[str]:
+        """Actors of the joined hosts that serve or have served."""
+        return [name for host in self.hosts if host.served for name in host.actors]
+
+    @property
+    def gone(self) -> frozenset[str]:
+        """Names that are dead for good. The agent of a lost host may come back, and then learns that it must leave."""
+        left = [host.names if host.stage == "left" else host.actors for host in self.at("lost", "left")]
+        return frozenset(name for names in left for name in names)
+
+    def at(self, *stages: HostStage) -> list[MemberHost]:
+        """Hosts at one of these stages."""
+        return [host for host in self.hosts if host.stage in stages]
+
+    def find(self, agent: str) -> MemberHost | None:
+        """The host of this agent, if it joined after the start or has begun to leave; else None."""
+        return next((host for host in self.hosts if host.agent == agent), None)
 
 
 class WatchMembers(Request, frozen=True, kw_only=True):

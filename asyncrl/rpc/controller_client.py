@@ -69,8 +69,8 @@ class AddressFile(msgspec.Struct, frozen=True, kw_only=True):
 
     address: str
     incarnation: int = 0
-    hosts: dict[str, tuple[str, list[str]]] = {}
-    """By node agent: the name of its host, and the names of the actors there."""
+    hosts: dict[str, tuple[str, list[str], list[str]]] = {}
+    """By node agent: the name of its host, the names of the actors there, and further names of the host."""
     began: float = float("inf")
     """Unix time at which the first controller of this attempt of the run started (s)."""
     restarts: int = 0

@@ -37,7 +37,7 @@ class KnownHost:
     name: str
     """Name of the host in the hostfile, or else its own hostname."""
     actors: frozenset[str]
-    also: frozenset[str] = field(default=frozenset(), compare=False)
+    also: frozenset[str] = frozenset()
     """Further names of the host: its own hostname and its address; known once its agent has registered."""
 
     def __str__(self) -> str:
@@ -60,8 +60,6 @@ class KnownHosts:
     lost: dict[str, KnownHost] = field(default_factory=dict)
     _known_since: dict[str, float] = field(default_factory=dict)
     _lost_since: dict[str, float] = field(default_factory=dict)
-    _agent_of: dict[str, str] = field(default_factory=dict)
-    """Agent of each actor's host."""
 
     def register(self, record: ActorRecord, now: float) -> bool:
         """Store the host that an agent's record describes. Returns whether that is new; False for other actors."""
@@ -75,18 +73,17 @@ class KnownHosts:
 
     def recall(self, described: Mapping[str, Any], now: float) -> None:
         """Restore hosts from the ``describe`` of an earlier controller."""
-        for agent, (name, actors) in described.items():
-            self._add(KnownHost(agent, name, frozenset(actors)), now)
+        for agent, (name, actors, also) in described.items():
+            self._add(KnownHost(agent, name, frozenset(actors), frozenset(also)), now)
 
     def forget(self, agent: str) -> None:
         """Remove a host that has left the run for good."""
         self.known.pop(agent, None)
         self.lost.pop(agent, None)
-        self._agent_of = {name: other for name, other in self._agent_of.items() if other != agent}
 
-    def describe(self) -> dict[str, tuple[str, list[str]]]:
-        """By agent: the name and the actors of its host."""
-        return {host.agent: (host.name, sorted(host.actors)) for host in self.known.values()}
+    def describe(self) -> dict[str, tuple[str, list[str], list[str]]]:
+        """By agent: the name, the actors and the further names of its host."""
+        return {host.agent: (host.name, sorted(host.actors), sorted(host.also)) for host in self.known.values()}
 
     def look(self, registry: Registry, now: float) -> tuple[list[KnownHost], list[KnownHost]]:
         """Returns the hosts that are newly lost, and those that are back; called once in each heartbeat interval."""
@@ -113,14 +110,14 @@ class KnownHosts:
 
     def in_doubt(self, registry: Registry, now: float) -> set[str]:
         """The actors on hosts in doubt."""
-        doubtful = {agent for agent, host in self.known.items() if self._is_in_doubt(host, registry, now)}
-        return {actor for actor, agent in self._agent_of.items() if agent in doubtful}
+        return {
+            actor for host in self.known.values() if self._is_in_doubt(host, registry, now) for actor in host.actors
+        }
 
     def _add(self, host: KnownHost, now: float) -> bool:
         self._known_since.setdefault(host.agent, now)
         is_new = self.known.get(host.agent) != host
         self.known[host.agent] = host
-        self._agent_of.update(dict.fromkeys(host.actors, host.agent))
         return is_new
 
     def _is_in_doubt(self, host: KnownHost, registry: Registry, now: float) -> bool:

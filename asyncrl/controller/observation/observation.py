@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.controller.joining.host_changes import HostChanges
 from asyncrl.controller.observation.recent_lines import RecentEvents, RecentMetrics, is_proper
 from asyncrl.controller.observation.sinks_feed import SinksFeed
 from asyncrl.controller.observation.snapshots import Snapshots, view_actor
@@ -45,7 +44,7 @@ class Observation:
     ``sinks`` gets each snapshot that is due for the recording.
     """
 
-    def __init__(self, controller: RunActor, members: HostChanges, sinks: SinksFeed) -> None:
+    def __init__(self, controller: RunActor, sinks: SinksFeed) -> None:
         config, context = controller.config, controller.context
         self._controller, self._registry, self._run = controller, controller.registry, controller.machine
         self._sinks = sinks
@@ -78,7 +77,7 @@ class Observation:
         """Write of the snapshot that was recorded last."""
         self._is_over = False
         """Whether the last snapshot was taken."""
-        self.snapshots = Snapshots(controller, members, self)
+        self.snapshots = Snapshots(controller, self)
 
     async def run(self) -> None:
         """Take snapshots and check logs and disk, until cancelled."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -27,7 +27,6 @@ from weakref import WeakKeyDictionary
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.controller.joining.host_changes import HostChanges
 from asyncrl.controller.observation.recent_lines import RecentMetrics
 from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.core.roles import ROLES, role_of
@@ -84,10 +83,10 @@ class Given:
 class Snapshots:
     """The snapshots of a run. ``observation`` adds events and lines of metrics, and records the encoded snapshots."""
 
-    def __init__(self, controller: RunActor, members: HostChanges, observation: Observation) -> None:
+    def __init__(self, controller: RunActor, observation: Observation) -> None:
         config = controller.config
         self._controller, self._registry, self._run = controller, controller.registry, controller.machine
-        self._members, self._observation = members, observation
+        self._observation = observation
         self._record_s = config.monitor.record_s if config.monitor.record_bytes or config.sinks.are_wanted else None
         """Time between two recorded snapshots (s); None if neither the recording nor a sink needs them."""
         self._now = controller.clock.now
@@ -192,7 +191,7 @@ class Snapshots:
         actor, run, past, config = self._controller, self._run, self._observation, self._controller.config
         now, wall, heartbeat_s = self._now(), actor.clock.wall(), config.supervision.heartbeat_s
         views = [past.view_self(now)]
-        for view in view_actors(self._registry, run.expected, actor.name, now, heartbeat_s, self._members.is_gone):
+        for view in view_actors(self._registry, run.expected, actor.name, now, heartbeat_s, actor.roster.gone):
             views.append(view)
             if len(views) % ACTORS_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -245,14 +244,14 @@ def view_actors(
     own: str,
     now: float,
     heartbeat_s: float,
-    is_gone: Callable[[str], bool] = lambda name: False,
+    gone: Collection[str] = (),
 ) -> Iterator[ActorView]:
     """Yields a view of each actor except ``own``, the controller, and except those that are gone.
 
     Times in the views are extended to ``now`` (monotonic, s).
     """
     for name in sorted({*expected, *registry.entries} - {own}, key=_sort_key):
-        if is_gone(name):
+        if name in gone:
             continue
         if (entry := registry.entries.get(name)) is None:
             yield ActorView(name=name, host="", condition="absent")

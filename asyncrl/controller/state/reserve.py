@@ -70,9 +70,10 @@ class Reserve:
         """Return a role that would have too few actors without the replicas ``without``; None if each has enough.
 
         Too few are fewer than ``least`` rollouters, or no reward pool. Only the roles of ``without`` are checked:
-        another role may have too few because hosts have left, which is not the fault of these replicas.
+        another role may have too few because hosts have left, which is not the fault of these replicas. A replica that
+        is not ``expected`` takes nothing away.
         """
-        without = frozenset(without)
+        without = frozenset(without).intersection(expected)
         counts = {role: 0 for role in map(role_of, without) if role in PLURALS}
         for name in expected:
             if role_of(name) in counts and name not in self.resting and name not in without:

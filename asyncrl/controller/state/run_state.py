@@ -101,6 +101,8 @@ class RunStateMachine:
     _lost: dict[str, tuple[float, str]] = field(default_factory=dict)
     """By actor of a lost host: the time of the loss (s), and the host."""
     _ready: set[str] = field(default_factory=set)
+    _on_trial: set[str] = field(default_factory=set)
+    """Replicas that have joined and have not been ready so far."""
     _ended: set[str] = field(default_factory=set)
     """Actors whose process has ended, or whose host is lost; draining does not wait for them."""
     _awaited_since: dict[str, float] = field(default_factory=dict)
@@ -187,6 +189,7 @@ class RunStateMachine:
         """Store the actors that are ready now. A starting run becomes running once every needed actor is ready."""
         phase, waiting_for = self.phase, self.waiting_for
         self._ready = set(names) & self.expected
+        self._on_trial -= self._ready
         self._update_waits(now)
         if self.phase == "starting" and self._ready >= self.expected - self._spared - self._resting:
             self.phase = "running"
@@ -219,7 +222,7 @@ class RunStateMachine:
             self._awaited_since[name] = now
         if self.drain:
             return self.tick(now)
-        if fatal and may_rest(name, is_healable=exit_code not in UNHEALABLE_EXITS):
+        if fatal and may_rest(name, is_healable=exit_code not in UNHEALABLE_EXITS or name in self._on_trial):
             return self.let_rest(name, incarnation, reason or describe_exit(exit_code), log, now)
         if fatal:
             code = exit_code if exit_code in UNHEALABLE_EXITS else 1
@@ -275,10 +278,15 @@ class RunStateMachine:
         self._update_waits(now)
         return self._changed()
 
-    def joined(self, name: str) -> bool:
-        """Add an actor to the run."""
-        self.expected |= {name}
-        return self._changed()
+    def joined(self, names: Iterable[str], now: float) -> bool:
+        """Add replicas to the run. Until one has been ready, the run does not fail because of it."""
+        new = frozenset(names) - self.expected
+        self.expected |= new
+        self._on_trial |= new
+        # They have no process so far, and a drain does not wait for one.
+        self._ended |= new
+        self._update_waits(now)
+        return bool(new) and self._changed()
 
     def left(self, names: Collection[str], now: float) -> bool:
         """Remove these actors from the run."""
@@ -287,21 +295,23 @@ class RunStateMachine:
             self._lost.pop(name, None)
             self._awaited_since.pop(name, None)
         self._ended &= self.expected
+        self._on_trial &= self.expected
         self._reserve.forget(names)
         self.ready(self._ready, now)
         self._changed()
         self.tick(now)
         return True
 
-    def lost_host_left(self, host: str) -> bool:
-        """Remove a lost host from the run for good."""
-        return self.lost_hosts.pop(host, None) is not None and self._changed()
-
     def tell_members(self, number: int, leaving: list[Leaving]) -> bool:
-        """Set the number of the newest Members message, and the agents and actors that have to leave."""
+        """Set the number of the newest Members message, and the agents and actors that have to leave.
+
+        A lost host that leaves is removed in the same step, because it would be reported as back otherwise.
+        """
         if (number, leaving) == (self.members, self.leaving):
             return False
         self.members, self.leaving = number, leaving
+        agents = tuple(f"({each.name})" for each in leaving)
+        self.lost_hosts = {host: lost for host, lost in self.lost_hosts.items() if not host.endswith(agents)}
         return self._changed()
 
     def set_stuck(self, actors: list[Stuck]) -> bool:
@@ -408,7 +418,7 @@ class RunStateMachine:
         if not self._lost:
             return set()
         # Actors that are left by role: on no lost host, and not resting.
-        left = Counter(role_of(name) for name in self.expected - self._lost.keys() - self._resting)
+        left = Counter(role_of(name) for name in self._proven - self._lost.keys() - self._resting)
         return {
             name
             for name in self._lost
@@ -417,13 +427,18 @@ class RunStateMachine:
         }
 
     @property
+    def _proven(self) -> frozenset[str]:
+        """The actors of the run without those that have joined and have never been ready."""
+        return self.expected - self._on_trial
+
+    @property
     def _resting(self) -> set[str]:
         """Replicas that are resting."""
         return set(self._reserve.resting)
 
     def can_spare(self, name: str) -> bool:
         """Whether the run can continue without this replica."""
-        return is_replicated(name) and self._reserve.lacking(self.expected, self.min_replicas, without=[name]) is None
+        return is_replicated(name) and self._reserve.lacking(self._proven, self.min_replicas, without=[name]) is None
 
     def let_rest(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
         """Let a replica rest, so that its agent ends it. If too few are left, fails the run unless it is preempted.
@@ -443,7 +458,7 @@ class RunStateMachine:
         ``name`` is one of these replicas, which rests for ``reason``. ``resting_before`` has the replicas that rested
         before, so that only the roles of the replicas that begin to rest are checked.
         """
-        shortage_text = self._reserve.describe_shortage(self.expected, self.min_replicas, resting_before)
+        shortage_text = self._reserve.describe_shortage(self._proven, self.min_replicas, resting_before)
         # A preempted run only needs the learner, for its checkpoint.
         if shortage_text is not None and self.phase != "preempting":
             return self.fail(name, reason + shortage_text, log, 1, now)
@@ -457,7 +472,7 @@ class RunStateMachine:
         Fails the run instead if too few would be left, or if one of them is no replica.
         """
         reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
-        lacking_role = self._reserve.lacking(self.expected, self.min_replicas, without=late)
+        lacking_role = self._reserve.lacking(self._proven, self.min_replicas, without=late)
         if lacking_role is None and all(map(is_replicated, late)):
             resting_before = dict(self._reserve.resting)
             # Incarnation 0: no end of a process is the cause. sum(), because any() would stop at the first replica.

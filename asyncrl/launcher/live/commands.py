@@ -6,9 +6,7 @@ They fail with UsageError if the run cannot be reached or refuses, and with Dead
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
-from collections.abc import Callable
 
 from asyncrl.core.errors import DeadlineExceeded, UsageError
 from asyncrl.launcher.agent_handle import SLACK_S
@@ -55,31 +53,26 @@ async def leave_run(run: LiveRun, host: str, within_s: float | None = None) -> i
         # First the agent ends its actors. Then the controller hears its farewell, or counts the host as lost.
         farewell_s = max(supervision.host_lost_s, supervision.host_grace_s, FAREWELL_S)
         patience_s = within_s + supervision.drain_s + farewell_s + SLACK_S
+        stage = begun.stage
         try:
             async with asyncio.timeout(patience_s):
-                left = await _wait_until_left(controller, begun.agent)
+                async for members in controller.members():
+                    stage = next(host.stage for host in members.hosts if host.agent == begun.agent)
+                    if stage in ("left", "lost"):
+                        break
         except TimeoutError:
             progress.warn(
                 [f"{begun.host} has not left within {patience_s:g} s; see the log of controller/0 in {run.folder.logs}"]
             )
             return 1
-    if left is None:
-        progress.say("the run has ended meanwhile, and the host with it")
-        return 0
-    if left.stage == "lost":
+    if stage == "lost":
         progress.warn([f"{begun.host}: it was lost before it could leave; its unfinished groups are generated again"])
         return 1
-    progress.say(f"{begun.host} has left the run: {actors} have ended, and the run continues without them")
+    if stage == "left":
+        progress.say(f"{begun.host} has left the run: {actors} have ended, and the run continues without them")
+    else:
+        progress.say("the run has ended meanwhile, and the host with it")
     return 0
-
-
-async def _wait_until_left(controller: LiveController, agent: str) -> MemberHost | None:
-    """Wait until the host of this agent has left or is lost, and return it; None if the run ends before."""
-    async for members in controller.members():
-        for host in members.hosts:
-            if host.agent == agent and host.stage in ("left", "lost"):
-                return host
-    return None
 
 
 async def stop_run(run: LiveRun) -> int:
@@ -95,32 +88,20 @@ async def stop_run(run: LiveRun) -> int:
     progress.say(f"{path} is preempted: it writes a checkpoint (at most {grace_s:g} s), then its processes end")
     # The margin: the guard waits for the processes that its agent has killed.
     patience_s = grace_s + drain_s + END_S
-    with LiveController(run) as controller:
-        asking = asyncio.create_task(controller.ask(StopRun(reason=STOP, preempt=True), timeout=patience_s))
-        try:
-            await _wait_until(lambda: asking.done() or not run.lives, patience_s)
-            if run.lives:
-                await asking
-        except DeadlineExceeded:
-            return _report_late(run, progress, f"{CONTROLLER} has not answered within {patience_s:g} s")
-        finally:
-            asking.cancel()
-            with contextlib.suppress(asyncio.CancelledError, DeadlineExceeded, UsageError):
-                await asking
-    if not await _wait_until(lambda: not run.lives, patience_s):
+    try:
+        with LiveController(run) as controller:
+            await controller.ask(StopRun(reason=STOP, preempt=True), timeout=patience_s)
+        async with asyncio.timeout(patience_s):
+            while run.lives:  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
+    except UsageError:
+        if run.lives:
+            raise
+    except DeadlineExceeded:
+        return _report_late(run, progress, f"{CONTROLLER} has not answered within {patience_s:g} s")
+    except TimeoutError:
         return _report_late(run, progress, f"{agent_name(0)} has not ended the run within {patience_s:g} s")
     return _conclude(run, progress)
-
-
-async def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait until ``condition()`` is true; returns False if it is still false after ``timeout_s`` seconds."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + timeout_s
-    while not condition():
-        if loop.time() >= until:
-            return False
-        await asyncio.sleep(LOOK_S)
-    return True
 
 
 def _report_late(run: LiveRun, progress: TerminalProgress, what: str) -> int:

@@ -1,8 +1,8 @@
 """Adds hosts to a live run: reaches them, asks the controller for names and admission, starts their agents.
 
 The configuration is the run's. This command decides by a host's GPUs how many engines it gets, and makes the keys of
-the new agents and actors. Only their public halves go to the controller, which admits them. If anything fails before
-the agents are started, the command withdraws the hosts. If it cannot, the controller drops them after
+the new agents and actors. Only their public halves go to the controller, which admits them. If the agents cannot be
+started, the command withdraws the hosts. If it cannot, the controller drops them after
 ``supervision.start_timeout_s``.
 
 Then the command follows these hosts to their end. It shows their events and stores their logs as the run's launcher
@@ -59,14 +59,16 @@ from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 from asyncrl.rpc.wire.keys import keyring_of, make_pairs
 
 ASK_S = 20.0
-"""Deadline in seconds of a Leave, or of one Join. The controller answers a Join late, once the run is ready."""
+"""Deadline in seconds of a Leave."""
 WITHDRAW_S = 5.0
 
 
 def join_run(run: LiveRun, lines: Sequence[HostLine], start: StartCommand, *, dry_run: bool = False) -> int:
     """Add these hosts to the run and follow them to their end; returns the exit code."""
     progress = TerminalProgress(sys.stderr if dry_run else sys.stdout, run.config.learner.steps)
-    return asyncio.run(JoinedHosts(run, lines, start, progress).main(dry_run=dry_run))
+    hosts = JoinedHosts(run, lines, start, progress)
+    # A signal before the agents start undoes everything.
+    return asyncio.run(undone_by_signals(hosts.main(dry_run=dry_run), progress))
 
 
 @dataclass
@@ -83,8 +85,8 @@ class JoinedHosts:
     _reached: ReachedHosts = field(init=False)
     _hosts: dict[str, PlacementHost] = field(default_factory=dict)
     """The new hosts by name, with their addresses and GPUs."""
-    _shown: set[str] = field(default_factory=set)
-    """News that was shown: agents and actors that serve, and "AGENT leaves"."""
+    _shown: dict[str, MemberHost] = field(default_factory=dict)
+    """By agent: the host as it was last shown."""
     _drain_refused: bool = False
     """Whether the controller has refused to drain a host."""
     _killing: bool = False
@@ -95,14 +97,10 @@ class JoinedHosts:
         self._reached = ReachedHosts(self.start, limit_s, self.progress, count=len(self.lines))
 
     async def main(self, *, dry_run: bool) -> int:
-        """Add the hosts and follow them; returns the exit code. A signal before the agents start undoes everything."""
-        try:
-            return await undone_by_signals(self._main(dry_run=dry_run), self.progress)
-        finally:
-            await self._reached.close()
+        """Reach the hosts and place their actors; then add and follow them, or in a dry run only show the plan.
 
-    async def _main(self, *, dry_run: bool) -> int:
-        """Reach the hosts and place their actors; then add and follow them, or in a dry run only show the plan."""
+        Returns the exit code.
+        """
         # The controller's IP address; the URL comes from a socket, so it has no name.
         head = self.run.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         if ipaddress.ip_address(head).is_loopback:
@@ -110,14 +108,17 @@ class JoinedHosts:
                 f"{self.run.folder.path}: this run listens on {head} alone, where no other host reaches it; "
                 "start a run that hosts are to join with --hosts over two or more"
             )
-        await self._reached.reach([line.name for line in self.lines])
-        await self._place(head)
-        if dry_run:
-            self._show_plan()
-            return 0
-        with LiveController(self.run) as self.controller:
-            await self._begin()
-            return await self.follow()
+        try:
+            await self._reached.reach([line.name for line in self.lines])
+            await self._place(head)
+            if dry_run:
+                self._show_plan()
+                return 0
+            with LiveController(self.run) as self.controller:
+                await self._begin()
+                return await self.follow()
+        finally:
+            await self._reached.close()
 
     async def _place(self, head: str) -> None:
         """Choose the address and GPUs of each host (``_hosts``). Raises UsageError if an engine does not fit."""
@@ -146,7 +147,7 @@ class JoinedHosts:
     async def _begin(self) -> None:
         """Have the controller admit the hosts, prepare each with its keys, and start the agents.
 
-        If anything fails while the run lives, it withdraws the hosts again. Raises AsyncRLError.
+        Withdraws the hosts if they cannot be started. Raises AsyncRLError.
         """
         config, folder, credentials = self.run.config, self.run.folder, self.run.credentials
         attempts, episodes = config.supervision.max_restarts + 1, config.episode.kind != "single"
@@ -160,8 +161,8 @@ class JoinedHosts:
             pairs += host_pairs
             added.append(NewHost(host=name, address=place.address, replicas=replicas, keys=keys, episodes=episodes))
         request = Join(ask=secrets.token_hex(16), hosts=added)
+        joined: Joined = await self.controller.ask(request, timeout=config.supervision.start_timeout_s)
         try:
-            joined = await self._ask_until_ready(request)
             names = [name for host in joined.hosts for name in host.names]
             named = dict(zip(names, pairs, strict=credentials.curve))
             keyring = keyring_of(credentials.run_id, credentials.secret, joined.peers, named)
@@ -174,34 +175,15 @@ class JoinedHosts:
             await self._reached.ask(specs, Prepared, "prepared")
             self.members = [self._start_agent(host) for host in joined.hosts]
         except BaseException as error:
-            if self.run.lives:
-                await self._withdraw(request.ask, str(error) or type(error).__name__)
+            for host in joined.hosts if self.run.lives else ():
+                reason = f"it could not be started: {str(error) or type(error).__name__}"
+                # Other errors do not matter: the controller drops these hosts later.
+                with contextlib.suppress(AsyncRLError):
+                    leave = Leave(host=host.agent, within_s=0.0, reason=reason)
+                    await self.controller.ask(leave, timeout=WITHDRAW_S)
             raise
         for host in joined.hosts:
             self.progress.say(f"{host.host} joins as {host.agent} with {', '.join(host.actors)}")
-
-    async def _ask_until_ready(self, request: Join) -> Joined:
-        """Repeat the request until every live actor knows the new keys; returns the last reply.
-
-        Raises UsageError if the run refuses or is not ready within supervision.start_timeout_s, and DeadlineExceeded.
-        """
-        loop, limit = asyncio.get_running_loop(), self.run.config.supervision.start_timeout_s
-        until = loop.time() + limit
-        while True:
-            joined: Joined = await self.controller.ask(request, timeout=max(1.0, min(ASK_S, until - loop.time())))
-            if not joined.waiting_for:
-                return joined
-            if loop.time() >= until:
-                waiting = ", ".join(joined.waiting_for[:4])
-                raise UsageError(f"the run was not ready for other hosts within {limit:g} s: it waits for {waiting}")
-
-    async def _withdraw(self, ask: str, why: str) -> None:
-        """Have the controller drop the hosts of the Join with the id ``ask``; ``why`` is the reason that it gets."""
-        # Errors do not matter: the controller may not know these hosts, or may have refused them.
-        for name in self._hosts:
-            leave = Leave(host=name, within_s=0.0, reason=f"it could not be started: {why}", ask=ask)
-            with contextlib.suppress(AsyncRLError):
-                await self.controller.ask(leave, timeout=WITHDRAW_S)
 
     def _start_agent(self, host: MemberHost) -> AgentHandle:
         """Start the agent of an admitted host, and send it the controller's address."""
@@ -259,11 +241,12 @@ class JoinedHosts:
         own = {agent_name(member.index) for member in self.members}
         async for members in self.controller.members():
             for host in [host for host in members.hosts if host.agent in own]:
-                if new := [name for name in host.actors if name in members.serving and name not in self._shown]:
-                    self._shown |= {host.agent, *new}
-                    self.progress.say(f"{host.host}: {', '.join(new)} serve from now on")
-                if host.stage == "leaving" and f"{host.agent} leaves" not in self._shown:
-                    self._shown.add(f"{host.agent} leaves")
+                shown, self._shown[host.agent] = self._shown.get(host.agent), host
+                if shown is not None and shown.stage == host.stage:
+                    continue
+                if host.stage == "serving":
+                    self.progress.say(f"{host.host} serves from now on: {', '.join(host.actors)}")
+                elif host.stage == "leaving":
                     self.progress.say(f"{host.host} leaves" + (f": {host.reason}" if host.reason else ""))
         # No more news: the run has ended on its head.
         await end_in_steps(self.members, self.run.config.supervision.drain_s)
@@ -307,7 +290,7 @@ class JoinedHosts:
 
     def _conclude(self, member: AgentHandle) -> int:
         """Show how a member ended; returns its exit code, or 1 if its end is unknown or it has left without serving."""
-        ended = member.ended
+        ended, shown = member.ended, self._shown.get(agent_name(member.index))
         if ended is None and member.lost:
             self.progress.warn([f"{member.loss_words}; its actors continue with the run"])
             return 1
@@ -317,7 +300,7 @@ class JoinedHosts:
             return 1
         if ended.result == "failed":
             self.progress.warn([str(ActorFailed(ended.actor, ended.reason, log=ended.log))])
-        elif ended.result == "left" and (self.interrupts.signal or agent_name(member.index) in self._shown):
+        elif ended.result == "left" and (self.interrupts.signal or (shown is not None and shown.served)):
             self.progress.say(f"{member.host} has left the run")
         elif ended.result == "left":
             why = f": {ended.reason}" if ended.reason else ""

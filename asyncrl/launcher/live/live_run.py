@@ -8,6 +8,7 @@ read its private folder. If the controller refuses a request, the error has its 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,8 @@ from asyncrl.rpc.wire.keys import LAUNCHER, Credentials, load_credentials
 
 INCARNATION = 1
 """Incarnation of every command that calls as the launcher. With different ones only the newest could call."""
-WATCH_S = 10.0
-"""Deadline in seconds of WatchMembers, which waits for news; the controller answers before half of it."""
+LOOK_S = 10.0
+"""Seconds of waiting for an answer after which a command looks whether the run still lives, and calls again."""
 AGAIN_S = 0.5
 """Seconds before a call is repeated."""
 
@@ -99,46 +100,44 @@ class LiveController(ControllerClient):
         """Send a request and return its reply; repeats a request that was refused only for now.
 
         ``timeout`` (s), by default network.call_timeout_s, covers all repeats. Raises UsageError if the controller
-        refuses the request or the run has ended, and DeadlineExceeded if a live run does not answer.
+        refuses the request, too many commands are connected or the run has ended. Raises DeadlineExceeded if a live run
+        does not answer.
         """
-        loop = asyncio.get_running_loop()
+        loop, path = asyncio.get_running_loop(), self._run.folder.path
         until = loop.time() + (self._run.config.network.call_timeout_s if timeout is None else timeout)
-        try:
-            while True:
-                try:
-                    return await self._call(request, until - loop.time())
-                except RemoteError as error:
-                    if not error.retryable or loop.time() + AGAIN_S >= until:
-                        raise
-                    await asyncio.sleep(AGAIN_S)
-        except (RemoteError, ProtocolError) as error:
-            raise UsageError(error.message if isinstance(error, RemoteError) else str(error)) from None
-        except DeadlineExceeded:
-            if not self._run.lives:
-                raise UsageError(f"{self._run.folder.path}: the run in it has ended") from None
-            raise
-
-    async def _call(self, request: Request, timeout: float) -> Any:
-        """Send a request once. Raises UsageError if too many commands are connected."""
-        try:
-            return await self.peer.call(request, timeout=timeout)
-        except Refused as error:
-            if error.code != CROWDED:
-                raise
-            raise UsageError(
-                f"{self._run.folder.path}: the run serves {error.theirs}, and as many commands speak to "
-                "it already: end one of them, or wait until one has ended"
-            ) from None
+        while True:
+            left_s = until - loop.time()
+            try:
+                return await self.peer.call(request, timeout=min(left_s, LOOK_S))
+            except RemoteError as error:
+                if not error.retryable or left_s <= AGAIN_S:
+                    raise UsageError(error.message) from None
+                await asyncio.sleep(AGAIN_S)
+            except ProtocolError as error:
+                raise UsageError(str(error)) from None
+            except Refused as error:
+                if error.code != CROWDED:
+                    raise
+                raise UsageError(
+                    f"{path}: the run serves {error.theirs}, and as many commands speak to it already: end one of "
+                    "them, or wait until one has ended"
+                ) from None
+            except DeadlineExceeded:
+                if not self._run.lives:
+                    raise UsageError(f"{path}: the run in it has ended") from None
+                if left_s <= LOOK_S:
+                    raise
 
     async def members(self) -> AsyncIterator[Members]:
         """Yield the members now and at each change until the run ends. Waits for a controller that is away."""
         seen = -1
-        while self._run.lives:
+        while True:
             try:
-                members: Members = await self._call(WatchMembers(seen=seen), WATCH_S)
-            except (DeadlineExceeded, RemoteError):
-                await asyncio.sleep(AGAIN_S)
-                continue
+                members: Members = await self.ask(WatchMembers(seen=seen), timeout=math.inf)
+            except UsageError:
+                if self._run.lives:
+                    raise
+                return
             if members.number != seen:
                 seen = members.number
                 yield members

@@ -14,6 +14,8 @@ from asyncrl.rpc.wire.keys import Credentials
 from asyncrl.rpc.wire.transport import Transport
 
 CONTROLLER = "controller/0"
+ABOVE_ALL = 1 << 62
+"""Larger than every incarnation."""
 
 
 class Roster:
@@ -26,18 +28,23 @@ class Roster:
         """All actors of the run, in the order in which they came."""
         self.number = 0
         """Number of the newest Members message that was applied."""
+        self.gone = frozenset[str]()
+        """Agents and actors that have left for good; connections with their keys are refused."""
         self.peers: dict[str, list[str]] = dict(credentials.peers)
         """Public keys by name, of agents too; none without CURVE."""
 
     def take_in(self, members: Members) -> list[Dead]:
-        """Admit exactly the members of the run. Returns the actors that have left; none if the message is not new."""
+        """Admit exactly the members of the run. Returns the actors that have left; none if the message is not new.
+
+        They are dead in all incarnations.
+        """
         if members.number <= self.number:
             return []
         self.number = members.number
-        gone = {dead.name for dead in members.gone}
-        self.actors = tuple(name for name in (*self._initial, *members.serving) if name not in gone)
+        self.gone = members.gone
+        self.actors = tuple(name for name in (*self._initial, *members.added) if name not in self.gone)
         if self._credentials.curve:
             known = self._credentials.peers | members.keys
-            self.peers = {name: keys for name, keys in known.items() if name not in gone}
+            self.peers = {name: keys for name, keys in known.items() if name not in self.gone}
             self._transport.admit(self.peers)
-        return members.gone
+        return [Dead(name, ABOVE_ALL) for name in sorted(self.gone)]

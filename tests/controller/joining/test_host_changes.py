@@ -15,7 +15,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.controller.joining import host_changes
 from asyncrl.core.errors import Refused, RemoteError
 from asyncrl.launcher.node.agent_link import AgentLink
-from asyncrl.messages.actors import ActorEnded, BringBack, Dead, StopRun, WatchRun
+from asyncrl.messages.actors import ActorEnded, BringBack, Resolve, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft, Join, Leave, Members, NewHost, WatchMembers
 from asyncrl.messages.monitor import WatchSnapshot, decode_snapshot
 from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER
@@ -83,7 +83,7 @@ async def serve(cluster, name="c", ask=ASK):
     (found,) = (await join(cluster, name, ask=ask)).hosts
     await host(cluster, found.agent, name, found.actors)
     await cluster.register(found.actors[0])
-    await members(cluster, lambda members: found.actors[0] in members.serving)
+    await members(cluster, lambda members: found.actors[0] in members.added)
     return found
 
 
@@ -115,27 +115,31 @@ def nothing_written():
 
 
 @on_cluster()
-async def test_i6_a_new_host_starts_once_every_actor_knows_its_keys(cluster):
-
-    async def all_know(number):
-        for name in OTHERS:
-            await cluster.caller(name).call(WatchRun(members=number), timeout=0.4)
+async def test_i6_a_joined_actor_and_another_find_each_other_once_both_know_the_keys(cluster):
+    async def knows(name, number):
+        await cluster.caller(name).call(WatchRun(members=number), timeout=0.4)
 
     joined = await join(cluster, "c", "d")
     assert [(host.agent, host.actors) for host in joined.hosts] == [
         ("agent/1", [f"rollouter/{CONFIG.rollout.replicas}"]),
         ("agent/2", [f"rollouter/{CONFIG.rollout.replicas + 1}"]),
     ]
-    assert sorted(joined.waiting_for) == sorted(OTHERS)
+    assert (await join(cluster, "c", "d")).hosts == joined.hosts
     number = (await state(cluster, lambda found: found.members)).members
-    await all_know(number - 1)
-    assert (await join(cluster, "c", "d")).waiting_for
-    await all_know(number)
-    again = await join(cluster, "c", "d")
-    assert (again.hosts, again.waiting_for) == (joined.hosts, [])
-    # An actor that has restarted is asked again.
-    await cluster.register(OTHERS[0], incarnation=2)
-    assert (await join(cluster, "c", "d")).waiting_for == [OTHERS[0]]
+    (name,) = joined.hosts[1].actors
+    await cluster.register(name)
+    await knows("dataloader/0", number - 1)
+    await knows(name, number)
+    towards = cluster.caller(name).call(Resolve(name="dataloader/0"))
+    back = cluster.caller("dataloader/0").call(Resolve(name=name))
+    assert await is_parked(towards) and await is_parked(back)
+    # Others are not concerned.
+    assert (await cluster.caller("rollouter/0").call(Resolve(name="dataloader/0"))).record is not None
+    await knows("dataloader/0", number)
+    assert (await towards).record.name == "dataloader/0"
+    assert (await back).record.name == name
+    towards = cluster.caller(name).call(Resolve(name="reward/0"))
+    assert await is_parked(towards)
 
 
 @on_cluster()
@@ -175,9 +179,9 @@ async def test_a_leaving_host_is_informed_and_stays_dead(cluster):
     told = await state(cluster, lambda state: not state.leaving)
     assert (told.phase, told.failed_actor) == ("running", "")
     left = await members(cluster)
-    assert left.gone == [Dead(found.agent, 1), Dead(name, 1)]
+    assert left.gone == {found.agent, name}
     assert [(host.host, host.stage) for host in left.hosts] == [("c", "left")]
-    with pytest.raises(RemoteError, match="which has left"):
+    with pytest.raises(Refused, match="which is dead"):
         await cluster.register(name, incarnation=5)
     # They are no longer shown; all others are.
     assert seen - await shown(cluster) == {found.agent, name}
@@ -193,7 +197,7 @@ async def test_a_successor_of_the_controller_knows_the_joined_hosts(cluster, tmp
     told = await cluster.caller().call(WatchRun(seen_line=0))
     assert found.actors[0] in told.waiting_for
     assert told.members == before.number
-    assert kept(tmp_path)[0].serving == found.actors
+    assert kept(tmp_path)[0].added == found.actors
     assert (tmp_path / "private" / "members.json").stat().st_mode & 0o777 == 0o600
     # A repeated request is recognised, by another controller as well.
     await cluster.all_ready()
@@ -206,9 +210,15 @@ async def test_a_successor_of_the_controller_knows_the_joined_hosts(cluster, tmp
 async def test_a_successor_of_the_controller_knows_a_joined_host_by_its_address(cluster, tmp_path):
     asked = Join(ask=ASK, hosts=[NewHost(host="gpu-5", replicas=1, address="10.0.0.5")])
     (found,) = (await cluster.caller(LAUNCHER).call(asked, timeout=1.0)).hosts
-    await host(cluster, found.agent, "gpu-5", found.actors)
+    alias = Join(ask="b" * 16, hosts=[NewHost(host="alias", replicas=1, address="10.0.0.5")])
+    refusal = rf"takes part in this run already, as gpu-5 \({found.agent}\), at 10.0.0.5"
+    # Even before its agent has registered.
+    with pytest.raises(RemoteError, match=refusal):
+        await cluster.caller(LAUNCHER).call(alias, timeout=1.0)
+    facts = {"actors": found.actors, "host": "gpu-5"}
+    await cluster.register(found.agent, address="tcp://10.0.0.5:7001", facts=facts)
     await cluster.register(found.actors[0])
-    await members(cluster, lambda members: members.serving)
+    await members(cluster, lambda members: members.added)
     listed = tmp_path / "private" / "controller.json"
     await until(lambda: found.agent in json.loads(listed.read_text())["hosts"])
     await cluster.die()
@@ -216,9 +226,8 @@ async def test_a_successor_of_the_controller_knows_a_joined_host_by_its_address(
     await cluster.all_ready()
     await cluster.register(found.actors[0])
     await state(cluster, lambda state: state.phase == "running")
-    other = Join(ask="b" * 16, hosts=[NewHost(host="alias", replicas=1, address="10.0.0.5")])
-    with pytest.raises(RemoteError, match=rf"takes part in this run already, as gpu-5 \({found.agent}\), at 10.0.0.5"):
-        await cluster.caller(LAUNCHER).call(other, timeout=1.0)
+    with pytest.raises(RemoteError, match=refusal):
+        await cluster.caller(LAUNCHER).call(alias, timeout=1.0)
     assert (await leave(cluster, "10.0.0.5")).agent == found.agent
 
 
@@ -353,8 +362,8 @@ async def test_a_joined_host_serves_with_one_rollouter_and_the_other_rests(clust
     await cluster.register(works)
     if gives_up == "after":
         await cluster.caller(found.agent).call(end)
-    now = await members(cluster, lambda members: members.serving)
-    assert (now.serving, now.hosts[0].stage) == ([works], "serving")
+    now = await members(cluster, lambda members: members.added)
+    assert (now.added, now.hosts[0].stage) == (found.actors, "serving")
     told = await state(cluster, lambda state: state.resting)
     assert [(actor.name, actor.reason) for actor in told.resting] == [(broken, "its reason")]
     assert told.phase == "running"
@@ -369,8 +378,7 @@ async def test_a_joined_host_serves_with_one_rollouter_and_the_other_rests(clust
     await cluster.caller(LAUNCHER).call(BringBack(name=broken))
     await state(cluster, lambda state: not state.resting)
     await cluster.register(broken, incarnation=2)
-    now = await members(cluster, lambda members: broken in members.serving)
-    assert now.serving == found.actors
+    assert broken in cluster.controller.registry.ready() and not (await state(cluster)).condemned
 
 
 @on_cluster()
@@ -382,7 +390,7 @@ async def test_a_joined_host_is_released_once_all_of_its_rollouters_give_up(clus
         assert not (await state(cluster)).leaving
         await agent.call(ended(name, 1, fatal=True))
     now = await members(cluster, lambda members: members.hosts and members.hosts[0].stage == "leaving")
-    assert now.hosts[0].reason == f"{found.actors[1]}: its reason"
+    assert now.hosts[0].reason == "; ".join(f"{name}: its reason" for name in found.actors)
     told = await state(cluster)
     assert (told.phase, told.resting) == ("running", [])
 
@@ -394,15 +402,16 @@ async def test_i5_a_joined_host_with_only_its_episode_host_ready_is_released(clu
     await host(cluster, found.agent, "c", found.actors)
     await cluster.register(found.actors[1])
     now = await members(cluster, lambda members: members.hosts and members.hosts[0].stage == "leaving")
-    assert now.hosts[0].reason == "not ready 1 s after it joined (supervision.start_timeout_s)"
-    assert (now.serving, (await state(cluster)).phase) == ([], "running")
+    reason = "not ready 1 s after its start (supervision.start_timeout_s)"
+    assert now.hosts[0].reason == f"{found.actors[0]}: {reason}"
+    assert (await state(cluster)).phase == "running"
 
 
 @on_cluster(FAST)
 async def test_i5_a_joined_host_that_never_registers_is_released(cluster):
 
-    await join(cluster, "c")
+    (found,) = (await join(cluster, "c")).hosts
     left = await members(cluster, lambda members: members.gone)
-    reason = "not ready 1 s after it joined (supervision.start_timeout_s)"
+    reason = f"{found.actors[0]}: not ready 1 s after its start (supervision.start_timeout_s)"
     assert [(host.stage, host.reason) for host in left.hosts] == [("left", reason)]
     assert (await state(cluster)).phase == "running"

@@ -103,7 +103,7 @@ async def test_a_successor_of_the_controller_continues_without_a_lost_host(clust
     cut.set()
     await wait_for_state(cluster.caller("learner/0"), lambda state: state.lost_hosts)
     kept = json.loads((tmp_path / "private" / "controller.json").read_text())
-    assert kept["hosts"]["agent/1"] == ["b", FAR]
+    assert kept["hosts"]["agent/1"] == ["b", FAR, ["b"]]
     await cluster.die()
     await cluster.start(8)
     for name in NEAR:

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.controller.joining.known_hosts import KnownHost
-from asyncrl.controller.joining.membership import ABOVE_ALL, Membership, can_serve
+from asyncrl.controller.joining.membership import Membership
 from asyncrl.core.errors import InvalidRequest
-from asyncrl.messages.actors import Dead
 from asyncrl.messages.hosts import Join, Leave, Members, NewHost
 
 HEAD = KnownHost("agent/0", "head", ["controller/0", "dataloader/0", "learner/0", "rollouter/0"], ["10.0.0.1"])
@@ -32,8 +31,8 @@ def join(membership, *hosts, ask=ASK):
     return membership.join(Join(ask=ask, hosts=list(hosts)), KNOWN, TAKEN)
 
 
-def leave(membership, host, within_s=5.0, ask="", known=KNOWN, serving=SERVING, awaited=()):
-    return membership.leave(Leave(host=host, within_s=within_s, ask=ask), known, serving, awaited)
+def leave(membership, host, within_s=5.0, known=KNOWN, serving=SERVING, awaited=()):
+    return membership.leave(Leave(host=host, within_s=within_s), known, serving, awaited)
 
 
 def test_new_hosts_get_the_next_names_and_a_repeat_gets_the_same():
@@ -46,7 +45,7 @@ def test_new_hosts_get_the_next_names_and_a_repeat_gets_the_same():
     assert (second.agent, second.actors) == ("agent/3", ["rollouter/4"])
     assert membership.members.keys["episodes/2"] == keys[3]
     number = membership.members.number
-    assert (join(membership, *asked), membership.members.number, membership.members.serving) == (found, number, [])
+    assert (join(membership, *asked), membership.members.number, membership.members.added) == (found, number, [])
     # Numbers continue after those of episode hosts on CPU-only hosts.
     taken = ["rollouter/0", "episodes/0", "episodes/1", "episodes/3"]
     alone = new("c", episodes=True)
@@ -111,49 +110,48 @@ def test_a_host_present_from_the_start_leaves_and_stays_dead(name):
     membership = Membership(curve=True)
     member = leave(membership, name)
     assert (member.agent, member.actors) == ("agent/1", ["rollouter/1"])
-    assert leave(membership, "far") is leave(membership, "agent/1") is membership.find("agent/1") is member
+    assert leave(membership, "far") is leave(membership, "agent/1") is membership.members.find("agent/1") is member
     assert [(leaving.name, leaving.within_s) for leaving in membership.leaving] == [
         ("agent/1", 5.0),
         ("rollouter/1", 5),
     ]
-    assert membership.members.gone == []
-    assert membership.left("agent/1", {"agent/1": 7, "rollouter/1": 8})
-    assert not membership.left("agent/1", {})
-    assert membership.members.gone == [Dead("agent/1", 7), Dead("rollouter/1", 8)]
+    assert membership.members.gone == set()
+    assert membership.left("agent/1")
+    assert not membership.left("agent/1")
+    assert membership.members.gone == {"agent/1", "rollouter/1"}
     assert (membership.leaving, membership.members.hosts[0].stage) == ([], "left")
     # The same machine may join again under new names, even if a new controller knows only that it has left.
     (again,) = membership.join(Join(ask=ASK, hosts=[new("far")]), [HEAD], ["agent/0", "rollouter/0"])
     assert (again.agent, again.actors) == ("agent/2", ["rollouter/2"])
 
 
-def test_a_joined_actor_belongs_to_the_run_once_it_is_ready():
+def test_a_joined_host_serves_once_one_of_its_rollouters_is_ready():
     membership = Membership(curve=False)
     (member,) = join(membership, new(replicas=2))
-    assert membership.on_trial("rollouter/2") is member and membership.at("joining") == [member]
-    assert membership.ready({"rollouter/0", "rollouter/2"}) == ["rollouter/2"]
-    assert membership.ready({"rollouter/0", "rollouter/2"}) == []
-    assert membership.on_trial("rollouter/2") is None
-    (member,) = membership.members.hosts
-    assert membership.on_trial("rollouter/3") is member and member.stage == "serving"
-    assert membership.members.serving == ["rollouter/2"]
-    assert membership.belonging() == ["rollouter/2", "rollouter/3"]
-    assert membership.ready({"rollouter/2", "rollouter/3"}) == ["rollouter/3"]
-    # A command that withdraws its hosts cannot remove another host.
-    with pytest.raises(InvalidRequest, match="no host far"):
-        leave(membership, "far", ask=ASK)
+    assert membership.judge({"rollouter/0"}, {}) == [] and membership.members.at("joining") == [member]
+    assert membership.members.added == []
+    assert membership.judge({"rollouter/0", "rollouter/2"}, {"rollouter/3": "dead"}) == []
+    number, (member,) = membership.members.number, membership.members.hosts
+    assert (member.stage, membership.members.added) == ("serving", ["rollouter/2", "rollouter/3"])
+    # Then it is a host like any other.
+    assert membership.judge((), {"rollouter/2": "dead", "rollouter/3": "dead"}) == []
+    assert membership.members.number == number
+    leave(membership, "c", known=[*KNOWN, KnownHost(member.agent, "c", member.actors)])
+    assert membership.members.added == member.actors
+    membership.left(member.agent)
+    assert membership.members.gone == set(member.names)
 
 
 def test_a_joined_host_with_only_an_episode_host_does_not_serve():
     membership = Membership(curve=False)
     (member,) = join(membership, new(episodes=True))
-    assert membership.ready({"episodes/2"}) == []
-    assert membership.at("joining") == [member] and membership.on_trial("episodes/2") is member
-    assert membership.ready({"rollouter/2", "episodes/2"}) == ["rollouter/2", "episodes/2"]
-    assert membership.at("joining") == []
+    assert membership.judge({"episodes/2"}, {}) == [] and membership.members.at("joining") == [member]
+    assert membership.judge({"rollouter/2", "episodes/2"}, {}) == []
+    assert membership.members.added == ["rollouter/2", "episodes/2"]
 
 
 @pytest.mark.parametrize(
-    ("given_up", "left"),
+    ("resting", "stays"),
     [
         ([], True),
         (["rollouter/2"], True),
@@ -162,35 +160,38 @@ def test_a_joined_host_with_only_an_episode_host_does_not_serve():
         (["rollouter/2", "rollouter/3"], False),
     ],
 )
-def test_a_rollouter_without_its_episode_host_cannot_serve(given_up, left):
-    (member,) = join(Membership(curve=False), new(replicas=2, episodes=True))
-    assert can_serve(member, given_up) == left
+def test_a_joined_host_leaves_if_each_of_its_rollouters_or_its_episode_host_rests(resting, stays):
+    membership = Membership(curve=False)
+    (member,) = join(membership, new(replicas=2, episodes=True))
+    dismissed = membership.judge({"episodes/3"}, dict.fromkeys(["rollouter/0", *resting], "dead"))
+    assert [host.agent for host in dismissed] == [member.agent][stays:]
+    (member,) = membership.members.hosts
+    assert member.stage == ("joining" if stays else "leaving")
+    assert stays or member.reason == f"{resting[0]}: dead; {resting[1]}: dead"
 
 
 def test_a_host_that_never_served_may_leave_and_cannot_join_again():
     membership = Membership(curve=False)
     first, second = join(membership, new("c"), new("d", first=500))
     known = [*KNOWN, KnownHost(first.agent, first.host, first.actors)]
-    leave(membership, "c", ask=ASK, known=known, serving=[])
-    membership.left(first.agent, {})
+    leave(membership, "c", known=known, serving=[])
+    membership.left(first.agent)
     # Not even if another host of the same request still joins.
     with pytest.raises(InvalidRequest, match="let go before it could begin: c: "):
         join(membership, new("c"), new("d", first=500))
-    assert membership.at("joining") == [second]
-    assert join(membership, new("c"), ask="b" * 16)[0].agent == "agent/4"
+    assert membership.members.at("joining") == [second]
+    assert join(membership, new("c", first=900), ask="b" * 16)[0].agent == "agent/4"
 
 
-@pytest.mark.parametrize(("known", "dead"), [({"rollouter/1": 9}, 9), ({}, ABOVE_ALL)])
-def test_a_host_lost_while_it_leaves_is_dead_and_learns_so_when_it_is_back(known, dead):
-    """Under any incarnation if it is unknown, as after a restart of the controller."""
+def test_a_host_lost_while_it_leaves_is_dead_and_learns_so_when_it_is_back():
     membership = Membership(curve=True)
     leave(membership, "far")
-    assert membership.left("agent/1", known, lost=True)
-    assert not membership.left("agent/1", known, lost=True)
-    assert membership.members.gone == [Dead("rollouter/1", dead)]
+    assert membership.left("agent/1", lost=True)
+    assert not membership.left("agent/1", lost=True)
+    assert membership.members.gone == {"rollouter/1"}
     assert membership.members.hosts[0].stage == "lost"
     assert [leaving.name for leaving in membership.leaving] == ["agent/1", "rollouter/1"]
-    assert membership.left("agent/1", {"agent/1": 7, "rollouter/1": 9})
+    assert membership.left("agent/1")
 
 
 @given(st.lists(st.sampled_from(["join", "ready", "leave", "left", "dismiss", "lost"]), max_size=12))
@@ -199,24 +200,22 @@ def test_a_successor_of_the_controller_forgets_nothing(steps):
     numbers = [0]
     for at, step in enumerate(steps):
         joined = next((host for host in membership.members.hosts if host.takes_part), None)
-        leaving = next((host for host in membership.at("leaving", "lost")), None)
+        leaving = next((host for host in membership.members.at("leaving", "lost")), None)
         if step == "join":
             join(membership, new(f"h{at}", first=1000 * at), ask=f"{at:016d}")
         elif step == "ready" and joined is not None:
-            membership.ready(set(joined.actors))
+            membership.judge(set(joined.actors), {})
         elif step == "leave" and joined is not None:
             leave(membership, joined.host, known=[*KNOWN, KnownHost(joined.agent, joined.host, joined.actors)])
         elif step == "dismiss" and joined is not None:
-            membership.let_go(joined, 0.0, "late")
+            membership.judge((), dict.fromkeys(joined.actors, "late"))
         elif step in ("left", "lost") and leaving is not None:
-            names = [leaving.agent, *leaving.actors]
-            membership.left(leaving.agent, dict.fromkeys(names, at), lost=step == "lost")
+            membership.left(leaving.agent, lost=step == "lost")
         numbers.append(membership.members.number)
         successor = Membership(curve=True)
         successor.members = msgspec.json.decode(msgspec.json.encode(membership.members), type=Members)
         assert successor.members == membership.members
         assert successor.leaving == membership.leaving
-        assert [host.agent for host in successor.at("joining")] == [host.agent for host in membership.at("joining")]
         actors = [name for host in membership.members.hosts for name in (host.agent, *host.actors)]
         assert len(actors) == len(set(actors))
     assert numbers == sorted(numbers)

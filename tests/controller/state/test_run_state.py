@@ -411,6 +411,62 @@ def test_the_run_does_not_wait_for_resting_replicas_on_a_lost_or_removed_host():
     assert (run.next_deadline(), resting_names(run)) == (None, [])
 
 
+# --- joined replicas ---
+
+JOINED = ["rollouter/7", "episodes/7"]
+
+
+def after_a_host_has_left():
+    """A run with fewer rollouters than ``min_replicas`` since a host has left. JOINED have joined."""
+    run = machine(*EPISODES, min_replicas=3)
+    run.left(["rollouter/2"], 5.0)
+    assert run.joined(JOINED, 5.0) and not run.joined(JOINED, 6.0)
+    return run
+
+
+@pytest.mark.parametrize("how", ["late", 1, 78])
+def test_a_joined_replica_that_was_never_ready_rests_and_never_fails_the_run(how):
+    run = after_a_host_has_left()
+    if how == "late":
+        assert run.next_deadline() == 5.0 + START_S and run.tick(5.0 + START_S)
+    else:
+        for name in JOINED:
+            run.ended(name, how, True, WHY, "", 10.0, incarnation=1)
+    assert (run.phase, resting_names(run)) == ("running", sorted(JOINED))
+    run.left(JOINED, 80.0)
+    assert (run.phase, resting_names(run)) == ("running", [])
+
+
+def test_a_joined_replica_that_has_been_ready_is_one_like_any_other():
+    run = after_a_host_has_left()
+    run.ready({*run.expected}, 6.0)
+    gives_up(run, "rollouter/7")
+    assert (run.outcome.actor, run.outcome.exit_code) == ("rollouter/7", 1)
+    run = after_a_host_has_left()
+    run.ready({*run.expected}, 6.0)
+    end(run, "rollouter/7", 10.0, 78, fatal=True)
+    assert run.outcome.exit_code == 78
+
+
+def test_a_joined_replica_that_was_never_ready_does_not_replace_one_that_fails():
+    run = machine(min_replicas=3)
+    run.joined(["rollouter/7"], 5.0)
+    gives_up(run, "rollouter/0")
+    assert run.outcome.actor == "rollouter/0"
+
+
+def test_a_drain_waits_only_for_joined_replicas_with_a_process():
+    run = machine()
+    run.joined(["rollouter/7", "rollouter/8"], 5.0)
+    run.started("rollouter/8")
+    run.finish(10.0)
+    for name in (*ROLLOUTERS, "reward/0"):
+        end(run, name, 11.0)
+    assert run.drain == 1
+    end(run, "rollouter/8", 11.0)
+    assert run.drain == 2
+
+
 # --- any order of events ---
 
 someone = st.sampled_from((*ACTORS, *EPISODES))

@@ -160,9 +160,9 @@ def test_a_host_that_leaves_after_one_of_its_rollouters_has_served_has_left():
 
     class Controller:
         async def members(self):
-            for number, serving in enumerate((actors[:1], actors)):
-                there = MemberHost(agent="agent/2", host="c", actors=actors, stage="serving")
-                yield Members(number=number, serving=serving, hosts=[there])
+            for number in (1, 2):
+                there = MemberHost(agent="agent/2", host="c", actors=actors, stage="serving", served=True)
+                yield Members(number=number, hosts=[there])
             left.ended, left.lost = EndedEvent(result="left"), False
             left.gone.set()
             await asyncio.Event().wait()
@@ -171,8 +171,7 @@ def test_a_host_that_leaves_after_one_of_its_rollouters_has_served_has_left():
     followed.progress = TerminalProgress(told := io.StringIO(), 1, io.StringIO())
     assert run_virtual(followed.follow()) == 0
     assert told.getvalue().splitlines() == [
-        "c: rollouter/2 serve from now on",
-        "c: rollouter/3 serve from now on",
+        "c serves from now on: rollouter/2, rollouter/3",
         "c has left the run",
     ]
 

@@ -8,7 +8,7 @@ import pytest
 from run_settings import simulated_run
 
 from asyncrl.cli import launch
-from asyncrl.core.errors import DeadlineExceeded, Refused, RemoteError, UsageError
+from asyncrl.core.errors import HostFailed, Refused, RemoteError, UsageError
 from asyncrl.launcher.common.agent_messages import HostOffer, Routes
 from asyncrl.launcher.hosts import addresses
 from asyncrl.launcher.hosts.hostfile import HostLine
@@ -170,19 +170,19 @@ class Near:
         pass
 
 
-@pytest.mark.parametrize("ends", [UsageError("let go before it could begin"), DeadlineExceeded("a", "b", "Join", 20.0)])
-def test_a_join_that_fails_in_any_way_is_withdrawn(lived, ends, monkeypatch):
-    """Else the run would wait for the other hosts of the request."""
+@pytest.mark.parametrize("ends", [HostFailed("c", "no room"), asyncio.CancelledError()])
+def test_a_host_that_cannot_be_started_is_withdrawn(lived, ends, monkeypatch):
+    """Else the run would wait for it. ``ask`` repeats a Join that the controller refuses only for now."""
     speak(lived, "tcp://10.0.0.1:7000")
     host = MemberHost(host="c", agent="agent/1", actors=["rollouter/1"], stage="joining")
-    named = Joined(hosts=[host], waiting_for=["reward/0"])
-    controller = AnsweringController(named, ends)
+    controller = AnsweringController(Joined(hosts=[host]))
     monkeypatch.setattr(joining, "ReachedHosts", Near)
     monkeypatch.setattr(joining, "LiveController", lambda run: controller)
+    monkeypatch.setattr(joining, "host_spec", lambda *_: (_ for _ in ()).throw(ends))
     with pytest.raises(type(ends)):
         joining.join_run(find_live_run(str(lived.path)), [HostLine("c")], None)
-    join, again, leave = controller.asked
-    assert (again, leave.host, leave.ask) == (join, "c", join.ask)
+    join, leave = controller.asked
+    assert (type(join), leave.host, leave.within_s) == (Join, "agent/1", 0.0)
 
 
 def test_a_new_host_has_the_address_of_its_route_to_the_head():

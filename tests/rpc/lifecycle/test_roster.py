@@ -2,14 +2,15 @@
 
 import asyncio
 
+import msgspec
 from harness import Net
 
 from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.messages.actors import ActorRecord, Dead, Resolve, Resolved
-from asyncrl.messages.hosts import Members
+from asyncrl.messages.hosts import MemberHost, Members
 from asyncrl.rpc.actor import handler
 from asyncrl.rpc.calls.server import STRANGERS
-from asyncrl.rpc.lifecycle.roster import Roster
+from asyncrl.rpc.lifecycle.roster import ABOVE_ALL, Roster
 from asyncrl.rpc.wire.keys import Credentials, make_pairs
 
 NAMES = ("dataloader/0", "rollouter/0")
@@ -21,6 +22,12 @@ def credentials(name, known=NAMES):
     pair = PAIRS[name]
     peers = {other: KEYS[other] for other in known}
     return Credentials("run-1", "", True, pair["public"].encode(), pair["secret"].encode(), peers)
+
+
+def members(seen, **changes):
+    """The members of this number after ``rollouter/1`` has joined, with ``changes`` of its host."""
+    joined = MemberHost(agent="agent/1", host="c", actors=["rollouter/1"], stage="serving", served=True, number=1)
+    return Members(number=seen, hosts=[msgspec.structs.replace(joined, **changes)])
 
 
 class Echo:
@@ -51,9 +58,11 @@ async def test_i6_a_key_is_admitted_from_joining_to_leaving():
 
         assert await knock("rollouter/1") is None
         assert endpoint.counters[STRANGERS] == 1
-        roster.take_in(Members(number=1, keys={"rollouter/1": KEYS["rollouter/1"]}))
+        joined = {"served": False, "keys": [KEYS["rollouter/0"], KEYS["rollouter/1"]]}
+        roster.take_in(members(1, stage="joining", **joined))
+        assert "rollouter/1" not in roster.actors
         assert await knock("rollouter/1") == "rollouter/1"
-        roster.take_in(Members(number=2, gone=[Dead("rollouter/1", 1)]))
+        roster.take_in(members(2, stage="left", **joined))
         assert await knock("rollouter/1") is None
         assert await knock("rollouter/0") == "rollouter/0"
         assert endpoint.counters[STRANGERS] >= 2
@@ -70,16 +79,24 @@ class Admitted:
 def test_only_a_newer_roster_counts():
     transport = Admitted()
     roster = Roster(NAMES, credentials("dataloader/0"), transport)
-    newer = Members(number=3, keys={"rollouter/1": KEYS["rollouter/1"]}, serving=["rollouter/1"])
-    assert roster.take_in(newer) == []
+    keys = [["of its agent"], KEYS["rollouter/1"]]
+    assert roster.take_in(members(3, keys=keys)) == []
     assert roster.actors == ("dataloader/0", "rollouter/0", "rollouter/1")
-    assert roster.take_in(Members(number=2, gone=[Dead("rollouter/0", 5)])) == []
-    assert roster.take_in(Members(number=4, gone=[Dead("rollouter/0", 5)])) == [Dead("rollouter/0", 5)]
+    start = {"agent": "agent/0", "actors": ["rollouter/0"], "served": False, "number": 0}
+    assert roster.take_in(members(2, stage="left", **start)) == []
+    assert roster.take_in(members(4, stage="leaving", **start)) == []
+    assert roster.actors == NAMES
+    # The agent of a lost host may come back.
+    assert roster.take_in(members(5, stage="lost", **start)) == [Dead("rollouter/0", ABOVE_ALL)]
     assert roster.actors == ("dataloader/0",)
-    assert transport.told == [set(KEYS), {"dataloader/0"}]
+    assert roster.take_in(members(6, stage="left", **start)) == [
+        Dead("agent/0", ABOVE_ALL),
+        Dead("rollouter/0", ABOVE_ALL),
+    ]
+    assert transport.told == [{*KEYS, "agent/1"}, set(NAMES), {"dataloader/0"}, {"dataloader/0"}]
     assert roster.peers == {"dataloader/0": KEYS["dataloader/0"]}
     # Without keys there are only names.
     transport = Admitted()
     roster = Roster(NAMES, Credentials("run-1", "s3cret"), transport)
-    roster.take_in(Members(number=1, serving=["rollouter/1"]))
+    roster.take_in(members(1))
     assert (roster.actors, transport.told, roster.peers) == ((*NAMES, "rollouter/1"), [], {})
