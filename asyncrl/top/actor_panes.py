@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from rich.console import RenderableType
+from rich.table import Column as GridColumn
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -318,11 +319,8 @@ def _shares(view: SnapshotView) -> Shares:
 
 def _stages(names: Sequence[str], at: Mapping[str, float], shares: Shares) -> Grid:
     """A row for each stage: its open episodes, and its share of the time of ended ones."""
-    grid = Grid.grid(padding=(0, 2))
-    grid.add_column(min_width=12, max_width=32)
-    grid.add_column(justify="right", width=5)
-    grid.add_column(justify="right", width=4)
-    grid.add_column()
+    numbers = partial(GridColumn, width=5, justify="right")
+    grid = Grid.grid(GridColumn(min_width=12, max_width=32), numbers(), numbers(), GridColumn(), padding=(0, 2))
     grid.add_row(*(text(word, "dim") for word in ("stage", "open", "time")))
     for name in names:
         open_count, share = at.get(name), shares.get(name)

@@ -11,6 +11,7 @@ from typing import BinaryIO, ClassVar
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
+from rich.table import Column
 from rich.table import Table as Grid
 from textual import work
 from textual.app import ComposeResult
@@ -122,9 +123,7 @@ def _facts(actor: ActorView) -> list[RenderableType]:
 
 def _times(resources: Sequence[Resource]) -> Grid:
     """A bar for each resource, and the shares of its states."""
-    grid = Grid.grid(padding=(0, 2))
-    for width in (10, 24, None):
-        grid.add_column(width=width)
+    grid = Grid.grid(Column(width=10), Column(width=24), Column(), padding=(0, 2))
     for resource in resources:
         whole = sum(resource.spent.values())
         shares = {state: seconds / whole for state, seconds in resource.spent.items()} if whole > 0 else {}
@@ -165,9 +164,7 @@ def _entry(at: str, level: str, words: str, most: int) -> Grid:
     shown = text(" ".join(words.split()), LEVEL_STYLES.get(level, ""), wraps=most > 0)
     if most:
         shown.truncate(most, overflow="ellipsis")
-    grid = Grid.grid(padding=(0, 2))
-    for width in (8, 8, None):
-        grid.add_column(width=width)
+    grid = Grid.grid(Column(width=8), Column(width=8), Column(), padding=(0, 2))
     grid.add_row(text(at, "dim"), text(level, "dim"), shown)
     return grid
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
 from rich.style import Style as RichStyle
+from rich.table import Column as GridColumn
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -118,12 +120,12 @@ def in_columns(facts: Sequence[tuple[str, str, Style]], *, right: bool = False) 
 
 def beside(*parts: Text | Bar | Facts, expand: bool = False) -> Grid:
     """Parts of a line: text keeps its width, a bar or facts on the right have the room that is left."""
-    grid = Grid.grid(padding=(0, 2), expand=expand)
-    for part in parts:
-        if isinstance(part, Text):
-            grid.add_column(no_wrap=True)
-        else:
-            grid.add_column(ratio=1 if expand else None, justify="right")
+    ratio = 1 if expand else None
+    columns = [
+        GridColumn(no_wrap=True) if isinstance(part, Text) else GridColumn(ratio=ratio, justify="right")
+        for part in parts
+    ]
+    grid = Grid.grid(*columns, padding=(0, 2), expand=expand)
     grid.add_row(*parts)
     return grid
 
@@ -143,12 +145,9 @@ class Bar:
         sizes = [size for size, _, _ in self.parts]
         if (whole := sum(sizes)) <= 0:
             return text(" " * width)
-        exact = [size / whole * width for size in sizes]
-        cells = [int(each) for each in exact]
-        # The cells left by rounding down go to the largest remainders.
-        for index in sorted(range(len(exact)), key=lambda i: cells[i] - exact[i])[: width - sum(cells)]:
-            cells[index] += 1
-        return joined([text(mark * n, style) for n, (_, mark, style) in zip(cells, self.parts, strict=True)], "")
+        ends = [round(end / whole * width) for end in accumulate(sizes)]
+        runs = zip([0, *ends], ends, self.parts, strict=False)
+        return joined([text(mark * (end - begin), style) for begin, end, (_, mark, style) in runs], "")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         yield self.drawn(options.max_width)
@@ -164,8 +163,10 @@ def state_bar(kinds: Mapping[Kind, float]) -> Bar:
 
 def level_bar(value: float | None, limit: float | None, style: Style = "level") -> Bar:
     """A bar that is as full as ``value`` of ``limit``."""
-    full = 0.0 if value is None or not limit else max(0.0, min(1.0, value / limit))
-    return Bar([(full, "█", style), (1.0 - full, "·", "dim")] if value is not None and limit else [])
+    if value is None or not limit:
+        return Bar([])
+    full = max(0.0, min(1.0, value / limit))
+    return Bar([(full, "█", style), (1.0 - full, "·", "dim")])
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -194,9 +195,8 @@ def said_state(condition: str, state: str, awaiting: str) -> Text:
     """Words for the state of an actor."""
     if condition in ("ready", "starting") and state:
         kind = kind_of(state)
-        styles: dict[Kind, Style] = {"wait": "dim", "start": "start", "weights": "weights", "upkeep": "upkeep"}
         waits_for = awaiting.removeprefix("weights ") if kind in ("wait", "weights") else ""
-        return text(f"{state} {waits_for}".rstrip(), styles.get(kind, ""))
+        return text(f"{state} {waits_for}".rstrip(), "dim" if kind == "wait" else "" if kind == "work" else kind)
     return text(condition, "start" if condition in ("starting", "absent") else "bad" if is_amiss(condition) else "dim")
 
 
@@ -290,9 +290,8 @@ class Table:
         return [(i, _aligned(text(titles[i], "dim"), columns[i]), wide[i]) for i in shown]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Grid]:
-        grid, laid = Grid.grid(), self.laid(options.max_width)
-        for _, _, cells in laid:
-            grid.add_column(width=cells)
+        laid = self.laid(options.max_width)
+        grid = Grid.grid(*(GridColumn(width=cells) for _, _, cells in laid))
         grid.add_row(*(title for _, title, _ in laid))
         for row in self.rows:
             grid.add_row(*(row.cells[i] for i, _, _ in laid))

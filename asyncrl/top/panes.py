@@ -6,8 +6,10 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from rich.console import RenderableType
+from rich.table import Column as GridColumn
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -247,9 +249,9 @@ def staleness(view: SnapshotView, choice: Choice) -> Pane:
     ]
     if not any(both):
         return Pane([head], about="learner/0")
-    grid = Grid.grid(padding=(0, 1))
-    for width in (10, None, 5, 5, None, 5, 5):
-        grid.add_column(width=width, justify="left" if width is None else "right", ratio=1 if width is None else None)
+    numbers = partial(GridColumn, width=5, justify="right")
+    bars = [made for _ in both for made in (GridColumn(ratio=1), numbers(), numbers())]
+    grid = Grid.grid(numbers(width=10), *bars, padding=(0, 1))
     grid.add_row(*(text(word, "dim") for word in ("versions", "tokens", "", "", "groups", "", "")))
     # Show the buckets up to the last that holds something, and at least up to that of staleness.max.
     held = max((i for counts in both for i, n in enumerate(counts) if n), default=0)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rich.console import Group
+from rich.table import Column
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -53,8 +54,6 @@ REWARDS = 40
 NAMES_SHOWN = 3
 SHORT = {"rollouters": "roll.", "dataloader": "data."}
 """Short names of stages, if the number of actors takes the room of the name."""
-ROOMY = 16
-"""Width from which on a stage has room for blanks."""
 
 
 def header(view: SnapshotView, width: int) -> Group:
@@ -107,12 +106,12 @@ class StageBox(NamedTuple):
     rate: float | None
     """Work per second, in ``unit``."""
     unit: str
-    depth: float | None
-    """Work that is in the stage or waits for it."""
-    limit: float | None
-    """Value of ``depth`` at which its bar is full; None without one."""
-    shares: Mapping[str, float] = {}
-    """Shares of the time of its resources by state."""
+    inside: str
+    """Work that is in the stage or waits for it, in words."""
+    bar: Bar
+    """The time of its resources by kinds of states, or a level."""
+    last: Text
+    """The main state, or a number."""
 
     @property
     def alive(self) -> int:
@@ -122,22 +121,37 @@ class StageBox(NamedTuple):
 
 def stages(view: SnapshotView) -> list[StageBox]:
     """A box for each stage of the pipeline, in the order of the flow."""
-    of, level, rate_of = view.of, view.level, view.rate
-    step_s, groups = view.step_mean("time/step_s"), view.run.groups_per_step
-    trained = groups / step_s if step_s and groups and view.run.phase not in OVER else None
-    at_reward = total((level("reward", "reward/queued"), level("reward", "reward/running")))
+    of, level, rate_of, run = view.of, view.level, view.rate, view.run
     outstanding, gate = level("dataloader", "tickets/outstanding"), level("dataloader", "tickets/gate")
-    leased, in_flight = rate_of("dataloader", "tickets/granted"), level("rollouter", "rollout/in_flight")
-    scored = rate_of("reward", "reward/scored")
-    updates, servers = rate_of("parameter_server", "weights/updates_committed"), of("parameter_server")
-    engines, pools = (view.shares(of(role)) for role in ("rollouter", "reward"))
+    admitted, allowed = f"gate {count(outstanding)}/{count(gate)}", staleness_limit(view)
+    limit = f"limit {fixed(allowed, 0)} of {run.staleness_max}" if allowed is not None else ""
+    generating = f"{count(level('rollouter', 'rollout/in_flight'))} in flight"
+    at_reward = total((level("reward", "reward/queued"), level("reward", "reward/running")))
+    step_s, groups = view.step_mean("time/step_s"), run.groups_per_step
+    trained = groups / step_s if step_s and groups and run.phase not in OVER else None
+    buffered = f"{count(view.buffered)}/{count(groups or None)} groups"
+    updated, servers = rate_of("parameter_server", "weights/updates_committed"), of("parameter_server")
+    behind, serving = view.behind or (None, None)
+    newest = level_bar(serving - behind, serving) if behind is not None and serving is not None else Bar([])
+    version = f"version {run.version}" if run.version >= 0 else "none so far"
+    leased, scored = rate_of("dataloader", "tickets/granted"), rate_of("reward", "reward/scored")
+    engines, pools, rank = _time(view.shares(of("rollouter"))), _time(view.shares(of("reward"))), view.learner_shares
     return [
-        StageBox("dataloader", of("dataloader"), leased, "groups", outstanding, gate),
-        StageBox("rollouters", of("rollouter"), view.tokens_per_s, "tokens", in_flight, None, engines),
-        StageBox("reward", of("reward"), scored, "tasks", at_reward, None, pools),
-        StageBox("learner", of("learner"), trained, "groups", view.buffered, groups or None, view.learner_shares),
-        StageBox("weights", servers, updates, "updates", *(view.behind or (None, None))),
+        StageBox(
+            "dataloader", of("dataloader"), leased, "groups", admitted, level_bar(outstanding, gate), text(limit, "dim")
+        ),
+        StageBox("rollouters", of("rollouter"), view.tokens_per_s, "tokens", generating, *engines),
+        StageBox("reward", of("reward"), scored, "tasks", f"{count(at_reward)} in hand", *pools),
+        StageBox("learner", of("learner"), trained, "groups", buffered, *_time(rank)),
+        StageBox("weights", servers, updated, "updates", f"{count(behind)} behind", newest, text(version, "dim")),
     ]
+
+
+def _time(shares: Mapping[str, float]) -> tuple[Bar, Text]:
+    """A bar of the time, and the main state."""
+    state = max(shares, key=lambda state: shares[state], default="")
+    words = f"{percent(shares[state])} {state}" if state else ""
+    return state_bar(by_kind(shares)), text(words, "dim" if kind_of(state) == "wait" else "")
 
 
 def marked(view: SnapshotView) -> str:
@@ -151,63 +165,33 @@ def pipeline(view: SnapshotView, width: int) -> Group:
     between = "→ " if width < NARROW else " → "
     boxes = stages(view)
     wide = min(34, (width - len(between) * (len(boxes) - 1)) // len(boxes))
-    grid = Grid.grid()
-    for number in range(2 * len(boxes) - 1):
-        grid.add_column(width=len(between) if number % 2 else wide)
-    for number, parts in enumerate(zip(*(_stage(box, view, wide) for box in boxes), strict=True)):
+    grid = Grid.grid(*(Column(width=len(between) if n % 2 else wide) for n in range(2 * len(boxes) - 1)))
+    for number, parts in enumerate(zip(*(_drawn(box, view, wide) for box in boxes), strict=True)):
         # The arrows stand between the rates.
         arrow = text(between if number == 1 else "", "dim")
         grid.add_row(*[each for part in parts for each in (part, arrow)][:-1])
     return Group(grid, *verdict(view, width))
 
 
-def _stage(box: StageBox, view: SnapshotView, wide: int) -> tuple[Text, Text, Text, Bar, Text]:
-    """Five lines of a stage: its name, rate, depth, a bar, and its main state."""
-    words = f"{rate(box.rate)} {box.unit}/s"
-    depth, limit = count(box.depth), count(box.limit)
-    bar = state_bar(by_kind(box.shares))
-    state = max(box.shares, key=lambda state: box.shares[state], default="")
-    last = f"{percent(box.shares[state])} {state}" if state else ""
-    match box.stage:
-        case "dataloader":
-            inside, bar = f"gate {depth}/{limit}", level_bar(box.depth, box.limit)
-            allowed = staleness_limit(view)
-            last = f"limit {fixed(allowed, 0)} of {view.run.staleness_max}" if allowed is not None else ""
-        case "rollouters":
-            inside = f"{depth} in flight"
-        case "reward":
-            inside = f"{depth} in hand"
-        case "learner":
-            inside = f"{depth}/{limit} groups"
-        case "weights":
-            newest = None if box.depth is None or box.limit is None else box.limit - box.depth
-            inside, bar = f"{depth} behind", level_bar(newest, box.limit)
-            last = f"version {view.run.version}" if view.run.version >= 0 else "none so far"
-    return (
-        _name(box, view, wide),
-        # A blank stands before the arrow.
-        text(words if len(words) < wide else words.replace("tokens/s", "tok/s")),
-        text(inside),
-        bar,
-        text(last, "dim" if not state or kind_of(state) == "wait" else ""),
-    )
-
-
-def _name(box: StageBox, view: SnapshotView, wide: int) -> Text:
-    """The name of a stage, and how many actors it has, or can work of how many."""
+def _drawn(box: StageBox, view: SnapshotView, wide: int) -> tuple[Text, Text, Text, Bar, Text]:
+    """Five lines of a stage: its name with its actors, rate, depth, a bar, and its main state."""
     is_marked, actors, alive = box.stage == marked(view), len(box.actors), box.alive
-    mark, rule = ("◆" if wide < ROOMY else "◆ ", "━") if is_marked else ("", "─")
+    mark, rule = ("◆", "━") if is_marked else ("", "─")
     present = f" {alive}/{actors}" if alive < actors else f" {actors}" if actors > 1 else ""
     room = wide - len(present)
     name = f"{mark}{box.stage}"
     if len(name) > room:
         name = f"{mark}{SHORT.get(box.stage, box.stage)}"[:room]
     over = view.run.phase in ("draining", "done", "failed")
-    return (
+    title = (
         text(name, "mark" if is_marked else "bold")
         + text(f" {rule * (room - len(name) - 1)}"[: room - len(name)], "mark" if is_marked else "dim")
         + text(present, "bad" if alive < actors and not over else "dim")
     )
+    words = f"{rate(box.rate)} {box.unit}/s"
+    # A blank stands before the arrow.
+    words = words if len(words) < wide else words.replace("tokens/s", "tok/s")
+    return title, text(words), text(box.inside), box.bar, box.last
 
 
 def staleness_limit(view: SnapshotView) -> float | None:

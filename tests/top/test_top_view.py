@@ -169,7 +169,8 @@ def test_the_last_activity_of_an_ended_run_is_not_shown_as_current():
     dead = [replace(actor, condition="dead") for actor in last.actors]
     view = seen([*Run().between()[:-1], replace(last, actors=dead)])
     assert (view.tokens_per_s, view.rate("rollouter", "rollout/trajectories"), view.eta_s) == (None, None, None)
-    assert all((box.rate, box.alive, box.depth) == (None, 0, None) for box in stages(view))
+    assert all((box.rate, box.alive) == (None, 0) for box in stages(view))
+    assert [box.inside for box in stages(view)] == ["gate –/–", "– in flight", "– in hand", "–/64 groups", "– behind"]
     assert {*cells("rollouters", view, "state").values(), *cells("learner", view, "state").values()} == {"ended"}
     text = page(view, 80)
     assert "stopped" in text.splitlines()[0] and "dead" not in text
@@ -187,7 +188,7 @@ def test_the_ledger_pane_shows_prompts_left_out_by_data_rules():
 def test_the_number_of_replicas_behind_matches_their_rows():
     view = seen(Run(lag=2).between())
     assert list(cells("rollouters", view, "lag").values()) == ["2"] * 4
-    assert view.behind == (4, 4) and stages(view)[-1].depth == 4
+    assert view.behind == (4, 4) and stages(view)[-1].inside == "4 behind"
     assert seen(Run().between()).behind == (0, 4)
 
 
@@ -215,7 +216,8 @@ def test_the_box_of_the_learner_and_the_verdict_show_rank_0():
             resource.seconds.update({"training": 0.6 * whole, "following": 0.4 * whole})
     view = seen(snapshots)
     (box,) = [box for box in stages(view) if box.stage == "learner"]
-    assert box.shares == pytest.approx({"training": 0.95, "waiting": 0.05}) and len(box.actors) == 8
+    assert view.learner_shares == pytest.approx({"training": 0.95, "waiting": 0.05})
+    assert (box.last.plain, len(box.actors)) == ("95% training", 8)
     assert view.bottleneck.stage == "learner" and view.bottleneck.why.startswith("training 95 % of the time")
     assert view.shares(view.of("learner")[1:2]) == pytest.approx({"training": 0.6, "following": 0.4})
 
@@ -271,7 +273,7 @@ def test_rates_are_unknown_with_one_snapshot():
     view = seen([with_actor(Run().at(100.0), "rollouter/0", metrics=metrics)])
     assert cells("rollouters", view, "oldest")["rollouter/0"] == "–", "nothing in flight has no age"
     assert (view.window_s, view.tokens_per_s) == (0, None)
-    assert stages(view)[1].shares["generating"] == pytest.approx(0.86), "shares are of whole lives"
+    assert stages(view)[1].last.plain == "86% generating", "shares are of whole lives"
 
 
 def test_shares_of_episode_stages_cover_the_time_since_the_older_snapshot():
