@@ -274,7 +274,7 @@ def _summary(view: SnapshotView, at: Mapping[str, float]) -> list[RenderableType
     stages = ", ".join(f"{count(number)} {name}" for name, number in at.items())
     words = f"{count(open_count)} episodes" + (f": {stages}" if stages else "")
     return [
-        joined([said("oldest", duration(oldest if open_count else None)), text(words, "bold")]),
+        joined(said("oldest", duration(oldest if open_count else None)), text(words, "bold")),
         Facts(
             said("turns", fixed(_mean(turns), 1)),
             said("p95", ABSENT if p95 is None else f"≤ {p95:g}" if p95 < float("inf") else "many"),

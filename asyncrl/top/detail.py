@@ -24,10 +24,10 @@ from asyncrl.messages.monitor import ActorView, Resource
 from asyncrl.top.bottleneck import by_kind, kind_of
 from asyncrl.top.draw import (
     BARS,
-    Facts,
     Style,
     in_columns,
     is_amiss,
+    joined,
     said,
     state_bar,
     text,
@@ -93,19 +93,19 @@ def _facts(actor: ActorView) -> list[RenderableType]:
     is_present = has_state and not is_gone(actor)
     busy, late = (actor.loop_busy, actor.loop_lag_s) if is_present else (None, None)
     return [
-        Facts(
+        joined(
             said("condition", actor.condition, "bad" if is_amiss(actor.condition) else ""),
             said("state", f"{actor.state} {actor.awaiting}".strip() or ABSENT),
             said("for", duration(actor.state_s if has_state else None)),
             said("heard", f"{duration(actor.heard_s)} ago" if is_known else ABSENT, warned(actor.heard_s > 10)),
         ),
-        Facts(
+        joined(
             said("host", actor.host or ABSENT),
             said("pid", str(actor.pid or ABSENT)),
             said("restarts", str(actor.restarts) if is_known else ABSENT, warned(actor.restarts)),
             said("version", str(actor.version) if actor.version >= 0 else ABSENT),
         ),
-        Facts(
+        joined(
             said("processors", fixed(actor.cpu if is_present else None)),
             said("memory", size(actor.rss_bytes or None if is_present else None)),
             said("event loop busy", percent(busy), warned((busy or 0.0) > 0.8)),

@@ -77,7 +77,7 @@ def wrapped(line: Text, width: int, most: int) -> list[Text]:
     found = line.wrap(_CONSOLE, max(2, width), no_wrap=False, overflow="fold")
     for each in found:
         each.rstrip()
-    return [*found[: most - 1], joined(found[most - 1 :], " ")]
+    return [*found[: most - 1], joined(*found[most - 1 :], between=" ")]
 
 
 def said(name: str, value: str, style: Style = "") -> Text:
@@ -90,7 +90,7 @@ def warned(problem: object, otherwise: Style = "") -> Style:
     return "warn" if problem else otherwise
 
 
-def joined(parts: Iterable[Text], between: str = "   ") -> Text:
+def joined(*parts: Text, between: str = "   ") -> Text:
     """The parts that are not empty, one after the other."""
     return text(between).join(part for part in parts if part)
 
@@ -103,9 +103,9 @@ class Facts:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         shown = list(self._parts)
-        while len(shown) > 1 and joined(shown, self._between).cell_len > options.max_width:
+        while len(shown) > 1 and joined(*shown, between=self._between).cell_len > options.max_width:
             shown.pop()
-        yield joined(shown, self._between)
+        yield joined(*shown, between=self._between)
 
 
 def in_columns(facts: Sequence[tuple[str, str, Style]], *, right: bool = False) -> Columns:
@@ -147,7 +147,7 @@ class Bar:
             return text(" " * width)
         ends = [round(end / whole * width) for end in accumulate(sizes)]
         runs = zip([0, *ends], ends, self.parts, strict=False)
-        return joined([text(mark * (end - begin), style) for begin, end, (_, mark, style) in runs], "")
+        return joined(*(text(mark * (end - begin), style) for begin, end, (_, mark, style) in runs), between="")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         yield self.drawn(options.max_width)

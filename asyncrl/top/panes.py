@@ -40,6 +40,7 @@ from asyncrl.top.draw import (
     beside,
     in_columns,
     is_there,
+    joined,
     level_bar,
     lines,
     number,
@@ -91,11 +92,11 @@ def learner(view: SnapshotView, choice: Choice) -> Pane:
         for actor in view.of("learner")
         if choice.matches(actor.name, actor.host, view.state(actor)[1])
     ]
-    head = [_step(view), _learning(view), _speed(view), *_components(view), *_evaluations(view)]
+    head: list[RenderableType] = [_step(view), _learning(view), _speed(view), *_components(view), *_evaluations(view)]
     return Pane(head, table_of(RANKS, ranks, lambda entry: entry.actor.name), "learner/0")
 
 
-def _step(view: SnapshotView) -> RenderableType:
+def _step(view: SnapshotView) -> Text:
     """Duration of a step, and of each of its phases."""
     whole = view.step_mean("time/step_s")
     seconds = {words: view.step_mean(key) for words, key in PHASES.items()}
@@ -108,7 +109,7 @@ def _step(view: SnapshotView) -> RenderableType:
         if each is not None and (each or words != "GPU")
     ]
     # With two blanks all phases fit into 79 cells.
-    return Facts(said("step", duration(whole), "bold"), *phases, between="  ")
+    return joined(said("step", duration(whole), "bold"), *phases, between="  ")
 
 
 def _learning(view: SnapshotView) -> Facts:
@@ -123,7 +124,7 @@ def _learning(view: SnapshotView) -> Facts:
     )
 
 
-def _speed(view: SnapshotView) -> Facts:
+def _speed(view: SnapshotView) -> Text:
     """Speed and reward of the newest step. Tokens and MFU are over all ranks, which train a step together."""
     first = next(iter(view.of("learner")), None)
     tokens = view.rate_of(first, "learner/tokens") if first is not None else None
@@ -132,7 +133,7 @@ def _speed(view: SnapshotView) -> Facts:
     spread = f" ± {fixed(deviation, 3)}" if deviation is not None else ""
     # A step has no engine KL if no token was sampled at the weights that the step trained.
     engine_kl = view.number("policy/engine_kl")
-    return Facts(
+    return joined(
         said("trained tokens/s", count(tokens)),
         said("MFU", percent(mfu)) if mfu is not None else NONE,
         said("reward", fixed(mean, 3)) + text(spread, "dim") if mean is not None else NONE,
@@ -198,13 +199,13 @@ def weights(view: SnapshotView, choice: Choice) -> Pane:
     again, updates = view.number("rollout/reprefill_tokens"), view.number("weights/updates")
     failures = view.counted("parameter_server", "weights/updates_failed")
     prefilled = count(again / updates if again is not None and updates else None)
-    head: list[RenderableType] = [
-        Facts(
+    head = [
+        joined(
             said("learner idle", duration(idle[-1] if idle else None)),
             said("gather", duration(view.number("weights/gather_s"))),
             said("published", size(view.number("weights/publish_bytes"))),
         ),
-        Facts(
+        joined(
             said("behind", count(view.behind[0] if view.behind else None)),
             said("paused", count(view.level("parameter_server", "weights/replicas_paused"))),
             said("failures", count(failures), "bad" if failures else ""),
@@ -235,7 +236,7 @@ def staleness(view: SnapshotView, choice: Choice) -> Pane:
     most, late = view.run.staleness_max, view.number("staleness/late_groups")
     so_far = [(view.counted("learner", f"staleness/{name}_groups"), words) for name, words in LATE.items()]
     words = ", ".join(f"{count(groups)} {word}" for groups, word in so_far if groups)
-    head = Facts(
+    head = joined(
         said("limit", f"{fixed(staleness_limit(view), 0)} of {most}"),
         said(f"step {view.run.step}: mean", fixed(view.number("staleness/token_mean"))),
         said("most", fixed(view.number("staleness/token_max"), 0)),

@@ -220,7 +220,7 @@ def verdict(view: SnapshotView, width: int) -> list[Text]:
         word, why, style = f"◆ {bottleneck.stage}", bottleneck.why, "mark"
     resting = [f"{name} ({why})" for name, why in run.resting.items()]
     problems = {"lost hosts: ": run.lost_hosts, "resting: ": resting, "down: ": view.down}
-    missing = joined([text(title, "bad") + text(_some(names)) for title, names in problems.items() if names])
+    missing = joined(*(text(title, "bad") + text(_some(names)) for title, names in problems.items() if names))
     head = text(word + (":" if why else ""), style) + text(f" {why}")
     return [missing, *wrapped(head, width, 1)] if missing else [*wrapped(head, width, 2), text("")][:2]
 
@@ -241,7 +241,8 @@ def tabs(panes: Sequence[PaneName], seen: PaneName, width: int) -> Text:
 
     def with_names(names: Sequence[str]) -> Text:
         numbered = enumerate(names, 1)
-        return joined([text(f"{n} {name}".rstrip(), "chosen" if name == seen else "dim") for n, name in numbered], "  ")
+        parts = (text(f"{n} {name}".rstrip(), "chosen" if name == seen else "dim") for n, name in numbered)
+        return joined(*parts, between="  ")
 
     line = with_names(panes)
     return line if line.cell_len <= width else with_names([name if name == seen else "" for name in panes])
@@ -281,4 +282,4 @@ def foot(status: Text, choice: Choice, *, replay: bool) -> Grid:
     if choice.level != LEVELS[0]:
         chosen.append(f"events: {choice.level}")
     keys = [text(key.format(space="play" if replay else "freeze"), "dim") for key in KEYS]
-    return beside(joined([status, text("   ".join(chosen), "warn")]), Facts(*keys, between="  "), expand=True)
+    return beside(joined(status, text("   ".join(chosen), "warn")), Facts(*keys, between="  "), expand=True)
