@@ -13,13 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from rich.cells import set_cell_size
 from rich.console import Group
-from rich.segment import Segment
 from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.color import Color
 from textual.containers import Horizontal, Vertical
 from textual.events import Key, Resize
 from textual.filter import LineFilter
@@ -31,13 +28,13 @@ from asyncrl.core.printable import printable
 from asyncrl.top.actor_panes import sorted_next
 from asyncrl.top.client import Away, Waiting
 from asyncrl.top.detail import DetailScreen, HelpScreen
-from asyncrl.top.draw import LEVELS, Choice, PaneName, text, to_ascii
+from asyncrl.top.draw import LEVELS, Choice, PaneName, text
 from asyncrl.top.panes import PANES, panes_of, title
 from asyncrl.top.pipeline import foot, header, pipeline, status, tabs, time_bar
 from asyncrl.top.replay import Feed, Replay, SnapshotSource
 from asyncrl.top.samples_screen import SamplesScreen
 from asyncrl.top.view import SnapshotView
-from asyncrl.top.widgets import PaneView
+from asyncrl.top.widgets import InAscii, PaneView
 
 WIDE = (150, 40)
 """Width and height from which on all panes are visible."""
@@ -59,13 +56,6 @@ needs {width}×{height}, better 80×24:
 this terminal is {columns}×{rows}. Make it larger, or
 print everything once: asyncrl-top RUN --once
 q quits; the run continues"""
-
-
-class InAscii(LineFilter):
-    """Changes all that is drawn for a terminal that knows only ASCII."""
-
-    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        return [Segment(set_cell_size(to_ascii(each.text), each.cell_length), each.style) for each in segments]
 
 
 class Top(App[int]):

@@ -1,20 +1,31 @@
-"""The widgets of asyncrl-top: lines that scroll, panes with a table and its cursor, screens with a page."""
+"""The widgets of asyncrl-top: an ASCII filter, scrolling lines, panes with a table and cursor, screens with a page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import ClassVar
 
+from rich.cells import set_cell_size
 from rich.console import Group, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.color import Color
 from textual.containers import Vertical, VerticalScroll
 from textual.events import Resize
+from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.widgets import DataTable, Static
 
-from asyncrl.top.draw import Facts, Pane, Row, Table, lines, text
+from asyncrl.top.draw import Facts, Pane, Row, Table, lines, text, to_ascii
+
+
+class InAscii(LineFilter):
+    """Changes all that is drawn for a terminal that knows only ASCII."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        return [Segment(set_cell_size(to_ascii(each.text), each.cell_length), each.style) for each in segments]
 
 
 class Lines(VerticalScroll):

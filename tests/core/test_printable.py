@@ -19,11 +19,11 @@ from asyncrl.launcher.common.agent_messages import StateEvent, WarningEvent
 from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.monitor import Event
 from asyncrl.observe.snapshots.recording import Recorder
-from asyncrl.top.app import InAscii
 from asyncrl.top.detail import detail
 from asyncrl.top.draw import lines
 from asyncrl.top.draw import text as styled
 from asyncrl.top.view import SnapshotView
+from asyncrl.top.widgets import InAscii
 
 EVIL = "\x1b]0;PWNED\x07\x1b[2J\x9b2J\x85\x7f\u202emoc\u2066\u2028\ufeff"
 WRITTEN = st.text(st.sampled_from("ab 字é\u0301👍\u200d\ufe0f\x1b\x07\x9b\u202e\u2069\t\n\ud800…─"), max_size=40)
