@@ -63,10 +63,12 @@ def compile_cache() -> str:
         return chosen
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.join(cache, "asyncrl", "torchinductor")
-    with contextlib.suppress(OSError):
-        os.makedirs(folder, exist_ok=True)
-    if os.access(folder, os.W_OK):
-        return folder
+    # A user without a home folder keeps the "~".
+    if os.path.isabs(folder):
+        with contextlib.suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
     return os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
 
 

@@ -100,3 +100,8 @@ def test_compiled_graphs_outlive_a_run_unless_the_user_chose_a_folder(tmp_path, 
     assert compile_cache() == f"/temporary/torchinductor_{os.getuid()}"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
     assert compile_cache() == "/chosen"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    # A user without a home folder.
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert compile_cache() == f"/temporary/torchinductor_{os.getuid()}"

@@ -77,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.episodes and chosen.engine != "sim":
         parser.error("--episodes is for the simulated engine")
+    if chosen.in_updates and chosen.time_slices:
+        parser.error("--in-updates and --time-slices strike in different phases; give one of them")
     out = sys.stderr if chosen.json else sys.stdout
     seed = random.randrange(1 << 32) if chosen.seed is None else chosen.seed
     with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-") as name:

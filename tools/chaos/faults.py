@@ -146,11 +146,12 @@ class Striker:
 
     def _phase(self, fault: Fault) -> str:
         """Return the current work of the run: a phase of time slices, a checkpoint, or the phase of a weight update."""
+        victim = fault.victim.replace("engine_core/", "rollouter/")
         if fault.during in TURNS:
-            return turn_of(self._run, fault.victim)
+            return turn_of(self._run, victim)
         if any(self._run.run_dir.glob("checkpoints/.*.partial-*")) and fault.during in ("", CHECKPOINT):
             return CHECKPOINT
-        return self._phases.of(fault.victim.replace("engine_core/", "rollouter/"))
+        return self._phases.of(victim)
 
     def _await(self, fault: Fault) -> None:
         """Wait for what the fault is to strike in. A short phase may end before the signal arrives."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal, TypeVar
 
@@ -49,7 +49,7 @@ UPDATED = ("rollouter/", "engine_core/", "learner/", "parameter_server/")
 GENERATING, TAKING, TRAINING, WAKING = TURNS = ("generating", "taking", "training", "waking")
 """Phases of the time slices of a GPU: the engine has the memory; the rank has asked for it; the rank has it; the rank
 has given it back, and the engine has not taken it yet."""
-TAKES_TURNS = ("rollouter/", "learner/")
+TAKES_TURNS = ("rollouter/", "engine_core/", "learner/")
 """Victims that have a GPU in turn. In time slices their faults wait for a phase, each phase about equally often."""
 TOGETHER = 0.2
 """Share of faults that come while the run still handles the fault before."""
@@ -152,23 +152,21 @@ def draw(
     found = []
     step = 0
     for number, (kind, victim) in enumerate(dealt):
-        waits_for_turn = in_turns and kind in ON_PROCESSES and victim.startswith(TAKES_TURNS)
-        during = _during(randomness, kind, victim, transport, 1.0 if in_updates else 0.5)
         alone = kind in ENDS or not number or dealt[number - 1][0] in ENDS
         if alone or randomness.random() >= TOGETHER:
             step += STEPS_PER_FAULT
-        found.append(
-            Fault(
-                kind=kind,
-                victim=victim,
-                after_step=step,
-                after_s=randomness.uniform(0.0, 1.0),
-                lasts_s=_duration(randomness, kind, silence_s),
-                during=next(turns) if waits_for_turn else during,
-                link=_link(randomness) if kind == "slow" else None,
-                ahead_s=randomness.uniform(-MOST_AHEAD_S, MOST_AHEAD_S) if kind == "clock" else 0.0,
-            )
+        fault = Fault(
+            kind=kind,
+            victim=victim,
+            after_step=step,
+            after_s=randomness.uniform(0.0, 1.0),
+            lasts_s=_duration(randomness, kind, silence_s),
+            during=_during(randomness, kind, victim, transport, 1.0 if in_updates else 0.5),
+            link=_link(randomness) if kind == "slow" else None,
+            ahead_s=randomness.uniform(-MOST_AHEAD_S, MOST_AHEAD_S) if kind == "clock" else 0.0,
         )
+        takes_turns = kind in ON_PROCESSES and victim.startswith(TAKES_TURNS)
+        found.append(replace(fault, during=next(turns)) if in_turns and takes_turns else fault)
     return found
 
 

@@ -12,28 +12,37 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
+
 from tools.chaos.plan import GENERATING, TAKING, TRAINING, WAKING
 from tools.live_run import LiveRun
 
-SOCKET = re.compile(r" (\d+) @asyncrl-\S+-gpu-(\w+)-(rank|asked|memory)$", re.MULTILINE)
-"""Inode, GPU and name of a bound socket in /proc/PID/net/unix; @ stands for the zero byte of an abstract name."""
+SOCKET = re.compile(r" (\d+) @asyncrl-\d+-\d+-(\d+)-gpu-(\w+)-(rank|asked|memory)$", re.MULTILINE)
+"""Inode, node agent, GPU and name of a bound socket in /proc/PID/net/unix; @ stands for the zero byte of an abstract
+name."""
+PARENT = re.compile(r"^NSpid:.*?(\d+)$", re.MULTILINE)
+"""The last number of a process in /proc/PID/status: that in its own namespace of processes."""
 
 
 def turn_of(run: LiveRun, victim: str) -> str:
     """Return the phase of a rank or a rollouter: one of plan.TURNS, or "" if it cannot be seen."""
     pid = run.pid(victim)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, psutil.Error):
         if pid is not None:
-            return phase_of(Path(f"/proc/{pid}/net/unix").read_text(), victim, run.titled("asyncrl learner"))
+            agent = PARENT.findall(Path(f"/proc/{psutil.Process(pid).ppid()}/status").read_text())[0]
+            return phase_of(Path(f"/proc/{pid}/net/unix").read_text(), agent, victim, run.titled("asyncrl learner"))
     return ""
 
 
-def phase_of(table: str, victim: str, ranks: Iterable[int]) -> str:
-    """Return the phase of ``victim`` by the ``table`` of Unix sockets of its host, with the processes of all ranks."""
+def phase_of(table: str, agent: str, victim: str, ranks: Iterable[int]) -> str:
+    """Return the phase of ``victim`` by the ``table`` of Unix sockets of its host.
+
+    ``agent`` is the process of its node agent, as that sees it itself; ``ranks`` are the processes of all ranks.
+    """
     of_gpus: dict[str, dict[str, str]] = {}
-    for inode, gpu, name in SOCKET.findall(table):
-        # Connections that wait to be accepted have the name of their socket, and inode 0.
-        if inode != "0":
+    for inode, parent, gpu, name in SOCKET.findall(table):
+        # Other runs have other agents. Connections that wait to be accepted have the name of their socket, and inode 0.
+        if parent == agent and inode != "0":
             of_gpus.setdefault(gpu, {})[name] = inode
     if not of_gpus:
         return ""
