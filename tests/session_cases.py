@@ -48,7 +48,7 @@ class Speaker:
     async def start(self):
         pass
 
-    close = resume = start
+    close = resume = sleep = wake = start
 
     async def generate(self, request):
         world, version, held = self.world, self.version, request.held
@@ -89,7 +89,7 @@ class World:
     """Sessions and a player. ``say`` gives the answer to a prompt; ``agent(session key)`` plays an episode.
 
     With ``model``, a folder, a real ``engine`` can speak: ``engine(config)`` builds it, and ``publish(version)`` gives
-    the manifest of a version's weights. ``choose`` gives the host of an episode.
+    the manifest of a version's weights. ``choose`` gives the host of an episode. ``slices`` are those of the engine.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class World:
         publish=None,
         stops=None,
         choose=lambda **_: HOST,
+        slices=None,
         **sections,
     ):
         template, eos = FAMILIES["tools first"]
@@ -130,6 +131,7 @@ class World:
             self.clock,
             StateLedger(self.clock.now, "engine"),
             Awaits(self.clock.now),
+            slices,
         )
         self.sessions = Sessions(
             self.config,

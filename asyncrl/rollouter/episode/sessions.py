@@ -74,6 +74,8 @@ class Session:
         """Number of submissions beyond the first of each answer."""
         self.version = -1
         """The newest version under which an engine has computed tokens of the session."""
+        self.sleeps = 0
+        """Number of the engine's sleeps before the newest submission; each later sleep loses the computed tokens."""
         self.calls: dict[str, _Call] = {}
         """All calls, by the names that the episode host gives them; a repeat has the name of its first call."""
         self._now = clock.now
@@ -147,8 +149,9 @@ class _SessionWatch(CallWatch):
         self._session.stages.enter(self._call, phase, self._clock.now())
         self._session.note()
 
-    def submitted(self, version: int) -> None:
+    def submitted(self, version: int, sleeps: int) -> None:
         self._session.version = max(self._session.version, version)
+        self._session.sleeps = sleeps
 
     def sampled(self, response: Response) -> None:
         if self._text is not None and (more := self._text.more(response.tokens)):
@@ -300,6 +303,7 @@ class Sessions:
                         stops=with_strings(self._stops, request.stop, self._tokenizer),
                         computed=prompt.shared,
                         computed_at=session.version,
+                        computed_sleeps=session.sleeps,
                     )
                     call.limited = request.max_tokens is None or room <= request.max_tokens
                     call.prompt, call.key = prompt, session.key_of(prompt)

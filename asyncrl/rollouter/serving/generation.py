@@ -193,8 +193,8 @@ class CallWatch:
     def entered(self, phase: Phase) -> None:
         """Called when the call enters a phase."""
 
-    def submitted(self, version: int) -> None:
-        """Called when a submission begins under ``version``."""
+    def submitted(self, version: int, sleeps: int) -> None:
+        """Called when a submission begins under ``version``, after this number of the engine's sleeps."""
 
     def sampled(self, response: Response) -> None:
         """Called when tokens have arrived."""
@@ -238,7 +238,7 @@ class PolicyCall:
                 self._watch.entered("engine")
                 response.submitted(version)
                 self._events.submitted(version, len(response.tokens))
-                self._watch.submitted(version)
+                self._watch.submitted(version, self._host.sleeps)
                 request = GenerationRequest(
                     id=f"{key}/{response.submissions}",
                     prompt_ids=[*ids, *response.tokens],

@@ -52,6 +52,32 @@ async def test_tool_calls_are_recognised_by_their_ids_even_if_the_agent_changed_
         assert len(session.conversation.sequences()) == 1
 
 
+class Slices:
+    """The engine's side of a GPU that is always free."""
+
+    async def take(self):
+        pass
+
+    def give(self):
+        pass
+
+
+async def test_shared_tokens_count_as_computed_again_only_in_the_first_turn_after_a_sleep(tmp_path):
+    async with World(tmp_path, slices=Slices()) as world:
+        session, messages, counted, lengths = world.open(), [], [], []
+        for turn in range(5):
+            if turn in (0, 2):
+                await world.host.sleep()
+                await world.update()
+            messages.append(user("go on"))
+            reply = await world.chat(session.key, messages)
+            messages.append(echoed(reply))
+            counted.append(world.host.reprefill.tokens)
+            lengths.append(reply.prompt_tokens + reply.completion_tokens)
+    # Of the second turn's tokens, only the third turn finds that they are lost.
+    assert counted == [0, 0, lengths[1], lengths[1], lengths[1]]
+
+
 async def test_a_repeat_joins_its_call_and_gets_its_answer(tmp_path):
     async with World(tmp_path) as world:
         session = world.open()
