@@ -27,6 +27,8 @@ import msgspec
 import xxhash
 
 CHUNK_BYTES = 4 << 20
+CACHE_ROOM_BYTES = 1 << 20
+"""Bytes that must fit into a folder before compiled graphs are kept there."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
@@ -67,7 +69,9 @@ def compile_cache() -> str:
     if os.path.isabs(folder):
         with contextlib.suppress(OSError):
             os.makedirs(folder, exist_ok=True)
-        if os.access(folder, os.W_OK):
+            # A folder whose quota is used up looks writable.
+            with tempfile.NamedTemporaryFile(dir=folder) as file:
+                file.write(bytes(CACHE_ROOM_BYTES))
             return folder
     return os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
 

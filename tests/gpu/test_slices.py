@@ -113,6 +113,7 @@ async def test_the_end_of_a_simulated_rank_ends_its_wait_for_the_gpu(gpu, monkey
     monkeypatch.setenv(SHARED_GPU_VARIABLE, f"{gpu}:rollouter/0")
     trainer = SimTrainer(sim_config(placement={"share": "time_slice"}), 0)
     trainer.setup("", 0)
+    assert trainer.engines_in_turn == 1
     trainer.rest()
     engine = EngineSlices([gpu])
     await taken(engine)

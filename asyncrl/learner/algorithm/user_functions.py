@@ -196,7 +196,8 @@ def _loss_problems(config: LearnerConfig) -> list[str]:
         return error.problems
     except Exception as error:
         # A built-in loss with an option of a wrong type, for example.
-        return [f"learner.loss: {config.loss} failed: {describe(error)}"]
+        key = "learner.loss_options" if config.loss_options else "learner.loss"
+        return [f"{key}: {config.loss} failed: {describe(error)}"]
     try:
         torch.autograd.backward(objective)
     except Exception as error:

@@ -55,7 +55,7 @@ class Kept:
     path: Path
 
 
-async def wait_for_room(failed: FailedWrite, until: Callable[[], float], clock: Clock) -> bool:
+async def wait_for_disk_space(failed: FailedWrite, until: Callable[[], float], clock: Clock) -> bool:
     """Wait until another attempt makes sense, and return True; return False at the time ``until()``.
 
     If the disk lacked room, the attempt makes sense once it reports enough. If it reported room and refused the write

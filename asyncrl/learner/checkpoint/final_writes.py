@@ -24,7 +24,7 @@ from asyncrl.core.disk import free_bytes, full_errno, in_words, no_room
 from asyncrl.core.errors import ActorFailed, AsyncRLError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
-from asyncrl.learner.checkpoint.failed_writes import FailedWrite, end_of_run, wait_for_room, waits_for_room
+from asyncrl.learner.checkpoint.failed_writes import FailedWrite, end_of_run, wait_for_disk_space, waits_for_room
 from asyncrl.learner.checkpoint.run_checkpoints import RunCheckpoints
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.rpc.services import ActorServices
@@ -128,7 +128,7 @@ class FinalWrites:
             waited = True
             text, meanwhile, waits_for = waits_for_room(what, failed, left)
             self._notify(what, text, meanwhile=meanwhile, waits_for=waits_for)
-            if not await wait_for_room(failed, lambda: self._room_until, self._clock):
+            if not await wait_for_disk_space(failed, lambda: self._room_until, self._clock):
                 self._notify(what, f"{what} was given up: no room came in time")
                 return failed
             failed = await write()

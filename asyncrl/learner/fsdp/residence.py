@@ -101,7 +101,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def wait_for_room(device: torch.device, share: float, within_s: float, pause: Callable[[float], None]) -> None:
+def wait_for_gpu_memory(device: torch.device, share: float, within_s: float, pause: Callable[[float], None]) -> None:
     """Wait until ``share`` of a GPU's memory is free, for ``within_s`` at most; returns at once on a CPU.
 
     An engine that was killed frees its memory with a delay. After ``within_s`` the function returns all the same, and

@@ -61,7 +61,7 @@ from asyncrl.learner.fsdp.ranks.ranks import (
     shape_of_update,
     unpack,
 )
-from asyncrl.learner.fsdp.residence import Residence, wait_for_room
+from asyncrl.learner.fsdp.residence import Residence, wait_for_gpu_memory
 from asyncrl.learner.fsdp.schedule import learning_rate, warm_learning_rate
 from asyncrl.learner.fsdp.startup.loading import model_folder
 from asyncrl.learner.fsdp.startup.sharding import (
@@ -147,7 +147,9 @@ class Trainer:
         prepare_device(device, self._learner)
         shares = limit_memory(device, self._config)
         if self._slices is not None and shares is not None:
-            wait_for_room(device, shares.rank, RETURN_SHARE * self._learner.collective_timeout_s, self._pause_for_room)
+            wait_for_gpu_memory(
+                device, shares.rank, RETURN_SHARE * self._learner.collective_timeout_s, self._pause_for_room
+            )
         self._joined_ranks = Ranks(
             self._rank,
             self._learner.ranks,

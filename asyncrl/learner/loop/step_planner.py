@@ -240,7 +240,8 @@ class StepPlanner:
         intake = self._intake
         self._track.enter("wait for groups", step=self._progress.step + 1)
         wanted = self._begin_wait()
-        # If all engines sleep while the learner computes, every step waits, even with a higher staleness.
+        # If all engines sleep while the learner computes, every step waits, even with a higher staleness. Engines that
+        # joined later do not count.
         all_sleep = self._backend.engines_in_turn >= self._config.rollout.replicas
         self.waited = not all_sleep and len(intake.buffer) < wanted
         give_up_at = retry_at = 0.0

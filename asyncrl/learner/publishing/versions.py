@@ -139,7 +139,7 @@ class Versions:
     @property
     def next_try(self) -> float:
         """Time (s) of the next attempt at an overdue version, if the wait for that begins now."""
-        return self._clock.now() + (RETRY_IN_TURN_S if self._config.placement.share == "time_slice" else RETRY_S)
+        return self._clock.now() + (RETRY_IN_TURN_S if self._backend.engines_in_turn else RETRY_S)
 
     @property
     def give_up_at(self) -> float:

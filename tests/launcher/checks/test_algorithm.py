@@ -58,6 +58,7 @@ def check(limit_s=120.0, **learner):
         ({"loss": "users_algorithm:constant"}, ["learner.loss: users_algorithm:constant has no gradient"]),
         ({"loss": "distill"}, ["learner.teacher: the loss distill needs one"]),
         ({"teacher": "folder"}, ["learner.teacher: the loss decoupled asks for none"]),
+        ({"loss_options": {"clip_low": "0.2"}}, ["learner.loss_options: decoupled failed: TypeError"]),
         (
             {"loss": "gspo", "correction": {"weight": "token"}},
             ['learner.correction.weight: is "token", but the loss gspo'],

@@ -9,7 +9,7 @@ from torch import nn
 
 from asyncrl.gpu.slices import RankSlices
 from asyncrl.learner.fsdp import residence as module
-from asyncrl.learner.fsdp.residence import Residence, wait_for_room
+from asyncrl.learner.fsdp.residence import Residence, wait_for_gpu_memory
 
 CPU = torch.device("cpu")
 
@@ -89,11 +89,11 @@ def test_a_rank_waits_until_its_share_of_the_gpu_is_free(monkeypatch):
     free = iter([1, 5, 8, 8])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10))
     monkeypatch.setattr(module, "LOOK_S", 0.0)
-    wait_for_room(torch.device("cuda", 0), 0.8, 60.0, time.sleep)
+    wait_for_gpu_memory(torch.device("cuda", 0), 0.8, 60.0, time.sleep)
     assert next(free) == 8
     # At the deadline the caller tries it all the same.
-    wait_for_room(torch.device("cuda", 0), 0.9, 0.0, time.sleep)
-    wait_for_room(CPU, 0.9, 60.0, time.sleep)
+    wait_for_gpu_memory(torch.device("cuda", 0), 0.9, 0.0, time.sleep)
+    wait_for_gpu_memory(CPU, 0.9, 60.0, time.sleep)
 
 
 class Full:
@@ -106,12 +106,12 @@ class Full:
 @pytest.mark.parametrize(
     "wait",
     [
-        lambda residence, pause: wait_for_room(torch.device("cuda", 0), 0.8, 60.0, pause),
+        lambda residence, pause: wait_for_gpu_memory(torch.device("cuda", 0), 0.8, 60.0, pause),
         lambda residence, pause: residence.come_back(60.0, pause),
     ],
     ids=["at the start", "in a turn"],
 )
-def test_the_end_of_the_run_ends_a_wait_for_disk_space_at_once(wait, monkeypatch):
+def test_the_end_of_the_run_ends_a_wait_for_gpu_memory_at_once(wait, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 10))
     slices = RankSlices("0", "learner/0", "rollouter/0", 60.0)
     pause = lambda seconds: slices.pause(seconds, "room in the memory")  # noqa: E731

@@ -199,7 +199,7 @@ def test_a_run_that_is_preempted_inside_a_version_publishes_its_steps() -> None:
     run_virtual(main())
 
 
-def test_a_version_still_overdue_at_the_end_fails_the_run_after_the_wait_for_disk_space() -> None:
+def test_a_version_still_overdue_at_the_end_fails_the_run_after_room_wait_s() -> None:
     async def main() -> None:
         scene, clock = Scene(steps=2, checkpoint={"room_wait_s": 60}), LoopClock()
         await scene.training.begin([])

@@ -26,7 +26,7 @@ class LoneVersions(Versions):
         super().__init__(
             config,
             services,
-            SimpleNamespace(on_gpu=False),  # type: ignore[arg-type]
+            SimpleNamespace(on_gpu=False, engines_in_turn=int(config.placement.share == "time_slice")),  # type: ignore[arg-type]
             None,  # type: ignore[arg-type]
             self._given,  # type: ignore[arg-type]
             host="",
@@ -44,7 +44,8 @@ class LoneVersions(Versions):
         if self._clock.now() < self.before:
             raise OSError(errno.ENOMEM, "no memory")
         self._given.version += 1
-        return int(self._given.version)
+        self.whole = int(self._given.version)
+        return self.whole
 
     async def handed_over(self) -> None:
         """It holds every version at once."""
