@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
 import inspect
-import pkgutil
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from asyncrl import messages
 from asyncrl.config import resuming
 from asyncrl.config.load import validate_config
 from asyncrl.config.training import LearnerConfig
@@ -28,7 +25,6 @@ from asyncrl.gpu.memory_shares import plan_sharing
 from asyncrl.learner.algorithm import advantages, losses
 from asyncrl.learner.algorithm.losses import TokenBatch
 from asyncrl.learner.fsdp.model.policy import chunk_size
-from asyncrl.messages import ACTORS, Message
 from asyncrl.reward.functions import BUILT_IN
 from asyncrl.reward.reward_worker import ARGUMENTS
 
@@ -150,30 +146,6 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("``", "`").split()).replace("|", "\\|")
 
 
-def sent_unasked() -> Iterator[type[Message]]:
-    """The messages that name their senders, in the order of modules and of the lines in each."""
-    for found in pkgutil.iter_modules(messages.__path__, "asyncrl.messages."):
-        for kind in vars(importlib.import_module(found.name)).values():
-            if isinstance(kind, type) and kind.__module__ == found.name and issubclass(kind, Message) and kind.senders:
-                yield kind
-
-
-def named(senders: frozenset[str]) -> str:
-    """A set of roles, short where it holds all actors of a run."""
-    all_actors = ["every actor"] if senders >= ACTORS else []
-    return ", ".join([*all_actors, *(f"`{role}`" for role in sorted(senders - ACTORS if all_actors else senders))])
-
-
-def senders() -> str:
-    """The senders of each message, of docs/protocol.md: a row for each set of senders, the largest first."""
-    rows: dict[frozenset[str], list[str]] = {}
-    for kind in sent_unasked():
-        rows.setdefault(kind.senders, []).append(f"`{kind.__name__}`")
-    by_size = sorted(rows, key=lambda who: (-len(who), named(who)))
-    lines = [f"| {named(who)} | {', '.join(rows[who])} |" for who in by_size]
-    return "\n".join(["| sent by | what |", "|---|---|", *lines])
-
-
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "arguments": ("first-run.md", arguments),
     "losses": ("algorithms.md", partial(losses.BUILT_IN.document, "`loss`", "token loss", "options", "for")),
@@ -183,7 +155,6 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "token batch": ("algorithms.md", token_batch),
     "memory": ("learner.md", memory),
     "sharing": ("first-run.md", sharing),
-    "senders": ("protocol.md", senders),
 }
 
 
