@@ -126,7 +126,8 @@ class System:
         """A host joins. Its rollouters start, and its agent is heard."""
         controller = self.actors[CONTROLLER]
         asked = Join(ask=f"{host:x<16}", hosts=[NewHost(host=host, replicas=replicas)])
-        (found,) = (await controller.members.join(asked, self.caller(LAUNCHER))).hosts
+        members = await controller.members.join(asked, self.caller(LAUNCHER))
+        (found,) = [joined for joined in members.hosts if joined.ask == asked.ask]
         facts = {"actors": found.actors, "host": host}
         record = ActorRecord(name=found.agent, incarnation=1, address="", host=host, facts=facts)
         controller.register(Register(record=record), self.caller(found.agent))

@@ -111,7 +111,7 @@ class Controller(RunActor):
         """Resolve calls, which wait for an actor's address."""
         self.members = HostChanges(self, self.registry, self.machine, self._hosts, changed=self._members_changed)
         self._observation = Observation(self, self._sinks)
-        self._failures = FailureDetector(self, self._hosts, self.members, self._observation)
+        self._failures = FailureDetector(self, self._hosts, self._observation)
         self._succession = Succession(self, self._hosts, self._observation)
         if (earlier := self._succession.earlier) is not None:
             self.registry.recall(earlier.newest, earlier.generations)

@@ -27,8 +27,6 @@ class NewHost(Struct, gc=False, frozen=True, kw_only=True):
     """Public keys of its agent, then of each rollouter, then of each episode host; each has a key for each attempt.
 
     Empty without CURVE."""
-    episodes: bool = False
-    """Whether each of its rollouters has an episode host."""
 
 
 class MemberHost(Message, frozen=True, kw_only=True):
@@ -67,24 +65,6 @@ class MemberHost(Message, frozen=True, kw_only=True):
     def takes_part(self) -> bool:
         """Whether it has joined and is not leaving."""
         return self.stage in ("joining", "serving")
-
-
-class Joined(Message, frozen=True, kw_only=True):
-    """The hosts in the order of the request. They may be started."""
-
-    hosts: list[MemberHost]
-    peers: dict[str, list[str]] = {}
-    """Public keys of the whole run by actor name."""
-
-
-class Join(Request, frozen=True, kw_only=True):
-    """Launcher to controller: let these hosts join. The caller may retry if the run is still starting."""
-
-    reply = Joined
-    senders = LAUNCHER
-    ask: Annotated[str, Meta(min_length=16, max_length=64)]
-    """Random id of the request, by which the controller recognises a repeat."""
-    hosts: Annotated[list[NewHost], Meta(min_length=1, max_length=1024)]
 
 
 class Leave(Request, frozen=True, kw_only=True):
@@ -138,6 +118,19 @@ class Members(Message, frozen=True, kw_only=True):
     def find(self, agent: str) -> MemberHost | None:
         """The host of this agent, if it joined after the start or has begun to leave; else None."""
         return next((host for host in self.hosts if host.agent == agent), None)
+
+
+class Join(Request, frozen=True, kw_only=True):
+    """Launcher to controller: let these hosts join. The caller may retry if the run is still starting.
+
+    Those of the reply with this ``ask`` are the hosts of the request, in its order. They may be started.
+    """
+
+    reply = Members
+    senders = LAUNCHER
+    ask: Annotated[str, Meta(min_length=16, max_length=64)]
+    """Random id of the request, by which the controller recognises a repeat."""
+    hosts: Annotated[list[NewHost], Meta(min_length=1, max_length=1024)]
 
 
 class WatchMembers(Request, frozen=True, kw_only=True):

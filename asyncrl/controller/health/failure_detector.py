@@ -21,7 +21,6 @@ from asyncrl.controller.health.stalls import (
     describe_silence,
 )
 from asyncrl.controller.health.unreachable import ReadyActor, UnreachableActors, action_after
-from asyncrl.controller.joining.host_changes import HostChanges
 from asyncrl.controller.joining.known_hosts import BEATS, KnownHosts
 from asyncrl.controller.observation.observation import Observation
 from asyncrl.controller.state.run_actor import RunActor
@@ -91,9 +90,9 @@ def _aged(awaits: list[Wait], age: float) -> list[Wait]:
 class FailureDetector:
     """Detects failures and acts on them; a part of the controller."""
 
-    def __init__(self, controller: RunActor, hosts: KnownHosts, members: HostChanges, observation: Observation) -> None:
+    def __init__(self, controller: RunActor, hosts: KnownHosts, observation: Observation) -> None:
         self._controller, self._registry, self._run = controller, controller.registry, controller.machine
-        self._hosts, self._members, self._observation = hosts, members, observation
+        self._hosts, self._observation = hosts, observation
         self._supervision = controller.config.supervision
         interval_s = self._supervision.heartbeat_s
         self._stalls = StallDetector(controller.config.watchdog, interval_s, deadlines_of(controller.config))
@@ -146,8 +145,7 @@ class FailureDetector:
             if (silent_s := silent.get(host.agent, 0.0)) >= self._supervision.host_lost_s:
                 reason = f"{host.agent} on its host {host.name} was silent for {silent_s:.0f} s"
             self._registry.lose(sorted(host.actors), reason, now)
-            if not self._members.host_lost(host):
-                self._run.host_lost(str(host), host.actors, now)
+            self._run.host_lost(str(host), host.actors, now)
         if lost or back:
             self._controller.registry_changed()
 

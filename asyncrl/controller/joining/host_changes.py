@@ -22,7 +22,7 @@ from asyncrl.controller.joining.membership import Membership
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.core.errors import InvalidRequest, NotKept, NotYet
 from asyncrl.core.files import replace_file
-from asyncrl.messages.hosts import Join, Joined, Leave, MemberHost, Members, WatchMembers
+from asyncrl.messages.hosts import Join, Leave, MemberHost, Members, WatchMembers
 from asyncrl.rpc.actor import Actor, Caller, handler
 from asyncrl.rpc.lifecycle.registry import Registry
 from asyncrl.rpc.parking import ParkingLot
@@ -38,7 +38,9 @@ class HostChanges:
     def __init__(
         self, actor: Actor, registry: Registry, run: RunStateMachine, hosts: KnownHosts, *, changed: Callable[[], None]
     ) -> None:
-        self._membership = Membership(curve=actor.context.credentials.curve)
+        self._membership = Membership(
+            curve=actor.context.credentials.curve, episodes=actor.config.episode.kind != "single"
+        )
         self._actor, self._registry, self._run, self._hosts = actor, registry, run, hosts
         self._run_changed, self._now, self._log = changed, actor.clock.now, actor.log
         self._path = actor.context.run_dir / "private" / MEMBERS_FILE
@@ -69,12 +71,19 @@ class HostChanges:
 
     async def run(self) -> None:
         """End the trial of joined hosts, and keep and send each change; until cancelled."""
+        for host in self.members.at("lost", "left"):
+            # The list of hosts of an earlier controller may still name it.
+            self._hosts.forget(host.agent)
         while True:
             await self._changed.wait()
             self._changed.clear()
             # A successor does not wait for a host on trial during its own start.
             if self._run.phase != "starting":
                 self._try_joined()
+            for host in self._membership.members.at("leaving"):
+                if host.agent in self._hosts.lost:
+                    self._hosts.forget(host.agent)
+                    self._membership.left(host.agent, lost=True)
             if self._membership.members is not self.members:
                 await self._keep_and_send()
 
@@ -123,14 +132,6 @@ class HostChanges:
         numbers = [host.number for host in self.members.hosts if one in host.actors or other in host.actors]
         return all(self._taken_in.get(name, 0) >= max(numbers, default=0) for name in (one, other))
 
-    def host_lost(self, host: KnownHost) -> bool:
-        """Handle the loss of a host that is leaving. Returns False, and does nothing, for any other host."""
-        member = self._membership.members.find(host.agent)
-        if member is None or member.takes_part:
-            return False
-        self._forget_lost(member)
-        return True
-
     async def host_left(self, agent: str, park_s: float) -> None:
         """Handle an agent's report that everything on its leaving host has ended. Returns once this change is kept.
 
@@ -148,16 +149,16 @@ class HostChanges:
     # --- requests ---
 
     @handler
-    async def join(self, request: Join, caller: Caller) -> Joined:
+    async def join(self, request: Join, caller: Caller) -> Members:
         """Admit new hosts, once. Raises InvalidRequest, NotYet while the run starts, and NotKept."""
         self._check_run("join")
         if self._run.phase == "starting":
             raise NotYet(f"no host can join so far: the run starts, and waits for {', '.join(self._run.waiting_for)}")
         taken = [*self._run.expected, *self._hosts.known, *self._registry.entries, *self._actor.roster.peers]
-        hosts = self._membership.join(request, self._nameable_hosts(), taken)
-        self._log.info("hosts join", hosts={host.host: host.actors for host in hosts})
+        self._membership.join(request, self._nameable_hosts(), taken)
+        self._log.info("hosts join", hosts=[host.host for host in request.hosts])
         await self._until_kept(caller.park_s)
-        return Joined(hosts=hosts, peers=self._actor.roster.peers)
+        return self.members
 
     @handler
     async def leave(self, request: Leave, caller: Caller) -> MemberHost:
@@ -183,18 +184,10 @@ class HostChanges:
     # --- private ---
 
     def _remove_from_run(self, host: MemberHost) -> None:
-        """Remove a leaving host from the run. If its agent cannot report its end any more, it has left at once."""
+        """Remove a leaving host from the run. It has left at once if its agent has never registered."""
         self._run.left(host.actors, self._now())
         if host.agent not in self._hosts.known:
-            # Its agent has never registered, so it cannot report the end.
             self._membership.left(host.agent)
-        elif host.agent in self._hosts.lost:
-            self._forget_lost(host)
-
-    def _forget_lost(self, host: MemberHost) -> None:
-        self._hosts.forget(host.agent)
-        if self._membership.left(host.agent, lost=True):
-            self._changed.set()
 
     async def _until_kept(self, park_s: float) -> None:
         """Wait until the present members are on disk. Raises NotKept after ``park_s``."""

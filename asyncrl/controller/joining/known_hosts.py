@@ -57,9 +57,9 @@ class KnownHosts:
     head: str
     frozen_s: float = math.inf
     known: dict[str, KnownHost] = field(default_factory=dict)
-    lost: dict[str, KnownHost] = field(default_factory=dict)
+    lost: dict[str, float] = field(default_factory=dict)
+    """By agent of each lost host: the time of the loss (s)."""
     _known_since: dict[str, float] = field(default_factory=dict)
-    _lost_since: dict[str, float] = field(default_factory=dict)
 
     def register(self, record: ActorRecord, now: float) -> bool:
         """Store the host that an agent's record describes. Returns whether that is new; False for other actors."""
@@ -88,14 +88,14 @@ class KnownHosts:
     def look(self, registry: Registry, now: float) -> tuple[list[KnownHost], list[KnownHost]]:
         """Returns the hosts that are newly lost, and those that are back; called once in each heartbeat interval."""
         registry.listen(now, self.lost_s)
-        back = [host for host in self.lost.values() if self._has_spoken(host, registry)]
+        heard = {agent: entry.heard for agent in self.lost if (entry := registry.entries.get(agent)) is not None}
+        back = [self.known[agent] for agent in heard if heard[agent] > self.lost[agent]]
         for host in back:
             del self.lost[host.agent]
         lost = [
             host for agent, host in self.known.items() if agent not in self.lost and self._is_lost(host, registry, now)
         ]
-        self.lost.update({host.agent: host for host in lost})
-        self._lost_since.update({host.agent: now for host in lost})
+        self.lost.update({host.agent: now for host in lost})
         return lost, back
 
     def silent_agents(self, registry: Registry, now: float) -> dict[str, float]:
@@ -133,24 +133,14 @@ class KnownHosts:
 
     def _is_lost(self, host: KnownHost, registry: Registry, now: float) -> bool:
         """Whether the whole host was silent for ``lost_s``, or its agent for ``frozen_s``; never for the head."""
-        if self._silence_of(host, registry, now) >= self.lost_s:
-            return True
-        agent = registry.entries.get(host.agent)
-        # A restarted controller may hear the actors before the agent, so count from when it knew the host.
-        heard = max(self._known_since[host.agent], agent.heard if agent is not None else 0.0)
-        return self.head not in host.actors and registry.silence_since(heard, now) >= self.frozen_s
-
-    def _silence_of(self, host: KnownHost, registry: Registry, now: float) -> float:
-        """Seconds since any living actor of the host, or its agent, was heard; 0 for the head."""
         if self.head in host.actors:
-            return 0.0
-        entries = [registry.entries.get(name) for name in self._living(host, registry)]
-        heard = max((entry.heard for entry in entries if entry is not None), default=self._known_since[host.agent])
-        return registry.silence_since(max(heard, self._known_since[host.agent]), now)
-
-    def _has_spoken(self, host: KnownHost, registry: Registry) -> bool:
-        agent = registry.entries.get(host.agent)
-        return agent is not None and agent.heard > self._lost_since[host.agent]
+            return False
+        # A restarted controller may hear the actors before the agent, so count from when it knew the host.
+        since, entries = self._known_since[host.agent], registry.entries
+        heard = {name: max(since, entries[name].heard) for name in self._living(host, registry) if name in entries}
+        silent_s = registry.silence_since(max(heard.values(), default=since), now)
+        agent_silent_s = registry.silence_since(heard.get(host.agent, since), now)
+        return silent_s >= self.lost_s or agent_silent_s >= self.frozen_s
 
     @staticmethod
     def _living(host: KnownHost, registry: Registry) -> Iterable[str]:

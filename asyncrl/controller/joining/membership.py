@@ -29,23 +29,27 @@ AGENT, ROLLOUTER, EPISODES = "agent", "rollouter", "episodes"
 
 
 class Membership:
-    """The members of one run. ``curve`` says whether actors have CURVE keys."""
+    """The members of one run.
 
-    def __init__(self, *, curve: bool) -> None:
+    ``curve`` says whether actors have CURVE keys, and ``episodes`` whether each rollouter has an episode host.
+    """
+
+    def __init__(self, *, curve: bool, episodes: bool = False) -> None:
         self._curve = curve
+        self._roles = (ROLLOUTER, EPISODES) if episodes else (ROLLOUTER,)
         self.members = Members(number=0)
 
-    def join(self, request: Join, known: Collection[KnownHost], taken: Iterable[str]) -> list[MemberHost]:
+    def join(self, request: Join, known: Collection[KnownHost], taken: Iterable[str]) -> None:
         """Add new hosts, and give names to their agents and actors.
 
-        A repeated request, which has the same ``ask``, gets the same hosts. ``known`` are all hosts of the run, and
+        A repeated request, which has the same ``ask``, changes nothing. ``known`` are all hosts of the run, and
         ``taken`` all names that are used in it. Raises InvalidRequest, also for a repeat if one of its hosts has left.
         """
         admitted = [host for host in self.members.hosts if host.ask == request.ask]
         if dismissed := [f"{host.host}: {host.reason}" for host in admitted if not host.takes_part]:
             raise InvalidRequest(f"let go before it could begin: {'; '.join(dismissed)}")
         if admitted:
-            return admitted
+            return
         if problems := self._problems(request.hosts, known):
             raise InvalidRequest("; ".join(problems))
         names = [*taken, *(name for host in self.members.hosts for name in host.names)]
@@ -53,11 +57,10 @@ class Membership:
         agent, rollouter = _next_index(names, AGENT), _next_index(names, ROLLOUTER, EPISODES)
         joining = []
         for new in request.hosts:
-            roles = (ROLLOUTER, EPISODES) if new.episodes else (ROLLOUTER,)
             host = MemberHost(
                 agent=f"{AGENT}/{agent}",
                 host=new.host,
-                actors=[f"{role}/{rollouter + local}" for role in roles for local in range(new.replicas)],
+                actors=[f"{role}/{rollouter + local}" for role in self._roles for local in range(new.replicas)],
                 stage="joining",
                 keys=new.keys,
                 address=new.address,
@@ -67,7 +70,6 @@ class Membership:
             joining.append(host)
             agent, rollouter = agent + 1, rollouter + new.replicas
         self._change(*joining)
-        return joining
 
     def judge(self, ready: Collection[str], resting: Mapping[str, str]) -> list[MemberHost]:
         """Let each joined host serve of which a rollouter is ``ready``, and let those go that cannot serve any more.
@@ -152,7 +154,7 @@ class Membership:
             if same is not None:
                 where = f", at {new.address}" if same.name.lower() != name else ""
                 problems.append(f"{new.host} takes part in this run already, as {same}{where}")
-            actors = new.replicas * (2 if new.episodes else 1)
+            actors = new.replicas * len(self._roles)
             if self._curve and (len(new.keys) != 1 + actors or not all(new.keys)):
                 problems.append(f"{new.host}: keys are missing, and this run admits no host without them")
         owners = [*(host.keys for host in self.members.hosts), *(new.keys for new in hosts)]

@@ -54,7 +54,7 @@ from asyncrl.launcher.live.live_run import LiveController, LiveRun
 from asyncrl.launcher.run_folder.private import RUN_ID
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
 from asyncrl.launcher.terminal.progress import TerminalProgress
-from asyncrl.messages.hosts import Join, Joined, Leave, MemberHost, NewHost
+from asyncrl.messages.hosts import Join, Leave, MemberHost, Members, NewHost
 from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 from asyncrl.rpc.wire.keys import keyring_of, make_pairs
 
@@ -159,30 +159,30 @@ class JoinedHosts:
             host_pairs = [make_pairs(attempts) for _ in range(key_holders)]
             keys = [[pair["public"] for pair in each] for each in host_pairs]
             pairs += host_pairs
-            added.append(NewHost(host=name, address=place.address, replicas=replicas, keys=keys, episodes=episodes))
+            added.append(NewHost(host=name, address=place.address, replicas=replicas, keys=keys))
         request = Join(ask=secrets.token_hex(16), hosts=added)
-        joined: Joined = await self.controller.ask(request, timeout=config.supervision.start_timeout_s)
+        members: Members = await self.controller.ask(request, timeout=config.supervision.start_timeout_s)
+        joined = [host for host in members.hosts if host.ask == request.ask]
         try:
-            names = [name for host in joined.hosts for name in host.names]
+            names = [name for host in joined for name in host.names]
             named = dict(zip(names, pairs, strict=credentials.curve))
-            keyring = keyring_of(credentials.run_id, credentials.secret, joined.peers, named)
-            specs = {
-                host.host: host_spec(config, folder, host.index, keyring.files_of(host.names)) for host in joined.hosts
-            }
+            # The keys of other joined hosts are not needed yet: every actor asks the controller for the members.
+            keyring = keyring_of(credentials.run_id, credentials.secret, credentials.peers, named)
+            specs = {host.host: host_spec(config, folder, host.index, keyring.files_of(host.names)) for host in joined}
             # A host that can read this file sees the run folder, and uses it.
             with contextlib.suppress(FileExistsError), (folder.logs / RUN_ID).open("x") as file:
                 file.write(folder.run_id)
             await self._reached.ask(specs, Prepared, "prepared")
-            self.members = [self._start_agent(host) for host in joined.hosts]
+            self.members = [self._start_agent(host) for host in joined]
         except BaseException as error:
-            for host in joined.hosts if self.run.lives else ():
+            for host in joined if self.run.lives else ():
                 reason = f"it could not be started: {str(error) or type(error).__name__}"
                 # Other errors do not matter: the controller drops these hosts later.
                 with contextlib.suppress(AsyncRLError):
                     leave = Leave(host=host.agent, within_s=0.0, reason=reason)
                     await self.controller.ask(leave, timeout=WITHDRAW_S)
             raise
-        for host in joined.hosts:
+        for host in joined:
             self.progress.say(f"{host.host} joins as {host.agent} with {', '.join(host.actors)}")
 
     def _start_agent(self, host: MemberHost) -> AgentHandle:

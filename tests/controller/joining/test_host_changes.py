@@ -23,7 +23,7 @@ from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER
 ASK = "a" * 16
 FAST = validate_config(CONFIG.model_dump() | {"supervision": {"start_timeout_s": 1.0, "silence_s": 1e6}})
 TWO = validate_config(CONFIG.model_dump() | {"rollout": CONFIG.rollout.model_dump() | {"replicas": 2}})
-LOSING = validate_config(TWO.model_dump() | {"supervision": {"heartbeat_s": 0.1, "silence_s": 1e6, "host_lost_s": 2.0}})
+PLAYED = validate_config(FAST.model_dump() | {"episode": {"function": "m:play"}})
 
 
 def run(tmp_path, scenario, config=CONFIG, *, all_ready=True):
@@ -50,7 +50,13 @@ def ended(name, exit_code, *, fatal=False):
 
 async def join(cluster, *hosts, ask=ASK, replicas=1):
     asked = Join(ask=ask, hosts=[NewHost(host=host, replicas=replicas) for host in hosts])
-    return await cluster.caller(LAUNCHER).call(asked, timeout=1.0)
+    return await asked_to_join(cluster, asked)
+
+
+async def asked_to_join(cluster, request):
+    """The hosts of the request in the reply."""
+    members = await cluster.caller(LAUNCHER).call(request, timeout=1.0)
+    return [host for host in members.hosts if host.ask == request.ask]
 
 
 def leave(cluster, host, within_s=3.0, **how):
@@ -80,7 +86,7 @@ def kept(tmp_path):
 
 async def serve(cluster, name="c", ask=ASK):
     """A host joins, and its rollouter is ready."""
-    (found,) = (await join(cluster, name, ask=ask)).hosts
+    (found,) = await join(cluster, name, ask=ask)
     await host(cluster, found.agent, name, found.actors)
     await cluster.register(found.actors[0])
     await members(cluster, lambda members: found.actors[0] in members.added)
@@ -120,13 +126,13 @@ async def test_i6_a_joined_actor_and_another_find_each_other_once_both_know_the_
         await cluster.caller(name).call(WatchRun(members=number), timeout=0.4)
 
     joined = await join(cluster, "c", "d")
-    assert [(host.agent, host.actors) for host in joined.hosts] == [
+    assert [(host.agent, host.actors) for host in joined] == [
         ("agent/1", [f"rollouter/{CONFIG.rollout.replicas}"]),
         ("agent/2", [f"rollouter/{CONFIG.rollout.replicas + 1}"]),
     ]
-    assert (await join(cluster, "c", "d")).hosts == joined.hosts
+    assert await join(cluster, "c", "d") == joined
     number = (await state(cluster, lambda found: found.members)).members
-    (name,) = joined.hosts[1].actors
+    (name,) = joined[1].actors
     await cluster.register(name)
     await knows("dataloader/0", number - 1)
     await knows(name, number)
@@ -202,14 +208,14 @@ async def test_a_successor_of_the_controller_knows_the_joined_hosts(cluster, tmp
     # A repeated request is recognised, by another controller as well.
     await cluster.all_ready()
     await cluster.register(found.actors[0])
-    (again,) = (await join(cluster, "c")).hosts
+    (again,) = await join(cluster, "c")
     assert (again.agent, again.actors, again.stage) == (found.agent, found.actors, "serving")
 
 
 @on_cluster()
 async def test_a_successor_of_the_controller_knows_a_joined_host_by_its_address(cluster, tmp_path):
     asked = Join(ask=ASK, hosts=[NewHost(host="gpu-5", replicas=1, address="10.0.0.5")])
-    (found,) = (await cluster.caller(LAUNCHER).call(asked, timeout=1.0)).hosts
+    (found,) = await asked_to_join(cluster, asked)
     alias = Join(ask="b" * 16, hosts=[NewHost(host="alias", replicas=1, address="10.0.0.5")])
     refusal = rf"takes part in this run already, as gpu-5 \({found.agent}\), at 10.0.0.5"
     # Even before its agent has registered.
@@ -246,20 +252,13 @@ async def test_a_successor_of_the_controller_does_not_wait_for_a_host_that_left(
     await until(lambda: "agent/1" not in json.loads(listed.read_text())["hosts"])
     await cluster.die()
     listed.write_text(text)
-    cluster.config = LOSING
     await cluster.start(8)
     await cluster.all_ready()
     told = await state(cluster, lambda state: state.phase != "starting")
     assert (told.phase, told.waiting_for) == ("running", [])
-    with pytest.raises(RemoteError, match="far takes part in this run already"):
-        await join(cluster, "far")
-    joined = None
-    while joined is None:
-        # Until nothing has come from there for host_lost_s.
-        with contextlib.suppress(RemoteError):
-            joined = await join(cluster, "far")
-        await cluster.caller().call(WatchRun(seen=told.number), timeout=0.5)
-    assert joined.hosts[0].agent == "agent/2"
+    assert (await join(cluster, "far"))[0].agent == "agent/2"
+    # It does not count as a lost host either.
+    assert "agent/1" not in cluster.controller._hosts.known
 
 
 @pytest.mark.parametrize("order", [["rollouter/0", "rollouter/1"], ["rollouter/1", "rollouter/0"]])
@@ -333,7 +332,7 @@ async def test_the_last_message_of_a_host_survives_the_death_of_the_controller(c
 
 @on_cluster()
 async def test_a_joined_host_that_gives_up_fails_the_run_only_after_it_has_served(cluster):
-    (found,) = (await join(cluster, "c")).hosts
+    (found,) = await join(cluster, "c")
     (name,) = found.actors
     await host(cluster, found.agent, "c", [name])
     agent = cluster.caller(found.agent)
@@ -353,7 +352,7 @@ async def test_a_joined_host_that_gives_up_fails_the_run_only_after_it_has_serve
 @on_cluster()
 async def test_a_joined_host_serves_with_one_rollouter_and_the_other_rests(cluster, gives_up, exit_code):
     """Whether the other gives up before the one is ready, or after."""
-    (found,) = (await join(cluster, "c", replicas=2)).hosts
+    (found,) = await join(cluster, "c", replicas=2)
     await host(cluster, found.agent, "c", found.actors)
     works, broken = found.actors
     end = ended(broken, exit_code, fatal=True)
@@ -383,7 +382,7 @@ async def test_a_joined_host_serves_with_one_rollouter_and_the_other_rests(clust
 
 @on_cluster()
 async def test_a_joined_host_is_released_once_all_of_its_rollouters_give_up(cluster):
-    (found,) = (await join(cluster, "c", replicas=2)).hosts
+    (found,) = await join(cluster, "c", replicas=2)
     await host(cluster, found.agent, "c", found.actors)
     agent = cluster.caller(found.agent)
     for name in found.actors:
@@ -395,10 +394,10 @@ async def test_a_joined_host_is_released_once_all_of_its_rollouters_give_up(clus
     assert (told.phase, told.resting) == ("running", [])
 
 
-@on_cluster(FAST)
+@on_cluster(PLAYED)
 async def test_i5_a_joined_host_with_only_its_episode_host_ready_is_released(cluster):
-    asked = Join(ask=ASK, hosts=[NewHost(host="c", replicas=1, episodes=True)])
-    (found,) = (await cluster.caller(LAUNCHER).call(asked, timeout=1.0)).hosts
+    await cluster.register("episodes/0")
+    (found,) = await join(cluster, "c")
     await host(cluster, found.agent, "c", found.actors)
     await cluster.register(found.actors[1])
     now = await members(cluster, lambda members: members.hosts and members.hosts[0].stage == "leaving")
@@ -410,7 +409,7 @@ async def test_i5_a_joined_host_with_only_its_episode_host_ready_is_released(clu
 @on_cluster(FAST)
 async def test_i5_a_joined_host_that_never_registers_is_released(cluster):
 
-    (found,) = (await join(cluster, "c")).hosts
+    (found,) = await join(cluster, "c")
     left = await members(cluster, lambda members: members.gone)
     reason = f"{found.actors[0]}: not ready 1 s after its start (supervision.start_timeout_s)"
     assert [(host.stage, host.reason) for host in left.hosts] == [("left", reason)]

@@ -85,7 +85,8 @@ def test_a_silent_host_is_lost_and_its_actors_are_dead():
     assert world.passes(LOST_S - 1) == ([], [])
     assert world.registry.dead == []
     assert world.passes(1) == (["agent/1"], [])
-    assert world.hosts.lost == {"agent/1": KnownHost("agent/1", "1", frozenset(PLACED["agent/1"]), frozenset("1"))}
+    assert world.hosts.lost == {"agent/1": world.now}
+    assert world.hosts.known["agent/1"] == KnownHost("agent/1", "1", frozenset(PLACED["agent/1"]), frozenset("1"))
     assert sorted(dead.name for dead in world.registry.dead) == ["learner/1", "rollouter/1"]
     # And the rank group of a rank that was there has to start again, though no death was reported.
     assert sorted(actor.name for actor in world.registry.condemned) == ["learner/0", "learner/1", "rollouter/1"]

@@ -27,8 +27,9 @@ def new(host="c", replicas=1, first=0, **changes):
     return NewHost(**({"host": host, "replicas": replicas, "keys": keys} | changes))
 
 
-def join(membership, *hosts, ask=ASK):
-    return membership.join(Join(ask=ask, hosts=list(hosts)), KNOWN, TAKEN)
+def join(membership, *hosts, ask=ASK, known=KNOWN, taken=TAKEN):
+    membership.join(Join(ask=ask, hosts=list(hosts)), known, taken)
+    return [host for host in membership.members.hosts if host.ask == ask]
 
 
 def leave(membership, host, within_s=5.0, known=KNOWN, serving=SERVING, awaited=()):
@@ -36,20 +37,19 @@ def leave(membership, host, within_s=5.0, known=KNOWN, serving=SERVING, awaited=
 
 
 def test_new_hosts_get_the_next_names_and_a_repeat_gets_the_same():
-    membership = Membership(curve=True)
-    keys = [[key(10 * actor), key(10 * actor + 1)] for actor in range(5)]
-    asked = new("c", 2, episodes=True, keys=keys), new("d", first=500)
+    membership = Membership(curve=True, episodes=True)
+    keys = [[key(10 * actor), key(10 * actor + 1)] for actor in range(8)]
+    asked = new("c", 2, keys=keys[:5]), new("d", keys=keys[5:])
     first, second = found = join(membership, *asked)
     # An episode host for each rollouter.
     assert (first.agent, first.actors) == ("agent/2", ["rollouter/2", "rollouter/3", "episodes/2", "episodes/3"])
-    assert (second.agent, second.actors) == ("agent/3", ["rollouter/4"])
+    assert (second.agent, second.actors) == ("agent/3", ["rollouter/4", "episodes/4"])
     assert membership.members.keys["episodes/2"] == keys[3]
     number = membership.members.number
     assert (join(membership, *asked), membership.members.number, membership.members.added) == (found, number, [])
     # Numbers continue after those of episode hosts on CPU-only hosts.
     taken = ["rollouter/0", "episodes/0", "episodes/1", "episodes/3"]
-    alone = new("c", episodes=True)
-    (member,) = Membership(curve=False).join(Join(ask=ASK, hosts=[alone]), [], taken)
+    (member,) = join(Membership(curve=False, episodes=True), new("c"), known=[], taken=taken)
     assert member.actors == ["rollouter/4", "episodes/4"]
 
 
@@ -62,12 +62,12 @@ def test_new_hosts_get_the_next_names_and_a_repeat_gets_the_same():
         ([new("c"), new("c", first=500)], "^c is named twice$"),
         ([new("c", keys=[])], "c: keys are missing, and this run admits no host without"),
         ([new("c", keys=[[], [key(0)]])], "c: keys are missing"),
-        ([new("c", 2, episodes=True)], "c: keys are missing"),
+        ([new("c", 2)], "c: keys are missing"),
         ([new("c"), new("d")], "a public key is there twice"),
     ],
 )
 def test_a_host_that_cannot_join(hosts, said):
-    membership = Membership(curve=True)
+    membership = Membership(curve=True, episodes=len(hosts[0].keys) > 2)
     with pytest.raises(InvalidRequest, match=said):
         join(membership, *hosts)
     assert membership.members.number == 0
@@ -121,7 +121,7 @@ def test_a_host_present_from_the_start_leaves_and_stays_dead(name):
     assert membership.members.gone == {"agent/1", "rollouter/1"}
     assert (membership.leaving, membership.members.hosts[0].stage) == ([], "left")
     # The same machine may join again under new names, even if a new controller knows only that it has left.
-    (again,) = membership.join(Join(ask=ASK, hosts=[new("far")]), [HEAD], ["agent/0", "rollouter/0"])
+    (again,) = join(membership, new("far"), known=[HEAD], taken=["agent/0", "rollouter/0"])
     assert (again.agent, again.actors) == ("agent/2", ["rollouter/2"])
 
 
@@ -143,8 +143,8 @@ def test_a_joined_host_serves_once_one_of_its_rollouters_is_ready():
 
 
 def test_a_joined_host_with_only_an_episode_host_does_not_serve():
-    membership = Membership(curve=False)
-    (member,) = join(membership, new(episodes=True))
+    membership = Membership(curve=False, episodes=True)
+    (member,) = join(membership, new())
     assert membership.judge({"episodes/2"}, {}) == [] and membership.members.at("joining") == [member]
     assert membership.judge({"rollouter/2", "episodes/2"}, {}) == []
     assert membership.members.added == ["rollouter/2", "episodes/2"]
@@ -161,8 +161,8 @@ def test_a_joined_host_with_only_an_episode_host_does_not_serve():
     ],
 )
 def test_a_joined_host_leaves_if_each_of_its_rollouters_or_its_episode_host_rests(resting, stays):
-    membership = Membership(curve=False)
-    (member,) = join(membership, new(replicas=2, episodes=True))
+    membership = Membership(curve=False, episodes=True)
+    (member,) = join(membership, new(replicas=2))
     dismissed = membership.judge({"episodes/3"}, dict.fromkeys(["rollouter/0", *resting], "dead"))
     assert [host.agent for host in dismissed] == [member.agent][stays:]
     (member,) = membership.members.hosts

@@ -17,7 +17,7 @@ from asyncrl.launcher.live import live_run
 from asyncrl.launcher.live.live_run import find_live_run
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.launcher.run_folder.private import CONFIG
-from asyncrl.messages.hosts import Join, Joined, MemberHost, WatchMembers
+from asyncrl.messages.hosts import Join, MemberHost, Members, WatchMembers
 from asyncrl.rpc import controller_client
 from asyncrl.rpc.calls.server import CROWDED
 
@@ -174,8 +174,9 @@ class Near:
 def test_a_host_that_cannot_be_started_is_withdrawn(lived, ends, monkeypatch):
     """Else the run would wait for it. ``ask`` repeats a Join that the controller refuses only for now."""
     speak(lived, "tcp://10.0.0.1:7000")
-    host = MemberHost(host="c", agent="agent/1", actors=["rollouter/1"], stage="joining")
-    controller = AnsweringController(Joined(hosts=[host]))
+    host = MemberHost(host="c", agent="agent/1", actors=["rollouter/1"], stage="joining", ask="a" * 16)
+    controller = AnsweringController(Members(number=1, hosts=[host]))
+    monkeypatch.setattr(joining.secrets, "token_hex", lambda _: "a" * 16)
     monkeypatch.setattr(joining, "ReachedHosts", Near)
     monkeypatch.setattr(joining, "LiveController", lambda run: controller)
     monkeypatch.setattr(joining, "host_spec", lambda *_: (_ for _ in ()).throw(ends))
