@@ -151,12 +151,6 @@ class InvalidRequest(AsyncRLError, ValueError):
     retryable = False
 
 
-class NotYet(InvalidRequest):
-    """A call asks for something that the actor can do later; the caller asks again."""
-
-    retryable = True
-
-
 class NotLeased(AsyncRLError, PermissionError):
     """A rollouter delivers a group whose lease it does not hold, or whose lease it has changed."""
 

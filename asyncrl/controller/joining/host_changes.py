@@ -18,9 +18,9 @@ from collections.abc import Callable
 import msgspec
 
 from asyncrl.controller.joining.known_hosts import KnownHost, KnownHosts
-from asyncrl.controller.joining.membership import Membership
+from asyncrl.controller.joining.membership import Membership, NotYet
 from asyncrl.controller.state.run_state import RunStateMachine
-from asyncrl.core.errors import InvalidRequest, NotKept, NotYet
+from asyncrl.core.errors import InvalidRequest, NotKept
 from asyncrl.core.files import replace_file
 from asyncrl.messages.hosts import Join, Leave, MemberHost, Members, WatchMembers
 from asyncrl.rpc.actor import Actor, Caller, handler

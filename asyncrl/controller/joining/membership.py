@@ -20,12 +20,18 @@ from collections.abc import Collection, Iterable, Mapping
 from msgspec.structs import replace
 
 from asyncrl.controller.joining.known_hosts import KnownHost
-from asyncrl.core.errors import InvalidRequest, NotYet
+from asyncrl.core.errors import InvalidRequest
 from asyncrl.core.roles import role_of
 from asyncrl.messages.actors import Leaving
 from asyncrl.messages.hosts import Join, Leave, MemberHost, Members, NewHost
 
 AGENT, ROLLOUTER, EPISODES = "agent", "rollouter", "episodes"
+
+
+class NotYet(InvalidRequest):
+    """A request that can be met later; the caller asks again."""
+
+    retryable = True
 
 
 class Membership:
