@@ -409,8 +409,9 @@ def _checkpoint_errors(path: Path) -> Iterator[None]:
 def superfluous(complete: Iterable[Found], *, keep: int, keep_every_steps: int) -> list[Found]:
     """Choose the checkpoints to remove, oldest first. Pure.
 
-    The ``keep`` newest versions stay (at least one), and the highest step. The first checkpoint at or after each
-    multiple of ``keep_every_steps`` (0: none) stays for good. If a version was written twice, the older one goes.
+    The ``keep`` newest versions stay (at least one), and the version with the highest step. The first checkpoint at or
+    after each multiple of ``keep_every_steps`` (0: none) stays for good. If a version was written twice, the older one
+    goes.
     """
     ordered = sorted(complete)
     last = {found.version: found for found in ordered}

@@ -131,6 +131,7 @@ def _main(argv: list[str]) -> int:
     if given.detach:
         from asyncrl.launcher.terminal.detach import Detached, detach
 
+        # The command's own process gets an exit code here; the detached one gets a Detached and starts the run.
         answer = detach()
         if not isinstance(answer, Detached):
             return answer
@@ -349,16 +350,16 @@ def _check_live_run_flags(
         parser.error(f"{which}: the configuration is that of the run, so --{next(iter(overrides))} has no place here")
     if not named:
         parser.error("--within SECONDS belongs to --leave HOST")
-    has_choice = bool(given.hosts or given.include or given.exclude or given.ssh_args)
-    alone = len(named) == 1 and (given.within is None or which == "--leave")
+    has_host_flags = bool(given.hosts or given.include or given.exclude or given.ssh_args)
+    is_alone = len(named) == 1 and (given.within is None or which == "--leave")
     # --leave and --bring-back name the run in place of a CONFIG.
     wanted_configs = 0 if which == "--stop" else 1
     if which == "--join":
-        if not alone or given.configs:
+        if not is_alone or given.configs:
             parser.error("--join RUN --hosts FILE: only --include, --exclude, --ssh-args and --dry-run go with it")
         if given.hosts is None:
             parser.error("--join RUN: name the hosts by --hosts FILE")
-    elif not alone or given.dry_run or has_choice or len(given.configs) != wanted_configs:
+    elif not is_alone or given.dry_run or has_host_flags or len(given.configs) != wanted_configs:
         parser.error(
             {
                 "--stop": "--stop RUN: name one run folder, and nothing else",

@@ -179,13 +179,12 @@ def cross_check(config: Config) -> Iterator[Problem]:
         problem = f'the {rollout.engine} engine makes up its tokens, which must not train a model; set it to "sim"'
         yield "learner.backend", problem
     # Most trajectories at a time. With episodes, these are more than the engine's calls.
-    in_flight, key = config.most_episodes, "rollout.concurrency"
-    if config.episode.kind != "single":
-        key = "rollout.episodes"
-    if rollout.samples_per_prompt > in_flight:
+    most_at_once = config.most_episodes
+    at_once_key = "rollout.concurrency" if config.episode.kind == "single" else "rollout.episodes"
+    if rollout.samples_per_prompt > most_at_once:
         yield (
-            key,
-            f"is {in_flight}, less than one prompt group needs (samples_per_prompt = {rollout.samples_per_prompt})",
+            at_once_key,
+            f"is {most_at_once}, less than one prompt group needs (samples_per_prompt = {rollout.samples_per_prompt})",
         )
     if learner.updates_per_batch > learner.groups_per_step:
         problem = f"is {learner.updates_per_batch}, more than there are groups (learner.groups_per_step = "
@@ -201,11 +200,11 @@ def cross_check(config: Config) -> Iterator[Problem]:
         yield "rollout.concurrency", problem
     if not rollout.traits.gpus and not rollout.traits.makes_up and rollout.gpus_per_replica:
         yield "rollout.gpus_per_replica", f"the {rollout.engine} engine computes on the CPU; set it to 0"
-    length = rollout.engine_context
-    if length is not None and length < config.data.max_prompt_tokens + rollout.max_tokens:
+    context_length = rollout.engine_context
+    if context_length is not None and context_length < config.data.max_prompt_tokens + rollout.max_tokens:
         yield (
             _context_key(config),
-            f"is {length}, less than data.max_prompt_tokens + rollout.max_tokens = "
+            f"is {context_length}, less than data.max_prompt_tokens + rollout.max_tokens = "
             f"{config.data.max_prompt_tokens + rollout.max_tokens}",
         )
     yield from (
@@ -245,10 +244,10 @@ def cross_check(config: Config) -> Iterator[Problem]:
     for name, evaluation in config.eval.items():
         yield from _check_data(f"eval.{name}.data", evaluation.data, is_episode=is_episode)
         longest = evaluation.data.max_prompt_tokens + (evaluation.max_tokens or rollout.max_tokens)
-        if length is not None and length < longest:
-            yield _context_key(config), f"is {length}, less than eval.{name} needs: {longest}"
-        if evaluation.n > in_flight:
-            yield f"eval.{name}.n", f"is more than {key} = {in_flight}"
+        if context_length is not None and context_length < longest:
+            yield _context_key(config), f"is {context_length}, less than eval.{name} needs: {longest}"
+        if evaluation.n > most_at_once:
+            yield f"eval.{name}.n", f"is more than {at_once_key} = {most_at_once}"
     if rollout.min_replicas > rollout.replicas:
         yield "rollout.min_replicas", f"is more than rollout.replicas = {rollout.replicas}"
     # With a shorter limit, one late heartbeat would count as silence.

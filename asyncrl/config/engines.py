@@ -27,7 +27,7 @@ class EngineTraits:
     """Whether it computes on rollout.gpus_per_replica GPUs, if that is not 0."""
     judge: str = ""
     """MODULE:FUNCTION for an engine whose model code differs from the learner's. It gets the Config and the model's
-    config.json. If the two would compute different things, it returns a problem (``told``, ``fix``, ``key``)."""
+    config.json. If the two would compute different things, it returns a problem (``detail``, ``fix``, ``key``)."""
     adapter_rank: int = 0
     """Highest rank of the adapters that it loads; 0 for none."""
     kv_cache: bool = False

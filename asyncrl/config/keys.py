@@ -35,10 +35,11 @@ def known_keys() -> list[tuple[str, str, str, str]]:
         for name, field in section.model_fields.items():
             key = prefix + name
             if (table := table_of(field)) is not None:
-                inner, free = table
-                visit(inner, f"{key}.NAME." if free else f"{key}.")
+                inner, is_named = table
+                visit(inner, f"{key}.NAME." if is_named else f"{key}.")
             else:
                 default = "required" if field.is_required() else default_words(field.default)
+                # An evaluation inherits these keys from [data].
                 if prefix == "eval.NAME.data." and name not in SOURCE_KEYS:
                     default = f"that of data.{name}"
                 rows.append((key, type_words(field.annotation, field.metadata), default, descriptions.get(name, "")))
@@ -48,7 +49,7 @@ def known_keys() -> list[tuple[str, str, str, str]]:
 
 
 def table_of(field: FieldInfo) -> tuple[type[Section], bool] | None:
-    """Return the section of a field that is a table, and whether the field holds several of them by free names.
+    """Return the section of a field that is a table, and whether the user names it: the field holds several by name.
 
     None for a field that holds a value.
     """
@@ -81,7 +82,7 @@ def describe(path: tuple[str, ...], item: Any) -> str:
     if item["type"] == "missing":
         return f"{key}: is required"
     if item["type"] == "model_type":
-        keys = ", ".join(f"{key}.{each}" for each in _siblings((*path, "")))
+        keys = ", ".join(f"{key}.{each}" for each in _fields(path))
         return f"{key}: is a table (got {item['input']!r}); its keys are {keys}"
     message = item["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
@@ -90,18 +91,19 @@ def describe(path: tuple[str, ...], item: Any) -> str:
 
 def holds_text(key: str) -> bool:
     """Return whether the value of a dotted key is always text, even if a flag looks like a number."""
-    *_, last = path = key.split(".")
-    field = _fields(tuple(path)).get(last)
+    *table, last = key.split(".")
+    field = _fields(tuple(table)).get(last)
     return field is not None and field.annotation in (str, str | None)
 
 
 def _advice(path: tuple[str, ...], value: Any) -> str:
     """Return advice on an unknown key for the end of its error, such as "; did you mean learner.lr?", or "".
 
-    A name that another system uses (TRL, verl) comes before similar spellings, because its meaning is exact. A table is
-    compared with known tables, and then each of its keys is looked up.
+    An unknown table is compared with the keys of its section. If none is similar, each key inside it is looked up.
+    A value, or a table without advice so far, is looked up as a name of another system (TRL, verl). This comes before
+    similar spellings of a value, because the meaning of such a name is exact.
     """
-    siblings = _siblings(path)
+    siblings = list(_fields(path[:-1]))
     if isinstance(value, dict):
         if near := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.8):
             return f"; did you mean {near[0]}?"
@@ -112,7 +114,7 @@ def _advice(path: tuple[str, ...], value: Any) -> str:
         return f"; {found}"
     # The key may be missing a table: eval.NAME.path for eval.NAME.data.path.
     for table in siblings:
-        if path[-1] in _siblings((*path[:-1], table, "")):
+        if path[-1] in _fields((*path[:-1], table)):
             return f"; did you mean {'.'.join((*path[:-1], table, path[-1]))}?"
     if near := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.5):
         return f"; did you mean {near[0]}?"
@@ -148,25 +150,23 @@ def _keys_by_name() -> dict[str, str]:
     return keys
 
 
-def _siblings(path: tuple[str, ...]) -> list[str]:
-    """Return the names of the keys in the section that contains the key ``path``, which may be unknown."""
-    return list(_fields(path))
+def _fields(table_path: tuple[str, ...]) -> dict[str, FieldInfo]:
+    """Return the fields of the section at ``table_path`` by name; () is the whole configuration.
 
-
-def _fields(path: tuple[str, ...]) -> dict[str, FieldInfo]:
-    """Return the fields of the section that contains the key ``path``; empty for an unknown section."""
+    Empty if the path leads to no section.
+    """
     section: type[Section] = Config
-    named = False
-    for part in path[:-1]:
-        if named:
+    is_named = False
+    for part in table_path:
+        if is_named:
             # This part is a name that the user has chosen; its section is known already.
-            named = False
+            is_named = False
             continue
         field = section.model_fields.get(part)
         table = table_of(field) if field is not None else None
         if table is None:
             return {}
-        section, named = table
+        section, is_named = table
     return section.model_fields
 
 

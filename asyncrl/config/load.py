@@ -1,8 +1,8 @@
 """Reads the configuration from TOML files and flags.
 
 TOML files are merged left to right: tables are merged, everything else is replaced. Then dotted flags are applied. The
-result is validated as a whole, and every problem is reported at once. Actors read the resolved JSON and never the TOML,
-so all of them see the same values.
+result is validated as a whole, and every problem is reported at once. Only files that cannot be read are reported
+before, without validation. Actors read the resolved JSON and never the TOML, so all of them see the same values.
 
 Raises ConfigError with one line per problem: the key, what is wrong, the nearest known key for an unknown one, and the
 file or flag that set it.
@@ -75,6 +75,7 @@ def validate_config(
 ) -> Config:
     """Validate a tree of plain values. Raises ConfigError with ``problems`` and every problem found here.
 
+    Conflicts between values are found only if the tree is valid without its invalid keys, and only of other keys.
     Paths are expanded only in the context EXPAND_PATHS (section.py). ``sources`` has the file or flag that set a value,
     by the parts of its key.
     """
@@ -95,9 +96,10 @@ def validate_config(
             config = None
     if config is not None:
         for key, problem in cross_check(config):
-            # Skip problems of invalid keys: these had their defaults in this comparison.
-            if not any(".".join(path).startswith(key) or key.startswith(".".join(path)) for path in invalid):
-                all_problems.append(f"{key}: {problem}{_source_words(tuple(key.split('.')), sources or {})}")
+            # Skip problems of invalid keys, and of tables around or below them: these had their defaults here.
+            parts = tuple(key.split("."))
+            if not any(parts[: len(path)] == path[: len(parts)] for path in invalid):
+                all_problems.append(f"{key}: {problem}{_source_words(parts, sources or {})}")
     if all_problems or config is None:
         raise ConfigError(all_problems)
     return config
@@ -121,7 +123,8 @@ def config_from_json(text: str) -> Config:
 def _key_of(place: Sequence[int | str], tree: Any, *, is_missing: bool) -> tuple[str, ...]:
     """Return the key of an error's location ``place``, pydantic's path into the tree.
 
-    For a value that may have several types, pydantic appends the name of a type; this is left out.
+    For a value that may have several types, pydantic appends the name of a type; this is left out. ``is_missing``: the
+    tree lacks the last part, because the error is a missing key.
     """
     key: list[str] = []
     for part in place:

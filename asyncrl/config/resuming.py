@@ -111,7 +111,10 @@ class Change:
 
 
 def applies(key: str) -> Applies:
-    """Return the class of a dotted key or table. Raises KeyError for a key that TABLE does not have."""
+    """Return the class of a dotted key or table, by its own entry in TABLE or the nearest SECTION.* around it.
+
+    Raises KeyError for a key that TABLE does not have.
+    """
     parts = key.split(".")
     for entry in (key, *(".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))):
         if entry in _CLASS:
@@ -148,22 +151,28 @@ def document() -> str:
 def _differences(
     section: type[Section], was: Mapping[str, Any], now: Mapping[str, Any], prefix: str
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, before, after) of each value that differs. A table that only one side has counts as one value."""
+    """Yield (key, before, after) of each value of ``section`` that differs; ``prefix`` leads to it, as "learner.".
+
+    A table that only one side has counts as one value.
+    """
     for name, field in section.model_fields.items():
+        # An earlier release may lack the key in ``was``; ``now`` is complete.
         before, after, table = was.get(name, _default(field)), now.get(name), table_of(field)
         if before == after:
             continue
         if table is None or not (isinstance(before, Mapping) and isinstance(after, Mapping)):
             yield f"{prefix}{name}", before, after
-        elif table[1]:
+            continue
+        subsection, is_named = table
+        if is_named:
             for each in dict.fromkeys([*before, *after]):
-                yield from _of_named(table[0], before.get(each), after.get(each), f"{prefix}{name}.{each}")
+                yield from _of_named(subsection, before.get(each), after.get(each), f"{prefix}{name}.{each}")
         else:
-            yield from _differences(table[0], before, after, f"{prefix}{name}.")
+            yield from _differences(subsection, before, after, f"{prefix}{name}.")
 
 
 def _of_named(section: type[Section], before: Any, after: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the differences of a table that the user has named, such as eval.NAME."""
+    """Yield the differences of a table that the user has named, such as eval.NAME; None for a side without it."""
     if before is not None and after is not None:
         yield from _differences(section, before, after, f"{key}.")
     else:

@@ -88,7 +88,8 @@ class DataConfig(Section):
     def inherit(self, training: DataConfig) -> DataConfig:
         """Return this evaluation set with the keys of ``training`` (the data section) that it does not set itself.
 
-        SOURCE_KEYS, which say where rows come from, are not inherited.
+        SOURCE_KEYS, which say where rows come from, are not inherited. Without the chat template, neither are keys that
+        need it.
         """
         given = self.model_fields_set
         taken = {
@@ -97,8 +98,9 @@ class DataConfig(Section):
             if key not in SOURCE_KEYS and key not in given
         }
         template = self.template if "template" in given else training.template
-        # A system message needs the chat template.
-        if self.system == "" if "system" in given else template != "chat":
+        # An empty system message removes that of ``training``, which also needs the chat template.
+        removes_system = self.system == "" if "system" in given else template != "chat"
+        if removes_system:
             taken["system"] = None
         if template != "chat" and "continue_final_message" not in given:
             taken["continue_final_message"] = False

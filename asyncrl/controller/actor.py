@@ -93,6 +93,7 @@ class Controller(RunActor):
             frozen_s=supervision.agent_silence_s + supervision.host_lost_s,
         )
         self._lines = RecentLines()
+        """Newest lines for the launcher: metrics, notices, and actors that are ready again."""
         self._waits = OpenWaits()
         self._sinks = SinksFeed(
             self.counters, numbers_begin_above(context.incarnation), wanted=self.config.sinks.are_wanted
@@ -109,6 +110,7 @@ class Controller(RunActor):
         """WatchRun calls that also wait for metrics, notices, and actors that get ready, as the launcher's."""
         self._registered = ParkingLot()
         """Resolve calls, which wait for an actor's address."""
+        # The hosts that join or leave, and the actors on them.
         self.members = HostChanges(self, self.registry, self.machine, self._hosts, changed=self._members_changed)
         self._observation = Observation(self, self._sinks)
         self._failures = FailureDetector(self, self._hosts, self._observation)

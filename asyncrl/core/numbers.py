@@ -81,6 +81,7 @@ def size(value: float) -> str:
 @_absent_if_none
 def duration(seconds: float) -> str:
     """Format a time in seconds: 850 µs, 12 ms, 1.2 s, 12 s, 3m20s, 2h05m, 3d04h."""
+    # A form ends where rounding would give a number of the next form: 59.5 s would be 60 s.
     if seconds < 0:
         return f"-{duration(-seconds)}"
     if seconds < 0.001:

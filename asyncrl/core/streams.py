@@ -94,7 +94,8 @@ class Printer:
     def print_to(self, stream: TextIO, text: str) -> None:
         """Queue ``text`` for ``stream``. If nothing waited before, wait PRINT_WAIT_S at most until it is written.
 
-        Raises OSError for a stream without a descriptor, which is written directly.
+        If more than ``most_bytes`` wait, the oldest texts are dropped. Raises OSError for a stream without a
+        descriptor, which is written directly.
         """
         data = text.encode(stream.encoding or "utf-8", REPLACED)
         if _descriptor(stream) < 0:
@@ -157,7 +158,10 @@ def _descriptor(stream: TextIO) -> int:
 
 
 def _write(stream: TextIO, data: bytes) -> bytes:
-    """Write ``data``, without a deadline. Returns the bytes that a full disk refused; none for a closed output."""
+    """Write ``data``, without a deadline. Returns the bytes that an error left unwritten, as on a full disk.
+
+    Output to a closed stream is discarded, and nothing is returned.
+    """
     try:
         # By the descriptor: with the stream, the end of the interpreter would wait for the stream's lock.
         descriptor = stream.fileno()
@@ -180,7 +184,10 @@ def _write(stream: TextIO, data: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _signals_noted() -> Iterator[list[int]]:
-    """Context that collects signals asking for an end, instead of handling them: this process is ending anyway."""
+    """Context that collects signals asking for an end, instead of handling them: this process is ending anyway.
+
+    On any thread but the main one it collects nothing, since only the main thread can set handlers.
+    """
     noted: list[int] = []
     handlers: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int] = {}
 

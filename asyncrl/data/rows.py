@@ -175,7 +175,8 @@ class EpochOrder:
 
     def at(self, position: int) -> tuple[int, int]:
         """Return (epoch, index) of the prompt at ``position``, which counts from 0 over all epochs."""
-        assert position >= 0 < self.size
+        assert position >= 0
+        assert self.size > 0
         epoch, offset = divmod(position, self.size)
         if not self.shuffle:
             return epoch, offset
@@ -222,6 +223,7 @@ def _rounds(fingerprint: str, seed: int, epoch: int, size: int) -> tuple[tuple[i
     """Derive (pivot, key) of each round of the shuffle from the fingerprint of the data, the seed and the epoch."""
     rounds = []
     for number in range(_MIN_ROUNDS + 4 * size.bit_length()):
+        # 16 bytes for the pivot, 8 for the key.
         digest = hashlib.blake2b(f"{fingerprint}/{seed}/{epoch}/{number}".encode(), digest_size=24).digest()
         rounds.append((int.from_bytes(digest[:16], "big") % size, int.from_bytes(digest[16:], "big")))
     return tuple(rounds)

@@ -70,11 +70,11 @@ class Dataloader(Actor):
         self._restoring = asyncio.Lock()
         """Held while a ``Restored`` is served, so that one restore runs at a time."""
         self._preempted = False
-        self._opened = ParkingLot()
+        self._parked_returns = ParkingLot()
         """ReturnLeases calls, which wait for the gate to open."""
-        self._parked = ParkingLot()
+        self._parked_requests = ParkingLot()
         """RequestLeases calls, which wait for a lease."""
-        self._watchers = ParkingLot()
+        self._parked_watches = ParkingLot()
         """WatchDataloader calls of the learner, which wait for a new ``DataloaderStatus``."""
         self._status_number = numbers_begin_above(context.incarnation)
         """Number of the newest ``DataloaderStatus``; it starts above every number of an earlier incarnation."""
@@ -292,7 +292,7 @@ class Dataloader(Actor):
         self.param_version = book.gate.newest_version
         self._note_orphans("")
         self.progress()
-        self._opened.wake()
+        self._parked_returns.wake()
         self._retry_parked()
 
     def _require_book(self, caller: Caller) -> LeaseBook:
@@ -310,7 +310,7 @@ class Dataloader(Actor):
         if self._book is not None:
             self._book.died(name, incarnation)
             self._note_orphans(name)
-            self._parked.wake()
+            self._parked_requests.wake()
 
     def _note_orphans(self, rollouter: str) -> None:
         """Log new orphans as those of ``rollouter`` ("" after a restore); wake ``_settle_orphans`` if any are left."""
@@ -340,7 +340,7 @@ class Dataloader(Actor):
         )
         if not self._is_leaving(ask):
             self._note_request(ask)
-        return await self._parked.until(lambda: self._answer(ask), caller.park_s) or NewLeases()
+        return await self._parked_requests.until(lambda: self._answer(ask), caller.park_s) or NewLeases()
 
     def _note_request(self, ask: Ask) -> None:
         """Record a request in the book, if the gate is open. The request may show that an older incarnation is dead."""
@@ -381,9 +381,9 @@ class Dataloader(Actor):
             )
             if leases[-1].alone:
                 # A rollouter that was set aside for this prompt may get leases again.
-                self._parked.wake()
-            key, of = self.context.credentials.seal_key, (ask.rollouter, ask.incarnation)
-            return NewLeases(leases=[sealed(key, self._prompts.lease(lease), *of) for lease in leases])
+                self._parked_requests.wake()
+            key, messages = self.context.credentials.seal_key, map(self._prompts.lease, leases)
+            return NewLeases(leases=[sealed(key, each, ask.rollouter, ask.incarnation) for each in messages])
         return NewLeases(closed=True) if book.closed else None
 
     def _is_leaving(self, ask: Ask) -> bool:
@@ -399,8 +399,8 @@ class Dataloader(Actor):
         if request.leaving:
             # At once, even while the gate is shut: the rollouter's parked calls must get no lease.
             self._leaving[caller.name] = caller.incarnation
-            self._parked.wake()
-        book = await self._opened.until(lambda: self._book, caller.park_s)
+            self._parked_requests.wake()
+        book = await self._parked_returns.until(lambda: self._book, caller.park_s)
         if book is None:
             raise RestoreNeeded
         book.give_back(caller.name, caller.incarnation, request.uids)
@@ -438,7 +438,7 @@ class Dataloader(Actor):
             book = self._require_book(caller)
             return book.status if book.status_number > request.seen else None
 
-        return await self._watchers.until(news, caller.park_s) or self._require_book(caller).status
+        return await self._parked_watches.until(news, caller.park_s) or self._require_book(caller).status
 
     # --- within ---
 
@@ -456,12 +456,12 @@ class Dataloader(Actor):
         oldest = next(iter(list(self._leased_at.values())[:1]), None)
         return super().metrics() | {
             "tickets/oldest_s": self.clock.now() - oldest if oldest is not None else 0.0,
-            "tickets/parked": len(self._parked),
+            "tickets/parked": len(self._parked_requests),
         }
 
     def _retry_parked(self) -> None:
         """Try every parked call for leases again, and update the counters."""
-        self._parked.wake()
+        self._parked_requests.wake()
         self._count()
 
     def _count(self) -> None:
@@ -477,4 +477,4 @@ class Dataloader(Actor):
         self.counters["staleness/limit"] = gate.limit.versions
         if book.status_number != self._status_number:
             self._status_number = book.status_number
-            self._watchers.wake()
+            self._parked_watches.wake()

@@ -173,6 +173,7 @@ class Gate:
         """
         if served_version < self._first_version or not self.needed(outstanding):
             return False
+        # An equal share of the groups that the limit allows, rounded up.
         share = -(-(self.limit.groups + self._groups_per_version) // rollouters)
         if generating < share and self.room(served_version, outstanding):
             return True
@@ -181,7 +182,7 @@ class Gate:
         return False
 
     def published(self, version: int, trained: int) -> None:
-        """``trained`` groups were trained when ``version`` was published. Known and older versions are ignored."""
+        """Record that ``version`` was published when ``trained`` groups were trained; ignores known and older ones."""
         if version > self.newest_version:
             self._versions.append(version)
             self._trained_at.append(trained)

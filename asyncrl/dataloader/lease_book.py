@@ -252,6 +252,7 @@ class LeaseBook:
         # A received lease is not repeated, so it needs no valid number: it gets an unused negative one. A prompt may
         # have reached ALONE_FROM deaths by deaths of the rollouter's engine while the rollouter holds other prompts:
         # then it does not run alone.
+        # Fields: number, uid, attempt, alone.
         found = [
             (-1 - index, uid, attempt, runs_alone(attempt) and len(uids) == 1)
             for index, (uid, attempt) in enumerate(held.attempts.items())

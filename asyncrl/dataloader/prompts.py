@@ -110,7 +110,10 @@ def collect(source: str, raw_rows: Iterable[RawRow], data: DataConfig) -> Datase
         others = ", ".join(f"{raw.path}:{raw.line}" for raw, _ in bad[1 : 1 + LISTED_PROBLEMS])
         more = f"; {skipped - 1} more bad rows ({others}{', …' if skipped > LISTED_PROBLEMS + 1 else ''})"
         raise DataError(problem + (more if others else ""), path=first.path, line=first.line, fix=MEND)
-    first_skipped = f"{bad[0][0].path}:{bad[0][0].line}: {bad[0][1]}" if bad else ""
+    first_skipped = ""
+    if bad:
+        first, problem = bad[0]
+        first_skipped = f"{first.path}:{first.line}: {problem}"
     if not rows:
         raise nothing_usable(source, first_skipped)
     return Dataset(rows, fingerprint_of(rows), skipped, first_skipped)
@@ -413,7 +416,7 @@ class RunPrompts:
         admissible = self.training.admissible
         count = min(count, len(admissible))
         chosen = [admissible[i * len(admissible) // count] for i in range(count)]
-        return [self.training.prompt(index)[0] for index in chosen]
+        return [ids for ids, _, _ in map(self.training.prompt, chosen)]
 
     def lease(self, lease: PromptLease) -> Lease:
         """The message that leases a prompt to a rollouter, with its tokens and sampling settings; not yet sealed."""

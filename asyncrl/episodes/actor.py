@@ -72,7 +72,7 @@ class EpisodesActor(Actor, EpisodeObserver):
         """Endpoint for programs; None before ``setup``."""
 
     async def setup(self) -> None:
-        """Start the endpoint and the workers, and import the user's code in each. Raises ConfigError."""
+        """Start the endpoint, and workers that import the user's code; programs start later. Raises ConfigError."""
         config = self.config.episode
         try:
             from asyncrl.episodes.http.endpoint import PolicyEndpoint
@@ -168,8 +168,9 @@ class EpisodesActor(Actor, EpisodeObserver):
     async def run_episode(self, request: RunEpisode, caller: Caller) -> EpisodeDone:
         """Open a session, play the episode in it, wait for the rewards of its turns, and return the result.
 
-        If the caller cancels, the episode ends. If a turn's reward does not arrive, the episode fails. Raises
-        EpisodeHostFull if an extra host plays as many episodes as it may.
+        If the caller cancels, the episode ends. If a turn's reward does not arrive, the episode fails. The reason of
+        the end stays known for late calls. Keys of episodes are masked in the error. Raises EpisodeHostFull if an extra
+        host plays as many episodes as it may.
         """
         assert self._players is not None
         if self._most_open is not None and len(self._sessions) >= self._most_open:

@@ -130,7 +130,8 @@ class EpisodePool(WorkerPool[EpisodePlace]):
             max_output_bytes=config.max_output_bytes,
             max_request_bytes=config.max_request_bytes,
         )
-        self._close_timeout_s = setup.close_timeout_s
+        self._worker_close_s = setup.close_timeout_s
+        """Time (s) that a worker waits for the tasks that an episode has left; half of episode.close_timeout_s."""
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(frames.ToHost)
         super().__init__(
             config,
@@ -345,7 +346,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         if ended.left:
             self._observer.failed(
                 "tasks that do not end",
-                f"left {ended.left} tasks behind that did not end within {self._close_timeout_s:g} s of being "
+                f"left {ended.left} tasks behind that did not end within {self._worker_close_s:g} s of being "
                 f"cancelled; they keep running in their worker (prompt {opened.session.task.uid})",
             )
         self._finish(opened, EpisodeDone(reward=ended.reward, components=ended.components, error=ended.error))

@@ -59,5 +59,6 @@ def estimate_engine(shape: ModelShape, engine: EngineShape) -> EngineEstimate:
         weights=b * shape.parameters // engine.gpus,
         activations=b * engine.step_tokens * layer + LOGITS_KEPT * FLOAT32 * engine.sequences * shape.vocabulary,
         graphs=GRAPHS_BYTES,
+        # Keys and values.
         token=2 * b * shape.layers * max(1, shape.keys // engine.gpus),
     )

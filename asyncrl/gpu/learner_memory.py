@@ -84,6 +84,7 @@ def shape_of_settings(settings: Mapping[str, Any], lora_rank: int = 0) -> ModelS
     width = text.get("head_dim") or hidden // heads
     queries, keys = heads * width, (text.get("num_key_value_heads") or heads) * width
     intermediate, vocabulary = text["intermediate_size"], text["vocab_size"]
+    # Attention: query, key, value, output. MLP: gate and up, down.
     matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
     matrices += 2 * [(hidden, intermediate)] + [(intermediate, hidden)]
     layer = sum(rows * columns for rows, columns in matrices)
@@ -204,7 +205,7 @@ def estimate(shape: ModelShape, load: TrainingShape) -> Estimate:
 
 
 def _activation_bytes(shape: ModelShape, load: TrainingShape) -> int:
-    """Bytes of a token's activations in all layers."""
+    """Bytes of a token's activations in all layers, by the formulas of the module's docstring."""
     b = load.compute_bytes
     norms = shape.norms * (FLOAT32 * shape.hidden * (b != FLOAT32) + 2 * b * shape.hidden)
     attention = b * (3 * shape.queries + 2 * shape.keys)
@@ -216,7 +217,8 @@ def _activation_bytes(shape: ModelShape, load: TrainingShape) -> int:
     # One layer at a time is computed again.
     kept = b * shape.hidden
     if load.checkpointing == "selective":
-        # Matrix products and the results of attention stay.
+        # Matrix products and the result of attention stay: query and the result; key and value; output and down; gate
+        # and up.
         kept += b * (2 * shape.queries + 2 * shape.keys + 2 * shape.hidden + 2 * shape.intermediate)
     return shape.layers * kept + layer
 
@@ -250,6 +252,7 @@ def advise(shape: ModelShape, load: TrainingShape, available: int) -> str | None
     for tokens in fewer_tokens(load):
         if not fits():
             load = replace(load, tokens=tokens)
+            # A smaller number takes the place of the one before.
             changes = [*(change for change in changes if TOKENS not in change), f"{TOKENS} = {tokens}"]
     if not fits() and load.replicas > 1:
         load = replace(load, shards=load.shards * load.replicas, replicas=1)

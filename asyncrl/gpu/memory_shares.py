@@ -159,6 +159,7 @@ def plan_sharing(
         asked,
         in_turn=in_turn,
         copied_bytes=compute_bytes * shape.parameters + 2 * max(config.weights.bucket_bytes, largest) if copies else 0,
+        # One for the rank and one for the engine.
         group_bytes=2 * (GROUP_BYTES + config.weights.bucket_bytes) * several,
         scoring_bytes=scoring_bytes,
     )
@@ -203,7 +204,7 @@ def _divide(total: int, demand: Demand, usable: float, copied_bytes: int = 0) ->
     training = estimate(demand.shape, demand.load)
     at_start = demand.scoring_bytes + (0 if training.offloaded else training.weights)
     rank_percent = _percent(max(training.device, at_start) / usable, total)
-    # 1 % stays free.
+    # Both have a process. 1 % stays free.
     left = PERCENT - _percent(2 * PROCESS_BYTES + demand.group_bytes + copied_bytes, total) - 1
     rank_share = rank_percent
     if demand.in_turn:

@@ -11,8 +11,8 @@ when a process dies, and nothing is left on disk:
     memory   bound by the rank or the engine that has the GPU's memory
 
 Invariants: at most one of the two has the memory. An engine that waits gets the memory as soon as a rank lives that
-does not ask. The kernel frees the sockets of a process that dies. Fails with DeadlineExceeded, which names the engine,
-if an engine does not give the memory back in time, or the previous rank's process does not end.
+does not ask. The kernel frees the sockets of a process that dies. Fails with DeadlineExceeded if an engine does not
+give the memory back in time, or the previous rank's process does not end. The error names the engine.
 """
 
 from __future__ import annotations

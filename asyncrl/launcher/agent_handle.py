@@ -5,7 +5,7 @@ A node agent runs the actors of one host. Its guard is its parent process, which
 connection. Each step has a deadline.
 
 ``watch_silence`` reports when an agent falls silent and when it is heard again. The guard kills a frozen agent after
-``supervision.silence_s``. If the silence lasts much longer, the guard is frozen too, and the launcher cuts the
+``supervision.agent_silence_s``. If the silence lasts much longer, the guard is frozen too, and the launcher cuts the
 connection. On this host the cut kills the agent; another host just loses its connection. Time in which the launcher
 itself was stopped does not count.
 """

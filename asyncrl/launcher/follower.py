@@ -189,6 +189,7 @@ class Follower:
                 self.progress.warn(["that is the head: the run continues without a display"])
                 for other in self.members[1:]:
                     other.contact.hang_up()
+        # The user's second signal asked for this end, so it is no failure.
         elif member.ended is None and not (self._killing and self.interrupts.second):
             log = str(self.folder.logs / member.log)
             why = "it did not end its actors in time, and was killed" if self._killing else member.exit_words

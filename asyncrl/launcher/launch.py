@@ -275,6 +275,7 @@ class Launch:
             )
             for name in actors
         }
+        # This host runs its checks in this process, because no contact leads to it.
         own = orders.pop(self.head) if self.head_is_here and self.head in orders else None
         checking = asyncio.create_task(check_part(own, self.facts[self.head])) if own is not None else None
         try:
@@ -341,6 +342,7 @@ class Launch:
         if self.detached is not None:
             self.detached.has_folder(folder.path, folder.logs, "" if self.head_is_here else self.head)
         if self.reached.contacts:
+            # A host that reads this id in the folder sees the same run folder, and uses it.
             (folder.logs / RUN_ID).write_text(folder.run_id)
         index = {host.name: number for number, host in enumerate(self.hosts)}
         specs = {

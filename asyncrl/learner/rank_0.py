@@ -337,6 +337,10 @@ class Rank0:
         states.enter("done")
 
     async def _finish(self, *, preempted: bool) -> str:
+        """Finish the last writes, records and reports. Returns what could not be written, or an empty text.
+
+        ``preempted``: the model is not exported.
+        """
         failure = await self._final_writes.finish(preempted=preempted)
         await self._records.write_untrained()
         await self.lines.finish()
@@ -372,7 +376,10 @@ class Rank0:
             self._deliveries.notify([*self._deliveries.learning.after_step(line), *self._grace_watch.after_step(line)])
 
     def _lines_waiting(self, lost: int, error: OSError | None) -> None:
-        """Notify the user of lines: ``lost`` lines are lost, or lines wait because of ``error``, or all are written."""
+        """Notify the user of lost lines (``lost`` in all so far), or else of lines that wait because of ``error``.
+
+        Without both, all lines are written again.
+        """
         files = "metrics.jsonl, quarantine.jsonl or samples/"
         where = f": {in_words(error, self._run_dir)}" if error is not None else ""
         if lost:
@@ -389,6 +396,7 @@ class Rank0:
         self._actor.param_version = version
 
     def _call_dataloader(self, request: Request, patience: float = 1.0) -> asyncio.Future[Any]:
+        """Call the dataloader; the deadline is ``patience`` times the usual one."""
         timeout_s = self._config.network.call_timeout_s
         # A call with more patience fails early if the dataloader no longer confirms that it works on the call.
         silence = timeout_s if patience > 1.0 else math.inf

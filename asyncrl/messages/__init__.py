@@ -65,5 +65,5 @@ def senders_of(message: type[Message]) -> frozenset[str]:
 
 
 def may_send(name: str, senders: frozenset[str]) -> bool:
-    """Whether the role of an actor is among the senders of a message."""
+    """Whether the role of an actor is among the senders of a message, or every role may send it (ANYBODY)."""
     return role_of(name) in senders or senders is ANYBODY

@@ -112,7 +112,10 @@ class Lease(Struct, gc=False, frozen=True, kw_only=True):
 
 
 class NewLeases(Message, frozen=True, kw_only=True):
-    """New leases; empty if none came in time. ``closed``: whether there will never be one again."""
+    """New leases; empty if none came in time. ``closed``: whether the run needs no further group.
+
+    After that the learner may still go back to a checkpoint, and then more groups are needed.
+    """
 
     leases: list[Lease] = []
     closed: bool = False
@@ -376,7 +379,8 @@ def past_rewards(sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
 
 
 def turns_past(trajectory: Trajectory) -> np.ndarray:
-    """Reward that a trajectory had earned before each of its turns: float64 [turns], over all its sequences."""
+    """Reward that each turn of a trajectory cannot have caused (``Turn.past_reward``): float64 [turns], over all its
+    sequences."""
     return np.concatenate([past_rewards(sequence)[0] for sequence in trajectory.sequences])
 
 

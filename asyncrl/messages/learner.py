@@ -21,16 +21,15 @@ class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
     """Time to load the weights; with nccl and gloo it includes the transfer."""
     resume_s: float = 0.0
     stall_s: float = 0.0
-    """Generation time lost: from the pause until the first request runs again."""
+    """Generation time lost: from when the engine stops admitting requests until it admits them again."""
     bytes: int = 0
     """Size of the weights."""
     encoded_bytes: int = 0
     """Bytes that were read or received for the weights; fewer than ``bytes`` if deltas saved some."""
     drift: float | None = None
-    """Distance of the engine from the learner over the probe (nats, root mean square); see rollouter/serving/drift.py.
-    None if it was not measured."""
+    """Drift of the engine from the learner (nats; rollouter/serving/drift.py); None if it was not measured."""
     drift_worst: float | None = None
-    """Largest distance over the probe's tokens (nats)."""
+    """Largest difference of log-probs over the probe's tokens (nats)."""
     probe_kl: float | None = None
     """Estimated divergence of the engine from the learner over the probe's tokens (nats)."""
     checksum: str = ""
@@ -38,7 +37,7 @@ class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
 
 
 class RolloutStats(Message, frozen=True, kw_only=True):
-    """Rollouter to learner, cast twice a second while it generates: statistics since the last cast."""
+    """Rollouter to learner, cast twice a second while it generates: statistics of its generation and updates."""
 
     senders = ROLLOUTER
     sampled_tokens: Count
@@ -46,9 +45,11 @@ class RolloutStats(Message, frozen=True, kw_only=True):
     sampling: list[tuple[float, float]]
     """Intervals (wall clock, s) in which at least one token was being sampled, since the last cast."""
     updates: list[UpdateTimes] = []
+    """Times of the weight updates since the last cast."""
     in_flight: Count = 0
+    """Leased trajectories that are not generated yet."""
     served_version: int = -1
     reprefill_tokens: Count = 0
-    """Tokens whose KV cache its engines have computed again after updates, since the start of this incarnation."""
+    """Tokens that its engines have computed again because of updates and sleeps, since this incarnation's start."""
     idle: bool = False
-    """Whether it generates nothing. It sends the next statistics when it begins to generate, or after some seconds."""
+    """Whether it generates nothing and has no news. It sends the next statistics on news, or after some seconds."""

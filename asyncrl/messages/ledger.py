@@ -258,8 +258,8 @@ def _run_of(item: ConcludedEpochs) -> _EpochRun:
 
 def position_of(uid: str) -> tuple[int, int]:
     """Parse a training prompt's uid, EPOCH-INDEX, to (epoch, index). Raises ValueError for any other uid."""
-    epoch, _, index = uid.partition("-")
-    position = int(epoch), int(index)
-    if position[0] < 0 or not 0 <= position[1] < MAX_PROMPTS:
+    epoch_text, _, index_text = uid.partition("-")
+    epoch, index = int(epoch_text), int(index_text)
+    if epoch < 0 or not 0 <= index < MAX_PROMPTS:
         raise ValueError(f"{uid} is no uid of a training prompt")
-    return position
+    return epoch, index

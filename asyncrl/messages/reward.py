@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from asyncrl.messages import ROLLOUTER, Count, FinishReason, Message, Request, Uid
 
 Outcome = tuple[float, dict[str, float]]
+"""A reward, and its components by name."""
 
 LARGEST = 1e18
 """Largest magnitude of a reward. The standard deviation of a group squares rewards; larger ones overflow float32."""
@@ -84,6 +85,7 @@ def read_outcome(value: Any) -> Outcome:
         return read_number(value, "returned"), {}
     if not value:
         raise BadOutcome("returned an empty mapping; give it at least one component")
+    # The key "reward" is no component.
     if len(value) > MOST_NAMES + ("reward" in value):
         raise BadOutcome(
             f"returned a mapping of {len(value)} components, {MOST_NAMES} are allowed: each becomes a metric; return "

@@ -98,6 +98,7 @@ def _usage(pid: int) -> tuple[int, float, int] | None:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
+    # ``fields[0]`` is the third field of proc(5): utime and stime are at 11 and 12, start at 19, resident pages at 21.
     return int(fields[19]), (int(fields[11]) + int(fields[12])) * _TICK_S, int(fields[21]) * _PAGE_BYTES
 
 

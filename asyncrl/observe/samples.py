@@ -24,6 +24,7 @@ TRAINED: SampleKind = "trained"
 FOLDER = "samples"
 MOST_LINE_BYTES = 64 << 20
 _NAME = re.compile(r"(?:(step|filtered)|eval_([A-Za-z0-9_-]+))_(\d{6,})\.jsonl")
+"""Name of a file. Its groups: "step" or "filtered", else the name of the evaluation; then the step."""
 
 
 class SampleTrajectory(msgspec.Struct, frozen=True):

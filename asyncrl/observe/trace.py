@@ -128,11 +128,11 @@ class Trace:
         with self.lock:
             horizon = self.now() - self._window_s
             ended = [span for span in self._spans if span[_END] >= horizon]
-            # The facts are copied, because a span gets more facts when it ends.
+            open_spans = [(track, *track._open) for track in self._tracks.values() if track._open is not None]
+            # The length -1 means that a span is open. Its facts are copied, because it gets more when it ends.
             running = [
-                TraceSpan(track.name, track.order, open[0], open[1] + self._offset, -1.0, dict(open[2]))
-                for track in self._tracks.values()
-                if (open := track._open) is not None
+                TraceSpan(track.name, track.order, name, began + self._offset, -1.0, dict(facts))
+                for track, name, began, facts in open_spans
             ]
         for at in range(0, len(ended), SPANS_IN_PART):
             yield [self._span(*span) for span in ended[at : at + SPANS_IN_PART]]

@@ -66,13 +66,13 @@ class ParameterServer(Actor):
         """The parked call of each caller, by name."""
         self._checksums: dict[int, str] = {}
         """Checksum that the first engine reported for a version, by version, in order of the first reports."""
-        self._condemned = ParkingLot()
+        self._parked_watch = ParkingLot()
         """The learner's parked ``watch_published``; woken when a version is condemned."""
         self._suspect = asyncio.Event()
         """Set when a replica has found the newest version corrupt."""
         self._deadline_moved = asyncio.Event()
-        """Set when the conductor's next deadline has become earlier than ``_timer``."""
-        self._timer: float | None = None
+        """Set when the conductor's next deadline has become earlier than ``_sleeps_until``."""
+        self._sleeps_until: float | None = None
         """Deadline until which ``_keep_time`` sleeps; None without one."""
 
     async def run(self) -> None:
@@ -121,7 +121,7 @@ class ParameterServer(Actor):
             held = request.version <= self._conductor.newest and not corrupt
             return None if held else Published(held=False, corrupt=corrupt)
 
-        return await self._condemned.until(lost, caller.park_s) or Published(held=True)
+        return await self._parked_watch.until(lost, caller.park_s) or Published(held=True)
 
     @handler
     async def announce_broadcast(self, request: AnnounceBroadcast, caller: Caller) -> BroadcastState:
@@ -247,7 +247,10 @@ class ParameterServer(Actor):
         return request.reply() if answer is None else answer
 
     def _apply_effects(self) -> None:
-        """Apply the effects of a change in the conductor: log, wake calls, close versions, update metrics and timer."""
+        """Apply the effects of a change in the conductor: log, wake calls, close versions, update the metrics.
+
+        Wakes ``_keep_time`` if the next deadline has become earlier.
+        """
         woken, notes = self._conductor.replicas.take_effects()
         for note in notes:
             getattr(self.log, note.level)(note.event, **note.facts)
@@ -257,7 +260,7 @@ class ParameterServer(Actor):
             self._held.keep(self._conductor.needed())
         self.counters.update({f"weights/{name}": value for name, value in self._conductor.metrics().items()})
         deadline = self._conductor.next_deadline()
-        if deadline is not None and (self._timer is None or deadline < self._timer):
+        if deadline is not None and (self._sleeps_until is None or deadline < self._sleeps_until):
             self._deadline_moved.set()
 
     def _wake(self, names: list[str]) -> None:
@@ -272,9 +275,9 @@ class ParameterServer(Actor):
         """Task: call the conductor's ``pass_time`` at each of its deadlines."""
         while True:
             self._deadline_moved.clear()
-            self._timer = self._conductor.next_deadline()
+            self._sleeps_until = self._conductor.next_deadline()
             try:
-                async with asyncio.timeout_at(self._timer):
+                async with asyncio.timeout_at(self._sleeps_until):
                     await self._deadline_moved.wait()
             except TimeoutError:
                 self._conductor.pass_time(self._now())
@@ -296,7 +299,7 @@ class ParameterServer(Actor):
             except WeightsCorrupt as error:
                 self.log.error("version is condemned", version=version, error=str(error))
                 self._conductor.condemn(version)
-                self._condemned.wake()
+                self._parked_watch.wake()
             except VersionGone:
                 self.log.info("suspect version is gone", version=version)
 

@@ -143,7 +143,7 @@ class Conductor:
     def answer(self, question: ParkedRequest, now: float) -> Message | None:
         """Return the answer to a question, or None to wait. A closed question gets an empty reply: "ask again".
 
-        A replica that gets an offer begins to stage.
+        A replica that gets an offer by shm or stream begins to stage.
         """
         name, request = question.name, question.request
         if not self.replicas.is_open(question):
@@ -335,7 +335,7 @@ class Conductor:
         return min(deadlines, default=None)
 
     def pass_time(self, now: float) -> None:
-        """End each staging, pause and broadcast that is past its deadline."""
+        """End each staging, pause and broadcast that is past its deadline, then give freed places to others."""
         for replica in list(self.replicas.of(Phase.STAGING)):
             waited_s = now - replica.staging_since
             if waited_s >= self._weights.stage_deadline_s:

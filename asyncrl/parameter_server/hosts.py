@@ -43,7 +43,11 @@ class Hosts:
         """Turn of the last fetch."""
 
     def shares(self, replica: Replica) -> bool:
-        """Whether a replica shares fetches with its host; one that failed too often fetches for itself alone."""
+        """Whether a replica shares fetches with its host.
+
+        It fetches for itself alone under weights.transport = "stream", if its host is unknown, and if it failed too
+        often.
+        """
         return (
             self._weights.transport != "stream"
             and replica.host != ""

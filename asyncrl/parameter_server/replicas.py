@@ -262,6 +262,7 @@ class Replicas:
         self._in_phase: dict[Phase, dict[str, Replica]] = {phase: {} for phase in Phase}
         """Replicas of each phase by name, in the order in which they entered it."""
         self._on_host: dict[str, dict[str, Replica]] = {}
+        """Replicas of each host by name."""
         self._failing: dict[str, Replica] = {}
         """Replicas with failed attempts since their last commit."""
         self.counts: Counter[str] = Counter()
@@ -406,7 +407,8 @@ class Replicas:
             self.note("phase", level="debug", replica=replica.name, phase=str(replica.phase))
         if replica.failed_attempts:
             self._failing[replica.name] = replica
-        # Not for IDLE: an outrun replica asks for the next update, and keeps its seniority.
+        # The try to reach a newer version has ended. IDLE does not end it: an outrun replica asks for the next update,
+        # and keeps its seniority.
         if event in (ReplicaEvent.COMMITTED, ReplicaEvent.FAILED, ReplicaEvent.OVERDUE, ReplicaEvent.SLEPT):
             replica.seniority = 0
         if event is ReplicaEvent.COMMITTED:

@@ -55,7 +55,10 @@ class Faults:
         """The first fault of all, with its prompt."""
 
     def add(self, fault: RewardFault, uid: str) -> tuple[str, str, int, str]:
-        """Count a fault of the prompt ``uid``. Returns the key, text and count of its notice, and the consequence."""
+        """Count a fault of the prompt ``uid``. Returns the key, text and count of its notice, and the consequence.
+
+        The text is that of the first fault of this kind.
+        """
         kind, first, count = self._kinds.add(fault.kind, f"{fault.text} (prompt {uid})")
         self.first = self.first or first
         return (
@@ -98,6 +101,7 @@ class FailureRate:
 
     def __init__(self, *, workers: int) -> None:
         self._calls_needed = min(max(MIN_CALLS, CALLS_A_WORKER * workers), MOST_CALLS)
+        """Number of calls in a row that must fail before the function counts as broken."""
         self._prompts: dict[str, _Prompt] = {}
         """The prompts that arrived, by uid, the oldest first; at most PROMPTS_KEPT."""
         self._arrived = 0
@@ -168,7 +172,7 @@ class FailureRate:
         if self._last_success is None:
             return MIN_PROMPTS
         # Laplace's rule of succession gives ``share``, the chance that a prompt fails. The chance that n prompts fail
-        # in a row is share ** n.
+        # in a row is share ** n, which must be at most CHANCE. The bound 0.99 keeps the logarithm below 0.
         share = (self._early_failures + 1) / (self._newest_scored + 2)
         return min(max(MIN_PROMPTS, math.ceil(math.log(CHANCE) / math.log(min(share, 0.99)))), MOST_PROMPTS)
 

@@ -162,6 +162,7 @@ def constant(*, value: float = 1.0, spread: float = 0.0, duration_s: float = 0.0
         if not spread:
             return value
         digest = zlib.crc32(completion.encode(errors="surrogatepass"), zlib.crc32(prompt.encode()))
+        # The factor of ``spread`` is from -1 to 1.
         return value + spread * (2 * digest / 0xFFFFFFFF - 1)
 
     return reward
@@ -241,6 +242,7 @@ def _finder(option: str, pattern: str, match: str) -> Callable[[str], str | None
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ValueError(f"{option} {pattern!r} is not a regular expression: {error}") from None
+    # Group 0 is the whole match.
     group: int | str = "answer" if "answer" in compiled.groupindex else min(compiled.groups, 1)
 
     def find(text: str) -> str | None:

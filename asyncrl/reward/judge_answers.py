@@ -126,7 +126,10 @@ def read_number(value: Any, low: float, high: float) -> float:
 
 
 def _objects(text: str, begin: int) -> list[tuple[dict[str, Any], int]]:
-    """Find the outermost JSON objects in ``text`` from ``begin`` on. Returns each with the index of its end."""
+    """Find the outermost JSON objects in ``text`` from ``begin`` on. Returns each with the index of its end.
+
+    Tries at most MOST_STARTS places at which an object may begin.
+    """
     decoder = json.JSONDecoder(object_pairs_hook=_with_unique_keys)
     found, at = [], begin
     for _ in range(MOST_STARTS):

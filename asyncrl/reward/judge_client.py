@@ -4,8 +4,8 @@ The package repeats requests that fail for the moment, and waits as ``Retry-Afte
 under the limits, in the order of arrival. A repeat of the package counts under the limits, and does not wait. After a
 server has refused a JSON schema, all later requests have none.
 
-Invariants: in any 60 seconds no more requests or tokens begin than the limit, apart from the package's repeats and from
-errors of the estimate of tokens. A single larger request begins alone. A request has the configured key and no other
+Invariants: in any 60 seconds no more requests or tokens begin than the limit. Repeats of the package, and errors of the
+estimate of tokens, may exceed it. A single larger request begins alone. A request has the configured key and no other
 credential; in particular, it has nothing of the ``OPENAI_*`` variables. An answer takes no more than MOST_BYTES. No
 redirect is followed, so the key reaches no other host.
 """
@@ -92,6 +92,7 @@ class MinuteLimit:
     def __init__(self, limit: float | None) -> None:
         self._limit = limit
         self._spent: deque[Spent] = deque()
+        """Units that began, the oldest first; ``wait_s`` forgets old ones. Empty without a limit."""
 
     def wait_s(self, units: float, now: float) -> float:
         """Return the seconds until ``units`` may begin; 0 if they may now.
@@ -123,10 +124,10 @@ class MinuteLimit:
 class JudgeClient:
     """Asks one judge. Made and used in one event loop.
 
-    ``on_request`` receives the seconds of each request, answered or not.
+    ``on_end`` receives the seconds of each HTTP request, answered or not; repeats of the package count as requests.
     """
 
-    def __init__(self, options: JudgeOptions, counters: JudgeCounters, on_request: Callable[[float], None]) -> None:
+    def __init__(self, options: JudgeOptions, counters: JudgeCounters, on_end: Callable[[float], None]) -> None:
         self._options, self._counters = options, counters
         self._takes_schema = "response_format" not in options.extra
         """Whether requests have a JSON schema: not if the user sets response_format, or after a server refused it."""
@@ -143,8 +144,9 @@ class JudgeClient:
             base_url=options.url.rstrip("/").removesuffix("/chat/completions"),
             api_key=key or "none",
             max_retries=options.tries - 1,
+            # ``ask`` limits the whole request.
             timeout=openai.Timeout(None, connect=CONNECT_S),
-            http_client=JudgeTransport(key, on_request=self._note_request, on_end=on_request),
+            http_client=JudgeTransport(key, on_request=self._note_request, on_end=on_end),
         )
 
     async def close(self) -> None:

@@ -235,8 +235,9 @@ def _serve(
             return
         rewards, components = [reward for reward, _ in outcomes], [parts for _, parts in outcomes]
         # Other allocators than Python's report a lack of memory in their own ways.
-        spent = bool(error) and memory.spent()
-        body = encoder.encode(Result(rewards, components, time.perf_counter() - started, error, spent, kind))
+        is_last = bool(error) and memory.spent()
+        run_s = time.perf_counter() - started
+        body = encoder.encode(Result(rewards, components, run_s, error, last=is_last, kind=kind))
         if len(body) > MAX_RESULT_BYTES:
             body = encoder.encode(Result([], [], 0.0, f"returned components of {len(body)} bytes in all"))
         connection.sendall(framed(body))

@@ -38,7 +38,10 @@ from asyncrl.rpc.services import ActorServices
 
 
 class RewardPools:
-    """Chooses and calls reward pools for one rollouter. ``metrics`` counts its episodes, if it plays any."""
+    """Chooses and calls reward pools for the rollouter ``number``.
+
+    ``metrics`` counts its episodes; None if it plays none.
+    """
 
     def __init__(
         self, config: Config, services: ActorServices, peer: Callable[[str], Peer], roster: Roster, number: int
@@ -70,7 +73,8 @@ class RewardPools:
         config, reward = self._config, self._config.reward
         replicas = sum(name.startswith("rollouter/") for name in self._roster.actors)
         # The timeout allows that all trajectories in flight are ahead in the queue and take their full timeout. That
-        # may be hours, so ``silence`` bounds the wait for a pool that is away or has lost the call.
+        # may be hours, so ``silence`` bounds the wait for a pool that is away or has lost the call. ``queue`` counts
+        # the trajectories for each worker; the 1 below is for the call itself.
         queue = config.most_episodes * max(replicas, config.rollout.replicas) / (reward.pools * reward.workers)
         began = self._clock.now()
         ready = {pool for pool in config.reward_pools if self._peer(pool).ready}

@@ -195,6 +195,7 @@ class ControllerSession:
             self._actor.preempted()
 
     def _leave(self) -> None:
+        """Let the actor leave, once, if the state of the run names it. An actor that is not ready just ends."""
         actor = self._actor
         order = next((leaving for leaving in actor.run_state.leaving if leaving.name == actor.name), None)
         if order is None or self._is_leaving or actor.draining:

@@ -98,6 +98,7 @@ class Heartbeats:
         self._address = address
         self._client: ControllerClient
         self._beats = 0
+        """Number of the last heartbeat; one that was left out has no number."""
         self._cpu_s = 0.0
         """Processor time of all heartbeats but the last."""
         self._seen_welcomes = 0
@@ -296,7 +297,7 @@ class EventQueue:
         self._wall = wall
         self._lock = threading.Lock()
         self._waiting: deque[list[Any]] = deque()
-        """[event, number of heartbeats that carried it], the oldest first."""
+        """Entries [event, number of heartbeats that carried it], the oldest first."""
         self._number = 0
         self.dropped = 0
         """Number of events that had to go before any heartbeat carried them."""
@@ -313,14 +314,15 @@ class EventQueue:
             self._number += 1
             self._waiting.append([Event(number=self._number, wall=self._wall(), level=level, text=text), 0])
             while len(self._waiting) > EVENTS_KEPT:
-                self.dropped += self._waiting.popleft()[1] == 0
+                _, times_carried = self._waiting.popleft()
+                self.dropped += times_carried == 0
 
     def take(self) -> list[Event]:
         """Returns the events for the next heartbeat, and removes those that EVENT_REPEATS heartbeats have carried."""
         with self._lock:
             taken = list(self._waiting)[:EVENTS_IN_BEAT]
-            for event in taken:
-                event[1] += 1
+            for entry in taken:
+                entry[1] += 1
             while self._waiting and self._waiting[0][1] >= EVENT_REPEATS:
                 self._waiting.popleft()
             return [event for event, _ in taken]

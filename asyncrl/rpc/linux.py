@@ -60,7 +60,7 @@ def raise_descriptor_limit() -> None:
 
 def age_s() -> float:
     """Seconds since this process was spawned."""
-    # The 22nd field is the start time of the process, in clock ticks since boot (proc(5)).
+    # ``fields`` begin with the third field of proc(5). The 22nd is the start of the process, in clock ticks since boot.
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2]
     spawned = int(fields.split()[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - spawned

@@ -121,7 +121,7 @@ def load_tokenizer(
     return _TransformersTokenizer(folder, settings, trust_remote_code)
 
 
-Told = tuple[Date, Mapping[str, Any]]
+TemplateSettings = tuple[Date, Mapping[str, Any]]
 """The date and the options that every chat template of a run receives with the conversation."""
 
 
@@ -187,7 +187,7 @@ class ByteTokenizer:
 class _HuggingFace:
     """The part that the two kinds of Hugging Face tokenizers share: settings of the folder and chat templates."""
 
-    def __init__(self, folder: Path, settings: Told) -> None:
+    def __init__(self, folder: Path, settings: TemplateSettings) -> None:
         self._folder = folder
         self._date, self._options = settings
         self._config = _read_json(folder / "tokenizer_config.json")
@@ -258,7 +258,7 @@ class _HuggingFace:
 class _FileTokenizer(_HuggingFace):
     """A tokenizer read through tokenizer.json."""
 
-    def __init__(self, folder: Path, settings: Told) -> None:
+    def __init__(self, folder: Path, settings: TemplateSettings) -> None:
         super().__init__(folder, settings)
         try:
             from tokenizers import Tokenizer as Backend
@@ -329,7 +329,7 @@ class _FileTokenizer(_HuggingFace):
 class _TransformersTokenizer(_HuggingFace):
     """A tokenizer of transformers, for formats that only it can read."""
 
-    def __init__(self, folder: Path, settings: Told, trust_remote_code: bool) -> None:
+    def __init__(self, folder: Path, settings: TemplateSettings, trust_remote_code: bool) -> None:
         super().__init__(folder, settings)
         # Tokenizers of transformers change their backend's settings at each call.
         self._one_at_a_time = threading.Lock()

@@ -67,9 +67,10 @@ class _Stopped(Exception):
 
 
 class _Epoch:
-    """One rank's part in an epoch: forms the group, broadcasts buckets, and ends. Used from one thread.
+    """One rank's part in an epoch: forms the group, broadcasts buckets, and ends.
 
-    ``stop`` may be called from any thread. ``address`` is the one at which gloo listens here.
+    One thread forms the group and broadcasts. ``stop`` may be called from any thread, and so may a member's ``end``.
+    ``address`` is the one at which gloo listens here.
     """
 
     def __init__(self, group: BroadcastGroup, rank: int, store: TCPStore, address: str, timeout_s: float) -> None:
@@ -368,6 +369,7 @@ class Receiver:
             epoch.form()
             last = len(part.buckets) - 1
             for index, layout in enumerate(part.buckets):
+                # Each segment has at least one byte, even without tensors (segments.py).
                 bucket = self._bucket(epoch, part, index, max(layout.size, 1))
                 if index == last:
                     # Every bucket is received: the epoch may end while the caller uses the last one.

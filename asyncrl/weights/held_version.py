@@ -198,11 +198,11 @@ def check_complete(
     """
     missing = expected.keys() - found.keys() - optional
     unknown = found.keys() - expected.keys() - optional
-    changed = [
-        f"{name} is {_shown(found[name])} instead of {_shown(expected[name])}"
-        for name in found.keys() & expected.keys()
-        if found[name][1] != expected[name][1] or (dtypes and found[name][0] != expected[name][0])
-    ]
+    changed = []
+    for name in found.keys() & expected.keys():
+        (dtype, shape), (expected_dtype, expected_shape) = found[name], expected[name]
+        if shape != expected_shape or (dtypes and dtype != expected_dtype):
+            changed.append(f"{name} is {_shown(found[name])} instead of {_shown(expected[name])}")
     problems = []
     if missing:
         problems.append(f"{len(missing)} of {len(expected)} parameters are missing ({_few(missing)})")
@@ -215,7 +215,8 @@ def check_complete(
 
 
 def _shown(entry: tuple[str, tuple[int, ...]]) -> str:
-    return f"{entry[0]} {list(entry[1])}"
+    dtype, shape = entry
+    return f"{dtype} {list(shape)}"
 
 
 def _few(names: Collection[str]) -> str:

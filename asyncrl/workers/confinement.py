@@ -73,7 +73,7 @@ UNISOLATED = Confinement()
 
 
 async def confine(config: SecurityConfig, run_dir: Path, warn: Callable[[str], None]) -> Confinement:
-    """Decides the confinement of an actor's workers. Calls ``warn`` with the reason if they cannot be isolated.
+    """Decide the confinement of an actor's workers. Calls ``warn`` with the reason if they cannot be isolated.
 
     Raises ConfigError if isolation is required and impossible.
     """
@@ -93,7 +93,7 @@ async def confine(config: SecurityConfig, run_dir: Path, warn: Callable[[str], N
 
 
 async def why_not(run_dir: Path) -> str:
-    """Starts a probe that isolates itself (isolation.py). Returns the reason that it cannot; empty if it can."""
+    """Start a probe that isolates itself (isolation.py). Returns the reason that it cannot; empty if it can."""
     probe = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", isolation.__name__, str(run_dir)),
         stdin=asyncio.subprocess.DEVNULL,

@@ -272,7 +272,7 @@ def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def describe_exit(code: int, memory_key: str) -> str:
-    """Describes the end of a worker process that was not killed, as a verb phrase about the user's code.
+    """Describe the end of a worker process that was not killed, as a verb phrase about the user's code.
 
     ``memory_key`` is the key of its memory limit in the configuration.
     """

@@ -55,7 +55,7 @@ class NotCallable(ValueError):
 
 
 def load(spec: str, key: str, form: str = "MODULE:FUNCTION") -> Callable[..., Any]:
-    """Imports the function or class that ``spec`` (MODULE:NAME) names; ``key`` is its configuration key in errors.
+    """Import the function or class that ``spec`` (MODULE:NAME) names; ``key`` is its configuration key in errors.
 
     ``form`` describes the expected form of ``spec``. Raises NotCallable.
     """
@@ -97,7 +97,7 @@ def load(spec: str, key: str, form: str = "MODULE:FUNCTION") -> Callable[..., An
 def accepted(
     name: str, function: Callable[..., Any], given: Iterable[str], options: dict[str, Any], keys: Keys
 ) -> list[str]:
-    """Returns the keywords with which to call ``function``: those of ``given`` and ``options`` that it accepts.
+    """Return the keywords with which to call ``function``: those of ``given`` and ``options`` that it accepts.
 
     ``given`` are passed with each call and may be ignored. ``options`` are the user's, and must all be accepted. If
     ``function`` has no readable signature, all of them are returned. Otherwise raises NotCallable for an option that is
@@ -147,7 +147,9 @@ class FaultKinds:
 
     def __init__(self) -> None:
         self._first_cases: dict[str, str] = {}
+        """The first case of each kind, in one line."""
         self._counts: dict[str, int] = {}
+        """Number of failures of each kind."""
 
     def add(self, kind: str, text: str) -> tuple[str, str, int]:
         """Count a failure. Returns its kind, the first case of that kind in one line, and its count."""
@@ -162,7 +164,7 @@ class FaultKinds:
 
 
 def describe(error: BaseException) -> str:
-    """Describes an exception in one line: type, text, and place (FILE:LINE)."""
+    """Describe an exception in one line: type, text, and place (FILE:LINE)."""
     try:
         text = str(error)
     except Exception:
@@ -172,7 +174,7 @@ def describe(error: BaseException) -> str:
 
 
 def kind_of(error: BaseException) -> str:
-    """Identifies a kind of exception: its type and place, without its text."""
+    """Identify a kind of exception: its type and place, without its text."""
     return encodable(f"{type(error).__name__} {_place(error)}".strip())
 
 

@@ -39,7 +39,7 @@ class FrameReader:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes | bytearray]:
-        """Yields the bodies of the frames that ``data`` completes."""
+        """Yield the bodies of the frames that ``data`` completes."""
         self._pending += data
         while len(self._pending) >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._pending)
@@ -59,7 +59,7 @@ def framed(*bodies: bytes) -> bytes:
 
 
 def frames(connection: socket.socket, limit: int) -> Iterator[bytes | bytearray]:
-    """Yields the bodies that arrive, each of at most ``limit`` bytes, until the actor closes the socket."""
+    """Yield the bodies that arrive, each of at most ``limit`` bytes, until the actor closes the socket."""
     reader = FrameReader(limit)
     while data := connection.recv(READ_BYTES):
         yield from reader.feed(data)

@@ -4,10 +4,10 @@ A pool has a number of *places*, and each place has one worker process at a time
 removed when its worker ends. The pool starts workers, limits their memory, passes on their output and replaces those
 that end.
 
-Invariant: until the pool ends, each place has a worker or a timer that starts one. A worker is killed with all its
-descendants if it is not ready in time, if it holds too much memory, or if the job finds a fault. After its start the
-pool fails as a whole if every place failed to start a worker ``MAX_START_FAILURES`` times in a row, or if its owner
-gives it up. Then ``watch`` raises the error. During the start one failure fails ``start``.
+Invariant: until the pool ends, each place has a worker or a timer that starts one. The pool kills a worker with its
+descendants if it is not ready in time, holds too much memory or has a fault (``_find_fault``). After its start the pool
+fails as a whole in two cases: its owner gives it up, or every place fails to start a worker ``MAX_START_FAILURES``
+times in a row. Then ``watch`` raises the error. During the start one failure fails ``start``.
 """
 
 from __future__ import annotations

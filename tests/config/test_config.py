@@ -97,6 +97,12 @@ def test_every_problem_is_reported_at_once():
     assert len(found) == 9
 
 
+def test_an_unknown_key_does_not_hide_problems_of_keys_that_begin_with_its_letters():
+    found = "\n".join(problems({"weight": 1, "weights": {"stage_deadline_s": 60.0}}))
+    assert "weight: unknown key" in found
+    assert "weights.stage_deadline_s: must be at least weights.deadline_s" in found
+
+
 SIM = {"engine": "sim"}
 WRONG = [
     ({"rollout": SIM | {"concurrency": 4}}, "rollout.concurrency: is 4, less than one prompt group"),

@@ -163,6 +163,7 @@ class FailureDetector:
             self._controller.log.error("agent is silent", agent=agent, host=str(host), seconds=overdue[agent])
         for agent in self._silent_agents & silent.keys() - overdue.keys():
             self._observation.happened("info", agent, "is heard again")
+        # Hosts in doubt or lost: it is unknown whether their agents are silent.
         unknown = self._silent_agents & self._hosts.known.keys() - silent.keys()
         self._silent_agents = overdue.keys() | unknown
 
@@ -211,6 +212,7 @@ class FailureDetector:
         """Report a stall to the user, or its end if ``report`` is None. A report that ``ends_run`` ends the run."""
         self._controller.stalled = report.text if report is not None else ""
         self._publish_stuck()
+        # ``_stall`` keeps the first report of the stall, and is None once that is over.
         earlier, self._stall = self._stall, report and (self._stall or report)
         if report is None:
             if earlier is not None and self._run.phase == "running":

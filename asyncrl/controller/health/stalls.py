@@ -237,11 +237,12 @@ class StallDetector:
 
 
 def describe_waits(actors: Mapping[str, ActorStatus], silent_after_s: float) -> tuple[str, list[ActorStatus]]:
-    """Returns the clauses of a report as one text, and the actors for ``StallReport.stacks``.
+    """Return the clauses of a report as one text, and the actors for ``StallReport.stacks``.
 
     A clause says what an actor waits for or does. Actors of one role in the same situation share a clause. The learner
     comes first, then silent and dead actors, then waiting, busy and idle ones. At most MOST_CLAUSES clauses are shown.
     """
+    # By role, rank of the situation and clause. The learner's rank 0 has the role "", so that it has its own clause.
     groups: dict[tuple[str, int, str], list[tuple[float, ActorStatus]]] = {}
     for name in sorted(actors):
         actor = actors[name]
@@ -274,7 +275,7 @@ def describe_silence(actor: ActorStatus) -> str:
 
 
 def _situation(actor: ActorStatus, silent_after_s: float) -> tuple[int, str, float]:
-    """Returns the rank of an actor's situation, its clause with SECONDS as a placeholder, and the seconds."""
+    """Return the rank of an actor's situation, its clause with SECONDS as a placeholder, and the seconds."""
     if actor.ended:
         return 0, "has ended or is to be killed, and is not back", actor.silent_s
     if actor.silent_s >= silent_after_s:

@@ -120,7 +120,7 @@ class UnreachableActors:
         return list(condemned.values())
 
     def _measure_paths(self, actors: Mapping[str, ReadyActor], now: float) -> dict[Path, float]:
-        """Returns the seconds for which each path was reported without a break between the same two processes."""
+        """Return the seconds for which each path was reported without a break between the same two processes."""
         since, seconds_broken = {}, {}
         for actor in actors.values():
             for name, seconds in actor.unreached.items():
@@ -158,7 +158,7 @@ class _CutOff:
             self._unreached_by.setdefault((other, role_of(name)), []).append(name)
 
     def end_of(self, path: Path) -> tuple[str, str]:
-        """Returns the end of a path to restart, and the reason in words."""
+        """Return the end of a path to restart, and the reason in words."""
         name, other = path
         end = max(path, key=lambda each: self._severity(each, role_of(other if each == name else name)))
         if end == name:

@@ -64,7 +64,7 @@ class RecentLines:
         self.add({"kind": READY, "actor": actor})
 
     def after(self, seen: int) -> tuple[list[dict[str, Any]], int]:
-        """Returns the next lines after number ``seen``, at most LINES_IN_REPLY, and the number of the last of them."""
+        """Return the next lines after number ``seen``, at most LINES_IN_REPLY, and the number of the last of them."""
         # Number of the line before the answer: above ``seen`` if the next lines of the reader are gone.
         passed = max(seen, self.last - len(self._lines))
         skipped = len(self._lines) - (self.last - passed)
@@ -81,6 +81,7 @@ class RecentMetrics:
     train: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=TRAIN_LINES))
     updates: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=UPDATE_LINES))
     evals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By name of an evaluation: its newest line."""
 
     def add(self, line: dict[str, Any], by: int = -1) -> None:
         """Add a line from an actor of incarnation ``by``, or from the recording."""
@@ -122,7 +123,9 @@ class RecentEvents:
 
     kept: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS))
     _number: int = 0
+    """Number of the newest event."""
     _recalled: frozenset[tuple[str, float, str]] = frozenset()
+    """Actor, time and text of the events of an earlier controller."""
 
     def add(self, wall: float, level: str, actor: str, text: str) -> None:
         """Add an event at ``wall`` (Unix, s)."""
@@ -130,7 +133,7 @@ class RecentEvents:
         self.kept.append(Event(number=self._number, wall=wall, level=level, actor=actor, text=text[:LONGEST_TEXT]))
 
     def recall(self, earlier: Iterable[Event]) -> None:
-        """Put the events of an earlier controller before the present ones."""
+        """Put the events of an earlier controller before the present ones, and number all of them anew."""
         present = list(self.kept)
         self.kept.clear()
         for event in (*earlier, *present):

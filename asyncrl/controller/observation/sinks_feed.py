@@ -79,8 +79,9 @@ class SinksFeed:
         if caller.incarnation > self._asker_incarnation:
             self._counters[RESTARTS] += self._asker_incarnation > 0
             self._asker_incarnation = caller.incarnation
+        number_before = self._last - len(self._lines)
         # A number from an earlier controller is smaller than all numbers here, so the range is empty.
-        for _ in range(min(len(self._lines), request.line - (self._last - len(self._lines)))):
+        for _ in range(min(len(self._lines), request.line - number_before)):
             self._lines.popleft()
 
         def news() -> Metrics | None:

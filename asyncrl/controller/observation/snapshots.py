@@ -71,7 +71,7 @@ class Given:
             del self.unread[: self.unread.index(seen) + 1]
 
     def may_have_more(self, now: float) -> bool:
-        """Whether the viewer may get one more."""
+        """Whether the viewer may get one more. The wait after the newest doubles with each unconfirmed one."""
         return not self.unread or now - self.last >= SNAPSHOT_S * 2.0 ** (len(self.unread) - 1)
 
     def give(self, number: int, now: float) -> None:
@@ -149,6 +149,7 @@ class Snapshots:
             now = self._now()
             if not self._newest or self._number == request.seen:
                 return None
+            # Every viewer gets the run's last snapshot once, however many it has not confirmed.
             if not given.may_have_more(now) and not (self._is_last and self._number not in given.unread):
                 return None
             given.give(self._number, now)
@@ -187,7 +188,10 @@ class Snapshots:
             self._observation.record(snapshot.wall, self._newest)
 
     async def build(self) -> Snapshot:
-        """Builds a snapshot of the present state, and lets other tasks run between actors."""
+        """Build a snapshot of the present state, and let other tasks run after every ACTORS_AT_ONCE actors.
+
+        A resting replica has the condition "resting" in place of its own.
+        """
         actor, run, past, config = self._controller, self._run, self._observation, self._controller.config
         now, wall, heartbeat_s = self._now(), actor.clock.wall(), config.supervision.heartbeat_s
         views = [past.view_self(now)]
@@ -246,7 +250,7 @@ def view_actors(
     heartbeat_s: float,
     gone: Collection[str] = (),
 ) -> Iterator[ActorView]:
-    """Yields a view of each actor except ``own``, the controller, and except those that are gone.
+    """Yield a view of each actor except ``own``, the controller, and except those that are gone.
 
     Times in the views are extended to ``now`` (monotonic, s).
     """

@@ -262,7 +262,7 @@ class RunStateMachine:
 
     def host_back(self, host: str, now: float) -> bool:
         """Note that ``host`` is back. Its actors have start_timeout_s from now to be ready."""
-        self._lost = {name: lost for name, lost in self._lost.items() if lost[1] != host}
+        self._lost = {name: (lost_at, on) for name, (lost_at, on) in self._lost.items() if on != host}
         self.lost_hosts.pop(host, None)
         self._update_waits(now)
         return self._changed()
@@ -375,12 +375,12 @@ class RunStateMachine:
             late = [n for n, since in self._awaited_since.items() if now - since >= self.start_timeout_s]
             if late:
                 return self._act_on_late(sorted(late, key=lambda name: (self._awaited_since[name], name)), now)
-            lost = self._lost_host_deadline()
-            if lost is not None and now >= lost[0]:
-                _due, name, host = lost
+            due, name, host = self._lost_host_deadline() or (math.inf, "", "")
+            if now >= due:
                 resting = self._reserve.described(role_of(name))
                 # If replicas are resting, the host may have been lost for longer than host_grace_s.
-                lost_s = now - self._lost[name][0] if resting else self.host_grace_s
+                lost_at, _ = self._lost[name]
+                lost_s = now - lost_at if resting else self.host_grace_s
                 reason = f"its host {host} has been lost for {round(lost_s, 1):g} s (supervision.host_grace_s){resting}"
                 return self.fail(name, reason, "", 1, now)
             # A list, because any() would stop at the first replica.
@@ -409,7 +409,8 @@ class RunStateMachine:
         if (rest_over := self._reserve.next_deadline()) is not None:
             times.append(rest_over)
         if (lost := self._lost_host_deadline()) is not None:
-            times.append(lost[0])
+            due, _name, _host = lost
+            times.append(due)
         return min(times, default=None)
 
     @property
@@ -469,7 +470,8 @@ class RunStateMachine:
     def _act_on_late(self, late: list[str], now: float) -> bool:
         """Handle actors that were not ready in time: let them rest.
 
-        Fails the run instead if too few would be left, or if one of them is no replica.
+        ``late`` has the actor that is awaited longest first: the outcome blames it. Fails the run instead if too few
+        would be left, or if one of them is no replica.
         """
         reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
         lacking_role = self._reserve.lacking(self._proven, self.min_replicas, without=late)
@@ -478,7 +480,8 @@ class RunStateMachine:
             # Incarnation 0: no end of a process is the cause. sum(), because any() would stop at the first replica.
             if not sum(self._reserve.let_rest(name, 0, reason, now, self.expected) for name in late):
                 return False
-            # ``_continue_without`` counts again: ``lacking`` did not count the rollouter of a late episode host.
+            # ``_continue_without`` counts again: with a late episode host its rollouter rests too, and ``lacking`` did
+            # not count that.
             return self._continue_without(late[0], reason, "", resting_before, now)
         if others := late[1:]:
             reason += f"; nor are {', '.join(others)}"

@@ -214,7 +214,8 @@ MESSAGES = {
 def review(body: Body, table: dict[str, Field], *, nested: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
     """Check the fields of ``body`` against ``table``. Returns the names of ignored fields and those of relaxed ones.
 
-    Fields in ``nested`` are objects, whose own fields are in the table as OUTER.INNER. Raises ChatRefused.
+    A field that is null, or has a value that changes nothing (``Field.neutral``), passes. Fields in ``nested`` are
+    objects, whose own fields are in the table as OUTER.INNER. Raises ChatRefused.
     """
     flat: Body = {}
     for name, value in body.items():
@@ -300,7 +301,7 @@ def strings(body: Body, name: str) -> list[str]:
 
 
 def joined_text(content: object, where: str, types: tuple[str, ...] = ("text",)) -> str:
-    """Read a message's content, which is text or a list of parts, as one text.
+    """Read a message's content, which is text, a list of parts or null, as one text; null is empty.
 
     Raises ChatRefused for a part whose type is not in ``types``; ``where`` is the content's name for the error.
     """

@@ -81,6 +81,7 @@ class PolicyEndpoint:
         self._log = log
         self._patience = patience
         self.counts: Counter[str] = Counter()
+        """Number of events by name: requests by path, and what happened to them."""
         self._first_texts: dict[str, str] = {}
         """By name of an event: the text of the notice at its first time."""
         self.calls = PolicyCalls(core, patience, self.counts, log)
@@ -113,6 +114,7 @@ class PolicyEndpoint:
         # Without a buffer here, a write lasts until the kernel has all bytes, so a slow reader is noticed.
         if request.transport is not None:
             request.transport.set_write_buffer_limits(0)
+        # Errors on all other paths have the form of chat completions.
         dialect = SERVED.get(request.path, SERVED["/v1/chat/completions"])
         try:
             return await self._route(request, dialect)
@@ -206,7 +208,7 @@ class PolicyEndpoint:
             asked,
             call,
             model=self._core.model,
-            explain=self._count_failure,
+            count_failure=self._count_failure,
             patience=self._patience,
         )
         with self.calls.listening(call) as news:
@@ -338,7 +340,10 @@ def reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[fl
     if completion is None:
         return reward, None
     match = COMPLETION.fullmatch(completion) if isinstance(completion, str) else None
-    node = None if match is None else node_of_call(int(match[2])) if match[1] else int(match[2])
+    node: int | None = None
+    if match is not None:
+        is_call, number = match[1], int(match[2])
+        node = node_of_call(number) if is_call else number
     if node is None:
         raise ChatRefused("completion", f"{completion!r} is not the id of an answer of this episode")
     return reward, node

@@ -58,8 +58,8 @@ async def send(
 class HttpAnswer:
     """Sends the answer to one request, by ``whole`` or by ``stream``, once.
 
-    ``explain`` counts an error of the call, and returns the failure for the client. ``news`` is an event that is set
-    when the call has new text and when it ends.
+    ``count_failure`` counts an error of the call, and returns the failure for the client. ``news`` is an event that is
+    set when the call has new text and when it ends.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class HttpAnswer:
         call: Call,
         *,
         model: str,
-        explain: Callable[[Exception], Failure],
+        count_failure: Callable[[Exception], Failure],
         patience: Patience,
     ) -> None:
         self._request, self._dialect, self._asked, self._call = request, dialect, asked, call
         self._model = model
-        self._count_failure = explain
+        self._count_failure = count_failure
         self._keep_alive_s, self._timeout_s = patience.keep_alive_s, patience.client_timeout_s
         self._response: web.StreamResponse | None = None
         """Response whose status was sent; None before that."""

@@ -134,6 +134,7 @@ class Client:
         )
         reply = await self._policy.chat(chat)
         if not untrained:
+            # ``reward`` goes to this answer.
             self._node = reply.node
         return Reply(
             content=reply.content,

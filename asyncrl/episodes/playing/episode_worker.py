@@ -131,6 +131,7 @@ class PlayedEpisode:
         self._open_calls: dict[str, asyncio.Future[ChatReply]] = {}
         """Future answers of open calls of the policy, by the call's name."""
         self.tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
+        """asyncio tasks that the user's code has made; those that it leaves are cancelled."""
         self.over = ""
         """Reason that the episode takes no more calls; empty while it does."""
         self.running = False

@@ -198,6 +198,7 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     if is_async(function):
         return await function(*args, **kwargs)
+    # The thread's output belongs to this episode.
     context, loop = contextvars.copy_context(), asyncio.get_running_loop()
     running = loop.run_in_executor(_threads, lambda: context.run(function, *args, **kwargs))
     try:
@@ -267,8 +268,8 @@ def result_text(value: Any) -> str:
     """Turn a tool's result into text: a string stays as it is, everything else becomes JSON without escaped letters.
 
     Dataclasses, pydantic models, sets, tuples, enums, dates and arrays become JSON at any depth; None is ``null``.
-    Bytes are text in UTF-8. If some bytes are not UTF-8, they are escaped in dicts, lists and tuples, and all bytes
-    elsewhere, as in a dataclass or a set, become base64. An object of any other class is its ``str()``. Raises
+    Bytes are text in UTF-8. If some bytes are not UTF-8, they are escaped in dicts, lists and tuples. All bytes
+    elsewhere, as in a dataclass or a set, then become base64. An object of any other class is its ``str()``. Raises
     ValueError for a value that contains itself.
     """
     if isinstance(value, str):

@@ -84,7 +84,7 @@ class CheckedHost:
 
     @property
     def computes(self) -> bool:
-        """True if a learner or an engine on this host runs torch or vLLM, not a simulation."""
+        """True if a learner or an engine on this host runs torch or vLLM, not a simulation; or if that is unknown."""
         if self.config is None:
             return True
         engines = self.has("rollouter") and not self.config.rollout.traits.makes_up

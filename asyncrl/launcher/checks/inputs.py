@@ -249,6 +249,7 @@ def _check_set(
             while not is_whole and time.monotonic() < end:
                 is_whole = prompts.tokenize(TOKENIZED_AT_ONCE)
         except TooFewUsable as error:
+            # Rows that were not read may be usable.
             judged = warn if reading.is_cut else fail
             text = f"{error.detail}; not read beyond {reading.place}" if reading.is_cut else error.detail
             return [judged("data", _with_keys_of(key, text), _with_keys_of(key, error.fix), key=key)]
@@ -376,7 +377,10 @@ def judge(report: ChatReport) -> Finding:
 
 
 def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) -> list[Finding]:
-    """Read and encode the conversations of sft.data as the learner does, for about ``seconds`` at most."""
+    """Read and encode the conversations of sft.data as the learner does, for about ``seconds`` at most.
+
+    Reads nothing and fails if sft.max_tokens is above the context length of the model.
+    """
     window, limit = window_of(config), config.sft.max_tokens
     if window is not None and limit is not None and limit > window:
         text = f"is {limit}, and the model has max_position_embeddings = {window}"
@@ -385,6 +389,7 @@ def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) ->
     is_cut = False
 
     def goes_on() -> bool:
+        """Whether there is time for another row."""
         nonlocal is_cut
         is_cut = time.monotonic() >= end
         return not is_cut

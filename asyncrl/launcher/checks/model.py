@@ -104,7 +104,10 @@ def check_model(
 
 
 def check_window(config: Config) -> Finding | None:
-    """Fail if the longest prompt and response exceed the model's context length; None if they fit or it is unknown."""
+    """Fail if the engine's context, or by default the longest sequence, exceeds the model's context length.
+
+    None if it fits, if the model's context length is unknown, or if the engine makes up its tokens.
+    """
     window = window_of(config) if not config.rollout.traits.makes_up else None
     need = config.rollout.engine_context or config.longest_sequence
     if window is None or need <= window:

@@ -47,6 +47,7 @@ async def ask_process(
             async with asyncio.timeout(limit_s):
                 answer = bytearray()
                 while chunk := await process.stdout.read(READ_BYTES):
+                    # One byte too many shows that the answer is too long; the rest is read and dropped.
                     answer += chunk[: LONGEST_ANSWER_BYTES + 1 - len(answer)]
                 await process.wait()
         finally:
@@ -61,5 +62,6 @@ async def ask_process(
         last = error_file.read().decode(errors="replace").strip().splitlines()[-1:]
     if len(answer) > LONGEST_ANSWER_BYTES:
         return b"", f"it wrote more than {in_bytes(LONGEST_ANSWER_BYTES)}"
+    # None for a process that was just killed.
     code = process.returncode
     return bytes(answer), ": ".join([describe_exit(-9 if code is None else code), *last])

@@ -175,15 +175,16 @@ def judge(reward: RewardConfig, trials: dict[str, Trial], *, calls: int, timed_o
     errors = [error for trial in trials.values() for error in trial.errors]
     shown = [text for trial in trials.values() for text in trial.shown]
     is_scored = any(trial.rewards for trial in trials.values())
-    broken = [trial for trial in trials.values() if trial.errors and not trial.rewards]
+    # Sets on which every call failed.
+    failing = [trial for trial in trials.values() if trial.errors and not trial.rewards]
     faster = "make it faster, raise reward.timeout_s, or set reward.on_timeout to the reward of such a response"
     if timed_out and not is_scored:
         text = f"{function} fails on each sample that it was called on: {errors[0]}"
         if len(errors) < calls:
             text += f"; there was time for {len(errors)} of {calls} calls"
         return fail("reward", text, faster, key=KEY)
-    if broken and not timed_out:
-        text = f"{function} fails on each sample that it was called on: {broken[0].errors[0]}"
+    if failing and not timed_out:
+        text = f"{function} fails on each sample that it was called on: {failing[0].errors[0]}"
         fix = "make it return a number for any completion; nothing can be trained if it raises or returns None"
         return fail("reward", text, fix, key=KEY)
     if errors:

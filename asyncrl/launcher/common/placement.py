@@ -8,7 +8,7 @@ role without another place.
   process that plays its episodes, is on the same host.
 * Ranks and engines on CPUs go where they get most cores.
 * With episodes, a host without GPUs, rank and engine gets an episode host too, up to ``episode.extra_hosts`` of them.
-* Roles with the place "free cores", such as reward pools, go to the hosts with most cores free, one for each actor.
+* Actors with the place "free cores", such as reward pools, go to all hosts in turn, that with most free cores first.
 
 Between equal hosts the earlier one is chosen. Ranks and replicas are numbered in the order of the hosts.
 
@@ -326,7 +326,8 @@ def _split_ranks(config: Config, hosts: Sequence[PlacementHost], gpus_each: int)
     the rest still fits. Raises ConfigError if there is no such split.
     """
     ranks, replicas = config.learner.ranks, config.rollout.replicas if gpus_each else 0
-    # most_engines[i][n]: the most engines that fit on hosts[i:] with n ranks there; None if the ranks do not fit.
+    # most_engines[i][n]: the most engines that fit on hosts[i:] with n ranks there; None if the ranks do not fit. It
+    # begins with the row of no hosts.
     most_engines: list[list[int | None]] = [[0] + [None] * ranks]
     for host in reversed(hosts):
         later_row, gpus = most_engines[0], len(host.gpus)

@@ -90,7 +90,8 @@ def compare_versions(facts: Mapping[str, HostFacts], head: str, needed: Mapping[
         if missing:
             wanted = " ".join(f"'{extra}'" for extra in dict.fromkeys(EXTRAS.get(name, name) for name in missing))
             text = f"not installed: {', '.join(missing)}"
-            findings.append(fail("versions", text, f"pip install {wanted} there, in the environment of {head}", host))
+            fix = f"pip install {wanted} on that host, in its environment at the same path as on {head}"
+            findings.append(fail("versions", text, fix, host))
         elif errors:
             findings.append(fail("versions", ", ".join([*errors, *tolerated]), same, host))
         elif each.facts.gpus and "+cpu" in each.versions.get("torch", ""):
@@ -131,10 +132,10 @@ def needed_packages(config: Config, placed: Sequence[Placed]) -> dict[str, list[
 
 
 def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Placed]) -> list[Finding]:
-    """Check the GPUs that the run uses on each host, or all GPUs if nothing is placed. Returns a finding for each host.
+    """Check the GPUs that the run uses on each host, or all GPUs where it uses none. Returns a finding for each host.
 
     A host whose GPUs are unknown fails if the run uses some of them or nothing is placed; else it gets a warning. GPUs
-    that are in use already, or of another kind or driver than the head's, also give a warning.
+    that are in use already give a warning. Else a first GPU of another kind or driver than the head's gives one.
     """
     findings = []
     head_card = next(iter(facts[head].cards.values()), None)

@@ -217,6 +217,7 @@ class Examination:
                 if routes:
                     self._addresses = by_route(head, facts, routes)
                 else:
+                    # Only the head still answers.
                     self._addresses = {head: next(iter(usable(facts[head])), LOOPBACK)}
         except UsageError as error:
             for line in str(error).splitlines():
@@ -346,7 +347,8 @@ class Examination:
     async def _try_links(self) -> None:
         """Try the connections between all hosts: each listens, and each other one tries to connect to it.
 
-        A host listens at one port of network.ports and, if a learner trains, at one that the system chooses.
+        A host listens at one port of network.ports. If a placed learner trains, it also listens at one that the system
+        chooses. Does nothing if fewer than two hosts have an address.
         """
         if len(self._addresses) < 2:
             return

@@ -47,7 +47,7 @@ REAPERS = ("systemd", "init", "tini", "dumb-init", "catatonit")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of this user; ``title`` is its command line."""
+    """One process of this user, or process 1; ``title`` is its command line."""
 
     pid: int
     parent: int
@@ -59,7 +59,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A folder or a process that belongs to no live run. If ``certain``, it is certainly dead and may be removed."""
+    """A folder (``path``) or a process of no live run. If ``certain``, it is certainly dead and may be removed."""
 
     what: str
     """Description for a person."""
@@ -104,7 +104,10 @@ def find_leftovers(runs: Path | None, *, is_head: bool) -> list[Leftover]:
 
 
 def remove(leftover: Leftover) -> bool:
-    """Check again that it is dead, then remove the folder or kill the process. Returns whether it is gone."""
+    """Remove the folder or kill the process. Returns whether it is gone.
+
+    Locks and processes are checked again before. A scratch folder is not: its process has ended for good.
+    """
     if leftover.process is not None:
         return _kill(leftover.process)
     path = leftover.path
@@ -243,7 +246,10 @@ def orphans(processes: dict[int, Process]) -> list[tuple[Process, bool]]:
 
 
 def _kill(process: Process) -> bool:
-    """Kill the process if it is still certainly an orphan. Returns whether it is gone or killed."""
+    """Kill the process if it is still certainly an orphan. Returns whether it is killed or its id is unused.
+
+    False also if another process has the id now.
+    """
     try:
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:

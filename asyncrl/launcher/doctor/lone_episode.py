@@ -183,16 +183,17 @@ class LoneEpisode(EpisodeObserver):
         self.failure = ""
         """Why the attempt gave no trajectory; empty if it gave one."""
         self.trajectory: Trajectory | None = None
+        """The trajectory of the attempt; None until ``play`` ends, and after a failure."""
         self._notices: dict[str, str] = {}
         """Texts of the endpoint about the agent's requests, by KIND/NAME."""
         self._refused: dict[str, str] = {}
-        """Reason by field of a call that the session refused."""
+        """By field of a call: the first reason for which the session refused it."""
         self._hidden_tools: list[str] = []
         """Names of tools that the chat template did not show to the model."""
         self._printed = ""
         """The end of the agent's output."""
         self._times: dict[str, float] = {}
-        """Time of the events that ``_spans`` names."""
+        """Time of the events that ``_spans`` names, in the newest start of the episode."""
         self._last_error = ""
         """Error of the last start of the episode that ended; empty if it had none."""
 

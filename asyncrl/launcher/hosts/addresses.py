@@ -83,13 +83,14 @@ def by_interface(hosts: Mapping[str, HostOffer], interface: str) -> dict[str, st
 def by_route(head: str, hosts: Mapping[str, HostOffer], routes: Mapping[str, Routes]) -> dict[str, str]:
     """Return the address of each host, by name, from what the ``routes`` of all hosts but the head say.
 
-    The head gets the address that most hosts know, among its addresses that every host reaches. Every other host gets
-    its own address on the route there. Raises UsageError if no address of the head qualifies.
+    The head gets the address that most hosts know, among its addresses that every host reaches. Between equal ones the
+    first known wins. Every other host gets its own address on the route there. Raises UsageError if no address of the
+    head qualifies.
     """
     own = usable(hosts[head])
-    known = [[hosts[name].client, *route.named] for name, route in routes.items()]
+    # Each host votes once for each address that it knows; only those that every host reaches can win.
+    known = [dict.fromkeys([hosts[name].client, *route.named]) for name, route in routes.items()]
     votes = [address for addresses in known for address in addresses if address in own]
-    # Each host votes for the addresses that it knows; only those that every host reaches can win.
     chosen = max(
         (address for address in dict.fromkeys(votes) if all(_reaches(route, address) for route in routes.values())),
         key=votes.count,

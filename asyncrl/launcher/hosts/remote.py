@@ -127,9 +127,9 @@ def _launcher_hung_up() -> bool:
 def _become_guard(spec: HostSpec) -> NoReturn:
     """Make the host's folders, answer Prepared, and replace this process by the guard.
 
-    Before that, removes private folders of killed runs. If the guard cannot be started, removes the host's folders
-    again. An error before the private folder is held leaves the marked folder, because another run may be live in it.
-    Raises UsageError, OSError.
+    Before that, removes private folders of killed runs. If the guard cannot be started, removes the private folder, and
+    this host's own part of the run if it has one. An error before the private folder is held leaves the marked folder,
+    because another run may be live in it. Raises UsageError, OSError.
     """
     own_version = version("asyncrl")
     if spec.version != own_version:

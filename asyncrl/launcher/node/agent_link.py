@@ -48,9 +48,10 @@ class AgentLink(Actor):
 
     async def run(self) -> None:
         """Request the run's state again and again, until cancelled. After an error, pause for AWAY_S."""
-        # -1 asks for no lines of metrics: only the head's agent passes metrics on.
-        no_line = 0 if self.context.index == 0 else -1
-        seen, seen_line = -1, no_line
+        # 0 asks for all lines of metrics, -1 for none: only the head's agent passes metrics on.
+        before_first_line = 0 if self.context.index == 0 else -1
+        # -1: the agent has no state, so the controller answers at once.
+        seen, seen_line = -1, before_first_line
         # A live controller answers within this time even without news, so a missing answer shows its silence early.
         supervision = self.config.supervision
         limit_s = min(supervision.silence_s, supervision.host_lost_s)
@@ -69,10 +70,10 @@ class AgentLink(Actor):
             if previous not in (0, self.controller):
                 self._on_successor()
                 # The successor counts its lines from 1 again.
-                seen, seen_line = -1, no_line
+                seen, seen_line = -1, before_first_line
                 continue
             seen = state.number
-            seen_line = state.last_line if no_line == 0 else no_line
+            seen_line = -1 if before_first_line < 0 else state.last_line
             self._on_state(state)
 
     async def report(self, message: Request, timeout: float | None = None) -> Any:

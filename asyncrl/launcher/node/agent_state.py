@@ -77,6 +77,15 @@ class _Unexplained:
     """Whether a death would not count as a failure, because this host was cut off."""
 
 
+@dataclass(frozen=True, slots=True)
+class _PlannedRestart:
+    """A restart to come, of an actor that died for ``reason``. Times are monotonic (s)."""
+
+    at: float
+    reason: str
+    died_at: float
+
+
 @dataclass(slots=True)
 class AgentState:
     """The state of one host's actors. ``logs`` has their names and logs, in the order of their start."""
@@ -104,8 +113,8 @@ class AgentState:
     """Actors that are to be spawned at once, or have a process."""
     incarnations: dict[str, int] = field(default_factory=dict)
     """Incarnation of the newest process of each actor."""
-    _restarts: dict[str, tuple[float, str, float]] = field(default_factory=dict)
-    """Restarts to come, by actor: (time of the restart, reason of the death, time of the death)."""
+    _restarts: dict[str, _PlannedRestart] = field(default_factory=dict)
+    """Restarts to come, by actor."""
     _unexplained: dict[str, _Unexplained] = field(default_factory=dict)
     """Ends with exit code 0, by actor, until it is known whether the controller asked for them."""
     _condemned: dict[str, str] = field(default_factory=dict)
@@ -130,6 +139,7 @@ class AgentState:
     """Actors that lived while this host was cut off. The controller may have counted them as dead."""
     _launcher_gone: bool = False
     _guard_lost: bool = False
+    """Whether the guard is dead, so that the run counts as failed."""
     _stop_asked: bool = False
     """Whether the run was asked to stop, or to be preempted."""
     _preempted_by: str = ""
@@ -271,7 +281,7 @@ class AgentState:
         decision = self._supervisor.ended(name, exit_code, now, blameless=blameless)
         if isinstance(decision, Restart):
             reason = _join(describe_exit(exit_code), hint)
-            self._restarts[name] = (now + decision.after_s, reason, now)
+            self._restarts[name] = _PlannedRestart(now + decision.after_s, reason, now)
             return self._make_report(name, exit_code, reason, fatal=False)
         reason = _join(decision.reason, hint)
         if may_rest(name, is_healable=exit_code not in UNHEALABLE_EXITS):
@@ -293,7 +303,8 @@ class AgentState:
         if not self.ending:
             decision = self._supervisor.ended(CONTROLLER, exit_code, now)
             if isinstance(decision, Restart):
-                self._restarts[CONTROLLER] = (now + decision.after_s, _join(describe_exit(exit_code), hint), now)
+                reason = _join(describe_exit(exit_code), hint)
+                self._restarts[CONTROLLER] = _PlannedRestart(now + decision.after_s, reason, now)
                 return []
             self._fail(CONTROLLER, _join(decision.reason, hint), exit_code)
         # Without a controller, the others would not learn when to end.
@@ -309,7 +320,8 @@ class AgentState:
         instructions: list[Instruction] = list(self._ends.values()) if self._unanswered_calls else []
         continues = state.phase in ("starting", "running", "preempting")
         if continues and not self._reachable:
-            # No controller has answered here before. For a successor, ``controller_found`` is called before this.
+            # No controller has answered here before. For a successor, ``controller_found`` is called before this. Its
+            # instructions have the ends too.
             instructions = self.controller_found(now) or instructions
         self._note_answer(now)
         self._has_checkpoint |= state.checkpoint >= 0
@@ -417,10 +429,10 @@ class AgentState:
             instructions += self._condemn(CONTROLLER, f"it said nothing for {self._first_answer_s:g} s after its start")
         for name in [name for name, end in self._unexplained.items() if now >= end.death_at]:
             instructions += self._count_as_death(name, now)
-        for name in [name for name, (at, *_) in self._restarts.items() if now >= at]:
-            _, reason, died_at = self._restarts.pop(name)
-            died_as = self.incarnations.get(name, 0)
-            restart = RestartEvent(name=name, reason=reason, after_s=now - died_at, incarnation=died_as)
+        for name in [name for name, planned in self._restarts.items() if now >= planned.at]:
+            planned = self._restarts.pop(name)
+            after_s, died_as = now - planned.died_at, self.incarnations.get(name, 0)
+            restart = RestartEvent(name=name, reason=planned.reason, after_s=after_s, incarnation=died_as)
             instructions += [restart, *self._spawn(name)]
             if name == CONTROLLER and self._all_started:
                 self._answer_by = now + self._first_answer_s
@@ -430,7 +442,8 @@ class AgentState:
         """Return the time at which ``tick`` has something to do if no event comes before; None for never."""
         if self.ending:
             return self.deadline
-        times = [at for at, *_ in self._restarts.values()] + [end.death_at for end in self._unexplained.values()]
+        times = [planned.at for planned in self._restarts.values()]
+        times += [end.death_at for end in self._unexplained.values()]
         if self.deadline is not None:
             times.append(self.deadline)
         if self._launcher_gone and self._reachable:

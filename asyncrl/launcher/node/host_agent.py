@@ -163,7 +163,10 @@ class HostAgent:
         self._event_came.set()
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
-        """Carry out instructions in order. An actor that cannot be spawned counts as one that exited with code 1."""
+        """Carry out instructions in order. An actor that cannot be spawned counts as one that exited with code 1.
+
+        Reports to the controller are left out until its address is known.
+        """
         unstarted: list[tuple[str, OSError]] = []
         for instruction in instructions:
             match instruction:

@@ -102,6 +102,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
     ``place`` is "auto", a run folder, or a checkpoint. The returned configuration has name and folder of the run that
     was found. Raises UsageError if no run is found or it is live, CheckpointError, ConfigError, RunChanged or OSError.
     """
+    # The checkpoint that the user named; None for the newest whole one.
     chosen: Path | None = None
     other_runs: list[Path] = []
     if place == AUTO:

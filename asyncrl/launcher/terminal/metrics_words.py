@@ -36,7 +36,7 @@ _STEP_WORDS: dict[str, Callable[[float], str]] = {
 
 
 def describe_step(line: Line, steps: int, pace: str = "", untrained: Iterable[str] = ()) -> str:
-    """Return a training step's line as text; a metric that it lacks is left out.
+    """Return a training step's line as text, without metrics that it lacks, rates of 0 and low truncation.
 
     ``steps`` is the run's last step, ``pace`` the text of elapsed and remaining time, ``untrained`` the texts of
     ``describe_untrained``. These come early, because a narrow terminal cuts the end.

@@ -71,14 +71,14 @@ class TerminalProgress:
         self._learner_died: tuple[str, float] | None = None
         """The learner rank that died first since the last step, and the time of its death (s, monotonic)."""
         self._learner_start = 0
-        """Number of the learner's start, from the last step's line; it grows when the learner restarts."""
+        """Number of the learner's start, from the last step's line; it grows with each restart. 0 before any line."""
         self._out = out
         self._err = sys.stderr if err is None else err
         self._steps = steps
         self._is_terminal = out.isatty()
         """Whether ``out`` is a terminal, on which one line is rewritten."""
         self._state_text = ""
-        """The newest text on the run's state."""
+        """The newest text on the run's state, without the waits."""
         self._shown = ""
         """The line as it was written last: the waits and the state."""
         self._waits: list[str] = []
@@ -190,6 +190,7 @@ class TerminalProgress:
         """If ``line`` is a restarted learner's first step, show its delay and the steps that are trained again."""
         start, previous_start, step = line.get("start", 0), self._learner_start, line.get("step", 0)
         self._learner_start = start
+        # Before the first line, it is unknown whether this start is a new one.
         if self._learner_died is not None and start > previous_start > 0:
             name, died_at = self._learner_died
             self._learner_died = None

@@ -107,7 +107,10 @@ def summarise(
         ("trace", run_dir / "trace"),
         ("logs", log_dir),
     ):
-        if place is not None and place.exists() and not (label == "samples" and not any(place.iterdir())):
+        if place is None or not place.exists():
+            continue
+        # A run without samples has an empty folder of them.
+        if label != "samples" or any(place.iterdir()):
             rows.append((label, f"{place}; {top} --samples prints the newest" if label == "samples" else str(place)))
     if (quarantine := run_dir / "quarantine.jsonl").exists():
         rows.append(("quarantine", f"{quarantine}; {top} --explain UID shows the history of one of its groups"))

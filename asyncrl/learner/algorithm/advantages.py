@@ -5,8 +5,9 @@ An advantage is a function from the rewards of a step's groups to one number for
 Masked trajectories are included: they belong to the baseline. Every token of a turn has the advantage of its turn.
 Except under ``reinforce``, the advantages of a group are 0 if all its rewards are equal and every past_it (below) is 0.
 
-The return of turn t of trajectory i is r_i - past_it, where past_it is the reward earned before the turn began. The
-return is the reward to go: an action has no part in earlier rewards (policy gradient theorem, Sutton and others, 2000).
+The return of turn t of trajectory i is r_i - past_it, where past_it is the reward that the turn cannot have caused
+(``Turn.past_reward``). This is the reward of earlier turns, and of turns in parallel branches, even later ones. The
+return is the reward to go (policy gradient theorem, Sutton and others, 2000).
 All turns of a trajectory have one baseline, a mean of rewards r. If every past_it is 0, they have one advantage too.
 
 ``has_signal`` is dynamic sampling: DAPO (arXiv 2503.14476, section 3.2) leaves out prompts whose answers are all right
@@ -61,7 +62,7 @@ class ScoredGroup:
     rewards: np.ndarray
     """Reward of each trajectory: float64 [n]."""
     past: Sequence[np.ndarray]
-    """Rewards that the episode had earned before each turn began: float64 [turns] for each trajectory."""
+    """Reward that each turn cannot have caused (``Turn.past_reward``): float64 [turns] for each trajectory."""
     lengths: np.ndarray
     """Sampled tokens of each trajectory: int64 [n]."""
     components: Mapping[str, np.ndarray] = field(default_factory=dict)

@@ -17,9 +17,9 @@ and have no loss. A sequence without a loss token is not computed. If the object
 sequence whose advantages are all 0 has no gradient. Its tokens count in the denominator, but it is computed only if
 its update has no other sequence.
 
-A masked trajectory (cut by a limit under ``reward.truncated = "mask"``) counts in the baseline of its group, but in no
-loss, no denominator and no statistic of the policy. The same holds for a token staler than ``staleness.max``, unless
-``staleness.late`` is "train".
+A masked trajectory (cut by a limit under ``reward.truncated = "mask"``) counts in the baseline of its group. It counts
+in no loss, no denominator and no statistic of the policy. The same holds for a token staler than ``staleness.max``,
+unless ``staleness.late`` is "train".
 
 A step has one update or several, each from its share of the groups. Advantages are those of the whole step; each update
 has the denominator of its own tokens.
@@ -253,7 +253,7 @@ def build_step(
 def step_metrics(trained: Sequence[Group], filtered: Sequence[Group], version: int, config: Config) -> dict[str, float]:
     """Metrics (group_metrics.py) of a step that trains the groups ``trained``, with ``version`` as the newest version.
 
-    ``filtered`` were scored since the last step and are not trained.
+    ``filtered`` are the groups filtered since the step before, which are not trained.
     """
     return (
         reward_metrics(trained, filtered, config.learner.signal_tolerance)
@@ -273,12 +273,12 @@ def _advantages(groups: Sequence[Group], penalties: Penalties | None, advantage:
 
 
 def _subtract_penalties(group: ScoredGroup, total: np.ndarray, past: Sequence[np.ndarray]) -> ScoredGroup:
-    """Subtract penalties from the rewards, ``total`` float64 [n], and from the reward earned before each turn.
+    """Subtract penalties from a group's rewards, and from the reward that each turn cannot have caused.
 
-    ``past`` is the penalty of the earlier turns. A turn's return does not bear this penalty, since it is subtracted
-    from both terms of the return.
+    ``total`` is the penalty of each trajectory, float64 [n], and ``past`` that of the earlier turns in a turn's
+    sequence. A turn's return does not bear ``past``, since it is subtracted from both terms of the return.
     """
-    net_past = [earned - penalty for earned, penalty in zip(group.past, past, strict=True)]
+    net_past = [reward - penalty for reward, penalty in zip(group.past, past, strict=True)]
     return replace(group, rewards=group.rewards - total, past=net_past)
 
 
@@ -385,6 +385,7 @@ class SampledSequence:
     def whole(cls, group: Group, sequence: TokenSequence) -> SampledSequence:
         """The sequence with a target at every sampled token: a scoring pass computes it, nothing trains it."""
         nothing = np.zeros(len(sequence.logprobs), np.float32)
+        # No number of a trajectory or sequence: nothing looks them up.
         name = SequenceId(group.lease.uid, -1, -1)
         return cls(name, _prompt_ids(group, sequence), sequence, nothing, nothing.astype(np.int32), None)
 

@@ -1,8 +1,8 @@
 """Metrics of a step that follow from its groups alone: rewards, staleness, lengths.
 
-Pure functions. ``reward/*`` and ``rollout/*`` count everything scored since the last step, filtered groups included.
-``reward/trained_mean`` and ``staleness/*`` count trained groups only. If a fraction or a mean has nothing to count, its
-name is missing from the result; it is never reported as 0.
+Pure functions. ``reward/*`` and ``rollout/*`` count the groups that the step trains, and those filtered since the step
+before. The buffer may have held a trained group for longer. ``reward/trained_mean`` and ``staleness/*`` count trained
+groups only. A fraction or a mean that has nothing to count is missing from the result; it is never 0 instead.
 """
 
 from __future__ import annotations

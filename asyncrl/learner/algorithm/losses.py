@@ -349,6 +349,7 @@ def correction(batch: TokenBatch, config: CorrectionConfig, cap: float) -> tuple
     with torch.no_grad():
         ratio = log_ratio(batch.proximal.detach(), batch.behaviour)
         factor, sums = torch.ones_like(ratio), {}
+        # Only the token of a filler has weight 0.
         real = batch.weights > 0
         if config.weight == "token":
             factor = ratio.exp().clamp(max=cap)

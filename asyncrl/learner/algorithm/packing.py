@@ -76,7 +76,7 @@ def _common(sequences: Sequence[np.ndarray]) -> int:
 
 
 def cost(lengths: np.ndarray) -> np.ndarray:
-    """Relative time of sequences of these lengths: L + L^2 / 4096. float64, the shape of ``lengths``."""
+    """Relative time of sequences of these lengths: L + L^2 / LINEAR_TOKENS. float64, the shape of ``lengths``."""
     tokens = np.asarray(lengths, dtype=np.float64)
     result: np.ndarray = tokens + tokens**2 / LINEAR_TOKENS
     return result
@@ -96,9 +96,9 @@ class Sizes:
         self.own: np.ndarray = sizes - self._prefix
         """Number of tokens of each sequence behind its prefix: int64 [n]."""
         self._whole_costs, self._prefix_costs = cost(sizes), cost(self._prefix)
+        """Cost of each sequence, and of its prefix, alone in a row."""
         self._own_costs = self._whole_costs - self._prefix_costs
-        """Cost that each sequence adds to a row with its prefix. The other two are those of the sequence, or of the
-        prefix, alone in a row."""
+        """Cost that each sequence adds to a row that has its prefix."""
 
     def tokens(self, row: Sequence[int]) -> int:
         """Number of tokens that the row computes."""
@@ -143,7 +143,8 @@ def pack(
     families = sizes.families()
     if not packed:
         rows = [*families, *([[]] * (_round_up(max(1, len(families)), world_size) - len(families)))]
-        return _deal(rows, sizes, world_size)[0]
+        ranks, _ = _deal(rows, sizes, world_size)
+        return ranks
     best, least, parts = Ranks(), float("inf"), 1
     largest = max(map(len, families), default=1)
     while True:
@@ -181,6 +182,7 @@ def _split(family: list[int], sizes: Sizes, budget: int, parts: int) -> list[lis
 def _fit(units: list[list[int]], costs: np.ndarray, sizes: Sizes, budget: int, world_size: int) -> list[list[int]]:
     """Put the units into the fewest rows of at most ``budget`` tokens in which ``_place`` finds room for all."""
     tokens = np.array([sizes.tokens(unit) for unit in units], dtype=np.int64)
+    # No fewer rows than all tokens fill.
     count = _round_up(max(1, -(-int(tokens.sum()) // budget)), world_size)
     while (rows := _place(tokens, costs, budget, count)) is None:
         count += world_size

@@ -48,7 +48,8 @@ def from_groups(groups: Sequence[Group], length: int) -> list[ProbeSequence]:
     Groups without trajectories give none, and no response is chosen twice. Each sequence is the end of a prompt and
     then its response. A response that does not fit loses its end.
     """
-    # The sample's number changes from group to group; a group chosen again gives another sample.
+    # Pairs of a group's index and the number of the choice, i, which also chooses the sample. So a group that is chosen
+    # again gives another sample.
     chosen = {(i * len(groups) // SEQUENCES, i) for i in range(SEQUENCES if groups else 0)}
     picked = {(g, i % len(groups[g].trajectories)) for g, i in chosen if groups[g].trajectories}
     return [_response(groups[g], groups[g].trajectories[sample], length) for g, sample in sorted(picked)]

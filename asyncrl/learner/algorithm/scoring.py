@@ -112,7 +112,7 @@ def by_group(groups: Sequence[Group], values: Sequence[np.ndarray]) -> list[Grou
 def kl_penalties(
     groups: Sequence[Group], reference: Sequence[GroupScores], config: KLConfig, *, step: int
 ) -> Penalties:
-    """Compute the penalties of a step from its log-probs under the ``reference``, nats. Raises NonFiniteStep.
+    """Compute the penalties of a step from its tokens' log-probs under the ``reference``, nats. Raises NonFiniteStep.
 
     ``past`` of a turn sums the penalties of earlier turns in its sequence. Log-ratios are clamped to LOG_RATIO_LIMIT.
     """
@@ -130,9 +130,10 @@ def kl_penalties(
                     raise NonFiniteStep("log-probs by the reference", step=step, uids=[group.lease.uid])
                 values = estimate(np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
                 _, turn_lengths = past_rewards(sequence)
-                ends = np.cumsum(turn_lengths)
+                # Index of the first token of each turn among the sampled tokens, and at last the number of tokens.
+                bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(turn_lengths)])
                 # The penalties summed up to the beginning of each turn; the last entry is the sum of all.
-                sums = np.concatenate([np.zeros(1), np.cumsum(values)])[np.concatenate([np.zeros(1, np.int64), ends])]
+                sums = np.concatenate([np.zeros(1), np.cumsum(values)])[bounds]
                 turn_penalties.append(np.diff(sums))
                 past_penalties.append(sums[:-1])
                 tokens += len(values)

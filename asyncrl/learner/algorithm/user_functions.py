@@ -176,19 +176,20 @@ def _loss_problems(config: LearnerConfig) -> list[str]:
 
     count = sum(LENGTHS)
     logprobs = torch.linspace(-3.0, -0.1, count, requires_grad=True)
-    other_logprobs = [logprobs.detach() - 0.05 * n for n in range(1, 5)]
+    # All differ, so that no ratio of two of them is 1.
+    behaviour, proximal, reference, teacher = (logprobs.detach() - 0.05 * n for n in range(1, 5))
     batch = TokenBatch(
         logprobs=logprobs,
         entropies=torch.linspace(0.1, 1.0, count, requires_grad=True),
-        behaviour=other_logprobs[0],
-        proximal=other_logprobs[1],
+        behaviour=behaviour,
+        proximal=proximal,
         advantages=torch.linspace(-1.0, 1.0, count),
         weights=torch.ones(count),
         segments=torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)),
         sequences=len(LENGTHS),
         staleness=torch.zeros(count, dtype=torch.int32),
-        reference=other_logprobs[2],
-        teacher=other_logprobs[3],
+        reference=reference,
+        teacher=teacher,
     )
     try:
         objective, _ = make_objective(config)(batch, float(count))

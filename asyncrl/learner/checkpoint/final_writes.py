@@ -143,7 +143,7 @@ class FinalWrites:
         return kept is not None and kept.step == self._progress.step
 
     async def _export(self) -> FailedWrite | None:
-        """Write the model to export/. Returns the failure if the disk refuses, else None.
+        """Write the model to export/. Returns the failure if the disk lacks room or refuses a write, else None.
 
         Other errors are raised, as ActorFailed if no checkpoint holds the last step.
         """

@@ -119,6 +119,7 @@ class OptimizerUpdates:
         rows = [self._row(batch) for batch in batches]
         policy_parts, supervised_parts = _split_batches(shapes)
         scored = self._score([rows[i] for part in policy_parts for i in part], temperature, several=len(shapes) > 1)
+        # ``scored`` has the policy's micro-batches alone, in the order in which the updates take them.
         metrics: list[dict[str, float]] = []
         for number, shape in enumerate(shapes):
             outcome = self._update(
@@ -128,6 +129,7 @@ class OptimizerUpdates:
                 [(batches[i], rows[i]) for i in supervised_parts[number]],
                 rate=rate,
                 temperature=temperature,
+                # After the first update the weights are no longer the published ones.
                 fresh=fresh and not number,
                 is_first=not number,
             )
@@ -215,16 +217,18 @@ class OptimizerUpdates:
             supervised_results = [self._accumulate_supervised(*member, shape) for member in supervised_members]
             # All ranks have the same names: each has the same number of micro-batches, some of them empty fillers.
             names = list(results[0].named) if results else []
-            named = [_sum([d.named[each] for d in results]) for each in names]
+            named = [_sum([result.named[each] for result in results]) for each in names]
             gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
             square = torch.nn.utils.get_total_norm(gradients).double().square()
-            own_sums = _totals([d.statistics.tolist() for d in results])
+            own_sums = _totals([result.statistics.tolist() for result in results])
             self._on_phase("sums of all ranks")
-            losses = [_sum([d.loss for d in results]), _sum([d.loss for d in supervised_results])]
+            losses = [_sum([result.loss for result in part]) for part in (results, supervised_results)]
             # Columns of ``of_ranks``: policy's loss, supervised loss, square of the norm, named sums, token sums.
             values = [*losses, float(square), *named, *(getattr(own_sums, item.name) for item in fields(own_sums))]
             of_ranks = self._ranks.all_gather(values, f"the sums of {name}")
-        totals = _totals(of_ranks[:, 3 + len(names) :].tolist())
+        # The first three columns come before the named sums.
+        first_named = 3
+        totals = _totals(of_ranks[:, first_named + len(names) :].tolist())
         self._on_phase("optimizer")
         # The norm is that of the first replica alone: all replicas have the same gradient.
         loss, nll, norm = (
@@ -234,12 +238,12 @@ class OptimizerUpdates:
         )
         try:
             if not math.isfinite(loss):
-                return "loss", self._find_not_finite(
-                    shape.policy, [m[0] for m in members], [d.logprobs for d in results]
-                )
+                batches, logprobs = [batch for batch, *_ in members], [result.logprobs for result in results]
+                return "loss", self._find_not_finite(shape.policy, batches, logprobs)
             if not math.isfinite(nll):
                 assert shape.supervised is not None
-                batches, logprobs = [m[0] for m in supervised_members], [d.logprobs for d in supervised_results]
+                batches = [batch for batch, _ in supervised_members]
+                logprobs = [result.logprobs for result in supervised_results]
                 return SUPERVISED_LOSS, self._find_not_finite(shape.supervised, batches, logprobs)
             if not math.isfinite(norm):
                 return "gradient norm", []
@@ -256,7 +260,7 @@ class OptimizerUpdates:
         metrics = {"policy/grad_norm": norm, "learner/lr": rate}
         if members:
             metrics = {"loss/policy": loss} | metrics | totals.metrics()
-            for at, each in enumerate(names, start=3):
+            for at, each in enumerate(names, start=first_named):
                 metrics[f"loss/{each}"] = math.fsum(of_ranks[:, at]) / max(1.0, totals.count)
         if shape.supervised is not None:
             metrics["loss/sft"] = nll

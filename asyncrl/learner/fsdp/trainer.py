@@ -117,13 +117,14 @@ class Trainer:
         self._joined_ranks: Ranks | None = None
         """The connection to the other ranks; None before ``setup`` and after ``stop``."""
         self._slices: RankSlices | None = None
-        """This rank's side of its GPU, if an engine has the GPU in turn."""
+        """This rank's side of its GPU, if an engine has the GPU in turn; None otherwise, and before ``setup``."""
         self.engines_in_turn = 0
         self.is_resting = False
-        self.gpu_wait_s = self._took_gpu_s = 0.0
-        """The second: seconds that the present command took to get this rank's GPU back."""
+        self.gpu_wait_s = 0.0
+        self._took_gpu_s = 0.0
+        """Seconds that the present command took to get this rank's GPU back."""
         self._compile_s = 0.0
-        """Time (s) of torch.compile that the log has."""
+        """Time (s) of torch.compile that earlier lines of the log have reported."""
 
     @property
     def _ranks(self) -> Ranks:

@@ -62,13 +62,13 @@ class EvalCollector:
 
     def reject(self, uid: str, reason: str) -> None:
         """Count a prompt that gets no lease as failed, by a group without trajectories; ignored if it is known."""
-        round, _, index = uid.rpartition("-")
-        name, _, version = round.rpartition("@")
+        of_round, _, index = uid.rpartition("-")
+        name, _, round_number = of_round.rpartition("@")
         lease = Lease(
             uid=uid,
             number=0,
             purpose=f"eval/{name}",
-            epoch=int(version),
+            epoch=int(round_number),
             index=int(index),
             param_version=-1,
             prompt_ids=np.zeros(0, np.int32),

@@ -146,12 +146,15 @@ class OutcomeQueue:
         self._pending: list[Outcome] = []
         """Outcomes for the next report."""
         self._version = -1
+        """The newest published version; -1 before the first."""
         self._trained_at_version = 0
+        """Number of groups that were trained when it was published."""
         self._buffered_groups: int | None = None
         """Groups left in the buffer by the newest step that is not reported; None if no step began since."""
         self._waited = False
         """Whether any step that is not reported had to wait for groups."""
         self._finished = False
+        """Whether no more groups are leased for training."""
         self._has_news = False
         """Whether there is something to report."""
 

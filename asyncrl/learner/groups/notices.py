@@ -227,6 +227,7 @@ class GraceWatch:
         self._steps_s: deque[float] = deque(maxlen=STEPS)
         """Durations of the last steps (s)."""
         self._is_given = False
+        """Whether the notice was given."""
 
     def after_step(self, line: Mapping[str, Any]) -> list[Notice]:
         """Take the duration of a step from its metrics line; give the notice if it is too long."""
@@ -249,6 +250,7 @@ def no_signal(flat: Sequence[Group], masked: int, failed: int, last_problem: str
     """
     rewards = Counter(round(float(t.reward or 0.0), 4) for group in flat for t in group.trajectories)
     see = "asyncrl-top --samples and reward.function" if has_trained else "reward.function"
+    # For each cause: the number of groups, what happened to them, and the remedy.
     parts = [
         (
             len(flat),
@@ -267,7 +269,7 @@ def no_signal(flat: Sequence[Group], masked: int, failed: int, last_problem: str
             "mend what failed (quarantine.jsonl has each with its reason)",
         ),
     ]
-    causes = sorted((part for part in parts if part[0]), key=lambda part: -part[0])
+    causes = sorted(((count, words, remedy) for count, words, remedy in parts if count), key=lambda cause: -cause[0])
     listed = "; ".join(f"{count} {words}" for count, words, _ in causes)
     to_do = "; ".join(remedy for _, _, remedy in causes)
     total = sum(count for count, _, _ in causes)

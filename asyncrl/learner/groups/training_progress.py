@@ -15,6 +15,7 @@ class News:
 
     def __init__(self) -> None:
         self._events: list[asyncio.Event] = []
+        """The event of each waiter."""
 
     def listen(self) -> asyncio.Event:
         """Make a new event, which every later announcement sets."""

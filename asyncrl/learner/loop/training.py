@@ -237,12 +237,13 @@ class Training:
         intake.outcomes.step_began(len(intake.buffer), waited=self._planner.waited and version > self._first_version)
         self._dataloader.changed()
         train_began, train_wall = self._clock.now(), self._clock.wall()
-        gpu_wait_s = self._backend.gpu_wait_s
+        # Time in which the backend gets its GPU back is reported alone, and counts neither as planning nor as training.
+        gpu_wait_before_s = self._backend.gpu_wait_s
         self._states.enter("training")
         self._track.enter("pack", step=step.step, groups=len(groups))
         try:
             plan = await self._planner.plan(step.inputs_of(groups))
-            plan_s = self._clock.now() - train_began - (self._backend.gpu_wait_s - gpu_wait_s)
+            plan_s = self._clock.now() - train_began - (self._backend.gpu_wait_s - gpu_wait_before_s)
             if not plan.sequences:
                 self._filter_step(groups)
                 return None
@@ -268,7 +269,7 @@ class Training:
             group_metrics = step_metrics(groups, filtered, version, self._config)
         await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
         train_ended = self._clock.now()
-        take_gpu_s = self._backend.gpu_wait_s - gpu_wait_s
+        take_gpu_s = self._backend.gpu_wait_s - gpu_wait_before_s
         self._track.leave()
         self._versions.probed = from_groups(groups, probe_length(self._config)) or self._versions.probed
         lengths = intake.end_step()

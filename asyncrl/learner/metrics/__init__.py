@@ -113,7 +113,7 @@ train.line(
     "KL of the engine from the learner on tokens of equal weights; absent without such tokens",
 )
 train.line("policy/engine_kl_tokens", "tokens", "tokens over which policy/engine_kl was computed")
-train.line("reward/mean", "", "mean reward of everything scored since the last step, filtered groups included")
+train.line("reward/mean", "", "mean reward of the groups of the step and of those filtered since the step before")
 train.line("reward/std", "", "standard deviation of these rewards")
 train.line("reward/trained_mean", "", "mean reward of the trained trajectories")
 train.line(
@@ -123,13 +123,13 @@ train.line("policy/reference_kl", "nats", "KL from the reference, mean over samp
 train.line("reward/all_zero_fraction", "share", "share of groups in which every reward is 0")
 train.line("reward/all_max_fraction", "share", "share of groups in which every reward is the best possible")
 train.line("reward/component/*", "", "mean of a component that the reward function names")
-train.line("rollout/length_mean", "tokens", "mean length of responses scored since the last step")
+train.line("rollout/length_mean", "tokens", "mean length of the responses of the groups that reward/mean counts")
 train.line("rollout/length_p95", "tokens", "likewise, 95th percentile")
 train.line("rollout/granted_length_mean", "tokens", "mean length of all responses delivered since the last step")
 train.line("rollout/truncated_fraction", "share", "share of responses cut by a limit on tokens, turns or time")
 train.line("rollout/mixed_version_fraction", "share", "share of responses sampled under several versions")
 train.line("rollout/resumed_trajectories", "trajectories", "trajectories aborted and resumed")
-train.line("rollout/turns_mean", "turns", "mean turns of episodes scored since the last step")
+train.line("rollout/turns_mean", "turns", "mean turns of the episodes of the groups that reward/mean counts")
 train.line("rollout/turns_p95", "turns", "likewise, 95th percentile")
 train.line(
     "rollout/episode_share/*",

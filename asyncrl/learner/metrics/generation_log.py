@@ -161,7 +161,8 @@ def merge(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            last_start, last_end = merged[-1]
+            merged[-1] = (last_start, max(end, last_end))
         else:
             merged.append((start, end))
     return merged

@@ -85,7 +85,7 @@ class StepLines:
         """Set when ``run`` has written the line of a step."""
         self._thread_lock = threading.Lock()
         self._write_lock = asyncio.Lock()
-        """Two locks: a write whose task was cancelled has left this one, but its thread still holds the other."""
+        """One write at a time. After a cancelled write its thread still holds ``_thread_lock``, but not this lock."""
         self._reported: tuple[bool, int] = False, 0
         """Whether lines wait, and how many are lost, at the last call of ``notify``."""
         self._unreported: list[dict[str, Any]] = []

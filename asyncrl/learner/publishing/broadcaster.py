@@ -144,7 +144,8 @@ class BucketQueue:
         with self._changed:
             self.problem = self.problem or "it is over"
             while self._sealed:
-                os.close(self._sealed.pop()[1])
+                _, descriptor = self._sealed.pop()
+                os.close(descriptor)
 
 
 def make_sender(backend: CollectiveBackend, config: Config, host: str) -> Sender:
@@ -193,8 +194,8 @@ class Broadcaster:
     def begin(self, version: int, probe: Probe | None, tasks: asyncio.TaskGroup) -> BucketQueue | None:
         """Return a queue for a version's buckets, and start the task that announces and sends them.
 
-        None if the version is not broadcast: it is the first, whose layout is not known, or another one is announced or
-        sent.
+        None if the version is not broadcast. Before ``start`` there is no sender, and before the first gathered
+        version no layout. Only one version at a time is announced or sent.
         """
         sender = self._sender
         if self._queue is not None:

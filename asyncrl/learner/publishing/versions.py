@@ -110,7 +110,7 @@ class Versions:
     async def close(self) -> None:
         """End the broadcasts and close the held versions; call it after the tasks have ended."""
         if self._broadcaster is not None:
-            # The actor has ``drain_s`` for closing everything.
+            # The actor has ``drain_s`` for closing everything; members get a quarter of it to receive the buckets.
             await self._broadcaster.close(self._config.supervision.drain_s / 4)
         self._publisher.close()
 

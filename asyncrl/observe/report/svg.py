@@ -68,15 +68,15 @@ def draw(panel: Panel) -> str:
     """Draw the panel as HTML: title, legend, axes and plot."""
     tops = _tops(panel)
     x, y = _frame_x(panel), _frame_y(panel, tops)
-    plot = panel.width - LEFT - RIGHT, panel.height - TOP - BOTTOM
-    shapes = "".join(_shapes(panel, tops, x, y, *plot))
-    place = f"x={LEFT:g} y={TOP:g} width={plot[0]:g} height={plot[1]:g}"
+    width, height = panel.width - LEFT - RIGHT, panel.height - TOP - BOTTOM
+    shapes = "".join(_shapes(panel, tops, x, y, width, height))
+    place = f"x={LEFT:g} y={TOP:g} width={width:g} height={height:g}"
     head = f"<h3>{html.escape(panel.title)}</h3>" if panel.title else ""
     return (
         f'<figure class=chart data-told="{_script_data(panel, x)}">{head}{_legend(panel)}'
-        f'<svg viewBox="0 0 {panel.width} {panel.height}" role=img>{_axes(panel, x, y, *plot)}'
-        f'<svg class=plot {place} viewBox="0 0 {plot[0]:g} {plot[1]:g}" preserveAspectRatio=none>{shapes}</svg>'
-        f"<rect class=cursor x={LEFT:g} y={TOP:g} width=0 height={plot[1]:g} />"
+        f'<svg viewBox="0 0 {panel.width} {panel.height}" role=img>{_axes(panel, x, y, width, height)}'
+        f'<svg class=plot {place} viewBox="0 0 {width:g} {height:g}" preserveAspectRatio=none>{shapes}</svg>'
+        f"<rect class=cursor x={LEFT:g} y={TOP:g} width=0 height={height:g} />"
         f"<rect class=pad {place} /></svg>"
         "<div class=tip hidden></div></figure>"
     )
@@ -103,6 +103,7 @@ def ticks(low: float, high: float, most: int, steps: Iterable[float] = ()) -> li
     step = next((each for each in steps if each >= least), None)
     if step is None:
         power = 10.0 ** math.floor(math.log10(least))
+        # 0.999999 accepts a step that is too small only by rounding.
         step = next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= 0.999999 * least)
     # 1e-9 lets a multiple of ``step`` count that is outside only by rounding.
     lowest, highest = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

@@ -221,8 +221,8 @@ class PrometheusSink:
             self._snapshot = record
             return
         line = record
-        names = {key.split("/")[1] for key in line if key.startswith("eval/")}
-        key = (str(line.get("kind")), str(line.get("replica", "")), *sorted(names))
+        evaluations = {name.split("/")[1] for name in line if name.startswith("eval/")}
+        key = (str(line.get("kind")), str(line.get("replica", "")), *sorted(evaluations))
         # A new dictionary, because other threads may iterate over the present one.
         self._lines = {key: other for key, other in self._lines.items() if not is_voided(other, line)} | {key: line}
 

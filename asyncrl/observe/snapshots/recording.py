@@ -123,7 +123,7 @@ class Recorder:
             paths = sorted(self._complete_sizes)
             # The newest complete segment keeps all of its snapshots.
             pairs = pairwise(paths[:-1])
-            older, newer = min(pairs, key=lambda pair: self._stride(pair[0]) + self._stride(pair[1]))
+            older, newer = min(pairs, key=lambda pair: sum(map(self._stride, pair)))
             entries = [entry for path in (older, newer) for entry in _entries(path)]
             replace_file(older, b"".join(self._packer.pack([wall, body]) for wall, body in entries[::2]))
             # ``newer`` goes last: if the writer dies before, some snapshots are there twice, and none is lost.
@@ -169,8 +169,10 @@ def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
     for segment in reversed(segments(run_dir)):
         parts.append(list(_entries(segment.path)))
         newest = max([newest, *(wall for wall, _ in parts[-1])])
-        if parts[-1] and parts[-1][0][0] < newest - seconds:
-            break
+        if parts[-1]:
+            oldest_here, _ = parts[-1][0]
+            if oldest_here < newest - seconds:
+                break
     # The keys are walls, so that a snapshot which a dead writer left twice counts once.
     backwards = dict(chain.from_iterable(map(reversed, parts)))
     return list(backwards.items())[::-1]

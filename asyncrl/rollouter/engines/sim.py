@@ -124,7 +124,8 @@ class SimEngine:
         self._require_alive()
         await asyncio.sleep(len(ids) / self._sim.prefill_tokens_per_s)
         self._require_alive()
-        return content(self._seed, "score", 0, max(0, len(ids) - 1))[1]
+        _, logprobs = content(self._seed, "score", 0, max(0, len(ids) - 1))
+        return logprobs
 
     # --- weights ---
 

@@ -231,7 +231,7 @@ class Batch:
         for _, _, run in self._waiting:
             if run.id in gone:
                 self._end(run, 0, "abort")
-        self._waiting = [entry for entry in self._waiting if not entry[2].over]
+        self._waiting = [(priority, arrival, run) for priority, arrival, run in self._waiting if not run.over]
         heapq.heapify(self._waiting)
         self._admit(now)
 
@@ -286,7 +286,7 @@ class Batch:
         """Return the time of the next event, at which ``advance`` must be called; None while nothing runs."""
         if self._frozen or not self._running or self.crashed:
             return None
-        target = min(self._next_end(), self._steps + self._interval - self._steps % self._interval)
+        target = min(self._next_end(), self._next_deltas())
         if self._crash_after is not None:
             target = min(target, self._crash_after)
         return self._next_step_at + (target - self._steps) * self._step_s()
@@ -297,21 +297,23 @@ class Batch:
         Each pass goes to the next step at which a request ends, deltas are due or the engine crashes.
         """
         while self._running and not self._frozen and not self.crashed:
-            step = self._step_s()
-            # 1e-6, because a timer may come slightly early. ``step`` is 0 if a single request runs and only further
+            step_s = self._step_s()
+            # 1e-6, because a timer may come slightly early. ``step_s`` is 0 if a single request runs and only further
             # requests cost time; then the request runs to its end at once.
-            done = math.floor((now - self._next_step_at) / step + 1e-6) if step > 0 else self._next_end() - self._steps
-            due = self._steps + max(0, done)
-            boundary = self._steps + self._interval - self._steps % self._interval
-            target = min(due, boundary, self._next_end())
+            if step_s > 0:
+                passed = math.floor((now - self._next_step_at) / step_s + 1e-6)
+            else:
+                passed = self._next_end() - self._steps
+            due = self._steps + max(0, passed)
+            target = min(due, self._next_deltas(), self._next_end())
             if self._crash_after is not None:
                 target = min(target, self._crash_after)
             if target == self._steps:
                 return
-            self._next_step_at += (target - self._steps) * step
+            self._next_step_at += (target - self._steps) * step_s
             self._steps = target
             while self._ends and self._ends[0][0] <= self._steps:
-                run = heapq.heappop(self._ends)[2]
+                _, _, run = heapq.heappop(self._ends)
                 if not run.over:
                     del self._running[run.id]
                     self._reserved -= run.reserve
@@ -323,7 +325,12 @@ class Batch:
     def _step_s(self) -> float:
         return self._config.decode_step_s + (len(self._running) - 1) * self._config.decode_step_per_request_s
 
+    def _next_deltas(self) -> int:
+        """Return the next step at which deltas are due: the next multiple of ``stream_interval``."""
+        return self._steps + self._interval - self._steps % self._interval
+
     def _next_end(self) -> int:
+        """Return the step at which the next running request ends; drops the entries of aborted ones."""
         while self._ends[0][2].over:
             heapq.heappop(self._ends)
         return self._ends[0][0]
@@ -333,7 +340,7 @@ class Batch:
         if not self._admitting:
             return
         while self._waiting:
-            run = self._waiting[0][2]
+            _, _, run = self._waiting[0]
             if self._reserved + run.reserve > self._config.kv_tokens:
                 return
             heapq.heappop(self._waiting)

@@ -150,7 +150,7 @@ class Conversation:
         self._prompts = itertools.count()
         """Numbers for the next prompts."""
         self._context_tokens = self._sampled_tokens = self._linear_tokens = 0
-        """Counts as in ConversationFigures; so is ``_forks``."""
+        """Counts as in ConversationCounts; so is ``_forks``."""
 
     def resolve(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
@@ -247,6 +247,7 @@ class Conversation:
             ToolCall(id=minted_id(node_id, index), name=name, arguments=arguments)
             for index, (name, arguments) in enumerate(calls)
         )
+        # The node keeps only the prompt's tokens after its parent's path; ``begin`` is their number.
         begin = len(prompt.ids) - (prompt.parent.length if prompt.parent else 0)
         added = np.array([*prompt.ids[len(prompt.ids) - begin :], *tokens], np.int32)
         scores = np.array(logprobs, np.float32)

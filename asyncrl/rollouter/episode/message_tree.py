@@ -181,6 +181,7 @@ def _answers_with_text(answers: Sequence[Point], text: str) -> list[Point]:
         node = answer.node
         assert node is not None
         if not node.tool_calls and _text(node.message).strip() == stripped:
+            # False sorts before True, so exact text and trained answers come first.
             same.append((_text(node.message) != text, not node.trained, answer))
     return [answer for _, _, answer in sorted(same, key=lambda entry: entry[:2])]
 

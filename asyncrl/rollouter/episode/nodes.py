@@ -82,7 +82,7 @@ def _sequence(path: Sequence[Node], new_ids: set[int], past_rewards: Mapping[int
 def past_rewards(rewards: Mapping[int, float], lineage: Iterable[int]) -> dict[int, float]:
     """Compute Turn.past_reward of each node: all rewards except its own and those of the nodes after it, added up.
 
-    ``rewards`` are by node. ``lineage`` has the ids, as bits, of each node itself and the nodes that it comes after
+    ``rewards`` are by node. Bit k of ``lineage[n]`` is set if node n is node k or comes after it
     (``Conversation._lineage``). Nodes of parallel branches do not come after one another.
     """
     lineages = list(lineage)

@@ -121,7 +121,8 @@ class EpisodePlayer:
     async def _attempt(self, lease: Lease, events: SampleEvents, host: str) -> Trajectory | str:
         """Play the episode once at ``host``, in a session of its own.
 
-        Returns the trajectory, or the reason if a worker of the host died. Raises HostAway and the errors of ``play``.
+        Returns the trajectory, or the reason if a worker of the host died. Raises HostAway, the errors of the call to
+        the host, and those of ``play``.
         """
         session, metrics = self._sessions.open(lease, events, host), self._sessions.metrics
         try:

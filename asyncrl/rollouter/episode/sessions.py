@@ -301,6 +301,7 @@ class Sessions:
                     call.response = Response(
                         max_tokens=min(room, request.max_tokens or room),
                         stops=with_strings(self._stops, request.stop, self._tokenizer),
+                        # An earlier call had these tokens computed; after an update they are computed again.
                         computed=prompt.shared,
                         computed_at=session.version,
                         computed_sleeps=session.sleeps,

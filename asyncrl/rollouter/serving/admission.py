@@ -4,7 +4,8 @@ A *slot* is the right to have one call in the engine; a *place* is the right to 
 places than slots. Under ``rollout.concurrency = "auto"`` the number of slots adapts to the engine's load, within
 bounds:
 
-- raised while all slots are used and the KV cache has room: by the share GROWTH until the first cut, and by less later;
+- raised while all slots are used, the engine has begun all requests, and the KV cache has room: by the share GROWTH
+  until the first cut, and by less later;
 - cut to the share CUT under *pressure*: when the engine preempts a request, which then computes its context again, or
   when its KV cache is nearly full. After a cut there is no further one until the running calls are within the limit.
 
@@ -261,8 +262,8 @@ class EngineTurns:
             self._blamed = self.lone or ""
         self._ending = self.lone is not None
 
-    def worked(self) -> None:
-        """Note that a submission has ended normally, so the engine works."""
+    def clear_blame(self) -> None:
+        """Note that a submission has ended normally: the engine works, so no lease is blamed for its last death."""
         self._blamed = ""
 
     def deaths(self, lease: Lease) -> int:

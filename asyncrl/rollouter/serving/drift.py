@@ -115,16 +115,13 @@ def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequ
     if [len(each) + 1 for each in engine_logprobs] != probe.lengths.tolist() or len(samples) != len(probe.places):
         raise ValueError("the scores are not those of the probe's sequences")
     scored = np.concatenate(engine_logprobs) - probe.logprobs
-    sampled = np.array(
-        [
-            sample[1] - float(logprobs[at])
-            for sample, tokens, logprobs in zip(samples, probe.likeliest, probe.likeliest_logprobs, strict=True)
-            if sample is not None
+    differences: list[float] = []
+    for sample, likeliest, learner_logprobs in zip(samples, probe.likeliest, probe.likeliest_logprobs, strict=True):
+        if sample is not None:
+            token, logprob = sample
             # Without a match the learner sent no log-prob of the token, and the token is left out.
-            for at in np.flatnonzero(tokens == sample[0])
-        ],
-        np.float64,
-    )
+            differences += [logprob - float(learner_logprobs[at]) for at in np.flatnonzero(likeliest == token)]
+    sampled = np.array(differences, np.float64)
     everything = np.abs(np.concatenate([scored, sampled]))
     with np.errstate(over="ignore", invalid="ignore"):
         kl = np.expm1(scored) - scored
@@ -167,7 +164,10 @@ In bfloat16 the limits are those of a real model, because the effects of roundin
 
 
 def find_limits(config: DriftConfig, *, float32: bool) -> DriftLimits:
-    """Return the configured limits, with those of ROUNDING for "auto"; ``float32`` is the key of ROUNDING."""
+    """Return the configured limits, with those of ROUNDING for "auto"; ``float32`` is the key of ROUNDING.
+
+    An automatic ``stop`` is raised to a configured ``warn`` above it; else ``warn`` is lowered to ``stop``.
+    """
     auto = ROUNDING[float32]
     stop = auto.stop if config.stop == "auto" else config.stop
     warn = auto.warn if config.warn == "auto" else config.warn

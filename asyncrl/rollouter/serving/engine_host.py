@@ -129,6 +129,7 @@ class EngineHost:
         """The version being served; -1 before the first commit of an engine."""
         self.sampled_tokens = 0
         self.reprefill = Reprefill()
+        """Counts tokens computed again because of updates and sleeps."""
         self.restarts = self.sleeps = 0
         """Number of replaced engines, and of sleeps in time slices."""
         self.loads = 0
@@ -226,8 +227,8 @@ class EngineHost:
     async def stream(self, request: GenerationRequest, lease: Lease, *, lost: int) -> AsyncGenerator[TokenDelta, None]:
         """Submit ``request`` to the engine and yield its deltas. Raises EngineDied.
 
-        Call it at the beginning of a turn, without an await in between. The engine computed the first ``lost`` tokens
-        of the prompt under older weights, or before a sleep.
+        Call it first inside ``async with turn(lease)``, without an await in between. The engine computed the first
+        ``lost`` tokens of the prompt under older weights, or before a sleep.
         """
         engine = self.engine
         assert self._open.is_set(), "submitted to an engine that does not serve"
@@ -244,11 +245,11 @@ class EngineHost:
                     self.reprefill.sampled(request.id, len(delta.tokens), delta.cached_tokens)
                 # An aborted request that sampled nothing does not show that the engine works.
                 if sampled and delta.finish_reason is not None:
-                    self.turns.worked()
+                    self.turns.clear_blame()
                 yield delta
         except EngineDied as error:
             if engine is self._engine:
-                self.lost(str(error))
+                self.declare_dead(str(error))
             raise
         finally:
             self.reprefill.ended(request.id)
@@ -263,10 +264,14 @@ class EngineHost:
             await engine.abort([id])
         except EngineDied as error:
             if engine is self._engine:
-                self.lost(str(error))
+                self.declare_dead(str(error))
 
-    def lost(self, reason: str) -> None:
-        """Declare the engine dead: admit nothing until it is replaced, and count the death against its leases."""
+    def declare_dead(self, reason: str) -> None:
+        """Admit nothing until the engine is replaced, and count its death once, against the leases in it.
+
+        Wakes the follower (update_follower.py), which replaces the engine. The death of a paused engine counts against
+        no lease.
+        """
         self._stop_admitting()
         if not self.died.is_set():
             self._states.enter("restarting", "engine")

@@ -62,7 +62,8 @@ class Response:
     finish_reason: Literal["stop", "length"] | None = None
     submissions: int = 0
     computed: int = 0
-    """Number of tokens, prompt included, that the engine has computed; 0 after its death."""
+    """Number of tokens, prompt included, that the engine has computed; 0 after its death. At the start of a call in an
+    episode, the number that earlier calls had computed."""
     computed_at: int = -1
     """The newest version under which the engine computed them."""
     computed_sleeps: int = 0
@@ -260,6 +261,7 @@ class PolicyCall:
 
         After a death or a cancellation ``response`` keeps the tokens whose version is known (``cut_submission``).
         """
+        # ``stopped``: a stop string has ended the response; ``ended``: the last delta of the submission has come.
         stopped = ended = False
         # ``known``: number of tokens whose version is known even without version spans; see ``cut_submission``.
         loads, known = self._host.loads, len(response.tokens)

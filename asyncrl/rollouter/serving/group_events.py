@@ -83,6 +83,7 @@ class CallEvents:
         self._note = sample.note
         self._elapsed = sample.elapsed
         self._number = number
+        """Number of the call in its episode; None outside an episode."""
         self._asked_at = sample.elapsed()
         """Time of the call's arrival, as ``elapsed`` gives it."""
         self._prompt_facts: tuple[Any, ...] = ()
@@ -134,7 +135,8 @@ class CallEvents:
     def ended(self, tokens: int, spans: list[VersionSpan], reason: str | None, *, died: bool) -> None:
         """Note the end of a submission. ``tokens`` counts the whole response so far.
 
-        ``reason`` is the finish reason of the response, None if it is not finished.
+        ``reason`` is the finish reason of the response, None if it is not finished. The finished call of an episode is
+        noted by ``answered``, not here.
         """
         call = () if self._number is None else (self._number,)
         if reason is None:

@@ -174,7 +174,7 @@ class _Stream:
         self._sealed: dict[int, int] = {}
         """Descriptors of the buckets that are complete, sealed and verified, by index."""
         self.bytes = 0
-        """Number of bytes that have arrived."""
+        """Number of bytes that have arrived, were verified and are written."""
         self._sources = [*offer.sources, Source(PARAMETER_SERVER, 0)]
         """The source in use, then those to try after it."""
         self._last_progress = self._now()
@@ -259,7 +259,7 @@ class _Stream:
 
         Returns "", LOST when the call failed, or the problem of a corrupt chunk.
         """
-        (source, turn), index = msgspec.structs.astuple(self._sources[0]), request.bucket
+        source, turn, index = self._sources[0].name, self._sources[0].turn, request.bucket
         try:
             # The parameter server gets the whole deadline, because a repeated call would queue the chunk again.
             timeout_s = self._weights.deadline_s * (1 if source == PARAMETER_SERVER else SILENT_SHARE)
@@ -403,14 +403,15 @@ class Relay:
 
     async def chunk(self, request: FetchChunk, park_s: float) -> Chunk:
         """Return the requested bytes; waits up to ``park_s`` (s) until they have arrived. Raises as the module says."""
-        chunk = msgspec.structs.replace(request, turn=0)
+        # ``arrived`` notes chunks with turn 0, because it gets requests before a turn is set.
+        key = msgspec.structs.replace(request, turn=0)
 
         def find_chunk() -> tuple[int, int] | None:
             held = self._versions.get(request.version)
             if held is None or held.turn != request.turn:
                 raise VersionGone(request.version)
-            if chunk in held.checksums:
-                return held.descriptors[chunk.bucket], held.checksums[chunk]
+            if key in held.checksums:
+                return held.descriptors[key.bucket], held.checksums[key]
             if held.whole:
                 raise InvalidRequest(f"{request} is not a chunk here")
             return None
@@ -421,13 +422,14 @@ class Relay:
             raise NotHere(f"the chunk of version {request.version}, {where}, has not arrived within {park_s:.1f} s")
         # A copy of the descriptor, because the version may be dropped while the thread reads. The thread pops the copy
         # and closes it; if the thread never starts, the ``finally`` does so.
-        own = [os.dup(location[0])]
+        descriptor, checksum = location
+        own = [os.dup(descriptor)]
         try:
             data = await asyncio.to_thread(_read, own, request)
         finally:
             with suppress(IndexError):
                 os.close(own.pop())
-        return Chunk(data=np.frombuffer(data, np.uint8), checksum=location[1])
+        return Chunk(data=np.frombuffer(data, np.uint8), checksum=checksum)
 
     def close(self) -> None:
         """Drop everything."""

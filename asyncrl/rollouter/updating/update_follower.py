@@ -150,7 +150,7 @@ class UpdateFollower:
         try:
             await self._host.start()
         except EngineDied as error:
-            self._host.lost(str(error))
+            self._host.declare_dead(str(error))
             await self._replace_engine()
 
     async def _replace_engine(self) -> None:
@@ -209,13 +209,13 @@ class UpdateFollower:
         """Let the learner have the GPU. An engine that cannot sleep is declared dead, and so frees the GPU too."""
         if self._host.is_half_loaded:
             # vLLM cannot put a half-loaded engine to sleep.
-            self._host.lost("the learner asks for the GPU after a failed load")
+            self._host.declare_dead("the learner asks for the GPU after a failed load")
             return
         self._track.enter("asleep")
         try:
             await self._host.sleep()
         except EngineDied as error:
-            self._host.lost(str(error))
+            self._host.declare_dead(str(error))
         finally:
             self._track.leave()
 
@@ -249,7 +249,7 @@ class UpdateFollower:
             self._log.info("version is gone", version=offer.version, error=str(error))
         except EngineDied as error:
             # ``run`` then replaces the engine, and reports the failure.
-            self._host.lost(str(error))
+            self._host.declare_dead(str(error))
         except BroadcastFailed as error:
             # Any member may have caused the failure, so it does not count. The engine stays paused until the next load.
             await self._report_failure(offer, str(error))
@@ -257,12 +257,14 @@ class UpdateFollower:
             self._failed_loads += 1
             await self._report_failure(offer, f"attempt {self._failed_loads}: {error}")
             if self._failed_loads >= self._config.weights.max_attempts:
-                self._host.lost(f"{self._failed_loads} loads failed (weights.max_attempts), the last one: {error}")
+                self._host.declare_dead(
+                    f"{self._failed_loads} loads failed (weights.max_attempts), the last one: {error}"
+                )
             await asyncio.sleep(AWAY_S)
         except OSError as error:
             # A plain TimeoutError is the deadline of the load; DeadlineExceeded is a TimeoutError and a WireError.
             if isinstance(error, TimeoutError) and not isinstance(error, WireError):
-                self._host.lost(f"not loaded within {self._config.weights.deadline_s:g} s (weights.deadline_s)")
+                self._host.declare_dead(f"not loaded within {self._config.weights.deadline_s:g} s (weights.deadline_s)")
             else:
                 await self._report_failure(offer, str(error) or type(error).__name__)
                 await asyncio.sleep(AWAY_S)
@@ -274,8 +276,8 @@ class UpdateFollower:
     async def _take_fetched(self, offer: Offer) -> None:
         """Take a version by shm or stream: fetch, verify, wait for permission, pause, load, commit.
 
-        Corrupt bytes are reported here, and the engine continues. Raises the other errors of fetching, and those of
-        loading.
+        Corrupt bytes and a refused pause are reported here, and the engine continues. Raises the other errors of
+        fetching, and those of loading.
         """
         weights, manifest = self._config.weights, offer.manifest
         assert manifest is not None, "an offer has a manifest or a broadcast"

@@ -29,6 +29,7 @@ class CallFuture(asyncio.Future[Any]):
 
     __slots__ = (
         "answered_by",
+        "asks_count_from",
         "deadline",
         "frames",
         "heard",
@@ -36,7 +37,6 @@ class CallFuture(asyncio.Future[Any]):
         "kind",
         "lacked",
         "peer",
-        "placed",
         "sent",
         "silence",
         "size",
@@ -55,8 +55,8 @@ class CallFuture(asyncio.Future[Any]):
     deadline: float
     sent: bool
     """Whether the peer may have received the call."""
-    placed: int
-    """Id of the next message when the call was last sent: an ASK with this id or a larger one was sent after the call.
+    asks_count_from: int
+    """Smallest id of an ASK that was sent after the call was last sent; an answer to an earlier ASK does not count.
     It is 0 if this incarnation of the peer was not sent the call, or has answered since that it lacks it."""
     lacked: bool
     """Whether the peer has answered that it lacks the call, and the timer has not asked again since."""

@@ -192,7 +192,7 @@ class PeerConnection(ABC):
             self._hello_timer = None
 
     def _take_welcome(self, header: Header, body: Welcome) -> bool:
-        """Mark the peer as ready. Returns False, and does nothing, if the WELCOME answers no HELLO that is open."""
+        """Mark the peer as ready. Returns False, and does nothing, unless the peer answers a HELLO that is open."""
         if header.in_reply_to not in self._hello_ids or body.name != self.name:
             return False
         self._stop_hello()

@@ -80,7 +80,7 @@ class Peer(PeerConnection):
         kind = type(request)
         future = CallFuture(loop=self._loop)
         future.peer, future.kind, future.sent, future.lacked = self, kind, False, False
-        future.answered_by = future.placed = future.times = 0
+        future.answered_by = future.asks_count_from = future.times = 0
         future.silence = silence
         future.frames = endpoint.codec.encode(request)
         future.size = size_of(future.frames)
@@ -176,7 +176,7 @@ class Peer(PeerConnection):
         An ASK follows a large call at once: the HELD that answers it frees the budget of the payload.
         """
         assert self._client is not None
-        if future.placed:
+        if future.asks_count_from:
             self._ask(future.id)
             return
         # 0 would mean that the caller does not wait.
@@ -184,8 +184,9 @@ class Peer(PeerConnection):
         header = self._endpoint.header(
             Kind.CALL, future.kind.__name__, id=future.id, deadline_ms=left_ms, answered_below=self._answered_below
         )
-        # Counts as sent even if the socket is full: the timer's ASK finds out that the peer lacks it.
-        future.sent, future.placed = True, self._next_id
+        # Counts as sent even if the socket is full: the timer's ASK finds out that the peer lacks it. Ids only grow, so
+        # an ASK that is sent after the call has this id or a larger one.
+        future.sent, future.asks_count_from = True, self._next_id
         self._client.send([header, *future.frames])
         if future.size >= LARGE_BYTES:
             self._ask(future.id)
@@ -221,7 +222,7 @@ class Peer(PeerConnection):
         future.tick = self._deadlines.add(future, self._next_timer(future, REPEAT_S))
         if not self.ready:
             self._connect_for([future])
-        elif is_out and not future.placed:
+        elif is_out and not future.asks_count_from:
             self._send_again(future)
         elif is_out:
             future.lacked = False
@@ -239,6 +240,7 @@ class Peer(PeerConnection):
         # At least ASKED_WITHIN_SILENCE times within ``silence``, even with the longest pause.
         first_s = min(first_s, future.silence / ASKED_WITHIN_SILENCE / 2**DOUBLINGS)
         soon = self._loop.time() + pause(first_s, future.times, self._draws.random())
+        # Not if the caller limits the silence, and not while the peer is away or being set up.
         if future.kind.idle and future.silence == math.inf and self.ready and not self._unready:
             soon += min(PARKED_S, (future.deadline - future.started) / 2)
         return min(future.deadline, future.heard + future.silence, soon)
@@ -304,9 +306,9 @@ class Peer(PeerConnection):
         if header.kind == Kind.HELD:
             future.heard = self._loop.time()
             self._queue.arrived(future.id)
-        elif header.id >= future.placed:
+        elif header.id >= future.asks_count_from:
             # Any other answer is ignored: its ASK was sent before the call was last sent.
-            future.placed = 0
+            future.asks_count_from = 0
             if future.lacked:
                 # The second NOT_HELD in a row: sending at once would fail again, so the timer sends it later.
                 self._queue.arrived(future.id)
@@ -368,9 +370,9 @@ class Peer(PeerConnection):
                 if future.sent and not future.kind.idempotent:
                     self._finish(future).set_exception(PeerRestarted(self.name, future.kind.__name__))
                     continue
-                future.placed = future.times = 0
+                future.asks_count_from = future.times = 0
             # If the peer may have the call, only an ASK is sent, which takes no budget.
-            self._queue.add(future.id, 0 if future.placed else future.size)
+            self._queue.add(future.id, 0 if future.asks_count_from else future.size)
         self._send_queued()
 
     def _on_refuse(self, body: Refuse) -> None:

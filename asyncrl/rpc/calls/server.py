@@ -199,6 +199,7 @@ class CallServer:
     def _on_hello(self, routing_id: bytes, header: Header, hello: Hello, owner: str | None) -> None:
         """Refuse the caller, with the reason; or open a session, drop replaced ones, and answer WELCOME."""
         credentials = self._endpoint.credentials
+        # (code, expected value, the caller's value), from the first check that fails.
         refusal: tuple[str, str, str] | None = None
         if hello.run_id != credentials.run_id:
             refusal = ("run_id", credentials.run_id, hello.run_id)
@@ -251,7 +252,7 @@ class CallServer:
         others = self._others_of(name, but)
         current = [s for s in others if s.incarnation == incarnation]
         limit = SHARED.get(name, MAX_SESSIONS_PER_NAME)
-        # ``current`` has the oldest first; the connection that says HELLO now counts towards the limit.
+        # ``current`` has the oldest first. Its newest ``limit - 1`` stay, because the new connection counts too.
         for session in [s for s in others if s.incarnation != incarnation] + current[: 1 - limit]:
             self._drop(session)
 
@@ -408,7 +409,7 @@ class CallServer:
         self._deadlines.remove(task, tick)
         del session.running[header.id]
         if task.cancelled():
-            # By its caller, which no longer waits, by its deadline, or by the end of this actor.
+            # Its caller no longer waits, its deadline is over, or this actor ends.
             code, message = CANCELLED, "the call was cancelled"
             if task in self._expired:
                 code, message = DEADLINE, "the handler ran past the caller's deadline"
@@ -466,7 +467,9 @@ class CallServer:
         self._error(session.routing_id, header.id, code, str(error) or repr(error), retryable=retryable)
 
     def _note_unexpected(self, session: _Session) -> bool:
-        """Note an unexpected failure. Returns whether it counts as retryable: not after too many within the window.
+        """Note an unexpected failure. Returns whether it is retryable.
+
+        It is final if MOST_UNEXPECTED failures were noted within UNEXPECTED_WINDOW_S before it.
 
         Failures within UNEXPECTED_MOMENT_S of the last one that was noted are not noted again.
         """

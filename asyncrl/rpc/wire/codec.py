@@ -129,6 +129,7 @@ def _no_extension(code: int, _data: memoryview) -> Any:
 
 
 def _is_size(value: Any) -> bool:
+    """Whether a value is a possible size or index: a whole number below 2^48, which is more than any memory."""
     return type(value) is int and 0 <= value < 1 << 48
 
 

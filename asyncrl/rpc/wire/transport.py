@@ -54,7 +54,7 @@ class Transport(Protocol):
     def connect(
         self, address: str, routing_id: bytes, receive: ClientReceive, lost: Callable[[], None], peer: str
     ) -> ClientConnection:
-        """Connect to the actor ``peer``. Raises OSError if no descriptor is left.
+        """Connect to the actor ``peer``. Raises OSError, for example if no descriptor is left or its key is unknown.
 
         ``lost`` is called each time the connection breaks. The connection may come back by itself.
         """

@@ -116,11 +116,12 @@ class ZmqTransport:
             if not keys:
                 socket.close(0)
                 raise OSError(f"no public key of {peer} is known to this run")
+            # ``_socket`` has set the limit already, but CURVE lengthens each message.
             socket.maxmsgsize = self._max_message_bytes + CURVE_BYTES
             socket.curve_publickey = self._credentials.public_key
             socket.curve_secretkey = self._credentials.secret_key
-            # A peer's n-th key belongs to its n-th attempt, which its address names. All attempts beyond the last
-            # pair share that pair.
+            # ``keys[n]`` is the peer's public key at its attempt n, whose address ends in #n. Attempts beyond the last
+            # key use the last key.
             socket.curve_serverkey = keys[min(_attempt(address), len(keys) - 1)].encode()
         try:
             client = ZmqClient(

@@ -370,7 +370,8 @@ def _take_answered_call(message: Mapping[str, Any], unanswered: list[tuple[str, 
     id, name = message.get("tool_call_id"), message.get("name")
     for index, (open_id, open_name) in enumerate(unanswered):
         if open_id == id or (id is None and name in (None, open_name)):
-            return unanswered.pop(index)[0]
+            del unanswered[index]
+            return open_id
     if id is None:
         of_name = f" of {name!r}" if isinstance(name, str) else ""
         raise ChatRefused(where, f"answers no call: no call{of_name} before it is without an answer")

@@ -41,15 +41,15 @@ class PackageRenderer:
         # Made at once, so that a wrong name or model is found at the start.
         self._renderer({})
         answered = self._ids([QUESTION, {"role": "assistant", "content": "Hi."}], (), {}, generate=False)
-        end = next((index for index in range(len(answered))[::-1] if answered[index] in self._ends), len(answered))
+        end_at = next((index for index in range(len(answered))[::-1] if answered[index] in self._ends), len(answered))
         self.report = make_report(
             chat,
             self._examine,
             tool_parser=chat.renderer,
             reasoning_parser=chat.renderer,
             shows_tools=self.render([QUESTION], TOOLS, {}) != self.render([QUESTION], (), {}),
-            end=tokenizer.decode(answered[end : end + 1], keep_special=True),
-            seam=tokenizer.decode(answered[end + 1 :], keep_special=True),
+            end=tokenizer.decode(answered[end_at : end_at + 1], keep_special=True),
+            seam=tokenizer.decode(answered[end_at + 1 :], keep_special=True),
         )
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]) -> list[int]:

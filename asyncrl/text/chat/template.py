@@ -53,6 +53,7 @@ class ChatTemplate:
         self.ends = {text: id for text, id in texts if text and _encoded(tokenizer, text) == [id]}
         """Ids of the tokens that end an answer, by their text; only those whose text encodes to them."""
         self._short_ids = False
+        """Whether the template takes only ids of calls with SHORT_ID letters and digits (``_shorten``)."""
         self._arguments_as_text = False
         """Whether the template must get the arguments of calls as JSON text."""
         self._as_parts = False
@@ -129,7 +130,10 @@ class ChatTemplate:
     def first_end(self, text: str) -> tuple[int, str] | None:
         """Find the first end token in a text. Returns its index and its text; of several at one index, the longest."""
         found = [(at, -len(end), end) for end in self.ends if (at := text.find(end)) >= 0]
-        return (min(found)[0], min(found)[2]) if found else None
+        if not found:
+            return None
+        at, _, end = min(found)
+        return at, end
 
     def _convert(self, message: Message) -> Message:
         """Convert a message to the form that this template takes, as ``_learn`` has found it."""

@@ -2,7 +2,7 @@
 
 ``learn_turn`` learns both from made-up words. ``answer_ids`` gives the tokens of a written answer, such as one of a
 dataset, as the policy would sample them after its context. Invariant: the tokens of ``answer_ids`` follow the
-generation prompt and end with the token that ends an answer, so training matches the contexts that the model will see.
+generation prompt, and end with the token that ends an answer. So training matches the contexts that the model will see.
 Only the template writes that token: an answer with its text is refused.
 
 A conversation with made-up words in known places is rendered twice: up to the question, and with the answer and the

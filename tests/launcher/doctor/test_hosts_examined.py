@@ -142,7 +142,7 @@ def test_every_host_has_the_versions_of_the_head(there, needed, result, said):
     found = compare_versions({"a": facts("a"), "b": facts("b", **there)}, "a", {"b": needed})
     assert results(found) == {"a": "ok", "b": result}
     assert said in found[1].detail
-    assert ("pip install 'asyncrl[vllm]' there" in found[1].fix) == ("vllm" in needed)
+    assert ("pip install 'asyncrl[vllm]' on that host" in found[1].fix) == ("vllm" in needed)
     found = compare_versions({"a": facts("a", gpus=["0"], torch="2.13.0+cpu")}, "a", {})
     assert results(found) == {"a": "fail"} and "CUDA" in found[0].fix, "which is no use to GPUs"
 

@@ -78,7 +78,7 @@ class World(Hosted):
             try:
                 await self.load(version)
             except EngineDied as error:
-                self.host.lost(str(error))
+                self.host.declare_dead(str(error))
 
     async def __aenter__(self):
         self.living = asyncio.create_task(self.keep_alive())

@@ -59,7 +59,7 @@ async def sleeping(mode, *, dies_in=""):
     try:
         await hosted.host.sleep()
     except EngineDied as error:
-        hosted.host.lost(str(error))
+        hosted.host.declare_dead(str(error))
         await hosted.host.replace()
     assert hosted.host.version == -1 and not hosted.host.serves and turns.has
     await hosted.load(2)

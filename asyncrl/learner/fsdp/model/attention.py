@@ -9,7 +9,7 @@ There are two implementations, each registered with transformers under its own n
     PACKED   torch's dot-product attention, once for each run of pieces of equal lengths; for everything else
 
 A model that runs with one of them gets ``sequence_lengths``, ``key_lengths`` and ``key_index`` as keyword arguments of
-its forward and passes them to every attention layer; VARLEN also needs ``cu_seqlens``, ``cu_seqlens_k`` and
+its forward. It passes them to every attention layer. VARLEN also needs ``cu_seqlens``, ``cu_seqlens_k`` and
 ``max_seqlen``. ``key_index`` copies the keys and values of a shared beginning for each of its sequences, so they
 collect the gradients of all.
 
@@ -79,6 +79,7 @@ def connect(lengths: Sequence[int] | np.ndarray, prefixes: Sequence[int] | np.nd
         seen = [piece for pair in zip(prefix.tolist(), range(len(own)), strict=True) for piece in pair if piece >= 0]
         index = np.concatenate([np.arange(starts[piece], starts[piece] + own[piece]) for piece in seen])
     return Pieces(
+        # A piece with a prefix continues the positions of the prefix.
         lengths=tuple(own.tolist()),
         key_lengths=tuple((own + prefix_lengths).tolist()),
         positions=np.arange(own.sum()) - np.repeat(starts - prefix_lengths, own),
@@ -325,7 +326,7 @@ def attend(
     if gqa and not _HAS_GQA:
         each = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(each, dim=1) for x in (key, value))
-    # The kernel's window does not count the position itself.
+    # Positions that are seen before and after each one, not counting itself; -1 is no limit.
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     named: dict[str, Any] = {"enable_gqa": gqa} if _HAS_GQA else {}
     output = varlen.varlen_attn(

@@ -151,6 +151,7 @@ def kernel_problem(device: torch.device, dtype: torch.dtype, heads: attention.He
         "max_seqlen": attention.round_longest(max(pieces.key_lengths)),
     }
     module = nn.Module()
+    # transformers reads from the layer how many query heads share a key head.
     module.num_key_value_groups = heads.queries // heads.keys  # type: ignore[assignment]
     try:
         results = _with_gradients(attention.varlen_attention, module, values, arguments)

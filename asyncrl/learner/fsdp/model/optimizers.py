@@ -64,6 +64,7 @@ class Muon(torch.optim.Optimizer):
         ahead = gradient.lerp(momentum, MOMENTUM).bfloat16()
         step = _rows_of(orthogonal(_whole(ahead, matrix)), matrix).to(weights)
         weights.mul_(1 - rate * weight_decay)
+        # The root mean square of an orthogonal matrix is 1 / sqrt(its longer side).
         weights.add_(step, alpha=-rate * RMS * math.sqrt(max(matrix.shape)))
 
 

@@ -85,7 +85,7 @@ class Others:
         """Find the ranks that have stopped, or have not reached the wait of this rank. Returns one text for each.
 
         ``waits`` and ``what`` are those of this rank's own Position. If the store does not answer, rank 0 is to blame.
-        Before the first read of positions no rank is.
+        Before the first read of positions no other rank is blamed.
         """
         if self.rank and self._asked_at is not None and now - self._asked_at > SILENT_S:
             return [f"learner/0 (its store has not answered for {now - self._asked_at:.0f} s)"]
@@ -153,6 +153,7 @@ class HangWatch:
         self._on_cuda, self._timeout_s = device.type == "cuda", timeout_s
         self._others = Others(rank, world_size)
         self._watched_thread = threading.get_ident()
+        """Thread whose waits are watched: the one that makes the watch."""
         self._lock = threading.Lock()
         """Guards the positions, the waits and the marks, which several threads use."""
         self._waits: list[_Wait] = []
@@ -263,6 +264,7 @@ class HangWatch:
                 self._marks.popleft()
                 self._restart_clock()
             waited_s, blamed = self._waited_s(), self._blame()
+            # Without NCCL it is no hang if no rank is to blame: all compute at the same place.
             if waited_s > self._timeout_s + AFTER_S and (blamed or self._on_cuda):
                 hint = "see their logs; the limit is learner.collective_timeout_s"
                 with self._lock:

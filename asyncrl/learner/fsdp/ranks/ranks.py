@@ -191,8 +191,8 @@ class Ranks:
     ) -> None:
         """Join the rendezvous at ``host``:``port``. Raises DeadlineExceeded when a rank is late.
 
-        ``store`` is given on rank 0 alone: the store that weights.broadcast.open_store has opened there. ``replicas``
-        divides ``world_size``.
+        ``store`` is given on rank 0 alone: the store that weights.broadcast.open_store has opened there. ``replicas``,
+        the copies of the model, is a divisor of ``world_size``.
         """
         assert (store is not None) == (rank == 0)
         self.rank, self.world_size, self.device = rank, world_size, device

@@ -263,7 +263,7 @@ def _distribute(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
     places: dict[int, list[str]] = {id(parameter): [] for parameter in parameters.values()}
     for name, parameter in policy.named_parameters(remove_duplicate=False):
         places[id(parameter)].append(name)
-    for parameter in [parameters.pop(name) for name in list(parameters)]:
+    for parameter in parameters.values():
         full = parameter.detach() if not ranks.rank else torch.empty(parameter.shape, dtype=parameter.dtype)
         shard = nn.Parameter(distribute_tensor(full, mesh, placements), requires_grad=parameter.requires_grad)
         for name in places[id(parameter)]:

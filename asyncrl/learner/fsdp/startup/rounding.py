@@ -6,9 +6,9 @@ decoder layer change by one unit in the last place, up or down at random. This i
 Pierce, Eggert, Computing in Science and Engineering 2(4), 2000). The measurement uses one sequence a row, so a leak
 between packed sequences cannot raise the bound.
 
-The bound of a position is MARGIN times the largest of its measured difference, the root mean square of all positions,
-and one unit in the last place of the log-prob. For SmolLM2-135M-Instruct in float32 on a CPU, ways of scoring differed
-by at most 3 times that (five seeds with AVX2, four with AVX-512). No GPU was measured.
+The bound of a position is MARGIN times the largest of three numbers: its measured difference, the root mean square of
+these differences, and one unit in the last place of the log-prob. For SmolLM2-135M-Instruct in float32 on a CPU, ways
+of scoring differed by at most 3 times that (five seeds with AVX2, four with AVX-512). No GPU was measured.
 
 If a score is not finite, with random rounding or without, no position has a bound, and nothing agrees.
 """
@@ -57,7 +57,7 @@ def measure_rounding(policy: Policy, rows: Sequence[PackedRow], scores: Tensor, 
     """Score ``rows`` with random rounding, and return the bound of each position, float32, nats.
 
     ``rows`` hold one sequence each, and ``scores`` are their log-probs without random rounding. ``dtype`` is the
-    compute type, whose last place is changed.
+    compute type, whose last place is changed. If a score is not finite, all bounds are NaN.
     """
     with _random_rounding(policy, dtype):
         differences = (score_rows(policy, rows) - scores).abs()

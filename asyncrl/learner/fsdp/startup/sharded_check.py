@@ -185,13 +185,14 @@ class _Check:
 
         long = random_tokens(self._policy, [self._length, self._length // 2 + BEHIND], self._seed + 1)
         long[1][: self._length // 2] = long[0][: self._length // 2]
+        # Number of positions in front of the long sequences.
         before = sum(LENGTHS[:BEFORE])
         rows = make_batch(long, self._ranks.device).single
         alone = self._score(rows, choice.single, chunked=chunked)
-        longer = self._bounds(rows, alone, rounding)
+        long_bounds = self._bounds(rows, alone, rounding)
         # The log-probs are in the order of the sequences in the batch below.
         truth = torch.cat([whole[:before], alone, whole[before:]])
-        bounds = torch.cat([bounds[:before], longer, bounds[before:]])
+        bounds = torch.cat([bounds[:before], long_bounds, bounds[before:]])
         batch = make_batch([*tokens[:BEFORE], *long, *tokens[BEFORE:]], self._ranks.device)
 
         def compare(row: PackedRow, implementation: Attention) -> Distance:
@@ -210,8 +211,8 @@ class _Check:
                 shared = False
                 warnings.append(no_sharing(f"{shared_result} {self._where}"))
             return Scoring(True, implementation, chunked, warnings, shared)
-        least = min(results.values(), key=lambda result: result.ratio)
-        warnings.append(no_packing(self._config.learner, f"{least} {self._where}"))
+        closest = min(results.values(), key=lambda result: result.ratio)
+        warnings.append(no_packing(self._config.learner, f"{closest} {self._where}"))
         return Scoring(False, choice.single, chunked, warnings)
 
     def _bounds(self, rows: Sequence[PackedRow], scores: Tensor, rounding: float) -> Tensor:

@@ -397,9 +397,9 @@ def _on_all_ranks(path: Path, work: Callable[[], T], ranks: Ranks, what: str) ->
     problems = ranks.agree(problem, what)
     if problems:
         failures = [msgspec.json.decode(text, type=tuple[str, str, bool]) for text in problems]
-        # The first error that is not damage decides; False sorts first.
-        where, reason, damaged = min(failures, key=lambda problem: problem[2])
-        raise (DamagedCheckpoint if damaged else CheckpointError)(where, reason)
+        # The first error that is not damage decides; without one, the first error.
+        where, reason, is_damage = next((each for each in failures if not each[-1]), failures[0])
+        raise (DamagedCheckpoint if is_damage else CheckpointError)(where, reason)
     return results[0]
 
 

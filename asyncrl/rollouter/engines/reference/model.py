@@ -112,7 +112,7 @@ class Model:
     # --- weights ---
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Replace all weights by ``tensors``, which has them by checkpoint name; tied ones may be there once.
+        """Replace all weights by ``tensors``, which has them by checkpoint name; of tied weights one name is enough.
 
         The model keeps the tensors, so the caller must not change them. Raises WeightsCorrupt.
         """

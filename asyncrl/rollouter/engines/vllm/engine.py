@@ -83,6 +83,7 @@ class VllmEngine:
         """Time (s) of the engine's last sign of life: its start, a resume or an output."""
         self._paused = False
         self._version = -1
+        """The version loaded last; -1 before the first."""
         self._loads_adapters = config.publishes_adapter
         self._checksums: list[int] = []
         """Checksums of the buckets of the served version, if versions are adapters."""
@@ -264,7 +265,8 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         """Submit a request to vLLM and yield its outputs as deltas.
 
-        A finish reason that is not among those of TokenDelta, such as an error, means that the engine is dead.
+        A finish reason that is not among those of TokenDelta, such as an error, means that the engine is dead. Raises
+        ValueError for a request that vLLM refuses.
         """
         self._watch.require_alive()
         llm, vllm, loop = self._llm, self._vllm, self._loop

@@ -235,6 +235,7 @@ def check_model(config: Config, model: dict[str, Any], cpu_head_sizes: Sequence[
     block = config.rollout.vllm.block_size
     tokens = -(-max_model_len(config) // block) * block
     item = 4 if dtype(config) == "float32" else 2
+    # The first factor counts keys and values.
     need = 2 * text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads) * head * item * tokens
     have = config.rollout.vllm.cpu_kv_cache_bytes
     if have < need:
