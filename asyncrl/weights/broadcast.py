@@ -7,10 +7,12 @@ bucket before it passes it on. The checksum is xxh3_64 in host memory, and a sum
 
 Neither library reliably ends a transfer whose peer is dead or frozen. So each operation runs on a thread of its own,
 and the caller stops waiting for that thread at the timeout or at ``stop``. The thread is left behind; it ends with
-gloo's own timeout, or when NCCL is aborted. When an epoch ends, rank 0 writes the reason into the store, as key "over".
-While a member receives, it watches that key on a second connection. So the member notices at once that the epoch is
-over or that the learner has died. Between two versions no member uses the store. A group that failed is never used
-again.
+gloo's own timeout, or when NCCL is aborted. No caller waits for the threads that count, watch and abort: they are plain
+threads, whose errors Python writes to standard error.
+
+When an epoch ends, rank 0 writes the reason into the store, as key "over". While a member receives, it watches that key
+on a second connection. So the member notices at once that the epoch is over or that the learner has died. Between two
+versions no member uses the store. A group that failed is never used again.
 
 Rank 0 may have sent a version before the last member has received it. So each member adds 1 to a counter in the store
 when it has received a version or has failed. Rank 0 keeps the group open until the counter has reached all members.
@@ -194,7 +196,13 @@ class _Epoch:
         if self._stopped.done():
             self._receives_or_stopped.set()
         # On a thread, since the host of the store may be frozen.
-        on_daemon("asyncrl: count of members", lambda: self._store.add(_received(version), 1))
+        threading.Thread(target=self._count, args=(version,), name="asyncrl: count of members", daemon=True).start()
+
+    def _count(self, version: int) -> None:
+        """Member: add 1 to the counter of ``version``."""
+        # The library raises RuntimeError if the learner has ended; then nobody reads the counter.
+        with contextlib.suppress(RuntimeError):
+            self._store.add(_received(version), 1)
 
     def wait_for_members(self, version: int) -> None:
         """Rank 0: wait until every member has received ``version`` or has failed. Raises TimeoutError, _Stopped."""
@@ -211,10 +219,11 @@ class _Epoch:
     def watch(self, store: TCPStore) -> None:
         """Thread of a member: while it receives, read the key "over", and ``stop`` the epoch once rank 0 has set it.
 
-        Also stops it if the connection breaks. ``store`` is a connection for this thread alone.
+        Also stops it if the connection breaks, or if the watch itself fails: the member could no longer notice the end.
+        ``store`` is a connection for this thread alone.
         """
-        watched = c10d.PrefixStore(f"{self.group.token}/{self.group.epoch}", store)
         try:
+            watched = c10d.PrefixStore(f"{self.group.token}/{self.group.epoch}", store)
             while True:
                 self._receives_or_stopped.wait()
                 if self._stopped.done():
@@ -225,6 +234,8 @@ class _Epoch:
             reason = f"the learner: {watched.get('over').decode(errors='replace')}"
         except RuntimeError:
             reason = "the learner is gone"
+        except Exception as error:
+            reason = f"the watch of the store failed: {error!r}"
         self.stop(reason)
 
     def stop(self, reason: str) -> None:
@@ -266,7 +277,7 @@ class _Epoch:
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
             # On a thread: aborting may take long, as may the destructor of a group with an operation under way.
-            on_daemon("asyncrl: end of a group", process_group.abort)
+            threading.Thread(target=process_group.abort, name="asyncrl: end of a group", daemon=True).start()
 
 
 def _received(version: int) -> str:
@@ -396,7 +407,7 @@ class Receiver:
         except (OSError, RuntimeError) as error:
             raise BroadcastFailed(part.version, f"the learner cannot be reached: {error}") from error
         epoch = self._epoch = _Epoch(group, rank, store, address, part.timeout_s)
-        on_daemon("asyncrl: end of an epoch", lambda: epoch.watch(watched))
+        threading.Thread(target=epoch.watch, args=(watched,), name="asyncrl: end of an epoch", daemon=True).start()
         # Another thread may have called ``close`` meanwhile.
         if self._ended.is_set():
             epoch.end(ENDED)

@@ -354,6 +354,51 @@ def test_a_member_asks_the_store_only_while_it_receives(monkeypatch) -> None:
     assert not watching.is_alive()
 
 
+class FailingStore:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def check(self, keys: list[str]) -> bool:
+        raise self.error
+
+    def add(self, key: str, amount: int) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("connection reset"), "the learner is gone"),
+        (ValueError("no key"), "the watch of the store failed: ValueError('no key')"),
+    ],
+)
+def test_a_failed_watch_ends_the_epoch(monkeypatch, error: Exception, reason: str) -> None:
+    monkeypatch.setattr(module.c10d, "PrefixStore", lambda _, store: store)
+    epoch = module._Epoch(group_at(4711, 1, 2), 1, FailingStore(error), HOST, PATIENCE_S)
+    epoch.begin_receiving(4)
+    epoch.watch(epoch._store)
+    with pytest.raises(module._Stopped, match=re.escape(reason)):
+        epoch.check()
+
+
+def test_i5_errors_of_threads_that_no_caller_waits_for_are_written(monkeypatch) -> None:
+    written: list[tuple[str, str]] = []
+    hook = lambda failed: written.append((failed.thread.name, str(failed.exc_value)))  # noqa: E731
+    monkeypatch.setattr(threading, "excepthook", hook)
+    monkeypatch.setattr(module.c10d, "PrefixStore", lambda _, store: store)
+    epoch = module._Epoch(group_at(4711, 1, 2), 1, FailingStore(ValueError("no count")), HOST, PATIENCE_S)
+
+    class Group:
+        def abort(self) -> None:
+            raise OSError("no end")
+
+    epoch._process_group = Group()
+    epoch.begin_receiving(4)
+    epoch.end("enough")
+    wait_until(lambda: len(written) == 2)
+    assert sorted(written) == [("asyncrl: count of members", "no count"), ("asyncrl: end of a group", "no end")]
+
+
 class FilledEpoch:
     """Gives a receiver a header and a bucket."""
 
