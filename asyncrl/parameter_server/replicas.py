@@ -122,6 +122,7 @@ TRANSITIONS: dict[tuple[Phase, ReplicaEvent], Phase] = {
     (_P.BEHIND, _E.ASKED): _P.WAITING,
     (_P.BEHIND, _E.COMMITTED): _P.SERVING,
     (_P.BEHIND, _E.FAILED): _P.BEHIND,
+    # A sleep is no commit: the failed attempts still count, and the replica takes part in no broadcast.
     (_P.BEHIND, _E.SLEPT): _P.BEHIND,
     # --- by broadcast ---
     (_P.ANNOUNCED, _E.IDLE): _P.ANNOUNCED,
@@ -135,6 +136,7 @@ TRANSITIONS: dict[tuple[Phase, ReplicaEvent], Phase] = {
     (_P.BROADCAST_PAUSED, _E.FAILED): _P.BEHIND,
     (_P.BROADCAST_PAUSED, _E.BEGUN): _P.RECEIVING,
     (_P.BROADCAST_PAUSED, _E.CALLED_OFF): _P.SERVING,
+    # From here on a replica reports a sleep only if its report of the end of the update was lost.
     (_P.BROADCAST_PAUSED, _E.SLEPT): _P.SERVING,
     (_P.RECEIVING, _E.IDLE): _P.BEHIND,
     (_P.RECEIVING, _E.JOINED): _P.RECEIVING,
