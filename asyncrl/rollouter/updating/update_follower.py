@@ -107,6 +107,8 @@ class UpdateFollower:
         """The offer that is being taken and not reported yet; None between updates."""
         self._failed_loads = 0
         """Number of failed loads since the last commit."""
+        self._sleep_is_reported = False
+        """Whether the parameter server knows of the sleep that comes next, and has heard nothing else since."""
         self.drifts = DriftRecord()
         """Drifts after the updates, for the metrics."""
 
@@ -131,6 +133,7 @@ class UpdateFollower:
 
     async def _follow(self) -> None:
         """Wait for offers and take them one after another, until the engine dies."""
+        self._sleep_is_reported = False
         # The loops also check ``died``, because a cancellation may be lost if several tasks end at once.
         while not self._host.died.is_set():
             if self._must_sleep():
@@ -183,23 +186,37 @@ class UpdateFollower:
         """Wait for ``work``. In time slices, once the learner asks for the GPU, end the update and raise _Asked.
 
         An offer that arrives at the same moment is lost. The reported sleep ends the update at the parameter server,
-        without a failure.
+        without a failure. ``work`` asks one question at most, because one after the report would begin another update
+        there. If ``work`` fails during the report, its error is raised instead, as that of corrupt weights.
         """
         if self._host.slices is None:
             return await work
         working, asking = asyncio.ensure_future(work), asyncio.ensure_future(self._host.slices.asked.wait())
         try:
             await asyncio.wait({working, asking}, return_when=asyncio.FIRST_COMPLETED)
-            if asking.done():
-                # A version that is loaded now would be lost in the sleep. This is reported before the work is
-                # cancelled, because a cancelled question counts as a failure.
-                await self._report_sleep()
-                raise _Asked
-            return working.result()
+            if not asking.done():
+                return working.result()
+            # A version that is loaded now would be lost in the sleep. This is reported before the work is cancelled,
+            # because a cancelled question counts as a failure.
+            await self._report_sleep()
         finally:
             for task in (working, asking):
                 task.cancel()
             await asyncio.gather(working, asking, return_exceptions=True)
+        if not working.cancelled():
+            await self._discard(working)
+        raise _Asked
+
+    async def _discard(self, ended: asyncio.Future[Any]) -> None:
+        """Free the version that a fetch returned too late; log the error of a peer that was away, raise another one."""
+        error = ended.exception()
+        if isinstance(error, (OSError, VersionGone)):
+            self._log.info("update ends with an error", error=str(error))
+        elif error is not None:
+            raise error
+        elif isinstance(fetched := ended.result(), HeldVersion):
+            # On a thread, because the kernel takes 0.1 s to free a gigabyte.
+            await asyncio.to_thread(fetched.close)
 
     def _must_sleep(self) -> bool:
         """Whether the learner asks for this engine's GPU."""
@@ -211,6 +228,10 @@ class UpdateFollower:
             # vLLM cannot put a half-loaded engine to sleep.
             self._host.declare_dead("the learner asks for the GPU after a failed load")
             return
+        if not self._sleep_is_reported:
+            # Else the replica could be a member of a broadcast, whose other members would pause for it in vain.
+            await self._report_sleep()
+        self._sleep_is_reported = False
         self._track.enter("asleep")
         try:
             await self._host.sleep()
@@ -303,11 +324,11 @@ class UpdateFollower:
             stage_s = self._clock.now() - began
             self._track.enter(f"wait for pause v{offer.version}", version=offer.version)
             request = RequestLoad(version=offer.version, paths=paths)
-            granted = await self._unless_asked(self._may_load(request))
+            granted = await self._may_load(request)
             # The parameter server withdraws the permission after weights.deadline_s; a new request restarts that time.
             # A drain may take longer, so the request is repeated after each third of it.
             while granted and not await self._unless_asked(self._host.quiesced(weights.deadline_s / 3)):
-                granted = await self._unless_asked(self._may_load(request))
+                granted = await self._may_load(request)
             if not granted:
                 await self._report_failure(offer, "the parameter server refuses the pause")
                 await asyncio.sleep(AWAY_S)
@@ -365,11 +386,15 @@ class UpdateFollower:
     # --- both ---
 
     async def _may_load(self, request: RequestLoad) -> bool:
-        """Wait until the parameter server decides whether the engine may load; False if it refuses."""
+        """Wait until the parameter server decides whether the engine may load; False if it refuses.
+
+        Raises _Asked, but not for a broadcast: there the other members wait for this one, which has paused.
+        """
         with self._awaits.on(PARAMETER_SERVER, "RequestLoad"):
             reply: LoadGranted | None = None
             while reply is None or not reply.decided:
-                reply = await self._ask(request)
+                asking = self._ask(request)
+                reply = await (self._unless_asked(asking) if request.epoch is None else asking)
             return reply.granted
 
     async def _load(
@@ -452,6 +477,7 @@ class UpdateFollower:
         self._current_offer = None
 
     async def _report(self, report: ReportUpdate) -> None:
+        self._sleep_is_reported = False
         try:
             await self._call(PARAMETER_SERVER, report, None)
         except (DeadlineExceeded, RemoteError) as lost:
@@ -460,6 +486,7 @@ class UpdateFollower:
 
     async def _report_sleep(self) -> None:
         """Report that the engine sleeps next. The learner waits for its GPU, so a lost report is not repeated."""
+        self._sleep_is_reported = True
         try:
             await self._call(PARAMETER_SERVER, ReportSleep(), SLEEP_REPORT_S)
         except (DeadlineExceeded, RemoteError) as lost:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import time
 
 import numpy as np
@@ -38,9 +39,10 @@ from asyncrl.parameter_server.actor import HeldVersions
 from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.serving.drift import NORMAL
 from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.updating import update_follower
 from asyncrl.rollouter.updating.update_follower import UpdateFollower
 from asyncrl.rpc.awaits import Awaits
-from asyncrl.weights.held_version import hold
+from asyncrl.weights.held_version import HeldVersion, hold
 from asyncrl.weights.segments import Segment, layout
 
 PROBE = make_probe()
@@ -369,6 +371,71 @@ def test_an_engine_that_is_asked_for_the_gpu_in_its_start_sleeps_before_it_takes
     events, server, host = follow(Server([by_shm(publish(1))]), slices=Early(-1, 0.0))
     assert events == ["start", "pause abort", "sleep", "wake", *TRY, "resume"]
     assert (len(server.reports), host.sleeps, host.restarts) == (1, 1, 0)
+
+
+def test_a_sleep_that_is_asked_for_during_a_commit_is_reported(publish):
+    """Else the replica could be a member of a broadcast while it sleeps."""
+    server = Server([by_shm(publish(1))])
+    server.linger_s = 5.0
+    events, server, host = follow(server, slices=Slices(1, 0.0))
+    assert events[-2:] == ["sleep", "wake"] and (host.sleeps, server.sleeps) == (1, [None])
+
+
+def test_a_request_whose_parking_ends_during_the_report_of_a_sleep_is_not_repeated(publish):
+    """The parameter server would take the repeat for another update, and its cancellation for a failure."""
+    slices, reporting = Slices(1, 7.0), asyncio.Event()
+
+    class Parking(Server):
+        async def call(self, request):
+            if isinstance(request, ReportSleep):
+                reporting.set()
+                await asyncio.sleep(0.1)
+            return await super().call(request)
+
+        async def answer(self, request):
+            if isinstance(request, RequestLoad) and self.committed:
+                self.loads.append((request.version, request.epoch))
+                await reporting.wait()
+                return LoadGranted()
+            return await super().answer(request)
+
+    _, server, host = follow(Parking([by_shm(publish(1)), by_shm(publish(2))]), slices=slices)
+    assert server.loads.count((2, None)) == 1 and host.sleeps == 1
+
+
+@pytest.mark.parametrize(
+    "outcome", ["fetched", OSError("a host is away"), CORRUPT_2], ids=["fetched", "away", "corrupt"]
+)
+def test_a_fetch_that_ends_during_the_report_of_a_sleep_is_freed_on_a_thread_or_its_error_is_seen(
+    publish, monkeypatch, outcome
+):
+    slices, reporting, closed = Slices(1, 7.0), asyncio.Event(), list[tuple[int, bool]]()
+    close = HeldVersion.close
+
+    def noted(version):
+        closed.append((version.version, threading.current_thread() is threading.main_thread()))
+        close(version)
+
+    async def slow_fetch(offer, **_):
+        if offer.version == 2:
+            await reporting.wait()
+            if outcome != "fetched":
+                raise outcome
+        return hold(offer.manifest)
+
+    class Late(Server):
+        async def call(self, request):
+            if isinstance(request, ReportSleep):
+                reporting.set()
+                await asyncio.sleep(0.1)
+            return await super().call(request)
+
+    monkeypatch.setattr(HeldVersion, "close", noted)
+    monkeypatch.setattr(update_follower, "fetch", slow_fetch)
+    _, server, host = follow(Late([by_shm(publish(1)), by_shm(publish(2))]), slices=slices)
+    assert closed == [(1, False), (2, False)][: 2 if outcome == "fetched" else 1]
+    failures = [(report.version, report.corrupt) for report in server.reports if not report.committed]
+    assert failures == [(2, True)] * (outcome is CORRUPT_2) and host.sleeps == 1
 
 
 def test_the_learner_gets_the_gpu_even_if_no_parameter_server_records_the_sleep(publish):
