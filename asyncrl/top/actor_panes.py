@@ -26,18 +26,18 @@ from asyncrl.top.draw import (
     Row,
     Style,
     Table,
-    is_amiss,
+    is_problem,
     is_there,
     joined,
+    labelled,
     level_bar,
     number,
     row,
-    said,
-    said_state,
     state_bar,
+    state_text,
     table_of,
     text,
-    warned,
+    warn_style,
 )
 from asyncrl.top.view import AT, UNHEARD, SnapshotView, family, is_gone, now, version_of
 
@@ -64,7 +64,7 @@ class ActorRow(NamedTuple):
     @property
     def state(self) -> Text:
         """Words for the state."""
-        return said_state(*self.view.state(self.actor))
+        return state_text(*self.view.state(self.actor))
 
     @property
     def number(self) -> int:
@@ -74,7 +74,7 @@ class ActorRow(NamedTuple):
     def name(self, role: str = "") -> Text:
         """The actor's name; of ``role`` with the first letter alone."""
         name = self.actor.name.replace(f"{role}/", f"{role[0]}/") if role else self.actor.name
-        return text(name, "bad" if is_amiss(self.condition) else "")
+        return text(name, "bad" if is_problem(self.condition) else "")
 
     def there(self, value: float | None) -> float | None:
         """The value, unless the actor is gone."""
@@ -113,7 +113,7 @@ def _lag(entry: ActorRow) -> int | None:
 
 def _drift_style(entry: ActorRow, otherwise: Style = "") -> Style:
     """An update with a drift of drift.warn or more stands out."""
-    return warned(entry.metric("rollout/drift_warnings"), otherwise)
+    return warn_style(entry.metric("rollout/drift_warnings"), otherwise)
 
 
 def _three_digits(value: float | None) -> str:
@@ -135,12 +135,12 @@ ROLLOUTERS = (
         "KV",
         gauge("rollout/kv_use"),
         percent,
-        lambda entry: warned((now(entry.actor, "rollout/kv_use") or 0.0) > 0.95),
+        lambda entry: warn_style((now(entry.actor, "rollout/kv_use") or 0.0) > 0.95),
         width=4,
         drop=4,
     ),
     number("v", lambda entry: version_of(entry.actor), width=3),
-    number("lag", _lag, style=lambda entry: warned((_lag(entry) or 0) > 1), width=3),
+    number("lag", _lag, style=lambda entry: warn_style((_lag(entry) or 0) > 1), width=3),
     number("stall", gauge("weights/stall_s"), duration, width=6, drop=6, spare=True),
     number("drift", gauge("rollout/drift"), _three_digits, _drift_style, width=6, drop=5, spare=True),
     number(
@@ -152,7 +152,7 @@ ROLLOUTERS = (
         drop=8,
         spare=True,
     ),
-    number("rst", _restarts, style=lambda entry: warned(_restarts(entry), "dim"), width=3, drop=2),
+    number("rst", _restarts, style=lambda entry: warn_style(_restarts(entry), "dim"), width=3, drop=2),
     number("oldest", _oldest, duration, width=6, drop=1),
 )
 SORTS = {column.title: column.value for column in ROLLOUTERS if column.value is not None}
@@ -205,7 +205,7 @@ def _host_row(host: str, entries: Sequence[ActorRow]) -> Row:
     state = f"{sum(map(is_there, conditions))} of {len(entries)}"
     cells = {
         "rollouter": text(host or "host unknown", "bold"),
-        "state": text(state, "bad" if any(map(is_amiss, conditions)) else "dim"),
+        "state": text(state, "bad" if any(map(is_problem, conditions)) else "dim"),
     }
     for column in ROLLOUTERS:
         if column.summed and column.value is not None:
@@ -229,7 +229,7 @@ def _problems(title: str, value: Callable[[ActorRow], float | None], style: Styl
 HOSTS = (
     Column(title="played by", cell=lambda entry: entry.name("episodes"), width=9),
     host_column(3),
-    Column(title="state", cell=lambda entry: said_state(entry.condition, "", ""), width=6),
+    Column(title="state", cell=lambda entry: state_text(entry.condition, "", ""), width=6),
     Column(title="time", cell=lambda entry: entry.bar, width=8, drop=4),
     number("workers", lambda entry: entry.there(len(entry.actor.resources) or None), drop=1),
     number("open", gauge("episodes/open"), width=4),
@@ -242,7 +242,7 @@ HOSTS = (
     number(
         "rst",
         lambda entry: entry.actor.restarts,
-        style=lambda entry: warned(entry.actor.restarts, "dim"),
+        style=lambda entry: warn_style(entry.actor.restarts, "dim"),
         width=3,
         drop=8,
     ),
@@ -274,19 +274,19 @@ def _summary(view: SnapshotView, at: Mapping[str, float]) -> list[RenderableType
     stages = ", ".join(f"{count(number)} {name}" for name, number in at.items())
     words = f"{count(open_count)} episodes" + (f": {stages}" if stages else "")
     return [
-        joined(said("oldest", duration(oldest if open_count else None)), text(words, "bold")),
+        joined(labelled("oldest", duration(oldest if open_count else None)), text(words, "bold")),
         Facts(
-            said("turns", fixed(_mean(turns), 1)),
-            said("p95", ABSENT if p95 is None else f"≤ {p95:g}" if p95 < float("inf") else "many"),
-            said("context", f"{count(_mean(prompts))} tokens"),
-            said("cost", fixed(cost), warned((cost or 0.0) > 2)),
-            said("prefilled again", count(view.counted("rollouter", "rollout/reprefill_tokens"))),
-            said("malformed calls", count(malformed), warned(malformed)),
+            labelled("turns", fixed(_mean(turns), 1)),
+            labelled("p95", ABSENT if p95 is None else f"≤ {p95:g}" if p95 < float("inf") else "many"),
+            labelled("context", f"{count(_mean(prompts))} tokens"),
+            labelled("cost", fixed(cost), warn_style((cost or 0.0) > 2)),
+            labelled("prefilled again", count(view.counted("rollouter", "rollout/reprefill_tokens"))),
+            labelled("malformed calls", count(malformed), warn_style(malformed)),
         ),
         Facts(
-            said("ended", _counts(family(rollouters, "rollout/episodes_ended/"))),
-            said("failed", _counts(failed), "bad" if failed else ""),
-            said("forks", _counts(family(rollouters, "rollout/forks/"))),
+            labelled("ended", _counts(family(rollouters, "rollout/episodes_ended/"))),
+            labelled("failed", _counts(failed), "bad" if failed else ""),
+            labelled("forks", _counts(family(rollouters, "rollout/forks/"))),
         ),
     ]
 

@@ -26,12 +26,12 @@ from asyncrl.top.draw import (
     BARS,
     Style,
     in_columns,
-    is_amiss,
+    is_problem,
     joined,
-    said,
+    labelled,
     state_bar,
     text,
-    warned,
+    warn_style,
 )
 from asyncrl.top.panes import LEVEL_STYLES
 from asyncrl.top.view import CONTROLLER, SnapshotView, is_gone
@@ -94,25 +94,25 @@ def _facts(actor: ActorView) -> list[RenderableType]:
     busy, late = (actor.loop_busy, actor.loop_lag_s) if is_present else (None, None)
     return [
         joined(
-            said("condition", actor.condition, "bad" if is_amiss(actor.condition) else ""),
-            said("state", f"{actor.state} {actor.awaiting}".strip() or ABSENT),
-            said("for", duration(actor.state_s if has_state else None)),
-            said("heard", f"{duration(actor.heard_s)} ago" if is_known else ABSENT, warned(actor.heard_s > 10)),
+            labelled("condition", actor.condition, "bad" if is_problem(actor.condition) else ""),
+            labelled("state", f"{actor.state} {actor.awaiting}".strip() or ABSENT),
+            labelled("for", duration(actor.state_s if has_state else None)),
+            labelled("heard", f"{duration(actor.heard_s)} ago" if is_known else ABSENT, warn_style(actor.heard_s > 10)),
         ),
         joined(
-            said("host", actor.host or ABSENT),
-            said("pid", str(actor.pid or ABSENT)),
-            said("restarts", str(actor.restarts) if is_known else ABSENT, warned(actor.restarts)),
-            said("version", str(actor.version) if actor.version >= 0 else ABSENT),
+            labelled("host", actor.host or ABSENT),
+            labelled("pid", str(actor.pid or ABSENT)),
+            labelled("restarts", str(actor.restarts) if is_known else ABSENT, warn_style(actor.restarts)),
+            labelled("version", str(actor.version) if actor.version >= 0 else ABSENT),
         ),
         joined(
-            said("processors", fixed(actor.cpu if is_present else None)),
-            said("memory", size(actor.rss_bytes or None if is_present else None)),
-            said("event loop busy", percent(busy), warned((busy or 0.0) > 0.8)),
-            said("loop lag", duration(late), warned((late or 0.0) > 0.5)),
+            labelled("processors", fixed(actor.cpu if is_present else None)),
+            labelled("memory", size(actor.rss_bytes or None if is_present else None)),
+            labelled("event loop busy", percent(busy), warn_style((busy or 0.0) > 0.8)),
+            labelled("loop lag", duration(late), warn_style((late or 0.0) > 0.5)),
         ),
         *(
-            said(
+            labelled(
                 f"GPU {gpu.index}",
                 f"{percent(gpu.utilisation)}  {size(gpu.memory_bytes)} of {size(gpu.memory_total_bytes)}",
             )

@@ -80,12 +80,12 @@ def wrapped(line: Text, width: int, most: int) -> list[Text]:
     return [*found[: most - 1], joined(*found[most - 1 :], between=" ")]
 
 
-def said(name: str, value: str, style: Style = "") -> Text:
+def labelled(name: str, value: str, style: Style = "") -> Text:
     """A value with its name before it."""
     return text(f"{name} ", "dim") + text(value, style)
 
 
-def warned(problem: object, otherwise: Style = "") -> Style:
+def warn_style(problem: object, otherwise: Style = "") -> Style:
     """The style of a value that shows a problem, or not."""
     return "warn" if problem else otherwise
 
@@ -118,7 +118,7 @@ def in_columns(facts: Sequence[tuple[str, str, Style]], *, right: bool = False) 
     return Columns(entries, padding=(0, 4), column_first=True)
 
 
-def beside(*parts: Text | Bar | Facts, expand: bool = False) -> Grid:
+def side_by_side(*parts: Text | Bar | Facts, expand: bool = False) -> Grid:
     """Parts of a line: text keeps its width, a bar or facts on the right have the room that is left."""
     ratio = 1 if expand else None
     columns = [
@@ -186,18 +186,20 @@ def is_there(condition: str) -> bool:
     return condition in ("ready", "starting", "silent")
 
 
-def is_amiss(condition: str) -> bool:
+def is_problem(condition: str) -> bool:
     """Whether this condition is a problem."""
     return condition in ("condemned", "dead", "lost", "resting")
 
 
-def said_state(condition: str, state: str, awaiting: str) -> Text:
+def state_text(condition: str, state: str, awaiting: str) -> Text:
     """Words for the state of an actor."""
     if condition in ("ready", "starting") and state:
         kind = kind_of(state)
         waits_for = awaiting.removeprefix("weights ") if kind in ("wait", "weights") else ""
         return text(f"{state} {waits_for}".rstrip(), "dim" if kind == "wait" else "" if kind == "work" else kind)
-    return text(condition, "start" if condition in ("starting", "absent") else "bad" if is_amiss(condition) else "dim")
+    return text(
+        condition, "start" if condition in ("starting", "absent") else "bad" if is_problem(condition) else "dim"
+    )
 
 
 # --- tables ---

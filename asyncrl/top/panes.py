@@ -37,18 +37,18 @@ from asyncrl.top.draw import (
     Pane,
     PaneName,
     Style,
-    beside,
     in_columns,
     is_there,
     joined,
+    labelled,
     level_bar,
     lines,
     number,
-    said,
+    side_by_side,
     state_bar,
     table_of,
     text,
-    warned,
+    warn_style,
 )
 from asyncrl.top.pipeline import header, pipeline, staleness_limit
 from asyncrl.top.view import CONTROLLER, SnapshotView, is_gone
@@ -103,24 +103,24 @@ def _step(view: SnapshotView) -> Text:
     if whole is None and not any(each is not None for each in seconds.values()):
         return text("only a first step is trained so far" if view.run.step else "no step is trained so far", "dim")
     phases = [
-        said(words, duration(each)) + text(f" {percent(each / whole)}" if whole else "", "dim")
+        labelled(words, duration(each)) + text(f" {percent(each / whole)}" if whole else "", "dim")
         for words, each in seconds.items()
         # Only time slices cost a wait for the GPU.
         if each is not None and (each or words != "GPU")
     ]
     # With two blanks all phases fit into 79 cells.
-    return joined(said("step", duration(whole), "bold"), *phases, between="  ")
+    return joined(labelled("step", duration(whole), "bold"), *phases, between="  ")
 
 
 def _learning(view: SnapshotView) -> Facts:
     """Numbers of the newest step. A gradient or a learning rate of 0 stands out: the policy learns nothing."""
     norm, lr = view.number("policy/grad_norm"), view.number("learner/lr")
     return Facts(
-        said("loss", fixed(view.number("loss/policy"), 3)),
-        said("grad norm", fixed(norm, 3), "bad" if norm == 0 else ""),
-        said("entropy", fixed(view.number("policy/entropy"), 3)),
-        said("KL", fixed(view.number("policy/behaviour_kl"), 3)),
-        said("lr", fixed(lr, 3), "bad" if lr == 0 else ""),
+        labelled("loss", fixed(view.number("loss/policy"), 3)),
+        labelled("grad norm", fixed(norm, 3), "bad" if norm == 0 else ""),
+        labelled("entropy", fixed(view.number("policy/entropy"), 3)),
+        labelled("KL", fixed(view.number("policy/behaviour_kl"), 3)),
+        labelled("lr", fixed(lr, 3), "bad" if lr == 0 else ""),
     )
 
 
@@ -134,23 +134,23 @@ def _speed(view: SnapshotView) -> Text:
     # A step has no engine KL if no token was sampled at the weights that the step trained.
     engine_kl = view.number("policy/engine_kl")
     return joined(
-        said("trained tokens/s", count(tokens)),
-        said("MFU", percent(mfu)) if mfu is not None else NONE,
-        said("reward", fixed(mean, 3)) + text(spread, "dim") if mean is not None else NONE,
+        labelled("trained tokens/s", count(tokens)),
+        labelled("MFU", percent(mfu)) if mfu is not None else NONE,
+        labelled("reward", fixed(mean, 3)) + text(spread, "dim") if mean is not None else NONE,
         _cut(view.number("rollout/truncated_fraction")),
-        said("engine KL", fixed(engine_kl, 3)) if engine_kl is not None else NONE,
+        labelled("engine KL", fixed(engine_kl, 3)) if engine_kl is not None else NONE,
     )
 
 
 def _cut(share: float | None) -> Text:
     """Share of the responses that a limit cut; a high share stands out."""
-    return said("cut", percent(share), "bad" if share >= HIGH_TRUNCATION else "") if share is not None else NONE
+    return labelled("cut", percent(share), "bad" if share >= HIGH_TRUNCATION else "") if share is not None else NONE
 
 
 def _components(view: SnapshotView) -> list[Facts]:
     """Means of the reward's components in the newest step."""
     found = sorted(numbers_after(view.last, "reward/component/").items())
-    parts = [said(name, fixed(value, 3)) for name, value in found[:COMPONENTS]]
+    parts = [labelled(name, fixed(value, 3)) for name, value in found[:COMPONENTS]]
     if (more := len(found) - COMPONENTS) > 0:
         parts.append(text(f"and {more} more", "dim"))
     return [Facts(text("components", "dim"), *parts)] if parts else []
@@ -162,11 +162,13 @@ def _evaluations(view: SnapshotView) -> list[Facts]:
     shown = []
     for name, line in sorted(found.items()):
         values = eval_numbers(line, name)
-        parts = [said(f"pass@{k}", fixed(value, 3)) for k, value in pass_at_numbers(values).items()]
+        parts = [labelled(f"pass@{k}", fixed(value, 3)) for k, value in pass_at_numbers(values).items()]
         if (tokens := values.get("length_mean")) is not None:
-            parts.append(said("length", count(tokens)))
+            parts.append(labelled("length", count(tokens)))
         parts.append(_cut(values.get("truncated_fraction")))
-        parts += [said(component, fixed(value, 3)) for component, value in sorted(component_numbers(values).items())]
+        parts += [
+            labelled(component, fixed(value, 3)) for component, value in sorted(component_numbers(values).items())
+        ]
         if any(parts):
             shown.append(Facts(text(f"eval {name}", "dim"), *parts))
     return shown
@@ -201,15 +203,15 @@ def weights(view: SnapshotView, choice: Choice) -> Pane:
     prefilled = count(again / updates if again is not None and updates else None)
     head = [
         joined(
-            said("learner idle", duration(idle[-1] if idle else None)),
-            said("gather", duration(view.number("weights/gather_s"))),
-            said("published", size(view.number("weights/publish_bytes"))),
+            labelled("learner idle", duration(idle[-1] if idle else None)),
+            labelled("gather", duration(view.number("weights/gather_s"))),
+            labelled("published", size(view.number("weights/publish_bytes"))),
         ),
         joined(
-            said("behind", count(view.behind[0] if view.behind else None)),
-            said("paused", count(view.level("parameter_server", "weights/replicas_paused"))),
-            said("failures", count(failures), "bad" if failures else ""),
-            said("prefilled again", prefilled) + text(" an update", "dim"),
+            labelled("behind", count(view.behind[0] if view.behind else None)),
+            labelled("paused", count(view.level("parameter_server", "weights/replicas_paused"))),
+            labelled("failures", count(failures), "bad" if failures else ""),
+            labelled("prefilled again", prefilled) + text(" an update", "dim"),
         ),
     ]
     found = view.snapshot.updates
@@ -237,11 +239,11 @@ def staleness(view: SnapshotView, choice: Choice) -> Pane:
     so_far = [(view.counted("learner", f"staleness/{name}_groups"), words) for name, words in LATE.items()]
     words = ", ".join(f"{count(groups)} {word}" for groups, word in so_far if groups)
     head = joined(
-        said("limit", f"{fixed(staleness_limit(view), 0)} of {most}"),
-        said(f"step {view.run.step}: mean", fixed(view.number("staleness/token_mean"))),
-        said("most", fixed(view.number("staleness/token_max"), 0)),
-        said("late", f"{count(late)} of {view.run.groups_per_step} groups", warned(late)),
-        said("so far", words) if words else NONE,
+        labelled("limit", f"{fixed(staleness_limit(view), 0)} of {most}"),
+        labelled(f"step {view.run.step}: mean", fixed(view.number("staleness/token_mean"))),
+        labelled("most", fixed(view.number("staleness/token_max"), 0)),
+        labelled("late", f"{count(late)} of {view.run.groups_per_step} groups", warn_style(late)),
+        labelled("so far", words) if words else NONE,
     )
     histograms = next((actor.histograms for actor in view.of("learner")), {})
     both = [
@@ -300,8 +302,8 @@ def reward(view: SnapshotView, choice: Choice) -> Pane:
         ("queued", count(view.level("reward", "reward/queued")), ""),
         ("time p50", _at_most(quantile(counts, edges, 0.5)), ""),
         ("time p99", _at_most(quantile(counts, edges, 0.99)), ""),
-        ("timeouts", count(timeouts), warned(timeouts)),
-        ("killed", count(killed), warned(killed)),
+        ("timeouts", count(timeouts), warn_style(timeouts)),
+        ("killed", count(killed), warn_style(killed)),
         ("failed", count(failed), "bad" if failed else ""),
     ]
     bars = [state_bar(kinds)] if shares else []
@@ -328,7 +330,7 @@ def ledger(view: SnapshotView, choice: Choice) -> Pane:
     if outstanding is None or not gate:
         facts.insert(3, ("outstanding", count(outstanding), ""))
         return Pane([in_columns(facts)], about="dataloader/0")
-    bar = beside(
+    bar = side_by_side(
         text("outstanding", "dim"),
         level_bar(outstanding, gate, "warn" if outstanding >= gate else "level"),
         text(f"{count(outstanding)} of {count(gate)} groups"),

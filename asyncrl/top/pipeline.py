@@ -26,10 +26,10 @@ from asyncrl.top.draw import (
     Facts,
     PaneName,
     Style,
-    beside,
     joined,
+    labelled,
     level_bar,
-    said,
+    side_by_side,
     sparkline,
     state_bar,
     text,
@@ -67,17 +67,17 @@ def header(view: SnapshotView, width: int) -> Group:
         Facts(
             text(run.name, "bold"),
             text(phase, PHASE_STYLES.get(phase, "")),
-            said("step", f"{run.step}/{run.steps}"),
-            said("version", count(run.version if run.version >= 0 else None)),
-            said("up", duration(run.age_s)),
-            said("ETA", duration(view.eta_s)),
-            said("attempt", f"{run.attempt}") if run.attempt > 1 else text(""),
+            labelled("step", f"{run.step}/{run.steps}"),
+            labelled("version", count(run.version if run.version >= 0 else None)),
+            labelled("up", duration(run.age_s)),
+            labelled("ETA", duration(view.eta_s)),
+            labelled("attempt", f"{run.attempt}") if run.attempt > 1 else text(""),
         ),
         Facts(
-            said("reward", fixed(rewards[-1] if rewards else None)) + text(f" {spark}" if spark else "", "level"),
-            said("tokens/s", count(view.tokens_per_s)),
-            said("samples/s", rate(view.rate("rollouter", "rollout/trajectories"))),
-            said("step", duration(view.step_mean("time/step_s"))),
+            labelled("reward", fixed(rewards[-1] if rewards else None)) + text(f" {spark}" if spark else "", "level"),
+            labelled("tokens/s", count(view.tokens_per_s)),
+            labelled("samples/s", rate(view.rate("rollouter", "rollout/trajectories"))),
+            labelled("step", duration(view.step_mean("time/step_s"))),
             *_evaluations(view),
         ),
     )
@@ -91,7 +91,7 @@ def _evaluations(view: SnapshotView) -> list[Text]:
         if (value := number_in(line, key)) is not None:
             versions = "–".join(map(str, dict.fromkeys(served_versions(line) or ())))
             name = key.removeprefix("eval/").removesuffix("/mean")
-            found.append(said(name, fixed(value, 3)) + text(f" v{versions}" if versions else "", "dim"))
+            found.append(labelled(name, fixed(value, 3)) + text(f" v{versions}" if versions else "", "dim"))
     return found
 
 
@@ -251,7 +251,7 @@ def tabs(panes: Sequence[PaneName], seen: PaneName, width: int) -> Text:
 def time_bar(replay: Replay) -> Grid:
     """Place of the viewer in a recording, as a bar."""
     past, whole = replay.position - replay.begin, replay.end - replay.begin
-    return beside(
+    return side_by_side(
         text(f"{time.strftime('%H:%M:%S', time.localtime(replay.position))}  {duration(past)} of {duration(whole)}"),
         level_bar(past, whole),
         text(f"×{replay.speed:g} {'playing' if replay.playing else 'paused'}", "dim"),
@@ -282,4 +282,4 @@ def foot(status: Text, choice: Choice, *, replay: bool) -> Grid:
     if choice.level != LEVELS[0]:
         chosen.append(f"events: {choice.level}")
     keys = [text(key.format(space="play" if replay else "freeze"), "dim") for key in KEYS]
-    return beside(joined(status, text("   ".join(chosen), "warn")), Facts(*keys, between="  "), expand=True)
+    return side_by_side(joined(status, text("   ".join(chosen), "warn")), Facts(*keys, between="  "), expand=True)
