@@ -131,7 +131,7 @@ async def serving(core: ScriptedCore, *, max_request_bytes: int = 1 << 20, **opt
     """The endpoint, as its actor keeps it."""
     served = Serving(core, options, max_request_bytes)
     served.url = await served.endpoint.start()
-    watch = asyncio.create_task(served.endpoint.calls.watch())
+    watch = asyncio.create_task(served.endpoint.calls.cancel_abandoned())
     try:
         yield served
         assert not watch.done()

@@ -71,7 +71,7 @@ def _round_of(name: str) -> tuple[str, int]:
 
 
 class EvalRounds:
-    """All rounds of a run; ``version`` names the rounds at the start.
+    """All rounds of a run; ``version`` names the rounds that this opens: those at the start and overdue ones.
 
     ``closed`` lists the finished rounds as NAME@ROUND. ``open`` maps each unfinished round to the uids that the learner
     has. With ``overdue``, a set without an open round gets one if a multiple of ``every_versions`` has been passed
@@ -89,7 +89,7 @@ class EvalRounds:
     ) -> None:
         self._sets = list(sets)
         self._rounds: dict[tuple[str, int], _Round] = {}
-        """Open rounds by (set, version), in the order in which they were opened."""
+        """Open rounds by (set, version), in the order in which they were opened. A restore opens them set by set."""
         self._newest: dict[str, int] = {}
         """Version of the newest round of each set, open or closed."""
         self.rejected: dict[str, str] = {}
@@ -137,7 +137,10 @@ class EvalRounds:
         return any(r.waiting and r.version <= served_version for r in self._rounds.values())
 
     def take(self, served_version: int) -> EvalPrompt:
-        """Take the next prompt of the oldest round that a rollouter serving this version may generate."""
+        """Take the next prompt of the first open round that a rollouter serving this version may generate.
+
+        Rounds are in the order in which they were opened. A restore opens them set by set.
+        """
         for round in self._rounds.values():
             if round.waiting and round.version <= served_version:
                 return round.waiting.popleft()

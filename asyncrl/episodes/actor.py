@@ -45,7 +45,7 @@ rollouter's longest pause between two attempts at a trajectory."""
 LOOK_S = 0.1
 """Seconds between two looks for open episodes, while the host leaves."""
 MOST_OVER = 4096
-"""Number of ended sessions whose reasons are kept for later calls."""
+"""Number of ended sessions whose keys are kept for later calls."""
 ENDED = "it has ended"
 KEY = re.compile(r"(?<![0-9a-f])[0-9a-f]{32,64}(?![0-9a-f])")
 
@@ -62,7 +62,7 @@ class EpisodesActor(Actor, EpisodeObserver):
         self._sessions: dict[str, PolicySession] = {}
         """Sessions of open episodes, by key."""
         self._end_reasons: OrderedDict[str, str] = OrderedDict()
-        """Reasons that sessions have ended, by key, the newest last."""
+        """Keys of ended sessions, the newest last, each with ENDED, which late calls hear."""
         self._faults = FaultKinds()
         self._most_open = self.config.most_episodes if self.name in self.config.extra_episode_hosts else None
         """Most episodes that may be open at a time; None on a rollouter's own host, as the rollouter limits them."""
@@ -82,7 +82,7 @@ class EpisodesActor(Actor, EpisodeObserver):
         self._http = PolicyEndpoint(self, max_request_bytes=config.max_request_bytes, notify=self.notify, log=self.log)
         url = await self._http.start()
         confined = await confine(self.config.security, self.context.run_dir, partial(self.notify, NOTICE))
-        self.tasks.create_task(self._http.calls.watch(), name="watch_endpoint")
+        self.tasks.create_task(self._http.calls.cancel_abandoned(), name="watch_endpoint")
         if config.kind == "command":
             self._players = Programs(config, base_url=f"{url}/v1", confined=confined, observer=self)
         else:
@@ -168,9 +168,9 @@ class EpisodesActor(Actor, EpisodeObserver):
     async def run_episode(self, request: RunEpisode, caller: Caller) -> EpisodeDone:
         """Open a session, play the episode in it, wait for the rewards of its turns, and return the result.
 
-        If the caller cancels, the episode ends. If a turn's reward does not arrive, the episode fails. The reason of
-        the end stays known for late calls. Keys of episodes are masked in the error. Raises EpisodeHostFull if an extra
-        host plays as many episodes as it may.
+        If the caller cancels, the episode ends. If a turn's reward does not arrive, the episode fails. Late calls hear
+        that the episode has ended. Keys of episodes are masked in the error. Raises EpisodeHostFull if an extra host
+        plays as many episodes as it may.
         """
         assert self._players is not None
         if self._most_open is not None and len(self._sessions) >= self._most_open:

@@ -309,7 +309,8 @@ class Follower:
                         return
                     # The head has answered, so the time to reach it starts again.
                     give_up_at = loop.time() + supervision.host_grace_s + supervision.drain_s
-            except (HostFailed, TimeoutError):
+            except (HostFailed, TimeoutError, ValueError):
+                # ValueError: the answer cannot be read.
                 contact.kill()
                 await asyncio.sleep(LOOK_AGAIN_S)
             finally:
@@ -353,15 +354,17 @@ class Follower:
     async def _ask_again(self, member: AgentHandle, within_s: float, **order: Any) -> HostEnded:
         """Send the member's host an EndOrder over a new connection, and return its answer within ``within_s`` seconds.
 
-        ``order`` are fields of the EndOrder. Raises HostFailed or TimeoutError.
+        ``order`` are fields of the EndOrder. Raises TimeoutError or HostFailed, also if the answer cannot be read.
         """
         contact = Contact(member.host, member.contact.start)
         try:
             async with asyncio.timeout(within_s):
                 await contact.reach()
                 return await contact.ask(self._order(member, **order), HostEnded)
-        except (HostFailed, TimeoutError):
+        except (HostFailed, TimeoutError, ValueError) as error:
             contact.kill()
+            if isinstance(error, ValueError):
+                raise HostFailed(member.host, str(error)) from error
             raise
         finally:
             await contact.close()

@@ -58,8 +58,9 @@ LEAST_BEATS = 5 * (1 + LEFT_OUT)
 
 
 def gather_heartbeat(actor: Actor, beat: int) -> Heartbeat:
-    """Reads the present state of an actor into heartbeat number ``beat``. Callable from any thread.
+    """Reads the present state of an actor into heartbeat number ``beat``, and takes the events that it carries.
 
+    Callable from any thread.
     Raises RuntimeError if the actor's thread changes a container while this reads it.
     """
     waits = longest_waits(actor.waits())

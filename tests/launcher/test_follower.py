@@ -4,6 +4,7 @@ import asyncio
 import signal
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from run_settings import simulated_run
 
@@ -218,6 +219,34 @@ async def test_a_lost_head_is_checked_over_one_connection_until_it_fails(tmp_pat
         assert await follower.main() == FAILED
     # The last one makes sure that nothing is left there.
     assert [len(connection.orders) for connection in Looked.made] == [3, 2, 1]
+
+
+class Garbled(Connection):
+    """One to a host that writes something else than an answer; says which of these connections were killed."""
+
+    killed: list = []
+
+    def __init__(self, *_):
+        super().__init__()
+        self.kill = lambda: self.killed.append(self)
+
+    async def ask(self, order, kind):
+        return msgspec.json.decode(b"1", type=kind)
+
+
+async def test_an_answer_that_cannot_be_read_is_no_answer_and_the_run_still_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(following_module, "LOOK_AGAIN_S", 0.01)
+    Garbled.made = [Garbled, Recorded]
+    monkeypatch.setattr(following_module, "Contact", lambda *_: Garbled.made.pop(0)() if Garbled.made else Garbled())
+    warned = []
+    shown = SimpleNamespace(show=lambda *_: None, say=lambda *_: None, warn=lambda lines: warned.extend(lines))
+    head = Cut(EndedEvent(result="done"))
+    follower = Follower(simulated_run(), RunFolder(path=tmp_path, run_id="r"), [head], shown, phase="running")
+    async with asyncio.timeout(20):
+        # The second connection brings the record; the third, at the end, is garbled too.
+        assert await follower.main() == FAILED
+    assert len(Garbled.killed) == 2
+    assert "a: cannot be asked whether anything is left there (Expected `object`, got `int`)" in warned[-1]
 
 
 class Reached(Connection):

@@ -298,7 +298,11 @@ def _resource(heard: HeardResource, since_s: float, elapsed: float) -> Resource:
 
 
 def _condition(entry: Entry, registry: Registry, heartbeat_s: float, now: float) -> str:
-    """Find the condition of an actor for its view: lost, dead, condemned, silent, ready or starting."""
+    """Find the condition of an actor for its view.
+
+    It is the first that applies of: lost (with its host), dead, condemned (its node agent must kill it), silent, ready
+    and starting.
+    """
     if entry.lost:
         return "lost"
     if entry.ended:
@@ -306,7 +310,7 @@ def _condition(entry: Entry, registry: Registry, heartbeat_s: float, now: float)
     if entry.condemned:
         return "condemned"
     if (beat := entry.heartbeat) is not None:
-        # The actor may skip ``left_out`` heartbeats after this one.
+        # The actor may leave out ``left_out`` heartbeats after this one.
         longest_s = (SILENT_BEATS + beat.left_out) * heartbeat_s
         if registry.silence_of(entry, now) > longest_s:
             return "silent"

@@ -218,7 +218,7 @@ class PolicyCalls:
         book = self._books.get(key)
         return None if book is None else book.nodes.get(number)
 
-    async def watch(self) -> None:
+    async def cancel_abandoned(self) -> None:
         """Cancel calls that had no listener for ``grace_s``, and forget old ones. The actor runs this as a task."""
         grace_s, kept_s = self._patience.grace_s, self._patience.kept_s
         pause = WATCH_SHARE * min(grace_s, kept_s)

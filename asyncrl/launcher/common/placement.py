@@ -228,10 +228,10 @@ def _layout(config: Config, hosts: Sequence[PlacementHost]) -> _Layout:
 def _shared_counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], list[int]] | None:
     """Return the numbers of ranks and of engines of each host, where an engine may also use GPUs of ranks.
 
-    Ranks fill the first hosts. Each engine goes to a host that has enough GPUs without an engine. With "auto", it
-    prefers a host where it needs no GPU of a rank. Otherwise it prefers a host where a rank's GPU has no engine yet.
-    Among equal hosts it takes the one with most GPUs without an engine. Returns None if engines use no GPUs, if the
-    first host has no GPU, or if ranks alone or engines alone do not fit.
+    Ranks fill the first hosts. Each engine goes to a host that has enough GPUs without an engine. With
+    placement.share = "auto" it prefers a host where it needs no GPU of a rank. With any other value it prefers a host
+    where a rank's GPU has no engine yet. Among equal hosts it takes the one with most GPUs without an engine. Returns
+    None if engines use no GPUs, if the first host has no GPU, or if ranks alone or engines alone do not fit.
     """
     gpus_each, gpus = _gpus_per_replica(config), [len(host.gpus) for host in hosts]
     if not gpus_each:

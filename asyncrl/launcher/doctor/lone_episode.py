@@ -216,7 +216,10 @@ class LoneEpisode(EpisodeObserver):
 
     @asynccontextmanager
     async def _hosting(self) -> AsyncIterator[None]:
-        """Start the endpoint and the processes of the agent; end them with the context. Raises CannotPlay."""
+        """Start the endpoint and the processes of the agent; end them with the context.
+
+        Raises CannotPlay or ConfigError.
+        """
         episode = self._config.episode
         self._endpoint = PolicyEndpoint(
             self,
@@ -225,7 +228,7 @@ class LoneEpisode(EpisodeObserver):
             log=structlog.wrap_logger(structlog.PrintLogger(sys.stderr)),
         )
         base_url = f"{await self._endpoint.start()}/v1"
-        watch = asyncio.create_task(self._endpoint.calls.watch())
+        watch = asyncio.create_task(self._endpoint.calls.cancel_abandoned())
         confined = Confinement(self._config.security.user_environment)
         self._agents: Programs | EpisodePool
         if episode.kind == "command":

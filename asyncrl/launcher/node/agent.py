@@ -34,10 +34,11 @@ END_S = 5.0
 
 
 async def _run_agent(run_dir: Path, pipe: int) -> int:
-    """Read the spec, run a HostAgent to its end, and send the launcher the last events; returns the exit code.
+    """Read the spec, run a HostAgent to its end, and return the exit code.
 
-    Meanwhile a thread writes heartbeats for the guard to the descriptor ``pipe``. If the launcher ends before it sends
-    the spec, removes this host's part of the run folder and returns 1.
+    Then it sends the launcher the last events, and removes this host's part of the run folder once the launcher has its
+    logs. Meanwhile a thread writes heartbeats for the guard to the descriptor ``pipe``. If the launcher ends before it
+    sends the spec, removes this host's part of the run folder and returns 1.
     """
     loop = asyncio.get_running_loop()
     commands = asyncio.StreamReader(limit=SPEC_BYTES)
@@ -69,7 +70,7 @@ async def _run_agent(run_dir: Path, pipe: int) -> int:
             async with asyncio.timeout(FAREWELL_S):
                 await output.drain()
         if agent is not None:
-            await agent.leave(commands)
+            await agent.remove_part_once_logs_arrived(commands)
         output.close()
         if heartbeat is not None:
             heartbeat.stop()

@@ -367,7 +367,7 @@ class HostAgent:
 
     # --- the end ---
 
-    async def leave(self, commands: asyncio.StreamReader) -> None:
+    async def remove_part_once_logs_arrived(self, commands: asyncio.StreamReader) -> None:
         """Remove this host's part of the run folder once the launcher has sent ARRIVED, because it has all logs.
 
         Waits for ARRIVED at most FAREWELL_S. Keeps the folder if the host has joined again meanwhile: its new agent,

@@ -31,7 +31,7 @@ LINEAR_TOKENS = 4096
 
 About 3 times the width of a layer, here 1,300.
 """
-Ranks = list[list[list[int]]]
+RowsByRank = list[list[list[int]]]
 """Indices of sequences: [rank][micro-batch][sequence], ascending in a row."""
 
 
@@ -130,7 +130,7 @@ def pack(
     world_size: int,
     packed: bool = True,
     shared_prefixes: SharedPrefixes | None = None,
-) -> Ranks:
+) -> RowsByRank:
     """Distribute sequences of these lengths over rows, and the rows over the ranks.
 
     The number of rows is a multiple of ``world_size``, at least one for each rank. Families are cut into more and more
@@ -145,7 +145,7 @@ def pack(
         rows = [*families, *([[]] * (_round_up(max(1, len(families)), world_size) - len(families)))]
         ranks, _ = _deal(rows, sizes, world_size)
         return ranks
-    best, least, parts = Ranks(), float("inf"), 1
+    best, least, parts = RowsByRank(), float("inf"), 1
     largest = max(map(len, families), default=1)
     while True:
         units = [unit for family in families for unit in _split(family, sizes, budget, parts)]
@@ -210,7 +210,7 @@ def _place(sizes: np.ndarray, costs: np.ndarray, budget: int, count: int) -> lis
     return rows
 
 
-def _deal(rows: Sequence[list[int]], sizes: Sizes, world_size: int) -> tuple[Ranks, float]:
+def _deal(rows: Sequence[list[int]], sizes: Sizes, world_size: int) -> tuple[RowsByRank, float]:
     """Give each rank one row of every micro-batch: rows in order of cost, ``world_size`` at a time.
 
     The costliest row goes to the rank with the least work so far. Returns the rows of each rank, and the sum over
@@ -218,7 +218,7 @@ def _deal(rows: Sequence[list[int]], sizes: Sizes, world_size: int) -> tuple[Ran
     """
     costs = [sizes.cost(row) for row in rows]
     order = sorted(range(len(rows)), key=lambda r: (-costs[r], r))
-    ranks: Ranks = [[] for _ in range(world_size)]
+    ranks: RowsByRank = [[] for _ in range(world_size)]
     work = [0.0] * world_size
     for start in range(0, len(order), world_size):
         by_work = sorted(range(world_size), key=lambda rank: (work[rank], rank))

@@ -4,8 +4,9 @@ The conversion runs on the CPU of one host, for any number of ranks, and needs m
 model's layout, buffers and tokenizer are those of model.path. The files equal, bit for bit, those that the learner
 would write at that version in that dtype. Merged adapters agree to the rounding of a sum in float32.
 
-Fails with CheckpointError that names a damaged file, and with ConfigError if model.path is missing or is another model.
-Fails with OSError if the target cannot be written. After a failure there is no target.
+Fails with CheckpointError that names a damaged file, or says that the checkpoint is of another model. Fails with
+ConfigError if the model of model.path cannot be loaded, and with OSError if the target cannot be written. After a
+failure the target is as it was.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ def export_checkpoint(
 
     transformers.utils.logging.disable_progress_bar()
     checkpoints.verify(found)
-    policy, lora, kind = load_policy(model), config.lora, getattr(torch, dtype)
+    policy, lora, torch_dtype = load_policy(model), config.lora, getattr(torch, dtype)
     if lora.is_on:
         add_adapters(policy, lora, seed=config.run.seed)
     load_weights(found.path / TRAINER, policy)
     target.parent.mkdir(parents=True, exist_ok=True)
     source = model_folder(model)
     if not adapter_alone:
-        export(whole_buckets(model_units(policy), dtype=kind), source, target, kind)
+        export(whole_buckets(model_units(policy), dtype=torch_dtype), source, target, torch_dtype)
         return
     settings = adapter_settings(lora, model=str(model.path), targets=target_names(policy.model, lora))
-    export_adapter(whole_buckets(adapter_units(policy), dtype=kind), source, target, settings)
+    export_adapter(whole_buckets(adapter_units(policy), dtype=torch_dtype), source, target, settings)

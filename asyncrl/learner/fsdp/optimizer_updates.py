@@ -176,7 +176,7 @@ class OptimizerUpdates:
 
     def _score_row(self, scorer: Scorer, row: PackedRow, temperature: float) -> Tensor:
         logprobs = scorer.score(row, temperature)[0]
-        self._ranks.mark()
+        self._ranks.note_progress()
         return logprobs
 
     def _reshard_frozen(self, scorer: Scorer) -> None:
@@ -282,7 +282,7 @@ class OptimizerUpdates:
         tokens = self._token_batch(batch, scored, logprobs, entropies, is_first=is_first)
         loss, named = self._objective(tokens, denominator)
         torch.autograd.backward(loss * self._ranks.world_size)
-        self._ranks.mark()
+        self._ranks.note_progress()
         statistics = token_sums(tokens, fresh=fresh, cap=self._config.tis_cap)
         return _Accumulated(loss.detach(), statistics, dict(named), logprobs.detach())
 
@@ -293,7 +293,7 @@ class OptimizerUpdates:
         weights = torch.from_numpy(batch.weights).to(self._ranks.device)
         loss = (weights * supervised(logprobs)).sum() / shape.supervised.denominator
         torch.autograd.backward(loss * (shape.coefficient * self._ranks.world_size))
-        self._ranks.mark()
+        self._ranks.note_progress()
         return _Accumulated(loss.detach(), torch.empty(0), {}, logprobs.detach())
 
     def _token_batch(

@@ -220,10 +220,13 @@ class Versions:
         return True
 
     async def _begin(self) -> int:
-        """Give the next number, score the probe and copy the weights. Returns the number."""
+        """Take the next number, score the probe, open the broadcast, copy the weights, and return the number.
+
+        Also starts the task that waits for the assembly.
+        """
         self._track.enter("publish")
         try:
-            # An ending actor waits for this thread, so no number is given after its successor has begun.
+            # An ending actor waits for this thread, so no number is given after the actor's successor has begun.
             version = await self._on_thread(self._numbers.advance)
             probe = await self._on_thread(lambda: self._backend.probe(self.probed))
             # The new copy overwrites the last one, so its assembly must have ended.

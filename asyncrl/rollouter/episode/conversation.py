@@ -145,7 +145,9 @@ class Conversation:
         self._children: dict[Node | None, list[Node]] = {}
         """Nodes by their parent; None for those without one."""
         self._lineage: list[int] = []
-        """For each node the ids, as bits, of the node, its ancestors, and the answers that its call comes after."""
+        """For each node a bit mask of node ids.
+
+        They are the node, its ancestors, and the earlier answers that its call's messages continue."""
         self._forks: Counter[str] = Counter()
         self._prompts = itertools.count()
         """Numbers for the next prompts."""

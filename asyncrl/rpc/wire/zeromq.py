@@ -174,8 +174,8 @@ class _ZmqSocket:
     ZeroMQ's file descriptor is edge-triggered, and any operation on the socket may consume the edge. So reading
     continues until the socket is empty, and each send schedules one more read in the next turn of the loop.
 
-    The first message of a turn of the loop is sent at once. Further messages of the same turn are sent together in the
-    next one, because waking ZeroMQ's thread for each would be most of its cost.
+    A message is sent at once unless a read is scheduled. Other messages are sent together, by that read or once
+    SEND_BATCH of them wait, because waking ZeroMQ's thread for each would be most of its cost.
     """
 
     _plain_frames: int
@@ -191,6 +191,7 @@ class _ZmqSocket:
         self._outgoing: list[Frames] = []
         """Messages for the next turn of the loop; empty unless a read is scheduled."""
         self._read_scheduled = False
+        """Whether the next turn of the loop reads: something was already sent in this turn, or more may be there."""
         self._closed = False
         self._fd = socket.getsockopt(zmq.FD)
         self._loop.add_reader(self._fd, self._read)

@@ -10,7 +10,9 @@ never read that part. The result depends on the kinds of messages alone, so it i
 exceptions. A template that shows reasoning elsewhere may leave it out of earlier answers: it does so in use, too. Ids
 of calls, and the name of the tool in a result, get no mark, since they only repeat what the call says.
 
-Fails with ChatRefused, which names the field, and with ConfigError where the model has no chat template.
+Fails with ChatRefused, which names the field, and with ConfigError where the model has no chat template. With
+another data.template than "chat", messages fail with a plain ValueError. Callers catch ValueError, which ChatRefused is
+too.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def test_a_leaving_agent_keeps_the_files_of_a_host_that_joined_again(tmp_path, o
         commands = asyncio.StreamReader()
         commands.feed_data(ARRIVED)
         commands.feed_eof()
-        await HostAgent(spec, CONFIG, None).leave(commands)
+        await HostAgent(spec, CONFIG, None).remove_part_once_logs_arrived(commands)
 
     asyncio.run(main())
     assert sorted(path.name for path in run_dir.iterdir()) == sorted(["private-2", *others, *left])

@@ -189,7 +189,7 @@ class HangWatch:
                 if self._waits:
                     self._waits[-1].progress_at = time.monotonic()
 
-    def mark(self) -> None:
+    def note_progress(self) -> None:
         """Record progress within a wait: now, and again once the device has done the work queued so far."""
         if self._on_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

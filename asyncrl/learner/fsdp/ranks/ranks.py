@@ -338,10 +338,10 @@ class Ranks:
             error.add_note(f"learner/{self.rank} of {self.world_size} ranks, {what}")
             raise
 
-    def mark(self) -> None:
+    def note_progress(self) -> None:
         """Record progress between two of many collectives in a wait: the limit holds for each."""
         if self._watch is not None:
-            self._watch.mark()
+            self._watch.note_progress()
 
     def close(self) -> None:
         """Leave the group. Rank 0, which holds the store, lets the others leave first, for a limited time."""

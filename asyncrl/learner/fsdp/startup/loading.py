@@ -268,7 +268,7 @@ def _distribute(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
         shard = nn.Parameter(distribute_tensor(full, mesh, placements), requires_grad=parameter.requires_grad)
         for name in places[id(parameter)]:
             _replace(policy, name, shard)
-        ranks.mark()
+        ranks.note_progress()
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
             # As bytes: not every backend broadcasts every type.

@@ -219,7 +219,7 @@ class _Check:
         """Return the bound of each position of ``rows``, nats; the policy still scores as it did for ``scores``."""
         if not self._is_float32:
             return torch.full_like(scores, ROUNDINGS * max(rounding, torch.finfo(torch.float32).eps))
-        self._ranks.mark()
+        self._ranks.note_progress()
         return measure_rounding(self._policy, rows, scores, self._dtype)
 
     def _ways_to_try(self, warnings: list[str]) -> list[Attention]:
@@ -267,7 +267,7 @@ class _Check:
 
     def _score(self, rows: list[Any], implementation: Attention, *, chunked: bool) -> Tensor:
         Scoring(packed=False, attention=implementation, chunked=chunked).apply(self._policy)
-        self._ranks.mark()
+        self._ranks.note_progress()
         return score_rows(self._policy, rows)
 
     def _distance(self, scores: Tensor, truth: Tensor, bounds: Tensor) -> Distance:

@@ -1,10 +1,10 @@
-"""Loads the policy and shards it over the ranks with FSDP2.
+"""Loads the policy, a reference or a teacher, and shards it over the ranks with FSDP2.
 
 A model is built on torch's device "meta" (without memory), sharded, and then filled with the rows that each rank has
 read (loading.py). This happens twice. The first model holds the loaded weights in float32, and the start-up check tries
 the ways of scoring with it (startup_check.py). A way of scoring is a way to compute log-probs: a choice of rows,
-attention and logits. The shards of the first model then move to the second model, which trains. So no rank holds a
-whole model or a second copy of its shards.
+attention and logits. The shards of the first model then move to the second model, which the learner uses. So no rank
+holds a whole model or a second copy of its shards.
 
 Trained weights stay float32; frozen weights below adapters are held in the compute type. A layer is gathered in the
 compute type just before it is used, and gradients are reduced in float32. Each decoder layer with its adapters is a
@@ -151,11 +151,11 @@ def build_policy(
 def build_frozen(
     key: str, path: str, config: Config, ranks: Ranks, dtype: torch.dtype, *, packed: bool
 ) -> tuple[Policy, Scoring]:
-    """All ranks together: load and shard a model that only scores. Returns it and its way of scoring.
+    """All ranks together: load and shard a model that only scores, a reference or teacher.
 
-    ``path`` is the model's folder and ``key`` the configuration key that names it. The shards stay in host memory, and
-    a layer is on the device only while it computes. Raises ConfigError on all ranks, also if ``packed`` is True and the
-    model cannot score several sequences a row.
+    Returns it and its way of scoring. ``path`` is the model's folder and ``key`` the configuration key that names it.
+    The shards stay in host memory, and a layer is on the device only while it computes. Raises ConfigError on all
+    ranks, also if ``packed`` is True and the model cannot score several sequences a row.
     """
     model = config.model.model_copy(update={"path": path})
     mesh = make_mesh(ranks, ranks.device.type)
@@ -260,10 +260,10 @@ def _choose(policy: Policy, config: Config, ranks: Ranks, *, adapted: bool) -> A
     If the model is ``adapted``, adds a warning for adapters that get no gradient.
     """
     seed = config.run.seed
-    choice = choose_scoring(policy, config.learner, seed=seed, device=ranks.device, on_pass=ranks.mark)
+    choice = choose_scoring(policy, config.learner, seed=seed, device=ranks.device, on_pass=ranks.note_progress)
     if not adapted:
         return choice
-    ranks.mark()
+    ranks.note_progress()
     row, _ = make_batch(short_tokens(policy, seed), ranks.device).longest
     if untrained := unreached(policy, row):
         finding = (

@@ -73,7 +73,7 @@ class ReferenceEngine:
         """Set to stop the thread's sampling after the token under way."""
         self._model: Model | None = None
         self._receiver: Receiver | None = None
-        self._flights: dict[str, _Request] = {}
+        self._requests: dict[str, _Request] = {}
         self._waiting: list[tuple[int, int, _Request]] = []
         """Heap (priority, arrival, request) of the requests that have not begun; some have ended since."""
         self._arrivals = itertools.count()
@@ -151,8 +151,8 @@ class ReferenceEngine:
         if self._dead is None:
             self._dead = EngineDied(self.name, reason)
             self._interrupt.set()
-            for flight in self._flights.values():
-                flight.stream.fail(self._dead)
+            for request in self._requests.values():
+                request.stream.fail(self._dead)
             # A pause may wait for this event.
             self._idle.set()
         return self._dead
@@ -162,21 +162,21 @@ class ReferenceEngine:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         self._require_alive()
         assert self._version >= 0, "nothing is generated before the first load"
-        assert request.id not in self._flights, f"request {request.id} is in flight already"
-        flight = _Request(request.id, self._continuation(request), DeltaStream())
-        self._flights[request.id] = flight
-        heapq.heappush(self._waiting, (request.priority, next(self._arrivals), flight))
+        assert request.id not in self._requests, f"request {request.id} is in flight already"
+        accepted = _Request(request.id, self._continuation(request), DeltaStream())
+        self._requests[request.id] = accepted
+        heapq.heappush(self._waiting, (request.priority, next(self._arrivals), accepted))
         self._wake()
         over = False
         try:
             while not over:
-                delta = await flight.stream.get()
+                delta = await accepted.stream.get()
                 over = delta.finish_reason is not None
                 yield delta
         finally:
-            del self._flights[request.id]
+            del self._requests[request.id]
             if not over:
-                self._abort(flight)
+                self._abort(accepted)
 
     def _continuation(self, request: GenerationRequest) -> Continuation:
         """Make the sequence that the model continues. Raises ValueError for a request that it can never serve."""
@@ -205,31 +205,31 @@ class ReferenceEngine:
     async def abort(self, ids: Sequence[str]) -> None:
         self._require_alive()
         for id in ids:
-            if id in self._flights:
-                self._abort(self._flights[id])
+            if id in self._requests:
+                self._abort(self._requests[id])
 
-    def _abort(self, flight: _Request) -> None:
+    def _abort(self, request: _Request) -> None:
         """End a request early: at once, or, while the thread samples for it, after the token under way."""
-        flight.aborted = True
-        if flight is self._current and self._computing:
+        request.aborted = True
+        if request is self._current and self._computing:
             # ``_sample`` then ends the request, with the tokens that the thread returns.
             self._interrupt.set()
-        elif not flight.ended:
-            self._end(flight)
+        elif not request.ended:
+            self._end(request)
 
-    def _end(self, flight: _Request, sampled: Sampled | None = None) -> None:
+    def _end(self, request: _Request, sampled: Sampled | None = None) -> None:
         """Put the last delta into the request's stream: the tokens of ``sampled``, and its finish reason or "abort"."""
         finish = None if sampled is None else sampled.finish_reason
-        flight.ended = True
-        flight.stream.put(
+        request.ended = True
+        request.stream.put(
             TokenDelta(
                 tokens=[] if sampled is None else sampled.tokens,
                 logprobs=[] if sampled is None else sampled.logprobs,
                 finish_reason=finish or "abort",
-                spans=flight.spans,
+                spans=request.spans,
             )
         )
-        if flight is self._current:
+        if request is self._current:
             self._current = None
 
     async def score(self, ids: Sequence[int]) -> list[float]:
@@ -253,12 +253,12 @@ class ReferenceEngine:
         try:
             while self._dead is None:
                 self._changed.clear()
-                flight = self._begin_next()
-                if flight is None:
+                request = self._begin_next()
+                if request is None:
                     self._idle.set()
                     await self._changed.wait()
                 else:
-                    await self._sample(flight)
+                    await self._sample(request)
         except EngineDied:
             # ``_die`` has passed the error to every stream.
             assert self._dead is not None
@@ -271,39 +271,39 @@ class ReferenceEngine:
         if self._paused:
             return None
         while self._current is None and self._admitting and self._waiting:
-            _, _, flight = heapq.heappop(self._waiting)
-            if not flight.ended:
-                self._current = flight
+            _, _, request = heapq.heappop(self._waiting)
+            if not request.ended:
+                self._current = request
         return self._current
 
-    async def _sample(self, flight: _Request) -> None:
+    async def _sample(self, request: _Request) -> None:
         """Sample up to ``rollout.stream_interval`` tokens of a request on the thread, and make a delta of them."""
-        model, continuation, count = self._loaded(), flight.continuation, self._config.rollout.stream_interval
+        model, continuation, count = self._loaded(), request.continuation, self._config.rollout.stream_interval
         self._interrupt.clear()
         self._computing = True
         try:
             sampled = await self._compute(
-                f"request {flight.id}",
+                f"request {request.id}",
                 lambda: model.advance(continuation, count, self._interrupt.is_set),
                 self._timeout_s,
             )
         finally:
             self._computing = False
-        self._note_version(flight, len(sampled.tokens))
-        if flight.aborted or sampled.finish_reason is not None:
-            self._end(flight, sampled)
+        self._note_version(request, len(sampled.tokens))
+        if request.aborted or sampled.finish_reason is not None:
+            self._end(request, sampled)
         elif sampled.tokens:
-            flight.stream.put(TokenDelta(tokens=sampled.tokens, logprobs=sampled.logprobs))
+            request.stream.put(TokenDelta(tokens=sampled.tokens, logprobs=sampled.logprobs))
 
-    def _note_version(self, flight: _Request, tokens: int) -> None:
+    def _note_version(self, request: _Request, tokens: int) -> None:
         """Add the ``tokens`` new tokens of a request to its version spans; extends the last span if it fits."""
         if not tokens:
             return
-        start, flight.sampled = flight.sampled, flight.sampled + tokens
-        last = flight.spans[-1] if flight.spans else None
-        if last is not None and (last.version, last.mixed_kv) == (self._version, flight.stale):
-            start = flight.spans.pop().start
-        flight.spans.append(VersionSpan(self._version, start, flight.sampled, flight.stale))
+        start, request.sampled = request.sampled, request.sampled + tokens
+        last = request.spans[-1] if request.spans else None
+        if last is not None and (last.version, last.mixed_kv) == (self._version, request.stale):
+            start = request.spans.pop().start
+        request.spans.append(VersionSpan(self._version, start, request.sampled, request.stale))
 
     async def _compute(self, what: str, work: Callable[[], T], timeout_s: float) -> T:
         """Run ``work`` on the thread and return its result.
@@ -349,7 +349,7 @@ class ReferenceEngine:
             self._paused = True
             self._interrupt.set()
             if mode == "abort":
-                await self.abort(list(self._flights))
+                await self.abort(list(self._requests))
         # This wait ends, because every sequence ends and ``_die`` sets the event.
         await self._idle.wait()
         self._require_alive()
@@ -365,7 +365,7 @@ class ReferenceEngine:
         """Check that nothing runs. The model keeps its memory, because this engine computes on CPUs."""
         self._require_alive()
         assert self._paused, "only a paused engine may sleep"
-        assert not self._flights, "a sleeping engine has no requests"
+        assert not self._requests, "a sleeping engine has no requests"
 
     async def wake(self) -> None:
         self._require_alive()
@@ -398,11 +398,11 @@ class ReferenceEngine:
         if isinstance(weights, HeldVersion):
             self._layout = weights.layout
         self._version = version
-        for flight in self._flights.values():
+        for request in self._requests.values():
             if recompute_kv:
-                flight.continuation.forget()
+                request.continuation.forget()
             # A request without keys and values computes them all under the new weights, so it is not stale.
-            flight.stale = flight.continuation.seen > 0
+            request.stale = request.continuation.seen > 0
 
     def _receive(self, weights: BroadcastPart) -> dict[str, Tensor]:
         """Receive the tensors of a broadcast, by name. Runs on a thread."""

@@ -84,7 +84,7 @@ class OneRank:
     def waiting(self, what: str) -> Any:
         return nullcontext()
 
-    def mark(self) -> None:
+    def note_progress(self) -> None:
         pass
 
 
