@@ -47,7 +47,7 @@ def test_i1_i6_i7_a_host_joins_serves_and_leaves_during_a_run(cluster, folder):
     private = run.run_dir / "private"
     assert (private.stat().st_mode & 0o777, (private / "launcher-0.0.json").stat().st_mode & 0o777) == (0o700, 0o600)
     joining = run.join("c")
-    joining.wait_to_show("c serves from now on: rollouter/2")
+    joining.wait_to_show("c serves from now on (it has rollouter/2)")
     (there,) = json.loads((private / "members.json").read_text())["hosts"]
     assert [there["agent"], *there["actors"]] == ["agent/2", "rollouter/2"] and len(there["keys"]) == 2
     assert (private / "members.json").stat().st_mode & 0o777 == 0o600
@@ -107,7 +107,7 @@ def test_i1_i7_joined_hosts_are_treated_like_any_other(cluster, folder):
     run = Run(cluster, folder, 200, "--rollout.replicas=3", hosts="head\na\nb\n")
     run.wait_to_show("step 2/")
     joining = run.join("c")
-    joining.wait_to_show("c serves from now on: rollouter/3")
+    joining.wait_to_show("c serves from now on (it has rollouter/3)")
     os.kill(process(cluster.head, "asyncrl controller/0"), signal.SIGKILL)
     # Its successor does not know yet which rollouters serve.
     code, shown = run.leave("b", "--within", "0").end()
@@ -145,7 +145,7 @@ def test_a_host_that_cannot_serve_does_no_harm(cluster, folder):
     assert code == 78, shown
     assert shown[-1].startswith("rollouter/2: ended with exit code 78, which a restart would not mend (log: ")
     joining = run.join("c")
-    joining.wait_to_show("c serves from now on: rollouter/3")
+    joining.wait_to_show("c serves from now on (it has rollouter/3)")
     os.kill(process(cluster.head, "asyncrl.cli.launch --join"), signal.SIGKILL)
     run.wait_for_step(4)
     assert process(cluster["c"], "asyncrl rollouter/3")

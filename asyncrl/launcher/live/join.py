@@ -237,7 +237,7 @@ class JoinedHosts:
         await member.hear(self.run.folder.logs, self.progress, take)
 
     async def _watch_members(self) -> None:
-        """Show when actors of these hosts serve and when a host leaves. At the end of the run, end the hosts too."""
+        """Show when these hosts serve and when they leave. At the end of the run, end the hosts too."""
         own = {agent_name(member.index) for member in self.members}
         async for members in self.controller.members():
             for host in [host for host in members.hosts if host.agent in own]:
@@ -245,7 +245,8 @@ class JoinedHosts:
                 if shown is not None and shown.stage == host.stage:
                     continue
                 if host.stage == "serving":
-                    self.progress.say(f"{host.host} serves from now on: {', '.join(host.actors)}")
+                    # Some of its actors may still load, or rest.
+                    self.progress.say(f"{host.host} serves from now on (it has {', '.join(host.actors)})")
                 elif host.stage == "leaving":
                     self.progress.say(f"{host.host} leaves" + (f": {host.reason}" if host.reason else ""))
         # No more news: the run has ended on its head.

@@ -363,6 +363,7 @@ async def test_a_joined_host_serves_with_one_rollouter_and_the_other_rests(clust
         await cluster.caller(found.agent).call(end)
     now = await members(cluster, lambda members: members.added)
     assert (now.added, now.hosts[0].stage) == (found.actors, "serving")
+    assert cluster.controller.registry.ready() & set(found.actors) == {works}
     told = await state(cluster, lambda state: state.resting)
     assert [(actor.name, actor.reason) for actor in told.resting] == [(broken, "its reason")]
     assert told.phase == "running"

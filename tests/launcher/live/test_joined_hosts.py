@@ -171,7 +171,7 @@ def test_a_host_that_leaves_after_one_of_its_rollouters_has_served_has_left():
     followed.progress = TerminalProgress(told := io.StringIO(), 1, io.StringIO())
     assert run_virtual(followed.follow()) == 0
     assert told.getvalue().splitlines() == [
-        "c serves from now on: rollouter/2, rollouter/3",
+        "c serves from now on (it has rollouter/2, rollouter/3)",
         "c has left the run",
     ]
 
