@@ -65,7 +65,8 @@ class HostChanges:
         except FileNotFoundError:
             return
         self.members = self._membership.members = members
-        self._run.joined([name for host in members.at("serving") for name in host.actors], self._now())
+        serving = [name for host in members.at("serving") for name in host.actors]
+        self._run.joined(serving, self._now(), has_served=True)
         self._run.left([name for host in members.hosts if not host.takes_part for name in host.actors], self._now())
         self._run.tell_members(members.number, self._membership.leaving)
 
@@ -89,9 +90,13 @@ class HostChanges:
 
     def _try_joined(self) -> None:
         """Add joined actors to the run, and let each joined host serve or leave whose trial is over."""
-        ready = self._registry.ready()
+        ready, entries = self._registry.ready(), self._registry.entries
         for host in self._membership.members.at("joining"):
             if self._run.joined(host.actors, self._now()):
+                # While the run starts, an actor may register before it is added.
+                for name in host.actors:
+                    if name in entries and not entries[name].ended:
+                        self._run.started(name)
                 self._run.ready(ready, self._now())
                 self._run_changed()
         for host in self._membership.judge(ready, {each.name: each.reason for each in self._run.resting}):

@@ -103,6 +103,8 @@ class RunStateMachine:
     _ready: set[str] = field(default_factory=set)
     _on_trial: set[str] = field(default_factory=set)
     """Replicas that have joined and have not been ready so far."""
+    _recalled: set[str] = field(default_factory=set)
+    """Replicas whose joined host has served under an earlier controller, and that have not been ready since."""
     _ended: set[str] = field(default_factory=set)
     """Actors whose process has ended, or whose host is lost; draining does not wait for them."""
     _awaited_since: dict[str, float] = field(default_factory=dict)
@@ -190,6 +192,7 @@ class RunStateMachine:
         phase, waiting_for = self.phase, self.waiting_for
         self._ready = set(names) & self.expected
         self._on_trial -= self._ready
+        self._recalled -= self._ready
         self._update_waits(now)
         if self.phase == "starting" and self._ready >= self.expected - self._spared - self._resting:
             self.phase = "running"
@@ -222,7 +225,9 @@ class RunStateMachine:
             self._awaited_since[name] = now
         if self.drain:
             return self.tick(now)
-        if fatal and may_rest(name, is_healable=exit_code not in UNHEALABLE_EXITS or name in self._on_trial):
+        # A recalled replica may never have been ready either; an earlier controller let it rest then.
+        is_healable = exit_code not in UNHEALABLE_EXITS or name in self._on_trial or name in self._recalled
+        if fatal and may_rest(name, is_healable=is_healable):
             return self.let_rest(name, incarnation, reason or describe_exit(exit_code), log, now)
         if fatal:
             code = exit_code if exit_code in UNHEALABLE_EXITS else 1
@@ -278,13 +283,19 @@ class RunStateMachine:
         self._update_waits(now)
         return self._changed()
 
-    def joined(self, names: Iterable[str], now: float) -> bool:
-        """Add replicas to the run. Until one has been ready, the run does not fail because of it."""
+    def joined(self, names: Iterable[str], now: float, *, has_served: bool = False) -> bool:
+        """Add replicas to the run. Until one has been ready, the run does not fail because of it.
+
+        With ``has_served`` their host has served under an earlier controller. Then the run counts on them at once.
+        """
         new = frozenset(names) - self.expected
         self.expected |= new
-        self._on_trial |= new
-        # They have no process so far, and a drain does not wait for one.
-        self._ended |= new
+        if has_served:
+            self._recalled |= new
+        else:
+            self._on_trial |= new
+            # A drain waits for them only once they have ``started``.
+            self._ended |= new
         self._update_waits(now)
         return bool(new) and self._changed()
 
@@ -296,6 +307,7 @@ class RunStateMachine:
             self._awaited_since.pop(name, None)
         self._ended &= self.expected
         self._on_trial &= self.expected
+        self._recalled &= self.expected
         self._reserve.forget(names)
         self.ready(self._ready, now)
         self._changed()

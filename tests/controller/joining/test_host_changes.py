@@ -213,6 +213,39 @@ async def test_a_successor_of_the_controller_knows_the_joined_hosts(cluster, tmp
 
 
 @on_cluster()
+async def test_a_successor_of_the_controller_counts_on_joined_rollouters_at_once(cluster):
+    """The run lives on a joined rollouter, and the successor first hears of the end of the other one."""
+    found = await serve(cluster)
+    last = ended("rollouter/0", 1, fatal=True)
+    await cluster.caller().call(last)
+    await cluster.die()
+    await cluster.start(8)
+    await cluster.caller().call(last)
+    assert (await state(cluster)).phase == "starting"
+    for name in (*OTHERS, *found.actors):
+        if name != "rollouter/0":
+            await cluster.register(name)
+    told = await state(cluster)
+    assert (told.phase, [actor.name for actor in told.resting]) == ("running", ["rollouter/0"])
+
+
+@on_cluster()
+async def test_a_drain_waits_for_an_actor_that_joined_while_a_successor_of_the_controller_started(cluster):
+    (found,) = await join(cluster, "c")
+    await cluster.die()
+    await cluster.start(8)
+    await cluster.register(found.actors[0])
+    await cluster.all_ready()
+    await members(cluster, lambda members: members.added)
+    await cluster.caller().call(StopRun(reason="test"))
+    for name in OTHERS:
+        await cluster.caller().call(ended(name, 0))
+    assert "dataloader" not in (await state(cluster)).draining
+    await cluster.caller().call(ended(found.actors[0], 0))
+    assert "dataloader" in (await state(cluster)).draining
+
+
+@on_cluster()
 async def test_a_successor_of_the_controller_knows_a_joined_host_by_its_address(cluster, tmp_path):
     asked = Join(ask=ASK, hosts=[NewHost(host="gpu-5", replicas=1, address="10.0.0.5")])
     (found,) = await asked_to_join(cluster, asked)

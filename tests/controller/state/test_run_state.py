@@ -467,6 +467,41 @@ def test_a_drain_waits_only_for_joined_replicas_with_a_process():
     assert run.drain == 2
 
 
+def test_a_recalled_replica_counts_before_it_is_ready_again():
+    """A successor of the controller hears of the end of the start's rollouters before it hears the joined one."""
+    run = machine(running=False)
+    run.joined(["rollouter/7"], 0.0, has_served=True)
+    for name in ROLLOUTERS:
+        gives_up(run, name)
+    assert (run.phase, run.waiting_for) == ("starting", sorted((*SINGLE, "rollouter/7")))
+    run.ready({*SINGLE, "rollouter/7"}, 11.0)
+    assert (run.phase, resting_names(run)) == ("running", list(ROLLOUTERS))
+    gives_up(run, "rollouter/7")
+    assert run.outcome.actor == "rollouter/7"
+
+
+@pytest.mark.parametrize("was_ready", [False, True])
+def test_a_recalled_replica_may_never_have_been_ready(was_ready):
+    """Only its host has served. So its exit code fails the run only after it is ready again."""
+    run = machine(running=False)
+    run.joined(["rollouter/7"], 0.0, has_served=True)
+    if was_ready:
+        run.ready({"rollouter/7"}, 4.0)
+    end(run, "rollouter/7", code=78, fatal=True)
+    assert run.phase == ("draining" if was_ready else "starting")
+
+
+def test_a_drain_waits_for_a_recalled_replica():
+    run = machine()
+    run.joined(["rollouter/7"], 5.0, has_served=True)
+    run.finish(10.0)
+    for name in (*ROLLOUTERS, "reward/0"):
+        end(run, name, 11.0)
+    assert run.drain == 1
+    end(run, "rollouter/7", 11.0)
+    assert run.drain == 2
+
+
 # --- any order of events ---
 
 someone = st.sampled_from((*ACTORS, *EPISODES))
