@@ -370,7 +370,7 @@ class DeadlineExceeded(WireError, TimeoutError):
     """A wait on a peer timed out. The message names the waiting actor, the peer, the purpose and the time."""
 
     def __init__(self, who: str, peer: str, what: str, waited_s: float, hint: str = "") -> None:
-        self.who, self.peer, self.what, self.waited_s = who, peer, what, waited_s
+        self.who, self.peer, self.what, self.waited_s, self.hint = who, peer, what, waited_s, hint
         super().__init__(f"{who} waited {waited_s:.1f} s on {peer} for {what}" + (f": {hint}" if hint else ""))
 
 

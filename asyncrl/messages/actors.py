@@ -182,6 +182,8 @@ class BringBack(Request, frozen=True, kw_only=True):
 
     reply = Done
     senders = LAUNCHER
+    # The second one would find no resting replica.
+    idempotent = False
     name: str
 
 

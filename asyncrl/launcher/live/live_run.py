@@ -28,7 +28,9 @@ from asyncrl.rpc.wire.keys import LAUNCHER, Credentials, load_credentials
 INCARNATION = 1
 """Incarnation of every command that calls as the launcher. With different ones only the newest could call."""
 LOOK_S = 10.0
-"""Seconds of waiting for an answer after which a command looks whether the run still lives, and calls again."""
+"""Seconds of waiting for an answer after which a command looks whether the run still lives, and calls again.
+
+A request that is not idempotent is not repeated; the command looks at its deadline."""
 AGAIN_S = 0.5
 """Seconds before a call is repeated."""
 
@@ -100,17 +102,17 @@ class LiveController(ControllerClient):
         """Send a request and return its reply; repeats a request that was refused only for now.
 
         ``timeout`` (s), by default network.call_timeout_s, covers all repeats. Raises UsageError if the controller
-        refuses the request, too many commands are connected or the run has ended. Raises DeadlineExceeded if a live run
-        does not answer.
+        refuses the request, too many commands are connected or the run has ended. Raises DeadlineExceeded with the
+        whole time if a live run does not answer.
         """
         loop, path = asyncio.get_running_loop(), self._run.folder.path
-        until = loop.time() + (self._run.config.network.call_timeout_s if timeout is None else timeout)
+        began, look_s = loop.time(), LOOK_S if request.idempotent else math.inf
+        until = began + (self._run.config.network.call_timeout_s if timeout is None else timeout)
         while True:
-            left_s = until - loop.time()
             try:
-                return await self.peer.call(request, timeout=min(left_s, LOOK_S))
+                return await self.peer.call(request, timeout=min(until - loop.time(), look_s))
             except RemoteError as error:
-                if not error.retryable or left_s <= AGAIN_S:
+                if not error.retryable or loop.time() + AGAIN_S >= until:
                     raise UsageError(error.message) from None
                 await asyncio.sleep(AGAIN_S)
             except ProtocolError as error:
@@ -122,11 +124,12 @@ class LiveController(ControllerClient):
                     f"{path}: the run serves {error.theirs}, and as many commands speak to it already: end one of "
                     "them, or wait until one has ended"
                 ) from None
-            except DeadlineExceeded:
+            except DeadlineExceeded as error:
                 if not self._run.lives:
                     raise UsageError(f"{path}: the run in it has ended") from None
-                if left_s <= LOOK_S:
-                    raise
+                if loop.time() >= until:
+                    waited_s = loop.time() - began
+                    raise DeadlineExceeded(error.who, error.peer, error.what, waited_s, error.hint) from None
 
     async def members(self) -> AsyncIterator[Members]:
         """Yield the members now and at each change until the run ends. Waits for a controller that is away."""

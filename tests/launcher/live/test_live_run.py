@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 from run_settings import simulated_run
+from virtual import run_virtual
 
 from asyncrl.cli import launch
-from asyncrl.core.errors import HostFailed, Refused, RemoteError, UsageError
+from asyncrl.core.errors import AsyncRLError, DeadlineExceeded, HostFailed, Refused, RemoteError, UsageError
 from asyncrl.launcher.common.agent_messages import HostOffer, Routes
 from asyncrl.launcher.hosts import addresses
 from asyncrl.launcher.hosts.hostfile import HostLine
@@ -17,6 +18,7 @@ from asyncrl.launcher.live import live_run
 from asyncrl.launcher.live.live_run import find_live_run
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.launcher.run_folder.private import CONFIG
+from asyncrl.messages.actors import BringBack
 from asyncrl.messages.hosts import Join, MemberHost, Members, WatchMembers
 from asyncrl.rpc import controller_client
 from asyncrl.rpc.calls.server import CROWDED
@@ -84,6 +86,64 @@ def test_idempotent_calls_are_repeated_and_refusals_show_the_controllers_text(li
 
     monkeypatch.setattr(controller_client, "Peer", Scripted)
     asyncio.run(main())
+
+
+class SlowPeer:
+    """The controller that answers nothing: each call ends with the next of these errors, or else at its deadline."""
+
+    def __init__(self, *refusals):
+        self.refusals, self.timeouts = list(refusals), []
+
+    async def call(self, request, timeout):
+        self.timeouts.append(timeout)
+        assert timeout > 0.0
+        if self.refusals:
+            wait_s, error = self.refusals.pop(0)
+            await asyncio.sleep(wait_s)
+            raise error
+        await asyncio.sleep(timeout)
+        raise DeadlineExceeded("launcher/0", "controller/0", type(request).__name__, timeout, "it is away")
+
+    def close(self):
+        pass
+
+
+def ask_slowly(lived, monkeypatch, peer, request, timeout):
+    """The error and the duration (s) of a request to this peer."""
+    speak(lived)
+    monkeypatch.setattr(controller_client, "Peer", lambda *_: peer)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        found = find_live_run(str(lived.path))
+        with live_run.LiveController(found) as controller, pytest.raises(AsyncRLError) as caught:
+            await controller.ask(request, timeout=timeout)
+        return caught.value, loop.time()
+
+    return run_virtual(main())
+
+
+def test_a_deadline_names_the_whole_time_that_a_command_has_waited(lived, monkeypatch):
+    error, took_s = ask_slowly(lived, monkeypatch, SlowPeer(), WatchMembers(), 34.2)
+    assert isinstance(error, DeadlineExceeded) and took_s == pytest.approx(34.2)
+    assert str(error) == "launcher/0 waited 34.2 s on controller/0 for WatchMembers: it is away"
+
+
+@pytest.mark.parametrize("answered_s", [0.0, 0.2, 0.6])
+def test_a_refusal_at_the_deadline_is_raised_with_its_reason(answered_s, lived, monkeypatch):
+    """``answered_s``: after how many seconds each answer comes."""
+    refusal = RemoteError("controller/0", "invalid", "no host can join so far: the run starts", retryable=True)
+    peer = SlowPeer(*[(answered_s, refusal)] * 20)
+    error, took_s = ask_slowly(lived, monkeypatch, peer, WatchMembers(), 3.2)
+    assert isinstance(error, UsageError) and str(error) == "no host can join so far: the run starts"
+    assert took_s <= 3.2 and len(peer.timeouts) > 1
+
+
+def test_only_a_request_that_may_be_repeated_is_sent_again(lived, monkeypatch):
+    """A repeated BringBack would be refused, because no replica rests any more."""
+    for request, timeouts in ((BringBack(name="rollouter/1"), [25.0]), (WatchMembers(), [10.0, 10.0, 5.0])):
+        error, _ = ask_slowly(lived, monkeypatch, peer := SlowPeer(), request, 25.0)
+        assert error.what == type(request).__name__ and peer.timeouts == timeouts
 
 
 def test_i6_a_command_that_cannot_reach_the_run_prints_the_reason(tmp_path, made, hosts, monkeypatch, capsys):
