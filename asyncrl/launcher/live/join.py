@@ -1,8 +1,8 @@
 """Adds hosts to a live run: reaches them, asks the controller for names and admission, starts their agents.
 
 The configuration is the run's. This command decides by a host's GPUs how many engines it gets, and makes the keys of
-the new agents and actors. Only their public halves go to the controller, which admits them. If the agents cannot be
-started, the command withdraws the hosts. If it cannot, the controller drops them after
+the new agents and actors. Only their public halves go to the controller, which admits them. If anything fails before
+the agents are started, the command withdraws the hosts. If it cannot, the controller drops them after
 ``supervision.start_timeout_s``.
 
 Then the command follows these hosts to their end. It shows their events and stores their logs as the run's launcher
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.load import config_to_json
-from asyncrl.core.errors import ActorFailed, AsyncRLError, UsageError
+from asyncrl.core.errors import ActorFailed, AsyncRLError, NotKept, RemoteError, UsageError
 from asyncrl.launcher.agent_handle import (
     SLACK_S,
     AgentHandle,
@@ -54,7 +54,7 @@ from asyncrl.launcher.live.live_run import LiveController, LiveRun
 from asyncrl.launcher.run_folder.private import RUN_ID
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
 from asyncrl.launcher.terminal.progress import TerminalProgress
-from asyncrl.messages.hosts import Join, Leave, MemberHost, Members, NewHost
+from asyncrl.messages.hosts import Join, Leave, MemberHost, Members, NewHost, WatchMembers
 from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 from asyncrl.rpc.wire.keys import keyring_of, make_pairs
 
@@ -147,7 +147,7 @@ class JoinedHosts:
     async def _begin(self) -> None:
         """Have the controller admit the hosts, prepare each with its keys, and start the agents.
 
-        Withdraws the hosts if they cannot be started. Raises AsyncRLError.
+        If anything fails while the run lives, it withdraws the hosts. Raises AsyncRLError.
         """
         config, folder, credentials = self.run.config, self.run.folder, self.run.credentials
         attempts, episodes = config.supervision.max_restarts + 1, config.episode.kind != "single"
@@ -161,9 +161,10 @@ class JoinedHosts:
             pairs += host_pairs
             added.append(NewHost(host=name, address=place.address, replicas=replicas, keys=keys))
         request = Join(ask=secrets.token_hex(16), hosts=added)
-        members: Members = await self.controller.ask(request, timeout=config.supervision.start_timeout_s)
-        joined = [host for host in members.hosts if host.ask == request.ask]
+        joined = list[MemberHost]()
         try:
+            members: Members = await self.controller.ask(request, timeout=config.supervision.start_timeout_s)
+            joined = _brought_by(request, members)
             names = [name for host in joined for name in host.names]
             named = dict(zip(names, pairs, strict=credentials.curve))
             # The keys of other joined hosts are not needed yet: every actor asks the controller for the members.
@@ -175,15 +176,39 @@ class JoinedHosts:
             await self._reached.ask(specs, Prepared, "prepared")
             self.members = [self._start_agent(host) for host in joined]
         except BaseException as error:
-            for host in joined if self.run.lives else ():
+            if self.run.lives:
+                # A Join without a reply may have been carried out.
+                names = [host.agent for host in joined] or await self._find_admitted(request)
                 reason = f"it could not be started: {str(error) or type(error).__name__}"
-                # Other errors do not matter: the controller drops these hosts later.
-                with contextlib.suppress(AsyncRLError):
-                    leave = Leave(host=host.agent, within_s=0.0, reason=reason)
-                    await self.controller.ask(leave, timeout=WITHDRAW_S)
+                await asyncio.gather(*(self._withdraw(name, reason) for name in names))
             raise
         for host in joined:
             self.progress.say(f"{host.host} joins as {host.agent} with {', '.join(host.actors)}")
+
+    async def _find_admitted(self, request: Join) -> list[str]:
+        """Repeat a Join once, because only that shows whether the controller has admitted its hosts.
+
+        Returns names of those hosts by which they can leave; none if the controller does not answer.
+        """
+        call = self.controller.peer.call
+        try:
+            try:
+                members: Members = await call(request, timeout=WITHDRAW_S)
+            except RemoteError as error:
+                if error.code == NotKept.code:
+                    # They are admitted, so no other host has these names; the members on disk do not have them so far.
+                    return [host.host for host in request.hosts]
+                # The repeat is also refused if one of several admitted hosts has to leave.
+                members = await call(WatchMembers(), timeout=WITHDRAW_S)
+        except AsyncRLError:
+            return []
+        return [host.agent for host in _brought_by(request, members) if host.takes_part]
+
+    async def _withdraw(self, name: str, reason: str) -> None:
+        # An error does not matter: the controller drops the host later.
+        with contextlib.suppress(AsyncRLError):
+            leave = Leave(host=name, within_s=0.0, reason=reason)
+            await self.controller.ask(leave, timeout=WITHDRAW_S)
 
     def _start_agent(self, host: MemberHost) -> AgentHandle:
         """Start the agent of an admitted host, and send it the controller's address."""
@@ -313,3 +338,8 @@ class JoinedHosts:
             how = {"done": "is done", "preempted": "was preempted"}.get(ended.result, "ended before its last step")
             self.progress.say(f"{member.host} ends with the run, which {how}")
         return ended.exit_code
+
+
+def _brought_by(request: Join, members: Members) -> list[MemberHost]:
+    """The hosts that this request brought, in its order."""
+    return [host for host in members.hosts if host.ask == request.ask]

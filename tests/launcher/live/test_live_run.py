@@ -1,6 +1,7 @@
 """--stop, --join and --leave: which runs are found, and what is asked of them."""
 
 import asyncio
+import io
 import json
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from asyncrl.launcher.live import live_run
 from asyncrl.launcher.live.live_run import find_live_run
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.launcher.run_folder.private import CONFIG
+from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.actors import BringBack
 from asyncrl.messages.hosts import Join, MemberHost, Members, WatchMembers
 from asyncrl.rpc import controller_client
@@ -192,10 +194,11 @@ def test_the_configuration_of_another_version_is_reported_only_for_a_run_that_li
 
 
 class AnsweringController:
-    """A controller with these answers to Join."""
+    """A controller with these answers to Join and WatchMembers. A call with the answer None is never answered."""
 
     def __init__(self, *answers):
-        self.answers, self.asked = list(answers), []
+        self.answers, self.asked, self.was_asked = list(answers), [], asyncio.Event()
+        self.peer = SimpleNamespace(call=self.ask)
 
     def __enter__(self):
         return self
@@ -205,9 +208,12 @@ class AnsweringController:
 
     async def ask(self, request, timeout=None):
         self.asked.append(request)
-        if isinstance(request, Join):
+        if isinstance(request, Join | WatchMembers):
             answer = self.answers.pop(0)
-            if isinstance(answer, Exception):
+            if answer is None:
+                self.was_asked.set()
+                await asyncio.Event().wait()
+            if isinstance(answer, BaseException):
                 raise answer
             return answer
 
@@ -230,20 +236,77 @@ class Near:
         pass
 
 
-@pytest.mark.parametrize("ends", [HostFailed("c", "no room"), asyncio.CancelledError()])
-def test_a_host_that_cannot_be_started_is_withdrawn(lived, ends, monkeypatch):
-    """Else the run would wait for it. ``ask`` repeats a Join that the controller refuses only for now."""
+OURS, THEIRS = "a" * 16, "b" * 16
+
+
+def member(index, name, ask=OURS, stage="joining"):
+    return MemberHost(host=name, agent=f"agent/{index}", actors=[f"rollouter/{index}"], stage=stage, ask=ask)
+
+
+ADMITTED = Members(number=1, hosts=[member(1, "c")])
+NOT_OURS = Members(number=1, hosts=[member(1, "c", THEIRS, "serving")])
+ONE_LEFT = Members(number=2, hosts=[member(1, "c", stage="left"), member(2, "d")])
+LET_GO = RemoteError("controller/0", "invalid", "let go before it could begin: c: asyncrl-launch --leave")
+AWAY = DeadlineExceeded("launcher/0", "controller/0", "Join", 300.0)
+UNKEPT = RemoteError("controller/0", "not_kept", "members.json is not written yet", retryable=True)
+
+
+@pytest.fixture
+def join_host_c(lived, monkeypatch):
+    """Joins host c by a controller with these answers; returns the coroutine."""
     speak(lived, "tcp://10.0.0.1:7000")
-    host = MemberHost(host="c", agent="agent/1", actors=["rollouter/1"], stage="joining", ask="a" * 16)
-    controller = AnsweringController(Members(number=1, hosts=[host]))
-    monkeypatch.setattr(joining.secrets, "token_hex", lambda _: "a" * 16)
+    monkeypatch.setattr(joining.secrets, "token_hex", lambda _: OURS)
     monkeypatch.setattr(joining, "ReachedHosts", Near)
-    monkeypatch.setattr(joining, "LiveController", lambda run: controller)
+
+    def join(controller):
+        monkeypatch.setattr(joining, "LiveController", lambda run: controller)
+        progress = TerminalProgress(io.StringIO(), 1, io.StringIO())
+        run = find_live_run(str(lived.path))
+        return joining.JoinedHosts(run, [HostLine("c")], None, progress).main(dry_run=False)
+
+    return join
+
+
+@pytest.mark.parametrize("ends", [HostFailed("c", "no room"), asyncio.CancelledError()])
+def test_a_host_that_cannot_be_started_is_withdrawn(join_host_c, ends, monkeypatch):
+    """Else the run would wait for it. ``ask`` repeats a Join that the controller refuses only for now."""
     monkeypatch.setattr(joining, "host_spec", lambda *_: (_ for _ in ()).throw(ends))
+    controller = AnsweringController(ADMITTED)
     with pytest.raises(type(ends)):
-        joining.join_run(find_live_run(str(lived.path)), [HostLine("c")], None)
+        run_virtual(join_host_c(controller))
     join, leave = controller.asked
     assert (type(join), leave.host, leave.within_s) == (Join, "agent/1", 0.0)
+
+
+@pytest.mark.parametrize("ends", [UsageError("let go before it could begin"), AWAY, UsageError(str(UNKEPT)), None])
+@pytest.mark.parametrize(
+    ("repeated", "withdrawn"),
+    [
+        ([ADMITTED], ["agent/1"]),
+        ([UNKEPT], ["c"]),
+        ([RemoteError("controller/0", "invalid", "c takes part in this run already"), NOT_OURS], []),
+        ([LET_GO, ONE_LEFT], ["agent/2"]),
+        ([AWAY], []),
+        ([LET_GO, AWAY], []),
+    ],
+    ids=["kept", "unkept", "refused", "partly", "away", "lost"],
+)
+def test_a_join_that_fails_in_any_way_is_withdrawn(join_host_c, ends, repeated, withdrawn):
+    """It may have been carried out, also if it is interrupted (None) before its reply. Another host named c stays."""
+    controller = AnsweringController(ends, *repeated)
+
+    async def main():
+        work = asyncio.create_task(join_host_c(controller))
+        if ends is None:
+            await controller.was_asked.wait()
+            work.cancel()
+        with pytest.raises(type(ends) if ends else asyncio.CancelledError):
+            await work
+
+    run_virtual(main())
+    join, again, *leaves = [request for request in controller.asked if not isinstance(request, WatchMembers)]
+    assert again == join and not controller.answers
+    assert [(leave.host, leave.within_s) for leave in leaves] == [(name, 0.0) for name in withdrawn]
 
 
 def test_a_new_host_has_the_address_of_its_route_to_the_head():
