@@ -5,7 +5,8 @@ request. So a successor of the controller admits the same actors. An actor that 
 So a joined actor and another one find each other only once both admit the other's keys.
 
 A joined host is on trial until one of its rollouters is ready. Meanwhile the run handles its actors as it handles all
-replicas: those that are late or that their agent gives up have to rest. A host of which none is left has to leave.
+replicas: those that are late or that their agent gives up have to rest. A host of which none is left has to leave, and
+so has one that is lost.
 
 Fails with InvalidRequest for a request that cannot be met, and with NotKept if a change is not on disk in time.
 """
@@ -99,7 +100,8 @@ class HostChanges:
                         self._run.started(name)
                 self._run.ready(ready, self._now())
                 self._run_changed()
-        for host in self._membership.judge(ready, {each.name: each.reason for each in self._run.resting}):
+        resting = {each.name: each.reason for each in self._run.resting}
+        for host in self._membership.judge(ready, resting, self._hosts.lost):
             self._log.error("joined host does not serve, so it has to leave", host=host.host, reason=host.reason)
             self._remove_from_run(host)
 

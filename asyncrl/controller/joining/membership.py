@@ -1,7 +1,7 @@
 """Hosts that joined the run after its start, and hosts that leave or have left. Pure.
 
     Join ──► joining ──a rollouter is ready──► serving
-                └──no rollouter can serve──► leaving ◄──Leave──┘
+                └──none can serve, or its host is lost──► leaving ◄──Leave──┘
     leaving ──its agent reports the end──► left        leaving ──its host is lost──► lost ──as above──► left
 
 Only hosts whose actors are all rollouters and episode hosts join or leave. A joined host *serves* once one of its
@@ -77,17 +77,21 @@ class Membership:
             agent, rollouter = agent + 1, rollouter + new.replicas
         self._change(*joining)
 
-    def judge(self, ready: Collection[str], resting: Mapping[str, str]) -> list[MemberHost]:
+    def judge(
+        self, ready: Collection[str], resting: Mapping[str, str], lost: Collection[str] = ()
+    ) -> list[MemberHost]:
         """Let each joined host serve of which a rollouter is ``ready``, and let those go that cannot serve any more.
 
         ``resting`` has the reason of each replica that rests. A rollouter needs the episode host with its number, so it
-        cannot serve if either rests. Returns the hosts that have to leave now.
+        cannot serve if either rests. ``lost`` are the agents of lost hosts. Returns the hosts that have to leave now.
         """
         dismissed = []
         for host in self.members.at("joining"):
             lacking = {name: resting[name] for name in host.actors if name in resting}
             if any(role_of(name) == ROLLOUTER and name in ready for name in host.actors):
                 self._change(replace(host, stage="serving", served=True))
+            elif host.agent in lost:
+                dismissed.append(self._let_go(host, 0.0, "it was lost before it served"))
             elif {_number(name) for name in host.actors} == {_number(name) for name in lacking}:
                 reason = "; ".join(f"{name}: {why}" for name, why in lacking.items())
                 dismissed.append(self._let_go(host, 0.0, reason))

@@ -436,6 +436,7 @@ class RunStateMachine:
             name
             for name in self._lost
             if is_optional(name)
+            or name in self._on_trial
             or (is_replicated(name) and left[role_of(name)] >= (self.min_replicas if role_of(name) == ROLLOUTER else 1))
         }
 

@@ -18,7 +18,7 @@ from asyncrl.controller.observation.observation import Observation
 from asyncrl.core.errors import Refused, RemoteError
 from asyncrl.messages import Done
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Notice, WatchRun
-from asyncrl.messages.hosts import Join, Leave, NewHost
+from asyncrl.messages.hosts import Join, Leave, NewHost, WatchMembers
 from asyncrl.messages.monitor import Heartbeat
 from asyncrl.rpc.actor import CONTROLLER, Actor, Caller, handler
 from asyncrl.rpc.wire.keys import LAUNCHER
@@ -116,6 +116,30 @@ async def test_a_successor_of_the_controller_continues_without_a_lost_host(clust
     await cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))
     state = await wait_for_state(watcher, lambda state: not state.lost_hosts)
     assert [leaving.name for leaving in state.leaving] == ["agent/1", *FAR]
+
+
+@on_cluster()
+async def test_a_host_that_is_lost_before_it_serves_may_join_again(cluster, tasks, over):
+    cut = await start(cluster, tasks, over)
+    await wait_for_state(cluster.caller("learner/0"), lambda state: state.phase == "running")
+
+    async def join(ask):
+        request = Join(ask=ask * 16, hosts=[NewHost(host="c", replicas=1)])
+        members = await cluster.caller(LAUNCHER).call(request, timeout=1.0)
+        return members.hosts[-1]
+
+    found = await join("a")
+    await cluster.register(found.agent, host="c", address="", facts={"actors": found.actors})
+    members = await cluster.caller().call(WatchMembers())
+    while not members.at("lost"):
+        members = await cluster.caller().call(WatchMembers(seen=members.number))
+    assert members.hosts[0].reason == "it was lost before it served"
+    state = await cluster.caller().call(WatchRun())
+    assert (state.phase, state.lost_hosts) == ("running", {})
+    assert [leaving.name for leaving in state.leaving] == [found.agent, *found.actors]
+    again = await join("b")
+    assert (again.host, again.stage, again.agent) == ("c", "joining", "agent/3")
+    cut.set()
 
 
 @on_cluster()

@@ -170,6 +170,15 @@ def test_a_joined_host_leaves_if_each_of_its_rollouters_or_its_episode_host_rest
     assert stays or member.reason == f"{resting[0]}: dead; {resting[1]}: dead"
 
 
+def test_a_joined_host_that_is_lost_leaves_unless_it_serves():
+    membership = Membership(curve=False)
+    first, second = join(membership, new("c"), new("d", first=500))
+    membership.judge(first.actors, {})
+    (dismissed,) = membership.judge((), {}, [first.agent, second.agent])
+    assert (dismissed.agent, dismissed.reason) == (second.agent, "it was lost before it served")
+    assert [host.stage for host in membership.members.hosts] == ["serving", "leaving"]
+
+
 def test_a_host_that_never_served_may_leave_and_cannot_join_again():
     membership = Membership(curve=False)
     first, second = join(membership, new("c"), new("d", first=500))

@@ -467,6 +467,17 @@ def test_a_drain_waits_only_for_joined_replicas_with_a_process():
     assert run.drain == 2
 
 
+def test_the_loss_of_a_joined_replica_that_was_never_ready_changes_no_grace():
+    run = machine(min_replicas=3)
+    run.joined(["rollouter/7"], 5.0)
+    lose(run, ["rollouter/7"])
+    assert run.next_deadline() is None
+    lose(run, ["rollouter/2"], 20.0, host="c (agent/2)")
+    run.host_back("b (agent/1)", 21.0)
+    lose(run, ["rollouter/7"], 22.0)
+    assert run.next_deadline() == 20.0 + HOST_S
+
+
 def test_a_recalled_replica_counts_before_it_is_ready_again():
     """A successor of the controller hears of the end of the start's rollouters before it hears the joined one."""
     run = machine(running=False)
