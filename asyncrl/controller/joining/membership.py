@@ -77,9 +77,7 @@ class Membership:
             agent, rollouter = agent + 1, rollouter + new.replicas
         self._change(*joining)
 
-    def judge(
-        self, ready: Collection[str], resting: Mapping[str, str], lost: Collection[str] = ()
-    ) -> list[MemberHost]:
+    def judge(self, ready: Collection[str], resting: Mapping[str, str], lost: Collection[str] = ()) -> list[MemberHost]:
         """Let each joined host serve of which a rollouter is ``ready``, and let those go that cannot serve any more.
 
         ``resting`` has the reason of each replica that rests. A rollouter needs the episode host with its number, so it
