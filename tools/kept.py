@@ -55,9 +55,11 @@ def become(command: Sequence[str]) -> NoReturn:
 
 
 def _end_on_signals() -> None:
-    """End by SystemExit, so that the tool cleans up; SIGINT raises KeyboardInterrupt already."""
+    """End by SystemExit, or by KeyboardInterrupt at SIGINT, so that the tool cleans up."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda got, _: sys.exit(128 + got))
+    # A shell without job control lets its background processes ignore SIGINT, and Python then keeps that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _wait(guard: int, grace_s: float) -> NoReturn:

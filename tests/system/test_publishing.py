@@ -218,7 +218,7 @@ class Slow:
 
         def noted_begin(broadcaster, version, *rest):
             sending = begin(broadcaster, version, *rest)
-            if version > 2 and self.version < 0 and not sending.problem:
+            if version > 2 and self.version < 0 and sending is not None:
                 self.version = version
             return sending
 

@@ -97,7 +97,10 @@ def tool(tmp_path):
 
     def start(then):
         argv = [sys.executable, str(tmp_path / "tool.py"), str(tmp_path), then]
+        # As a shell without job control starts a process in the background.
+        ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
         process = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        signal.signal(signal.SIGINT, ignored)
         started.append(process)
         wait_until((tmp_path / "ready").exists)
         return process
