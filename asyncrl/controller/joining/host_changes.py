@@ -170,9 +170,11 @@ class HostChanges:
     @handler
     async def leave(self, request: Leave, caller: Caller) -> MemberHost:
         """Let a host leave the run; answers once the change is kept. Raises InvalidRequest, NotYet and NotKept."""
-        self._check_run("leave")
-        members_before, serving = self._membership.members, self._run.expected & self._registry.ready()
-        host = self._membership.leave(request, self._nameable_hosts(), serving, self._run.awaited)
+        members_before, known = self._membership.members, self._nameable_hosts()
+        if self._membership.departed(request.host, known) is None:
+            self._check_run("leave")
+        serving = self._run.expected & self._registry.ready()
+        host = self._membership.leave(request, known, serving, self._run.awaited)
         if self._membership.members is not members_before:
             self._log.info("host leaves", host=host.host, actors=host.actors, within_s=request.within_s)
             self._remove_from_run(host)

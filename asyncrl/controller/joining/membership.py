@@ -96,7 +96,7 @@ class Membership:
         return dismissed
 
     def leave(
-        self, request: Leave, known: Iterable[KnownHost], serving: Collection[str], awaited: Collection[str]
+        self, request: Leave, known: Collection[KnownHost], serving: Collection[str], awaited: Collection[str]
     ) -> MemberHost:
         """Find the host that the request names, and let it leave. A repeated request changes nothing.
 
@@ -104,13 +104,11 @@ class Membership:
         InvalidRequest if the name is unknown or ambiguous, or if the run needs the host. This is NotYet while the run
         waits for a rollouter of another host.
         """
-        staying = [host for host in known if (found := self.members.find(host.agent)) is None or found.takes_part]
+        if (departed := self.departed(request.host, known)) is not None:
+            return departed
+        staying = self._staying(known)
         matches = [host for host in staying if host.is_called(request.host)]
         if not matches:
-            # The newest first: a host may join again after it has left.
-            for departed in reversed(self.members.at("leaving", "lost", "left")):
-                if request.host.lower() in (departed.host.lower(), departed.agent):
-                    return departed
             names = ", ".join(map(str, staying))
             raise InvalidRequest(f"no host {request.host} takes part in this run; there are {names}")
         if len(matches) > 1:
@@ -128,6 +126,17 @@ class Membership:
         member = member or MemberHost(agent=host.agent, host=host.name, actors=sorted(host.actors), stage="serving")
         return self._let_go(member, request.within_s, request.reason)
 
+    def departed(self, name: str, known: Iterable[KnownHost]) -> MemberHost | None:
+        """The newest host that a user may call ``name`` and that leaves or has left.
+
+        None without one, and if a host of that name takes part: a host may join again after it has left. ``known`` are
+        all hosts.
+        """
+        if any(host.is_called(name) for host in self._staying(known)):
+            return None
+        departed = reversed(self.members.at("leaving", "lost", "left"))
+        return next((host for host in departed if name.lower() in (host.host.lower(), host.agent)), None)
+
     def left(self, agent: str, *, lost: bool = False) -> bool:
         """Mark a leaving host as left, or with ``lost`` as lost. Returns False if nothing changes."""
         host = self.members.find(agent)
@@ -140,6 +149,10 @@ class Membership:
     def leaving(self) -> list[Leaving]:
         """The agents and actors that have to leave, and the time that each has."""
         return [Leaving(name, host.within_s) for host in self.members.at("leaving", "lost") for name in host.names]
+
+    def _staying(self, known: Iterable[KnownHost]) -> list[KnownHost]:
+        """The hosts among ``known`` that take part in the run."""
+        return [host for host in known if (found := self.members.find(host.agent)) is None or found.takes_part]
 
     def _let_go(self, host: MemberHost, within_s: float, reason: str) -> MemberHost:
         """Mark a host as leaving. Its actors may finish their work within ``within_s`` seconds."""

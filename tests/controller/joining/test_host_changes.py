@@ -167,6 +167,17 @@ async def test_i6_only_readers_of_the_private_folder_may_call_and_only_during_th
 
 
 @on_cluster()
+async def test_a_repeated_request_to_leave_is_answered_even_if_the_run_ends(cluster):
+    await serve(cluster)
+    await serve(cluster, "d", ask="b" * 16)
+    begun = await leave(cluster, "c")
+    await cluster.caller().call(StopRun(reason="test"))
+    assert await leave(cluster, "c") == await leave(cluster, begun.agent) == begun
+    with pytest.raises(RemoteError, match="no host can leave any more: the run is ending"):
+        await leave(cluster, "d")
+
+
+@on_cluster()
 async def test_a_leaving_host_is_informed_and_stays_dead(cluster):
     found = await serve(cluster)
     (name,) = found.actors

@@ -123,6 +123,8 @@ def test_a_host_present_from_the_start_leaves_and_stays_dead(name):
     # The same machine may join again under new names, even if a new controller knows only that it has left.
     (again,) = join(membership, new("far"), known=[HEAD], taken=["agent/0", "rollouter/0"])
     assert (again.agent, again.actors) == ("agent/2", ["rollouter/2"])
+    assert membership.departed("far", [HEAD]) is membership.members.find("agent/1")
+    assert membership.departed("far", [HEAD, KnownHost("agent/2", "far", again.actors)]) is None
 
 
 def test_a_joined_host_serves_once_one_of_its_rollouters_is_ready():
