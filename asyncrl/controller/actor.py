@@ -437,7 +437,10 @@ class Controller(RunActor):
         Also notify the user of replicas that begin to rest or are back, and end the feed of sinks that have to drain.
         """
         run = self.machine
-        for key, text, count, meanwhile in self._rest_notices.news(run.resting, run.expected, drains=bool(run.drain)):
+        # A host on trial leaves once all of its rollouters rest. So the user hears of their rests once the host serves.
+        on_trial = self.members.on_trial
+        resting = [replica for replica in run.resting if replica.name not in on_trial]
+        for key, text, count, meanwhile in self._rest_notices.news(resting, run.expected, drains=bool(run.drain)):
             self.notify(key, text, count=count, meanwhile=meanwhile)
         self._observation.changed()
         if SINKS in self.machine.draining:

@@ -125,6 +125,11 @@ class HostChanges:
         self._run.tell_members(members.number, leaving)
         self._run_changed()
 
+    @property
+    def on_trial(self) -> frozenset[str]:
+        """The actors of joined hosts that do not serve so far."""
+        return frozenset(name for host in self._membership.members.at("joining") for name in host.actors)
+
     # --- events of the run ---
 
     def taken_in(self, name: str, number: int) -> bool:

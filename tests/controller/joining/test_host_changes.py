@@ -78,6 +78,12 @@ async def state(cluster, condition=lambda state: True):
     return found
 
 
+async def noticed(cluster):
+    """The texts of all notices."""
+    told = await cluster.caller().call(WatchRun(seen_line=0))
+    return [line["text"] for line in told.lines if line["kind"] == "notice"]
+
+
 def kept(tmp_path):
     """The members on disk, and the stage of each host by its agent."""
     members = msgspec.json.decode((tmp_path / "private" / "members.json").read_bytes(), type=Members)
@@ -410,6 +416,7 @@ async def test_a_joined_host_serves_with_one_rollouter_and_the_other_rests(clust
     assert cluster.controller.registry.ready() & set(found.actors) == {works}
     told = await state(cluster, lambda state: state.resting)
     assert [(actor.name, actor.reason) for actor in told.resting] == [(broken, "its reason")]
+    assert await noticed(cluster) == [f"{broken} is resting: its reason"]
     assert told.phase == "running"
     # A successor of the controller hears the end again.
     await cluster.die()
@@ -436,7 +443,7 @@ async def test_a_joined_host_is_released_once_all_of_its_rollouters_give_up(clus
     now = await members(cluster, lambda members: members.hosts and members.hosts[0].stage == "leaving")
     assert now.hosts[0].reason == "; ".join(f"{name}: its reason" for name in found.actors)
     told = await state(cluster)
-    assert (told.phase, told.resting) == ("running", [])
+    assert (told.phase, told.resting, await noticed(cluster)) == ("running", [], [])
 
 
 @on_cluster(PLAYED)
