@@ -364,8 +364,12 @@ class Controller(RunActor):
 
     @handler
     def report_failure(self, request: ReportFailure, caller: Caller) -> Done:
-        """End the run because of an actor's failure."""
+        """End the run because of an actor's failure, unless the run does not count on the actor."""
         reason = request.reason.removeprefix(f"{caller.name}: ")
+        if self.members.can_spare(caller.name):
+            # The end of its process follows, and its agent gives it up.
+            self.log.error("an actor has failed that the run can spare", actor=caller.name, reason=reason)
+            return Done()
         self.log.error("run has failed", actor=caller.name, reason=reason)
         if self.machine.fail(caller.name, reason, "", request.exit_code, self.clock.now()):
             self.state_changed()

@@ -130,6 +130,11 @@ class HostChanges:
         """The actors of joined hosts that do not serve so far."""
         return frozenset(name for host in self._membership.members.at("joining") for name in host.actors)
 
+    def can_spare(self, name: str) -> bool:
+        """Whether the run does not count on an actor or agent: its joined host does not serve so far, or leaves."""
+        hosts = [host for host in self._membership.members.hosts if name in (host.agent, *host.actors)]
+        return any(host.stage != "serving" for host in hosts) or self._run.is_on_trial(name)
+
     # --- events of the run ---
 
     def taken_in(self, name: str, number: int) -> bool:

@@ -134,8 +134,10 @@ class Membership:
         """
         if any(host.is_called(name) for host in self._staying(known)):
             return None
-        departed = reversed(self.members.at("leaving", "lost", "left"))
-        return next((host for host in departed if name.lower() in (host.host.lower(), host.agent)), None)
+        departed = list(reversed(self.members.at("leaving", "lost", "left")))
+        by_further_name = {host.agent for host in known if host.is_called(name)}
+        by_name = [host for host in departed if name.lower() in (host.host.lower(), host.agent)]
+        return next(iter(by_name or [host for host in departed if host.agent in by_further_name]), None)
 
     def left(self, agent: str, *, lost: bool = False) -> bool:
         """Mark a leaving host as left, or with ``lost`` as lost. Returns False if nothing changes."""

@@ -220,8 +220,8 @@ class RunStateMachine:
         waited_for = self.waiting_for
         self._ready.discard(name)
         self._ended.add(name)
-        if not self._is_excused(name) and name not in self._reserve.resting:
-            # The actor has start_timeout_s from now to be ready again.
+        if not self._is_excused(name) and name not in self._reserve.resting and name not in self._on_trial:
+            # The actor has start_timeout_s from now to be ready again. One on trial keeps its first deadline.
             self._awaited_since[name] = now
         if self.drain:
             return self.tick(now)
@@ -233,6 +233,10 @@ class RunStateMachine:
             code = exit_code if exit_code in UNHEALABLE_EXITS else 1
             return self.fail(name, reason or describe_exit(exit_code), log, code, now)
         return self.waiting_for != waited_for and self._changed(matters=False)
+
+    def is_on_trial(self, name: str) -> bool:
+        """Whether it is a joined replica that has never been ready."""
+        return name in self._on_trial
 
     def condemn(self, actors: Iterable[Condemned]) -> bool:
         """Set the condemned actors that have not ended. Those that are not expected are left out."""

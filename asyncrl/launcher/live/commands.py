@@ -48,6 +48,8 @@ async def leave_run(run: LiveRun, host: str, within_s: float | None = None) -> i
     with LiveController(run) as controller:
         leave = Leave(host=host, within_s=within_s, reason="asyncrl-launch --leave")
         begun: MemberHost = await controller.ask(leave, timeout=LEAVE_S)
+        # A host that leaves already keeps the time that it was given first.
+        within_s = begun.within_s
         actors = ", ".join(begun.actors)
         progress.say(f"{begun.host} ({begun.agent}) leaves: {actors} have {within_s:g} s to finish their groups")
         # First the agent ends its actors. Then the controller hears its farewell, or counts the host as lost.

@@ -291,8 +291,8 @@ class JoinedHosts:
         )
         async with asyncio.TaskGroup() as tasks:
             asking = [tasks.create_task(self._ask_to_leave(member, within_s)) for member in self.members]
-            # An agent gives its actors ``within_s`` seconds, and then drain_s to end.
-            await self.interrupts.next(within_s + self.run.config.supervision.drain_s + SLACK_S)
+            # Once the controller has answered, an agent gives its actors ``within_s`` seconds, and then drain_s to end.
+            await self.interrupts.next(ASK_S + within_s + self.run.config.supervision.drain_s + SLACK_S)
             for task in asking:
                 task.cancel()
         if self._drain_refused:

@@ -15,7 +15,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.controller.joining import host_changes
 from asyncrl.core.errors import Refused, RemoteError
 from asyncrl.launcher.node.agent_link import AgentLink
-from asyncrl.messages.actors import ActorEnded, BringBack, Resolve, StopRun, WatchRun
+from asyncrl.messages.actors import ActorEnded, BringBack, ReportFailure, Resolve, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft, Join, Leave, Members, NewHost, WatchMembers
 from asyncrl.messages.monitor import WatchSnapshot, decode_snapshot
 from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER
@@ -386,6 +386,9 @@ async def test_a_joined_host_that_gives_up_fails_the_run_only_after_it_has_serve
     (name,) = found.actors
     await host(cluster, found.agent, "c", [name])
     agent = cluster.caller(found.agent)
+    # As an actor does whose configuration is wrong on this host, and an agent without a free port.
+    await cluster.caller(name).call(ReportFailure(reason=f"{name}: model.path: no such folder", exit_code=78))
+    await agent.call(ReportFailure(reason="no free port", exit_code=1))
     await agent.call(ended(name, 78, fatal=True))
     await agent.call(HostLeft())
     left = await members(cluster, lambda members: members.gone)

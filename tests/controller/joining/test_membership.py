@@ -111,6 +111,7 @@ def test_a_host_present_from_the_start_leaves_and_stays_dead(name):
     member = leave(membership, name)
     assert (member.agent, member.actors) == ("agent/1", ["rollouter/1"])
     assert leave(membership, "far") is leave(membership, "agent/1") is membership.members.find("agent/1") is member
+    assert leave(membership, name) is member
     assert [(leaving.name, leaving.within_s) for leaving in membership.leaving] == [
         ("agent/1", 5.0),
         ("rollouter/1", 5),

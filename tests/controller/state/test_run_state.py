@@ -467,6 +467,17 @@ def test_a_drain_waits_only_for_joined_replicas_with_a_process():
     assert run.drain == 2
 
 
+def test_a_joined_replica_that_dies_again_and_again_has_one_deadline_to_be_ready():
+    run = machine(min_replicas=3)
+    run.joined(["rollouter/7"], 5.0)
+    due = run.next_deadline()
+    assert due is not None
+    end(run, "rollouter/7", due - 1.0, 1)
+    assert run.next_deadline() == due
+    run.tick(due)
+    assert "rollouter/7" in {each.name for each in run.resting} and run.phase == "running"
+
+
 def test_the_loss_of_a_joined_replica_that_was_never_ready_changes_no_grace():
     run = machine(min_replicas=3)
     run.joined(["rollouter/7"], 5.0)
