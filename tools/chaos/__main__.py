@@ -10,12 +10,12 @@
 The tool kills (SIGKILL) and freezes (SIGSTOP) every process of the run except launcher, guard and node agent. With
 ``--episodes`` it also strikes the processes that play episodes. Half of the faults that strike a part of a weight
 update wait for a phase of one. With ``--in-updates`` all faults do, the simulated run has slow updates, and every
-replica must serve new versions after the last fault. With ``--time-slices`` faults of a rank or an engine wait for a
-phase of their turns. The tool fills the disk, cuts the network and resets all connections for a while. The simulated
-run has several hosts: the tool partitions two of them, slows a link, and sets a wall clock wrong. It prints the faults
-that this machine does not allow, and does not draw them. ``--everything`` ends the whole run, sometimes during a
-checkpoint, and resumes it with ``--resume auto``. In turn, it kills all processes at once, and sends SIGTERM to the
-launcher, which must end with exit code 75 and leave no process.
+replica must serve new versions after the last fault. With ``--time-slices`` the run has one host, and faults of a rank
+or an engine wait for a phase of their turns. The tool fills the disk, cuts the network and resets all connections for a
+while. The simulated run has several hosts: the tool partitions two of them, slows a link, and sets a wall clock wrong.
+It prints the faults that this machine does not allow, and does not draw them. ``--everything`` ends the whole run,
+sometimes during a checkpoint, and resumes it with ``--resume auto``. In turn, it kills all processes at once, and sends
+SIGTERM to the launcher, which must end with exit code 75 and leave no process.
 
 At the end the tool checks that training reached its last step with exit code 0, that every prompt has exactly one
 outcome, and that no process, port, shared memory or temporary file is left.
@@ -83,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.randrange(1 << 32) if chosen.seed is None else chosen.seed
     with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-") as name:
         folder = chosen.keep or Path(name)
-        world = World(folder, DISK_MIB[chosen.engine], several=chosen.engine == "sim")
+        # In time slices all ranks and engines are on one host, where each rank has an engine to share with.
+        several = chosen.engine == "sim" and not chosen.time_slices
+        world = World(folder, DISK_MIB[chosen.engine], several=several)
         try:
             report = go(chosen, seed, folder, world, out)
         finally:
