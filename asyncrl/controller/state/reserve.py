@@ -24,7 +24,7 @@ PLURALS = {ROLLOUTER: "rollouters", REWARD: "reward pools"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rest:
+class PresentRest:
     """The present rest of a replica."""
 
     reason: str
@@ -49,7 +49,7 @@ class Reserve:
     """The present rests (``resting``), and the last rest of each replica. ``window_s`` is the first rest."""
 
     window_s: float
-    resting: dict[str, Rest] = field(default_factory=dict)
+    resting: dict[str, PresentRest] = field(default_factory=dict)
     _last_rests: dict[str, _LastRest] = field(default_factory=dict)
 
     def let_rest(self, name: str, incarnation: int, reason: str, now: float, expected: Collection[str]) -> bool:
@@ -80,7 +80,7 @@ class Reserve:
                 counts[role_of(name)] += 1
         return next((role for role, left in counts.items() if left < (least if role == ROLLOUTER else 1)), None)
 
-    def describe_shortage(self, expected: Collection[str], least: int, before: Mapping[str, Rest]) -> str | None:
+    def describe_shortage(self, expected: Collection[str], least: int, before: Mapping[str, PresentRest]) -> str | None:
         """Describe the role that has too few actors left; None if enough are left.
 
         ``before`` is ``resting`` before the last replicas began to rest; only their roles are checked. The caller
@@ -119,7 +119,7 @@ class Reserve:
             incarnation = max(incarnation, last.incarnation)
             if now - last.back < last.rest_s:
                 rest_s = min(2 * last.rest_s, LONGEST_REST * self.window_s)
-        self.resting[name] = Rest(reason=reason, until=now + rest_s, rest_s=rest_s)
+        self.resting[name] = PresentRest(reason=reason, until=now + rest_s, rest_s=rest_s)
         # ``take`` corrects the time if the replica comes back sooner or later.
         self._last_rests[name] = _LastRest(incarnation, rest_s, now + rest_s)
         return True
@@ -176,7 +176,7 @@ class RestNotices:
         return sorted(notices)
 
 
-def _described(how: str, resting: Mapping[str, Rest]) -> str:
+def _described(how: str, resting: Mapping[str, PresentRest]) -> str:
     each = ", ".join(f"{name} ({resting[name].reason})" for name in sorted(resting))
     return f"; {how}: {each}" if each else ""
 

@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from asyncrl.controller.state.reserve import ROLLOUTER, Reserve, Rest
+from asyncrl.controller.state.reserve import ROLLOUTER, PresentRest, Reserve
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from asyncrl.core.roles import ROLES, drain_rank, is_optional, is_replicated, may_rest, rank_group_of, role_of
 from asyncrl.messages.actors import Condemned, Dead, Leaving, RestingReplica, RunPhase, RunState, Stuck
@@ -469,7 +469,7 @@ class RunStateMachine:
         return self._continue_without(name, reason, log, resting_before, now)
 
     def _continue_without(
-        self, name: str, reason: str, log: str, resting_before: Mapping[str, Rest], now: float
+        self, name: str, reason: str, log: str, resting_before: Mapping[str, PresentRest], now: float
     ) -> bool:
         """Continue after replicas began to rest, or fail the run if too few are left and it is not preempted.
 
