@@ -27,7 +27,7 @@ class Launched(Trained):
     def host_of(self, actor: str) -> str:
         """By the controller's list of hosts."""
         hosts = json.loads((self.run_dir / "private" / ADDRESS_FILE).read_text())["hosts"]
-        return next(name for name, actors in hosts.values() if actor in actors)
+        return next(name for name, actors, _ in hosts.values() if actor in actors)
 
     def wait_for(self, event: str, times: int = 1) -> None:
         """Wait until the controller has reported it this often."""
