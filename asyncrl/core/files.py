@@ -2,7 +2,6 @@
 
 A file is durable, so that it outlives a power cut, once it and its folder are flushed. Each function says which of the
 two it flushes. A lock is flock's, on a file that serves no other purpose; the kernel releases it when its process ends.
-``compile_cache`` finds the folder of compiled graphs.
 ``KeptWrites`` keeps records in memory while a full disk refuses them. ``find_source`` finds the file of a user's module
 without importing it. JSON from an unknown source raises ValueError for any fault.
 
@@ -16,7 +15,6 @@ import fcntl
 import json
 import os
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
@@ -27,8 +25,6 @@ import msgspec
 import xxhash
 
 CHUNK_BYTES = 4 << 20
-CACHE_ROOM_BYTES = 1 << 20
-"""Bytes that must fit into a folder before compiled graphs are kept there."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
@@ -53,27 +49,6 @@ def write_file(path: Path, chunks: Iterable[bytes]) -> Digest:
     finally:
         os.close(descriptor)
     return Digest(size, hasher.hexdigest())
-
-
-def compile_cache() -> str:
-    """Return the folder in which torch keeps compiled graphs, so that later runs find them.
-
-    It is TORCHINDUCTOR_CACHE_DIR if that is set, else a folder in the user's cache. If that cannot be written, it is a
-    temporary folder, as torch's own default is.
-    """
-    if chosen := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        return chosen
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = os.path.join(cache, "asyncrl", "torchinductor")
-    # A user without a home folder keeps the "~".
-    if os.path.isabs(folder):
-        with contextlib.suppress(OSError):
-            os.makedirs(folder, exist_ok=True)
-            # A folder whose quota is used up looks writable.
-            with tempfile.NamedTemporaryFile(dir=folder) as file:
-                file.write(bytes(CACHE_ROOM_BYTES))
-            return folder
-    return os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
 
 
 def find_source(module: str) -> Path | None:

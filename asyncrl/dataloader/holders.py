@@ -6,8 +6,8 @@ leases grow within an incarnation of a rollouter. No new lease has a number that
 
 A suspect is a prompt whose rollouter died while the rollouter generated the prompt (messages/groups.py). After
 ALONE_FROM deaths a suspect is leased only to a rollouter that holds nothing, and runs there alone. A busy rollouter
-always holds something. So while a prompt waits to run alone, one rollouter is set aside: it gets no lease until it has
-delivered everything, and then gets the prompt.
+always holds something. So while a prompt waits to run alone, one rollouter is kept free for it. This rollouter gets no
+lease until it has delivered everything. Then it gets the prompt.
 
 Each restore rebuilds all of this from the learner's ledger and buffer, and from the answers of the rollouters.
 """

@@ -318,7 +318,7 @@ def table_of(columns: Sequence[Column], entries: Iterable[Any], key: Callable[[A
 
 @dataclass(frozen=True, slots=True)
 class Pane:
-    """What a pane shows, and the table below it, if it has one."""
+    """The content of a pane, and the table below it, if it has one."""
 
     head: Sequence[RenderableType] = ()
     table: Table | None = None

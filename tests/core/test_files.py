@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from disks import room_for
 
-from asyncrl.core.files import KeptWrites, append_whole, compile_cache, replace_file
+from asyncrl.core.files import KeptWrites, append_whole, replace_file
 
 
 def test_a_file_is_replaced(tmp_path):
@@ -87,21 +87,3 @@ def test_records_that_arrive_during_a_write_are_bounded():
     assert (kept.records, kept.lost, written) == (10, 11, [])
     kept.give_up()
     assert (kept.records, kept.lost) == (0, 21)
-
-
-def test_compiled_graphs_outlive_a_run_unless_the_user_chose_a_folder(tmp_path, monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", "/temporary")
-    assert compile_cache() == str(tmp_path / ".cache/asyncrl/torchinductor")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
-    (tmp_path / "file").touch()
-    assert compile_cache() == f"/temporary/torchinductor_{os.getuid()}"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
-    assert compile_cache() == "/chosen"
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    # A user without a home folder.
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert compile_cache() == f"/temporary/torchinductor_{os.getuid()}"

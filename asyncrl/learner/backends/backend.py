@@ -46,7 +46,7 @@ from typing import Protocol
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.core.files import compile_cache
+from asyncrl.core.compile_cache import compile_cache
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.algorithm.scoring import ScoringPlan

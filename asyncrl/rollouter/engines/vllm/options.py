@@ -22,8 +22,9 @@ import xxhash
 
 from asyncrl.config import Config
 from asyncrl.config.algorithm import VLLM_RANKS
+from asyncrl.core.compile_cache import compile_cache
 from asyncrl.core.errors import ConfigError
-from asyncrl.core.files import compile_cache, lock_is_free
+from asyncrl.core.files import lock_is_free
 from asyncrl.gpu.memory_shares import ALONE, GpuShares
 from asyncrl.rollouter.engines.vllm.model_folder import targets, text_config
 
