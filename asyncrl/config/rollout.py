@@ -74,7 +74,8 @@ class RolloutConfig(Section):
     """Rollouters that the run needs. One that keeps failing rests and is tried again later; with too few the run
     fails."""
     gpus_per_replica: NonNegative | None = None
-    """GPUs of each engine (tensor parallel); 0 is CPU. By default 1, or 0 if no host has a GPU."""
+    """GPUs of each engine (tensor parallel); 0 is CPU. By default 1, or 0 if no host has a GPU. sim only
+    reserves them."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
     """Trajectories of a prompt group (n)."""
     max_tokens: Positive = 1024

@@ -30,7 +30,7 @@ class ModelConfig(Section):
     """The policy."""
 
     path: OptionalPath = None
-    """Folder of a Hugging Face causal LM with its tokenizer. Optional only if everything is simulated."""
+    """Folder of a Hugging Face causal LM with its tokenizer. Optional if everything is simulated."""
     trust_remote_code: bool = False
     """Let the model's own Python code run."""
 
@@ -175,7 +175,7 @@ class LearnerConfig(Section):
     replicas: Positive = 1
     """Copies of the model among the ranks. Consecutive ranks share a copy."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device; auto takes CUDA if available."""
+    """Device; auto takes CUDA if available. sim only reserves GPUs, under cuda."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type; master weights and reductions are float32. auto is bfloat16 on CUDA and float32 on CPU."""
     threads: NonNegative = 0
@@ -258,6 +258,11 @@ class LearnerConfig(Section):
     """Longest wait of a rank for the others, before the run ends."""
     sim: SimLearnerConfig = SimLearnerConfig()
     """The timing model of backend = sim."""
+
+    @property
+    def may_use_gpus(self) -> bool:
+        """Whether each rank gets a GPU where the hosts have some."""
+        return self.device == "cuda" or (self.device == "auto" and self.backend != "sim")
 
     @property
     def teacher_url(self) -> str | None:

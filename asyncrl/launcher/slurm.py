@@ -137,11 +137,11 @@ def gpus_of_a_node(config: Config, nodes: int) -> int | None:
         # The job asks for GPUs that no engine shares with a rank.
         config = config.model_copy(update={"placement": PlacementConfig(share="never")})
     learner, rollout = config.learner, config.rollout
-    gpus_each = rollout.gpus_per_replica if rollout.traits.gpus else 0
-    if gpus_each is None or (learner.backend != "sim" and learner.device == "auto" and not gpus_each):
+    gpus_each = rollout.gpus_per_replica if rollout.traits.gpus else rollout.gpus_per_replica or 0
+    if gpus_each is None or (learner.may_use_gpus and learner.device == "auto" and not gpus_each):
         # auto: engines and learner use GPUs if the host has some.
         return None
-    ranks = learner.ranks if learner.backend != "sim" and learner.device != "cpu" else 0
+    ranks = learner.ranks if learner.may_use_gpus else 0
     total = ranks + rollout.replicas * gpus_each
     if config.placement.share in ("always", "time_slice"):
         # Ranks and engines use the same GPUs.

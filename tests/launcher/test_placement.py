@@ -70,6 +70,7 @@ def threads_of(placed, *names):
         ("vllm", 2, (0,), 2),
         ("reference", None, (2,), 0),
         ("sim", None, (2,), 0),
+        ("sim", 1, (2,), 1),
     ],
 )
 def test_an_engine_takes_a_gpu_if_there_is_one_and_the_user_sets_nothing(engine, given, gpus, found):
@@ -92,7 +93,7 @@ def test_a_machine_without_gpus_needs_nothing_by_hand():
         (2, config(1, 1, 0, "cpu"), "2", "1"),
         (16, config(3, 8, 0, "cpu"), "5", "1"),
         (64, config(1, 1, 0, "cpu", threads=6), "64", "6"),
-        (64, config(1, 4, 8, "cpu", "sim"), "1", "1"),
+        (64, config(1, 4, None, "cpu", "sim"), "1", "1"),
         (8, config(1, 1, 0, "cpu", learner={"threads": 3, "device": "cpu"}), "3", "4"),
         (8, config(1, 1, 0, "auto", learner={"threads": 3}), "3", "4"),
     ],
@@ -161,11 +162,21 @@ def test_several_hosts(gpus, ranks, replicas, each, device, learner, rollouter):
         assert row(placed, role) == "a"
 
 
+@pytest.mark.parametrize(
+    ("device", "each", "learner", "rollouter"),
+    [("auto", None, "a", "a"), ("auto", 1, "a", "a:0"), ("cuda", None, "a:0", "a"), ("cuda", 1, "a:0", "a:0")],
+)
+def test_simulated_actors_reserve_gpus_if_the_user_asks(device, each, learner, rollouter):
+    hosts = hosts_of(1)
+    placed = place(with_gpus(config(device=device, each=each, engine="sim"), hosts), hosts)
+    assert (row(placed, "learner"), row(placed, "rollouter")) == (learner, rollouter)
+
+
 def test_cpu_processes_go_to_hosts_with_most_cores_and_simulated_ones_need_no_gpu():
     placed = place(config(1, 3, 0, "cpu"), hosts_of(0, 0, cpus=[4, 16]))
     # Rank 0 is on the head all the same.
     assert (row(placed, "rollouter"), row(placed, "learner")) == ("b b b", "a")
-    assert row(place(config(1, 9, 8, engine="sim"), hosts_of(0, 0)), "rollouter") == "a a a a b b b b b"
+    assert row(place(config(1, 9, None, engine="sim"), hosts_of(0, 0)), "rollouter") == "a a a a b b b b b"
 
 
 @pytest.mark.parametrize(
@@ -263,7 +274,8 @@ def test_every_host_with_only_cpus_has_one_episode_host_and_no_other_has_more(gp
         (1, config(each=2), 0),
         (5, config(each=2), 2),
         (0, config(each=0), 1),
-        (0, config(engine="sim"), 1),
+        (0, config(each=None, engine="sim"), 1),
+        (3, config(each=1, engine="sim"), 3),
     ],
 )
 def test_a_new_host_has_the_engines_that_fit_its_gpus_or_one_without_gpus(gpus, asked, count):

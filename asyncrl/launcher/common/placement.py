@@ -175,15 +175,13 @@ def place_replicas(config: Config, host: PlacementHost, names: Sequence[str]) ->
 
 def _learner_on_gpu(config: Config, hosts: Sequence[PlacementHost]) -> bool:
     learner = config.learner
-    any_gpus = any(host.gpus for host in hosts)
-    return learner.backend != "sim" and (learner.device == "cuda" or (learner.device == "auto" and any_gpus))
+    return learner.device == "cuda" or (learner.may_use_gpus and any(host.gpus for host in hosts))
 
 
 def _gpus_per_replica(config: Config) -> int:
-    if not config.rollout.traits.gpus:
-        return 0
-    assert config.rollout.gpus_per_replica is not None
-    return config.rollout.gpus_per_replica
+    gpus = config.rollout.gpus_per_replica
+    assert gpus is not None or not config.rollout.traits.gpus
+    return gpus or 0
 
 
 @dataclass(frozen=True, slots=True)
