@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.observe.metrics import Counters
+from asyncrl.observe.catalogue import Counters
 from asyncrl.rpc.calls import connection
 from asyncrl.rpc.calls import peer as peer_module
 from asyncrl.rpc.calls.endpoint import Endpoint, EndpointOwner

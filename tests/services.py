@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from asyncrl.observe.catalogue import Counters, Histograms
 from asyncrl.observe.logging import get_logger
-from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.observe.states import StateLedger
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.rpc.services import ActorServices, Clock

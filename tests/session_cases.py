@@ -16,7 +16,7 @@ from virtual import LoopClock
 from asyncrl.config.load import validate_config
 from asyncrl.messages.episodes import Chat
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.observe.metrics import Counters, Histograms
+from asyncrl.observe.catalogue import Counters, Histograms
 from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.episode.episode_metrics import EpisodeMetrics

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from asyncrl.messages.monitor import Gpu
-from asyncrl.observe.metrics import Histograms
+from asyncrl.observe.catalogue import Histograms
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -129,7 +129,7 @@ class Actor(EndpointOwner):
             owner=self,
         )
         self.counters = self._endpoint.counters
-        """Counters and gauges by their names; see metrics.py and docs/metrics.md."""
+        """Counters and gauges by their names; see observe/catalogue.py and docs/metrics.md."""
         self.histograms = self._endpoint.histograms
         self.events = EventQueue(self.clock.wall)
         """Warnings and errors for the next heartbeats."""

@@ -11,9 +11,8 @@ import time
 import pytest
 
 from asyncrl.observe import machine
-from asyncrl.observe.catalogue import edges_of
+from asyncrl.observe.catalogue import Histograms, edges_of
 from asyncrl.observe.machine import LAG, LOOK_S, PROBE_S, GpuWatch, ProcessTimes, VitalSigns, family
-from asyncrl.observe.metrics import Histograms
 
 
 async def test_the_lag_shows_that_a_loop_was_blocked():

@@ -7,9 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.observe import catalogue, metrics
-from asyncrl.observe.catalogue import SECONDS, Declaring, document, edges_of, every, find, quantile
-from asyncrl.observe.metrics import Counters, Histograms
+from asyncrl.observe import catalogue
+from asyncrl.observe.catalogue import (
+    SECONDS,
+    Counters,
+    Declaring,
+    Histograms,
+    document,
+    edges_of,
+    every,
+    find,
+    quantile,
+)
 
 ROOT = Path(__file__).parents[2]
 GROUPS = {metric.name.partition("/")[0] for metric in every() if "/" in metric.name}
@@ -70,7 +79,7 @@ def test_a_name_is_found_with_the_family_it_belongs_to(name, declared):
 
 def test_an_undeclared_name_fails(monkeypatch):
     figures, histograms = Counters(), Histograms()
-    assert metrics.strict
+    assert catalogue.strict
     with pytest.raises(AssertionError, match="wire/surprises"):
         figures["wire/surprises"] = 1
     with pytest.raises(AssertionError, match="not as histogram"):
@@ -79,7 +88,7 @@ def test_an_undeclared_name_fails(monkeypatch):
         figures.update({"no/such": 1})
     with pytest.raises(AssertionError):
         figures.setdefault("no/such", 1)
-    monkeypatch.setattr(metrics, "strict", False)
+    monkeypatch.setattr(catalogue, "strict", False)
     figures["wire/surprises"] = 1
     assert figures == {"wire/surprises": 1}
 

@@ -44,7 +44,7 @@ from asyncrl.messages.episodes import (
 )
 from asyncrl.messages.groups import Lease, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.observe.metrics import Counters, Histograms
+from asyncrl.observe.catalogue import Counters, Histograms
 from asyncrl.rollouter.episode.episode_metrics import EpisodeMetrics
 from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Session, Sessions

@@ -22,7 +22,7 @@ from asyncrl.messages.groups import (
     sampled_tokens,
     versions_of,
 )
-from asyncrl.observe.metrics import Histograms
+from asyncrl.observe.catalogue import Histograms
 
 
 def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], tolerance: float) -> dict[str, float]:

@@ -23,7 +23,7 @@ from asyncrl.core.files import KeptWrites, append_whole
 from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.messages.groups import Group, sampled_tokens
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.observe.metrics import check_name
+from asyncrl.observe.catalogue import check_name
 from asyncrl.observe.samples import TRAINED, SampleKind, sample_file
 
 MOST_BYTES = {"metrics": 16 << 20, "quarantine": 4 << 20, "samples": 32 << 20}

@@ -13,7 +13,7 @@ from typing import Literal
 
 from asyncrl.config import Config
 from asyncrl.messages import FinishReason
-from asyncrl.observe.metrics import Counters, Histograms
+from asyncrl.observe.catalogue import Counters, Histograms
 from asyncrl.rollouter.episode.conversation import ConversationCounts
 from asyncrl.rpc.services import Notify
 

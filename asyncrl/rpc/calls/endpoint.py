@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.observe.metrics import Counters, Histograms
+from asyncrl.observe.catalogue import Counters, Histograms
 from asyncrl.rpc.wire.codec import Codec
 from asyncrl.rpc.wire.envelope import PROTOCOL_VERSION, Header, Hello, Kind, encode_header
 from asyncrl.rpc.wire.keys import Credentials

@@ -30,7 +30,7 @@ from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.teacher import TeacherClient, TeacherFailed
 from asyncrl.learner.groups.training_progress import News
 from asyncrl.messages.groups import sampled_positions
-from asyncrl.observe.metrics import Counters
+from asyncrl.observe.catalogue import Counters
 
 
 @pytest.fixture(autouse=True)

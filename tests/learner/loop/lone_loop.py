@@ -17,9 +17,9 @@ from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.training import Training
 from asyncrl.messages.dataloader import DataloaderStatus
 from asyncrl.messages.groups import Group
+from asyncrl.observe.catalogue import Counters, Histograms
 from asyncrl.observe.group_log import GroupLog
 from asyncrl.observe.logging import get_logger
-from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.observe.states import StateLedger
 from asyncrl.observe.trace import STEPS, Trace
 from asyncrl.rpc.awaits import Awaits

@@ -20,7 +20,7 @@ from asyncrl.learner.metrics import step_lines
 from asyncrl.learner.metrics.records import MOST_BYTES, RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages.groups import Turn
-from asyncrl.observe.metrics import Counters
+from asyncrl.observe.catalogue import Counters
 
 
 def lines(path):

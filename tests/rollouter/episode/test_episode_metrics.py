@@ -10,8 +10,7 @@ from run_settings import sim_config
 from session_cases import TOOL, call_of, echoed, played, result, user
 
 from asyncrl.messages.episodes import EpisodeDone
-from asyncrl.observe.catalogue import find
-from asyncrl.observe.metrics import Counters, Histograms
+from asyncrl.observe.catalogue import Counters, Histograms, find
 from asyncrl.rollouter.episode.conversation import ConversationCounts
 from asyncrl.rollouter.episode.episode_metrics import MOST_TOOLS, OTHER_TOOLS, EpisodeFaults, EpisodeMetrics, by_kind
 from asyncrl.rollouter.episode.player import EpisodeFailed
