@@ -2,7 +2,7 @@
 
 import msgspec
 
-from asyncrl.observe.snapshots.recording import Recorder, decode, read_bodies
+from asyncrl.observe.recording import Recorder, decode, read_bodies
 
 
 def record(run_dir, *snapshots):

@@ -14,9 +14,8 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from asyncrl.core.numbers import ABSENT, count, duration, fixed, percent
-from asyncrl.messages.monitor import ActorView
+from asyncrl.messages.monitor import ActorView, Shares
 from asyncrl.observe.catalogue import edges_of, quantile
-from asyncrl.observe.snapshots.rates import Shares, mean, total
 from asyncrl.top.bottleneck import by_kind
 from asyncrl.top.draw import (
     Choice,
@@ -39,7 +38,7 @@ from asyncrl.top.draw import (
     text,
     warn_style,
 )
-from asyncrl.top.view import AT, UNHEARD, SnapshotView, family, is_gone, now, version_of
+from asyncrl.top.view import AT, UNHEARD, SnapshotView, family, is_gone, mean, now, total, version_of
 
 BAR = 8
 """Cells of a bar in a table."""

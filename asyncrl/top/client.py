@@ -29,7 +29,7 @@ from asyncrl.core.errors import (
 )
 from asyncrl.core.files import read_json_object
 from asyncrl.messages.monitor import OVER, Snapshot, SnapshotTaken, WatchSnapshot, decode_snapshot
-from asyncrl.observe.snapshots.recording import ending
+from asyncrl.observe.recording import ending
 from asyncrl.rpc.calls.server import CROWDED
 from asyncrl.rpc.controller_client import ADDRESS_FILE, ControllerClient
 from asyncrl.rpc.lifecycle.roster import CONTROLLER

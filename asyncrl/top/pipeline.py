@@ -15,7 +15,6 @@ from asyncrl.core.errors import phase_and_reason, phase_word
 from asyncrl.core.numbers import count, duration, fixed, percent, rate
 from asyncrl.messages.monitor import OVER, ActorView
 from asyncrl.observe.metrics_line import is_eval_mean, number_in, served_versions
-from asyncrl.observe.snapshots.rates import total
 from asyncrl.top.bottleneck import Stage, by_kind, kind_of
 from asyncrl.top.client import Away, Waiting
 from asyncrl.top.draw import (
@@ -36,7 +35,7 @@ from asyncrl.top.draw import (
     wrapped,
 )
 from asyncrl.top.replay import Replay
-from asyncrl.top.view import SnapshotView, is_gone
+from asyncrl.top.view import SnapshotView, is_gone, total
 
 PHASE_STYLES: dict[str, Style] = {
     "starting": "start",

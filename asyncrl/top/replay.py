@@ -15,7 +15,7 @@ from pathlib import Path
 
 from asyncrl.core.errors import UsageError
 from asyncrl.messages.monitor import Snapshot
-from asyncrl.observe.snapshots.recording import FOLDER, decode, ended, read_latest, segments
+from asyncrl.observe.recording import FOLDER, decode, ended, read_latest, segments
 from asyncrl.top.client import Away, Waiting
 from asyncrl.top.view import LONGEST_S, RATES_S, History
 

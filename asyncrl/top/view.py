@@ -7,16 +7,16 @@ is gone or silent is unknown, but its counters stay.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 
-from asyncrl.messages.monitor import ENDING, OVER, ActorView, Resource, RunView, Snapshot
+from asyncrl.messages.monitor import ENDING, OVER, ActorView, Interval, Resource, RunView, Shares, Snapshot
 from asyncrl.observe.catalogue import edges_of
 from asyncrl.observe.metrics_line import Line, number_in, without_first
-from asyncrl.observe.snapshots.rates import Interval, Shares, mean, median, time_mean, total
 from asyncrl.top.bottleneck import Flow, Verdict, find_bottleneck
 
 CONTROLLER = "controller/0"
@@ -35,6 +35,39 @@ SHORTEST_S = 20.0
 LONGEST_S = 600.0
 KEPT = 120
 """Shares cover STEPS steps or more, from SHORTEST_S to LONGEST_S. About KEPT snapshots of that time are kept."""
+
+# --- means of values that may be unknown ---
+
+
+def total(values: Iterable[float | None]) -> float | None:
+    """Sum of the known values; None without any."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean of the known values; None without any."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def time_mean(moments: Sequence[tuple[float, float | None]]) -> float | None:
+    """Compute the mean over time of a level, from ``moments``: (time, level) in order of time.
+
+    Between two moments the level changes linearly. Unknown levels are skipped; None if no level is known.
+    """
+    known = [(at, level) for at, level in moments if level is not None]
+    whole = known[-1][0] - known[0][0] if known else 0.0
+    if whole <= 0.0:
+        return mean(level for _, level in known)
+    return sum((later - at) * (level + then) / 2 for (at, level), (later, then) in pairwise(known)) / whole
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """Median of the known values; None without any."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
 
 # --- actors ---
 

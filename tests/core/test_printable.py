@@ -18,7 +18,7 @@ from asyncrl.core.printable import json_in_ascii, printable, say
 from asyncrl.launcher.common.agent_messages import StateEvent, WarningEvent
 from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.monitor import Event
-from asyncrl.observe.snapshots.recording import Recorder
+from asyncrl.observe.recording import Recorder
 from asyncrl.top.detail import detail
 from asyncrl.top.draw import lines
 from asyncrl.top.draw import text as styled

@@ -13,7 +13,7 @@ import sys
 
 from run_files import groups, metrics
 
-from asyncrl.observe.snapshots.recording import decode, read_bodies
+from asyncrl.observe.recording import decode, read_bodies
 from tools.bench.tiny_model import make_model
 from tools.live_run import ROOT, LiveRun, to_toml
 

@@ -14,7 +14,7 @@ from top.pictures import WALL, Run
 
 from asyncrl.core.errors import ActorFailed, DeadlineExceeded
 from asyncrl.messages.monitor import Event, SnapshotTaken
-from asyncrl.observe.snapshots.recording import ending
+from asyncrl.observe.recording import ending
 from asyncrl.top import app as terminal
 from asyncrl.top import client as sources
 from asyncrl.top.client import Away, NotStarted, WatchedRun, start_of

@@ -25,9 +25,8 @@ import time
 from pathlib import Path
 
 from asyncrl.core.errors import ActorFailed
-from asyncrl.messages.monitor import ActorView, Snapshot
+from asyncrl.messages.monitor import ActorView, Interval, Snapshot
 from asyncrl.observe.catalogue import edges_of, quantile
-from asyncrl.observe.snapshots.rates import Interval
 from asyncrl.top.client import WatchedRun, follow
 from tools.bench.report import Report, Target
 from tools.bench.scale_run import (

@@ -21,7 +21,7 @@ from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.core.disk import in_words
 from asyncrl.core.errors import phase_and_reason
 from asyncrl.messages.monitor import ActorView, Heartbeat, Snapshot
-from asyncrl.observe.snapshots.recording import Recorder, is_wall, last_recorded
+from asyncrl.observe.recording import Recorder, is_wall, last_recorded
 from asyncrl.rpc.controller_client import AddressFile
 from asyncrl.rpc.heartbeat import gather_heartbeat
 from asyncrl.rpc.lifecycle.registry import Entry

@@ -15,7 +15,7 @@ from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.terminal.metrics_words import mean_in_words
 from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.observe.metrics_line import Line, is_eval_mean, number_in, read_metrics
-from asyncrl.observe.snapshots.recording import last_recorded
+from asyncrl.observe.recording import last_recorded
 
 TENTH = 10
 LEARNER = "learner/0"

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from asyncrl.observe.group_log import GENERATED, LEASED, RESTORED, TAKEN
-from asyncrl.observe.snapshots.recording import entries_of
+from asyncrl.observe.recording import entries_of
 
 CLOCK_SLACK_S = 5.0
 """Largest difference between two clocks that is corrected (s)."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, cycle, pairwise
 
-from asyncrl.messages.monitor import ActorView, Resource, Snapshot
+from asyncrl.messages.monitor import ActorView, Interval, Resource, Shares, Snapshot
 from asyncrl.observe.metrics_line import (
     Line,
     component_numbers,
@@ -27,7 +27,6 @@ from asyncrl.observe.metrics_line import (
     versions_in_words,
 )
 from asyncrl.observe.report.svg import Curve, Panel
-from asyncrl.observe.snapshots.rates import Interval, Shares
 
 MOST_POINTS = 600
 HALF, THIRD = 540, 360

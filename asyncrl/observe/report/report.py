@@ -24,10 +24,10 @@ from asyncrl.core.files import read_json_object, replace_file
 from asyncrl.core.numbers import exact, fixed, percent
 from asyncrl.messages.monitor import Event, Snapshot
 from asyncrl.observe.metrics_line import Line, number_in, read_metrics, without_first
+from asyncrl.observe.recording import decode, ended, read_bodies
 from asyncrl.observe.report import charts
 from asyncrl.observe.report.charts import evenly, mean, spans
 from asyncrl.observe.report.svg import Panel, draw
-from asyncrl.observe.snapshots.recording import decode, ended, read_bodies
 
 MOST_SNAPSHOTS = 240
 MOST_EVENTS = 50

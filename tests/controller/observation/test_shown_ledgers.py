@@ -11,9 +11,8 @@ from msgspec.structs import replace
 
 from asyncrl.controller.observation.snapshots import SILENT_BEATS, view_actors
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.monitor import Heartbeat, Resource, RunView, Snapshot
+from asyncrl.messages.monitor import Heartbeat, Interval, Resource, RunView, Snapshot
 from asyncrl.observe.sinks.prometheus import families_of
-from asyncrl.observe.snapshots.rates import Interval
 from asyncrl.observe.states import StateLedger
 from asyncrl.rpc import heartbeat
 from asyncrl.rpc.heartbeat import HeartbeatDelta

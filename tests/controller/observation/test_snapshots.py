@@ -24,7 +24,7 @@ from asyncrl.controller.observation.recent_lines import MOST_EVALS, RecentMetric
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Given, Snapshots
 from asyncrl.messages.actors import ActorEnded, StopRun, WatchRun
 from asyncrl.messages.monitor import UPDATE_LINES, Event, Heartbeat, MetricsLine, WatchSnapshot, decode_snapshot
-from asyncrl.observe.snapshots.recording import Recorder
+from asyncrl.observe.recording import Recorder
 from asyncrl.rpc import actor as runtime_actor
 from asyncrl.rpc.wire.keys import VIEWER
 

@@ -14,7 +14,7 @@ from asyncrl.launcher.live import commands
 from asyncrl.launcher.live.live_run import find_live_run
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
-from asyncrl.observe.snapshots.recording import last_recorded
+from asyncrl.observe.recording import last_recorded
 from tools.waiting import wait_until
 
 LAUNCH = (sys.executable, "-m", "asyncrl.cli.launch")

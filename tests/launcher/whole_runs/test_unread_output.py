@@ -13,7 +13,7 @@ from launcher.launched import LAUNCH_HERE, STUB, Run, config_tree
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.run_folder.private import is_live
-from asyncrl.observe.snapshots.recording import last_recorded
+from asyncrl.observe.recording import last_recorded
 from tools.waiting import wait_until
 
 PIPE_BYTES = 4096

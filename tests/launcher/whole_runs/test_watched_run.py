@@ -14,7 +14,7 @@ from recordings import read_recording
 
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.messages.monitor import Snapshot
-from asyncrl.observe.snapshots.recording import last_recorded
+from asyncrl.observe.recording import last_recorded
 from asyncrl.top.client import find_target, follow
 from tools.waiting import wait_until
 

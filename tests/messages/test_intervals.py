@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from top.pictures import Run
 
-from asyncrl.messages.monitor import ActorView, Histogram, Resource, RunView, Snapshot
-from asyncrl.observe.snapshots.rates import Interval, mean, time_mean, total
+from asyncrl.messages.monitor import ActorView, Histogram, Interval, Resource, RunView, Snapshot
+from asyncrl.top.view import mean, time_mean, total
 
 
 def snapshot(wall, *actors):

@@ -10,8 +10,8 @@ from disks import room_for
 from recordings import read_recording
 
 from asyncrl.messages.monitor import SCHEMA, ActorView, RunView, Snapshot
-from asyncrl.observe.snapshots import recording
-from asyncrl.observe.snapshots.recording import Recorder, decode, read_bodies, read_latest, segments
+from asyncrl.observe import recording
+from asyncrl.observe.recording import Recorder, decode, read_bodies, read_latest, segments
 from asyncrl.top.replay import recent_history
 
 
