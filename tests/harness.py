@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from asyncrl.config import Config
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.observe.catalogue import Counters
+from asyncrl.rpc.actor import ActorContext
 from asyncrl.rpc.calls import connection
 from asyncrl.rpc.calls import peer as peer_module
 from asyncrl.rpc.calls.endpoint import Endpoint, EndpointOwner
@@ -146,6 +149,27 @@ class NetOwner(EndpointOwner):
 
     def handler_failed(self, type: str, error: BaseException) -> None:
         self._net.errors.append((type, error))
+
+
+def actor_context(
+    config: Config,
+    name: str,
+    run_dir: Path,
+    *,
+    credentials: Credentials | None = None,
+    transport: Transport | None = None,
+    **more: Any,
+) -> ActorContext:
+    """What an actor is made of: its first incarnation, on a real socket, and without a controller, unless told."""
+    credentials = credentials or Credentials(RUN_ID, SECRET)
+    return ActorContext(
+        config=config,
+        name=name,
+        run_dir=run_dir,
+        credentials=credentials,
+        transport=transport or ZmqTransport(credentials, max_message_bytes=1 << 30),
+        **{"incarnation": 1, "controller": None, **more},
+    )
 
 
 def repeat_after(monkeypatch: Any, seconds: float) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from disks import fill, small_disk
-from harness import until
+from harness import actor_context, until
 from played import played
 from run_settings import simulated_run
 from virtual import run_virtual
@@ -29,7 +29,7 @@ from asyncrl.messages.actors import (
     WatchRun,
 )
 from asyncrl.messages.monitor import Heartbeat, MetricsLine
-from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext
+from asyncrl.rpc.actor import CONTROLLER, Actor
 from asyncrl.rpc.calls.endpoint import Endpoint
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.calls.server import SHARED
@@ -53,16 +53,8 @@ class Cluster:
         self.peers = {}
 
     def context(self, name, incarnation, controller=None, **changes):
-        return ActorContext(
-            config=self.config,
-            name=name,
-            incarnation=incarnation,
-            run_dir=self.run_dir,
-            transport=self.network.transport(),
-            credentials=CREDENTIALS,
-            controller=controller,
-            **changes,
-        )
+        own = {"transport": self.network.transport(), "credentials": CREDENTIALS, "controller": controller}
+        return actor_context(self.config, name, self.run_dir, incarnation=incarnation, **own, **changes)
 
     async def __aenter__(self):
         await self.start(7)

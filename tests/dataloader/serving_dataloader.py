@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import Net, replace, until
+from harness import Net, actor_context, replace, until
 from inprocess import CREDENTIALS
 from run_settings import sim_config
 
@@ -26,7 +26,7 @@ from asyncrl.messages.dataloader import (
 )
 from asyncrl.messages.groups import Held, Holds, RequestLeases
 from asyncrl.messages.ledger import Ledger, LedgerState
-from asyncrl.rpc.actor import ActorContext, Caller, handler
+from asyncrl.rpc.actor import Caller, handler
 
 A, B, LEARNER = "rollouter/0", "rollouter/1", "learner/0"
 
@@ -162,22 +162,15 @@ async def running(
             for name, rollouter in rollouters.items():
                 net.serve(rollouter, name)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        endpoint = net.endpoint("dataloader/0", incarnation)
-        context = ActorContext(
-            config=config,
-            name="dataloader/0",
-            incarnation=incarnation,
-            run_dir=run_dir,
-            transport=endpoint.transport,
-            credentials=CREDENTIALS,
-            controller=None,
-        )
-        actor = Dataloader(context)
+        name = "dataloader/0"
+        endpoint = net.endpoint(name, incarnation)
+        own = {"incarnation": incarnation, "transport": endpoint.transport, "credentials": CREDENTIALS}
+        actor = Dataloader(actor_context(config, name, run_dir, **own))
         actor.resolve_peer = endpoint.owner.resolve_peer
         life = tasks.create_task(actor.main())
         # Where it failed, the task group ends this wait.
         await until(lambda: actor.ready or (life.done() and not life.exception()))
-        net.register(ActorRecord(name="dataloader/0", incarnation=incarnation, address=actor.address))
+        net.register(ActorRecord(name=name, incarnation=incarnation, address=actor.address))
         it = Running(net, actor, learner)
         if restore:
             await it.restore(groups_left=config.learner.steps * config.learner.groups_per_step)

@@ -15,7 +15,7 @@ from typing import Any
 import harness
 import psutil
 import structlog
-from harness import RUN_ID, SECRET, Net
+from harness import Net, actor_context
 from run_settings import simulated_run
 
 from asyncrl.config import Config
@@ -37,8 +37,7 @@ from asyncrl.messages.hosts import Members, WatchMembers
 from asyncrl.rpc.actor import ActorContext, Caller, handler
 from asyncrl.rpc.calls.call import CallFuture
 from asyncrl.rpc.calls.peer import Peer
-from asyncrl.rpc.wire.keys import Credentials
-from asyncrl.rpc.wire.zeromq import ZmqTransport
+from tools.live_run import lives, title
 
 DEADLINE_S = 60.0
 until = partial(harness.until, within_s=DEADLINE_S)
@@ -208,25 +207,12 @@ class Hosted:
 
 def below() -> list[psutil.Process]:
     """Living descendants of this process."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline()):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    children = psutil.Process().children(recursive=True)
+    return [process for process in children if lives(process) and "resource_tracker" not in title(process)]
 
 
 def worker_pids() -> list[int]:
     return [process.pid for process in below() if "asyncrl episodes worker" in title(process)]
-
-
-def title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # It may end at any moment; a zombie is one too.
-        return ""
 
 
 def listening() -> set[int]:
@@ -241,19 +227,9 @@ async def hosting(
     rollouter = rollouter or Rollouter()
     before, ports = {process.pid for process in below()}, listening()
     files = set(os.listdir("."))
-    credentials = Credentials(RUN_ID, SECRET)
     async with Net() as net, asyncio.TaskGroup() as tasks:
         net.serve(Controller(net), "controller/0")
-        context = ActorContext(
-            config=config,
-            name=name,
-            incarnation=1,
-            run_dir=run_dir,
-            transport=ZmqTransport(credentials, max_message_bytes=1 << 30),
-            credentials=credentials,
-            controller=net.records["controller/0"].address,
-        )
-        actor = Host(context)
+        actor = Host(actor_context(config, name, run_dir, controller=net.records["controller/0"].address))
         life = tasks.create_task(actor.main())
         await until(lambda: actor.ready or life.done())
         net.serve(rollouter, "rollouter/0")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xxhash
 from conductor_play import announcement
-from harness import RUN_ID, SECRET, Net, replace, until
+from harness import Net, actor_context, replace, until
 from played import played
 from probes import make_probe
 from run_settings import sim_config
@@ -29,8 +29,6 @@ from asyncrl.messages.weights import (
     WatchPublished,
 )
 from asyncrl.parameter_server.actor import COMPARED_VERSIONS, ParameterServer
-from asyncrl.rpc.actor import ActorContext
-from asyncrl.rpc.wire.keys import Credentials
 from asyncrl.weights.segments import Segment, host_id, layout
 
 NAME, LEARNER = "parameter_server/0", "learner/0"
@@ -72,17 +70,9 @@ class Stage:
 
     async def start(self, incarnation):
         """A server, or its successor."""
-        context = ActorContext(
-            config=self.config,
-            name=NAME,
-            incarnation=incarnation,
-            run_dir=self.run_dir,
-            transport=self.net.endpoint(NAME, incarnation).transport,
-            credentials=Credentials(RUN_ID, SECRET),
-            controller=None,
-            clock=LoopClock(),
-        )
-        self.server = ParameterServer(context)
+        transport = self.net.endpoint(NAME, incarnation).transport
+        own = {"incarnation": incarnation, "transport": transport, "clock": LoopClock()}
+        self.server = ParameterServer(actor_context(self.config, NAME, self.run_dir, **own))
         self.life = asyncio.create_task(self.server.main())
         await until(lambda: self.server.ready)
         self.net.register(ActorRecord(name=NAME, incarnation=incarnation, address=self.server.address))

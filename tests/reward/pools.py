@@ -253,13 +253,6 @@ async def reward(pool: RewardPool, completion: str, uid: str = "0-1", **row: Any
     return (await pool.score(request(completion, uid=uid, **row))).rewards[0]
 
 
-def lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def workers() -> list[int]:
     """Pids of all pools' workers; helpers of other tests may live too."""
     return [p.pid for p in psutil.Process().children(recursive=True) if "asyncrl reward worker" in title(p)]

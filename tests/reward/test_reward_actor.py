@@ -12,7 +12,7 @@ import psutil
 import pytest
 import thief
 import uvloop
-from harness import RUN_ID, SECRET, Net, until
+from harness import RUN_ID, Net, actor_context, until
 from reward.pools import MODULE, request, workers
 from run_settings import simulated_run
 
@@ -22,11 +22,9 @@ from asyncrl.messages.actors import ActorRecord
 from asyncrl.observe.catalogue import edges_of
 from asyncrl.reward import reward_pool as pool_module
 from asyncrl.reward.actor import RewardActor
-from asyncrl.rpc.actor import ActorContext
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.heartbeat import gather_heartbeat
-from asyncrl.rpc.wire.keys import Credentials, create_credentials
-from asyncrl.rpc.wire.zeromq import ZmqTransport
+from asyncrl.rpc.wire.keys import create_credentials
 from asyncrl.workers import worker_pool as workers_pool
 from asyncrl.workers.confinement import why_not
 
@@ -42,17 +40,7 @@ class Served:
     """The actor, a rollouter's connection to it, and the notices of the actor by their keys."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        credentials = Credentials(RUN_ID, SECRET)
-        context = ActorContext(
-            config=config,
-            name="reward/0",
-            incarnation=1,
-            run_dir=run_dir,
-            transport=ZmqTransport(credentials, max_message_bytes=1 << 20),
-            credentials=credentials,
-            controller=None,
-        )
-        self.actor = RewardActor(context)
+        self.actor = RewardActor(actor_context(config, "reward/0", run_dir))
         self.notices: dict[str, tuple[str, dict[str, Any]]] = {}
         self.actor.notify = lambda key, text, **more: self.notices.update({key: (text, more)})
         self.life: asyncio.Task[None]

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from harness import until
 from inprocess import System
-from reward.pools import LIMIT, MIB, Printed, lives, reward, started, workers
+from reward.pools import LIMIT, MIB, Printed, reward, started, workers
 from run_files import groups, json_lines
 from run_settings import sim_config
 
@@ -21,6 +21,7 @@ from asyncrl.learner.groups import deliveries
 from asyncrl.messages.actors import NOTICE
 from asyncrl.messages.reward import MOST_NAMES
 from asyncrl.workers import memory, user_code
+from tools.live_run import pid_lives
 
 pytestmark = pytest.mark.usefixtures("user_module", "nothing_left")
 RUN = uvloop.run
@@ -143,7 +144,7 @@ async def test_detached_processes_of_a_function_end_with_its_worker(tmp_path, te
     async with started(timeout_s=2.0) as pool:
         with pytest.raises(RewardFailed, match="exit code 5|ran longer"):
             await reward(pool, text, path=str(path), end=end)
-        await until(lambda: not lives(int(path.read_text())))
+        await until(lambda: not pid_lives(int(path.read_text())))
 
 
 # --- a whole run ---

@@ -12,13 +12,14 @@ import psutil
 import pytest
 import uvloop
 from harness import until
-from reward.pools import MODULE, lives, request, reward, started, workers
+from reward.pools import MODULE, request, reward, started, workers
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.core.errors import DeadlineExceeded, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.reward.reward_pool import RewardPool
 from asyncrl.workers import worker_pool as pool_module
+from tools.live_run import pid_lives
 
 pytestmark = pytest.mark.usefixtures("user_module", "nothing_left")
 RUN = uvloop.run
@@ -222,7 +223,7 @@ asyncio.run(main())
         pids = [int(pid) for pid in owner.stdout.readline().split()]
         assert len(pids) == 2
         owner.kill()
-    asyncio.run(until(lambda: not any(lives(pid) for pid in pids)))
+    asyncio.run(until(lambda: not any(map(pid_lives, pids))))
 
 
 def test_hundreds_of_small_tasks_finish_during_a_hanging_one_on_the_asyncio_loop():
@@ -348,4 +349,4 @@ async def test_close_ends_hanging_and_waiting_tasks_and_the_helpers_of_all_worke
             await reward(pool, "abc")
         async with started() as idle:
             helpers.append(int(await reward(idle, "helper")))
-        assert [pid for pid in helpers if lives(pid)] == []
+        assert not any(map(pid_lives, helpers))

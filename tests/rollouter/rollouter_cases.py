@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-from harness import replace, until
+from harness import actor_context, replace, until
 from inprocess import CREDENTIALS
 from made_group import make_group
 from run_settings import sim_config
@@ -14,7 +14,6 @@ from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
 from asyncrl.messages.groups import Deliver, Delivered, Group, NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.learner import RolloutStats
 from asyncrl.rollouter import actor
-from asyncrl.rpc.actor import ActorContext
 from asyncrl.rpc.calls.handlers import Caller, handler
 from asyncrl.rpc.wire.envelope import Kind, decode_header
 
@@ -151,18 +150,8 @@ class Life:
         outward = net.endpoint("rollouter/0", incarnation)
         self.ears = Ears(outward.transport)
         self.groups = ScriptedGroups()
-        self.rollouter = ScriptedRollouter(
-            ActorContext(
-                config=sim_config(rollout=rollout),
-                name="rollouter/0",
-                incarnation=incarnation,
-                run_dir=run_dir,
-                transport=self.ears,
-                credentials=CREDENTIALS,
-                controller=None,
-                attempt=attempt,
-            )
-        )
+        own = {"incarnation": incarnation, "attempt": attempt, "transport": self.ears, "credentials": CREDENTIALS}
+        self.rollouter = ScriptedRollouter(actor_context(sim_config(rollout=rollout), "rollouter/0", run_dir, **own))
         self.rollouter.script = self.groups
         self.rollouter.resolve_peer = outward.owner.resolve_peer
         self.gates = self.groups.gates

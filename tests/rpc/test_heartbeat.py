@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import msgspec
-from harness import Net, until
+from harness import Net, actor_context, until
 from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import CREDENTIALS
@@ -12,7 +12,7 @@ from run_settings import sim_config
 
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import Heartbeat, Histogram, Resource
-from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
+from asyncrl.rpc.actor import CONTROLLER, Actor, Caller, handler
 from asyncrl.rpc.heartbeat import (
     EVENT_REPEATS,
     EVENTS_IN_BEAT,
@@ -80,17 +80,9 @@ class Listening:
 
 
 def actor_of(tmp_path, kind, **supervision):
-    return kind(
-        ActorContext(
-            config=sim_config(supervision=supervision),
-            name="rollouter/0",
-            incarnation=1,
-            run_dir=tmp_path,
-            transport=MemoryNetwork().transport(),
-            credentials=CREDENTIALS,
-            controller="tcp://nowhere:1",
-        )
-    )
+    transport = MemoryNetwork().transport()
+    where = {"transport": transport, "credentials": CREDENTIALS, "controller": "tcp://nowhere:1"}
+    return kind(actor_context(sim_config(supervision=supervision), "rollouter/0", tmp_path, **where))
 
 
 def beaten(tmp_path, count, heartbeat_s, then=lambda actor: None, kind=Racing):

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 from every_message import EVERY_MESSAGE
-from harness import until
+from harness import actor_context, until
 from rpc.wire.knocking import Guise, Knocker
 from run_settings import simulated_run
 
@@ -22,11 +22,11 @@ from asyncrl.launcher.run_folder.folders import make_run_keyring
 from asyncrl.launcher.run_folder.private import is_live
 from asyncrl.messages.actors import StopRun, WatchRun
 from asyncrl.messages.monitor import MetricsLine, Snapshot, WatchSnapshot
-from asyncrl.rpc.actor import CONTROLLER, ActorContext
+from asyncrl.rpc.actor import CONTROLLER
 from asyncrl.rpc.calls import server
 from asyncrl.rpc.calls.handlers import Caller
 from asyncrl.rpc.wire.keys import VIEWER, load_credentials, write_credentials
-from asyncrl.rpc.wire.zeromq import ZmqServer, ZmqTransport
+from asyncrl.rpc.wire.zeromq import ZmqServer
 from asyncrl.top.client import Away, Viewer, WatchedRun, find_target, follow, why_unreachable
 
 
@@ -45,17 +45,8 @@ async def controller(tmp_path, config, incarnation=7):
     if not private.exists():
         write_credentials(private, make_run_keyring(config, "run-1").files_of([*config.actors, "agent/0", VIEWER]))
     credentials = load_credentials(private, CONTROLLER, 0)
-    actor = Controller(
-        ActorContext(
-            config=config,
-            name=CONTROLLER,
-            incarnation=incarnation,
-            run_dir=tmp_path,
-            transport=ZmqTransport(credentials, max_message_bytes=1 << 26),
-            credentials=credentials,
-            controller=None,
-        )
-    )
+    own = {"incarnation": incarnation, "credentials": credentials}
+    actor = Controller(actor_context(config, CONTROLLER, tmp_path, **own))
     life = asyncio.create_task(actor.main())
     try:
         await until(lambda: actor.ready or life.done())

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from asyncrl.workers import warden
+from tools.live_run import pid_lives
 from tools.waiting import wait_until
 
 CHILDREN = 6
@@ -61,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def living(folder: Path) -> list[int]:
     """Pids of the worker and of its children that have not ended."""
     pids = [int(path.name.partition("-")[2]) for path in [*folder.glob("child-*"), *folder.glob("worker-*")]]
-    return [pid for pid in pids if lives(pid)]
+    return list(filter(pid_lives, pids))
 
 
 def start(folder: Path, then: str) -> subprocess.Popen[bytes]:
@@ -129,11 +130,3 @@ def test_a_warden_keeps_no_file_of_its_worker_open(folder: Path) -> None:
         os.close(each)
     warden.end(process.pid)
     process.wait(60)
-
-
-def lives(pid: int) -> bool:
-    """Whether this process has not ended."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

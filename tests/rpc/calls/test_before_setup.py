@@ -5,16 +5,14 @@ import contextlib
 import socket
 
 import pytest
-from harness import RUN_ID, SECRET, Net, repeat_after, until
+from harness import Net, actor_context, repeat_after, until
 from run_settings import sim_config
 
 from asyncrl.core.errors import DeadlineExceeded, RemoteError
 from asyncrl.messages import ANYBODY, Done, Message, Request
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
+from asyncrl.rpc.actor import Actor, Caller, handler
 from asyncrl.rpc.calls import peer as peer_module
-from asyncrl.rpc.wire.keys import Credentials
-from asyncrl.rpc.wire.zeromq import ZmqTransport
 
 
 class Take(Request, frozen=True, kw_only=True):
@@ -56,22 +54,12 @@ class Taker(Actor):
 async def test_a_successor_on_the_same_port_calls_no_handler_before_it_is_set_up(tmp_path, monkeypatch):
     monkeypatch.setattr(peer_module, "SET_UP_REPEAT_S", 0.02)
     repeat_after(monkeypatch, 0.2)
-    credentials = Credentials(RUN_ID, SECRET)
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
 
     def taker(incarnation):
-        return Taker(
-            ActorContext(
-                config=sim_config(network={"ports": f"{port - 1}-{port}"}),
-                name="learner/0",
-                incarnation=incarnation,
-                run_dir=tmp_path,
-                transport=ZmqTransport(credentials, max_message_bytes=1 << 20),
-                credentials=credentials,
-                controller=None,
-            )
-        )
+        config = sim_config(network={"ports": f"{port - 1}-{port}"})
+        return Taker(actor_context(config, "learner/0", tmp_path, incarnation=incarnation))
 
     async with Net() as net:
         first = taker(10)

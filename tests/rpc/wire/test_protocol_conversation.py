@@ -9,14 +9,13 @@ import msgpack
 import numpy as np
 import zmq
 import zmq.asyncio
-from harness import until
+from harness import actor_context, until
+from run_settings import simulated_run
 
-from asyncrl.config import Config
 from asyncrl.core.errors import RewardFailed
 from asyncrl.messages import ANYBODY, Done, Message, Request
-from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
+from asyncrl.rpc.actor import Actor, Caller, handler
 from asyncrl.rpc.wire.keys import Credentials
-from asyncrl.rpc.wire.zeromq import ZmqTransport
 
 HELLO, WELCOME, REFUSE, CALL, REPLY, ERROR, CAST, CANCEL, ASK, HELD, NOT_HELD = range(1, 12)
 
@@ -91,18 +90,8 @@ class Alien:
 @contextlib.asynccontextmanager
 async def conversation():
     """A client of bare pyzmq, and a real actor on a real socket."""
-    credentials = Credentials("run-7", "hush")
-    speaker = Speaker(
-        ActorContext(
-            config=Config.model_validate({"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}}),
-            name="speaker/0",
-            incarnation=1234,
-            run_dir=Path(),
-            transport=ZmqTransport(credentials, max_message_bytes=1 << 20),
-            credentials=credentials,
-            controller=None,
-        )
-    )
+    keys = Credentials("run-7", "hush")
+    speaker = Speaker(actor_context(simulated_run(), "speaker/0", Path(), incarnation=1234, credentials=keys))
     async with asyncio.timeout(20):
         life = asyncio.create_task(speaker.main())
         await until(lambda: speaker.ready)
