@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from asyncrl.launcher.node import stuck_actors as taking
 from asyncrl.launcher.node.child import Child
 from asyncrl.launcher.node.stuck_actors import process_state, take_stacks
 from asyncrl.rpc.stacks import TASKS_BEGIN, TASKS_END, describe_tasks
+from tools.waiting import wait_until
 
 ACTOR = """
 import asyncio, sys, threading, time
@@ -63,10 +63,7 @@ class Process:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", ACTOR, how], stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
-        until = time.monotonic() + 30
-        while "up" not in self.log.read_text():
-            assert time.monotonic() < until and self.process.poll() is None, self.log.read_text()
-            time.sleep(0.01)
+        wait_until(lambda: "up" in self.log.read_text(), self.log.read_text)
         self.pid = self.process.pid
 
     def stop(self):
@@ -167,7 +164,4 @@ async def test_a_task_that_waits_for_a_call_names_its_peer():
 
 
 def wait_for_state(pid, states):
-    until = time.monotonic() + 10
-    while process_state(pid)[0] not in states:
-        assert time.monotonic() < until, process_state(pid)
-        time.sleep(0.01)
+    wait_until(lambda: process_state(pid)[0] in states, f"a state of {states}")

@@ -8,7 +8,7 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -65,49 +65,47 @@ def test_an_endless_line_is_passed_on_in_parts(pipes: Pipes) -> None:
     os.close(pipes.into)
 
 
-def test_a_program_that_is_stopped_before_its_start_is_not_started(tmp_path: Path) -> None:
-    began = tmp_path / "began"
-    setup = {"argv": ["touch", str(began)], "env": dict(os.environ), "files": {}}
+def kept(
+    argv: list[str],
+    *further: bytes,
+    files: dict[str, str] | None = None,
+    limits: tuple[str, ...] = (),
+    lowest: int = 0,
+) -> tuple[subprocess.CompletedProcess[bytes], list[dict[str, Any]]]:
+    """An ended keeper of a program, and what it said. Its connection has a number from ``lowest`` on."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(framed(json.dumps(setup).encode(), b"terminate"))
-        keeper = [sys.executable, "-m", "asyncrl.workers.keeper", str(theirs.fileno())]
-        ended = subprocess.run(keeper, pass_fds=[theirs.fileno()], capture_output=True, timeout=60)
-    assert (ended.returncode, ended.stdout, ended.stderr, began.exists()) == (0, b"", b"", False)
-
-
-def test_the_keeper_accepts_a_connection_with_any_descriptor_number() -> None:
-    setup = {"argv": ["echo", "0.5"], "env": dict(os.environ), "files": {}}
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        # More than select() takes.
-        number = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 1024)
+        number = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, lowest)
         try:
-            ours.sendall(framed(json.dumps(setup).encode()))
-            keeper = [sys.executable, "-m", "asyncrl.workers.keeper", str(number)]
+            setup = {"argv": argv, "env": dict(os.environ), "files": files or {}}
+            ours.sendall(framed(json.dumps(setup).encode(), *further))
+            keeper = [*limits, sys.executable, "-m", "asyncrl.workers.keeper", str(number)]
             ended = subprocess.run(keeper, pass_fds=[number], capture_output=True, timeout=60)
         finally:
             os.close(number)
-        ours.setblocking(False)
-        (told,) = FrameReader(1 << 20).feed(ours.recv(1 << 16))
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"0.5\n", b"")
-    assert json.loads(told)["code"] == 0
+        theirs.close()
+        said = b"".join(iter(lambda: ours.recv(1 << 16), b""))
+    return ended, [json.loads(frame) for frame in FrameReader(1 << 20).feed(said)]
 
 
-def test_a_start_that_fails_because_of_the_host_does_not_blame_the_program(tmp_path: Path) -> None:
+def test_a_program_that_is_stopped_before_its_start_is_not_started(tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    ended, said = kept(["touch", str(began)], b"terminate")
+    assert (ended.returncode, ended.stdout, ended.stderr, began.exists(), said) == (0, b"", b"", False, [])
+
+
+def test_the_keeper_accepts_a_connection_with_any_descriptor_number() -> None:
+    # More than select() takes.
+    ended, [told] = kept(["echo", "0.5"], lowest=1024)
+    assert (ended.returncode, ended.stdout, ended.stderr, told["code"]) == (0, b"0.5\n", b"", 0)
+
+
+def test_a_start_that_fails_because_of_the_host_does_not_blame_the_program() -> None:
     """As on a full disk: the folder for its files does not exist."""
-    setup = {"argv": ["true"], "env": dict(os.environ), "files": {"TASK": "{}"}}
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(framed(json.dumps(setup).encode()))
-        keeper = [sys.executable, "-m", "asyncrl.workers.keeper", str(theirs.fileno())]
-        limited = ["bash", "-c", 'ulimit -f 0; exec "$@"', "limited", *keeper]
-        ended = subprocess.run(limited, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, timeout=60)
-        ours.setblocking(False)
-        (told,) = FrameReader(1 << 20).feed(ours.recv(1 << 16))
+    limits = ("bash", "-c", 'ulimit -f 0; exec "$@"', "limited")
+    ended, [told] = kept(["true"], files={"TASK": "{}"}, limits=limits)
     assert ended.returncode == 0
-    answer = json.loads(told)
-    assert answer["blame"] == "host" and answer["error"].startswith("cannot be started: ")
+    assert told["blame"] == "host" and told["error"].startswith("cannot be started: ")
 
 
 PRINTS_ON = 'yes >&2 & while ! [ -e "$0" ]; do sleep 0.01; done; echo 1.0'

@@ -455,15 +455,17 @@ def test_a_joined_replica_that_was_never_ready_does_not_replace_one_that_fails()
     assert run.outcome.actor == "rollouter/0"
 
 
-def test_a_drain_waits_only_for_joined_replicas_with_a_process():
+def test_a_drain_waits_only_for_recalled_replicas_and_joined_ones_with_a_process():
     run = machine()
     run.joined(["rollouter/7", "rollouter/8"], 5.0)
     run.started("rollouter/8")
+    run.joined(["rollouter/9"], 5.0, has_served=True)
     run.finish(10.0)
     for name in (*ROLLOUTERS, "reward/0"):
         end(run, name, 11.0)
-    assert run.drain == 1
-    end(run, "rollouter/8", 11.0)
+    for name in ("rollouter/8", "rollouter/9"):
+        assert run.drain == 1
+        end(run, name, 11.0)
     assert run.drain == 2
 
 
@@ -511,17 +513,6 @@ def test_a_recalled_replica_may_never_have_been_ready(was_ready):
         run.ready({"rollouter/7"}, 4.0)
     end(run, "rollouter/7", code=78, fatal=True)
     assert run.phase == ("draining" if was_ready else "starting")
-
-
-def test_a_drain_waits_for_a_recalled_replica():
-    run = machine()
-    run.joined(["rollouter/7"], 5.0, has_served=True)
-    run.finish(10.0)
-    for name in (*ROLLOUTERS, "reward/0"):
-        end(run, name, 11.0)
-    assert run.drain == 1
-    end(run, "rollouter/7", 11.0)
-    assert run.drain == 2
 
 
 # --- any order of events ---

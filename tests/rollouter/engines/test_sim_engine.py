@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -29,6 +28,7 @@ from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest, TokenDelta
 from asyncrl.rollouter.engines.sim_model import BLOCK, Batch, PrefixCache, content, response_length
 from asyncrl.weights.broadcast import Sender
+from tools.waiting import wait_until
 
 RUN = run_virtual
 STEP = {"prefill_tokens_per_s": 1000.0, "decode_step_s": 1.0, "decode_step_per_request_s": 0.5}
@@ -289,7 +289,4 @@ def test_close_ends_a_broadcast_without_a_sender(after_s):
     with closing(Publisher()) as publisher, closing(Sender("gloo", "127.0.0.1", LONG_S)) as sender:
         asyncio.run(go())
         # They look for the end every 0.1 s. The learner's store is still open.
-        until = time.monotonic() + LONG_S / 2
-        while threading.active_count() > threads and time.monotonic() < until:
-            time.sleep(0.01)
-        assert threading.active_count() == threads
+        wait_until(lambda: threading.active_count() == threads, "the end of the threads", LONG_S / 2)

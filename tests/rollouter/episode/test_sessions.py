@@ -6,6 +6,7 @@ import time
 import pytest
 from chat_models import FAMILIES, write_chat_model
 from harness import replace
+from rollouter.serving.hosting import Turns
 from session_cases import TOOL, World, call_of, echoed, result, user
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver
@@ -52,18 +53,8 @@ async def test_tool_calls_are_recognised_by_their_ids_even_if_the_agent_changed_
         assert len(session.conversation.sequences()) == 1
 
 
-class Slices:
-    """The engine's side of a GPU that is always free."""
-
-    async def take(self):
-        pass
-
-    def give(self):
-        pass
-
-
 async def test_shared_tokens_count_as_computed_again_only_in_the_first_turn_after_a_sleep(tmp_path):
-    async with World(tmp_path, slices=Slices()) as world:
+    async with World(tmp_path, slices=Turns()) as world:
         session, messages, counted, lengths = world.open(), [], [], []
         for turn in range(5):
             if turn in (0, 2):

@@ -16,6 +16,7 @@ from typing import Any
 import msgpack
 import msgspec
 import numpy as np
+import psutil
 import zmq
 from every_message import EVERY_MESSAGE
 from run_settings import launched_run
@@ -218,34 +219,12 @@ def actors_of(run: LiveRun) -> dict[str, int]:
 
 def listening(pids: Sequence[int]) -> dict[int, list[tuple[str, int]]]:
     """(host, port) of every TCP socket that these processes listen at, by pid."""
-    sockets: dict[str, tuple[str, int]] = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for row in Path(table).read_text().splitlines()[1:]:
-            words = row.split()
-            if words[3] == "0A":
-                host, port = words[1].split(":")
-                sockets[words[9]] = (_address(host), int(port, 16))
-    found: dict[int, list[tuple[str, int]]] = {}
+    found = {}
     for pid in pids:
-        inodes = {link[8:-1] for link in _descriptors(pid) if link.startswith("socket:[")}
-        if here := sorted({sockets[inode] for inode in inodes if inode in sockets}):
-            found[pid] = here
-    return found
-
-
-def _descriptors(pid: int) -> list[str]:
-    """Files that a process has open; one that it closes meanwhile, or all if it ends, are left out."""
-    links = []
-    with contextlib.suppress(OSError):
-        for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                links.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
-    return links
-
-
-def _address(text: str) -> str:
-    raw = b"".join(struct.pack("<I", int(text[i : i + 8], 16)) for i in range(0, len(text), 8))
-    return ".".join(map(str, raw)) if len(raw) == 4 else raw.hex()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            sockets = psutil.Process(pid).net_connections("tcp")
+            found[pid] = sorted({(*each.laddr,) for each in sockets if each.status == psutil.CONN_LISTEN})
+    return {pid: here for pid, here in found.items() if here}
 
 
 def secrets_of(private: Path) -> dict[str, str]:
