@@ -51,6 +51,7 @@ class Cluster:
         self.config = config
         self.network = MemoryNetwork()
         self.peers = {}
+        self.lives = []
 
     def context(self, name, incarnation, controller=None, **changes):
         own = {"transport": self.network.transport(), "credentials": CREDENTIALS, "controller": controller}
@@ -72,9 +73,24 @@ class Cluster:
         await asyncio.sleep(0.02)
         await until(lambda: not (self.run_dir / "private" / "controller.json.new").exists())
 
+    def start_actor(self, actor):
+        """The life of an actor, which ends with the cluster at the latest."""
+        self.lives.append(asyncio.create_task(actor.main()))
+        return self.lives[-1]
+
+    async def state(self, condition=lambda state: True):
+        """The state of the run, once it is so."""
+        found = await self.caller().call(WatchRun())
+        while not condition(found):
+            found = await self.caller().call(WatchRun(seen=found.number))
+        return found
+
     async def __aexit__(self, *_):
         for peer in self.peers.values():
             peer.close()
+        for life in self.lives:
+            life.cancel()
+        await asyncio.gather(*self.lives, return_exceptions=True)
         await self.die()
 
     def caller(self, name="agent/0", incarnation=1, *, whom=None):
@@ -170,7 +186,7 @@ async def test_resolve_is_parked_until_the_actor_can_be_called(cluster):
 @on_cluster(runner=run_virtual)
 async def test_a_parked_call_is_answered_before_half_of_its_deadline(cluster):
     now = asyncio.get_running_loop().time
-    number = (await cluster.caller().call(WatchRun())).number
+    number = (await cluster.state()).number
     for request, said in ((Resolve(name="reward/0"), "record"), (WatchRun(seen=number), "number")):
         began = now()
         reply = await cluster.caller().call(request, timeout=0.4)
@@ -210,7 +226,7 @@ async def beats(peer, *, until, above=0):
 async def test_a_reported_failure_ends_the_run(cluster):
     await cluster.all_ready()
     await cluster.caller("dataloader/0").call(ReportFailure(reason="dataloader/0: prompts.jsonl:3: bad", exit_code=78))
-    state = await cluster.caller().call(WatchRun())
+    state = await cluster.state()
     assert (state.failed_actor, state.reason, state.exit_code) == ("dataloader/0", "prompts.jsonl:3: bad", 78)
 
 
@@ -225,7 +241,7 @@ async def test_an_actor_that_fails_on_a_file_with_an_undecodable_name_reports_th
     await cluster.all_ready()
     with pytest.raises(DataError):
         await Failing(cluster.context("dataloader/0", 5, cluster.controller.address)).main()
-    state = await cluster.caller().call(WatchRun())
+    state = await cluster.state()
     assert (state.failed_actor, state.exit_code) == ("dataloader/0", 78)
     assert r"caf\udce9.jsonl" in state.reason
 
@@ -267,7 +283,7 @@ async def test_an_actor_sends_notices_until_its_end_and_metrics_cannot_replace_t
         return (await agent.call(WatchRun(seen_line=0))).lines
 
     speaker = Speaker(cluster.context("reward/0", 5, cluster.controller.address))
-    life = asyncio.create_task(speaker.main())
+    life = cluster.start_actor(speaker)
     agent, learner = cluster.caller(), cluster.caller("learner/0")
     while not (told := await lines()):
         pass
@@ -305,7 +321,7 @@ def test_a_checkpoint_of_an_earlier_attempt_counts(tmp_path):
     checkpoints.commit(partial, version=5, step=10, files=["state.json"])
 
     async def scenario(cluster):
-        assert (await cluster.caller().call(WatchRun())).checkpoint == 5
+        assert (await cluster.state()).checkpoint == 5
 
     run(tmp_path, scenario)
 
@@ -333,7 +349,7 @@ async def test_an_actor_registers_again_until_a_successor_accepts_or_refuses_it(
         register(self, record, now)
 
     actor = Working(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
-    life = asyncio.create_task(actor.main())
+    life = cluster.start_actor(actor)
     assert await resolved(cluster, "rollouter/0")
     await cluster.die()
     monkeypatch.setattr(Registry, "register", failing)
@@ -350,7 +366,7 @@ async def test_an_actor_registers_again_until_a_successor_accepts_or_refuses_it(
 @on_cluster()
 async def test_an_actor_that_the_successor_refuses_ends(cluster):
     actor = Working(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
-    life = asyncio.create_task(actor.main())
+    life = cluster.start_actor(actor)
     assert await resolved(cluster, "rollouter/0")
     await cluster.die()
     await cluster.start(8)
@@ -372,44 +388,39 @@ async def test_i5_a_successor_learns_everything_from_actors_that_register_again(
         on_silent=lambda: None,
         on_successor=lambda: states.append("successor"),
     )
-    lives = [asyncio.create_task(who.main()) for who in (actor, link)]
+    lives = [cluster.start_actor(who) for who in (actor, link)]
     learner, launcher = cluster.caller("learner/0"), cluster.caller("launcher/0")
-    try:
-        for name in OTHERS:
-            if name != "rollouter/0":
-                await cluster.register(name)
-        assert await resolved(cluster, "rollouter/0")
-        await until(lambda: states)
-        await launcher.call(StopRun(reason="preempted", preempt=True))
-        await until(lambda: actor.times == 1)
-        # A cast needs a connection.
-        await learner.call(WatchRun())
-        learner.cast(MetricsLine(line={"step": 1}))
-        await until(lambda: any(1 in lines for _, lines in states))
-        last = max(number for number, _ in states)
-        await cluster.die()
-        await asyncio.wait(lives, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
-        assert not any(life.done() for life in lives)
-        await cluster.start(8)
-        assert cluster.controller.address == address
-        record = await resolved(cluster, "rollouter/0")
-        assert (record.incarnation, record.address, record.facts) == (9, actor.address, {"port": 7})
-        await until(lambda: "successor" in states and states[-1] != "successor")
-        after = states[states.index("successor") + 1 :]
-        assert all(number > last for number, _ in after)
-        # It is not preempted yet, and is preempted once.
-        assert (await learner.call(WatchRun())).phase == "starting"
-        await launcher.call(StopRun(reason="preempted", preempt=True))
-        await until(lambda: actor.run_state.phase == "preempting" and actor.run_state.number > last)
-        assert actor.times == 1
-        # A cast needs a connection.
-        await learner.call(WatchRun())
-        learner.cast(MetricsLine(line={"step": 2}))
-        await until(lambda: [2] in [lines for _, lines in states[states.index("successor") + 1 :]])
-    finally:
-        for life in lives:
-            life.cancel()
-        await asyncio.gather(*lives, return_exceptions=True)
+    for name in OTHERS:
+        if name != "rollouter/0":
+            await cluster.register(name)
+    assert await resolved(cluster, "rollouter/0")
+    await until(lambda: states)
+    await launcher.call(StopRun(reason="preempted", preempt=True))
+    await until(lambda: actor.times == 1)
+    # A cast needs a connection.
+    await learner.call(WatchRun())
+    learner.cast(MetricsLine(line={"step": 1}))
+    await until(lambda: any(1 in lines for _, lines in states))
+    last = max(number for number, _ in states)
+    await cluster.die()
+    await asyncio.wait(lives, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+    assert not any(life.done() for life in lives)
+    await cluster.start(8)
+    assert cluster.controller.address == address
+    record = await resolved(cluster, "rollouter/0")
+    assert (record.incarnation, record.address, record.facts) == (9, actor.address, {"port": 7})
+    await until(lambda: "successor" in states and states[-1] != "successor")
+    after = states[states.index("successor") + 1 :]
+    assert all(number > last for number, _ in after)
+    # It is not preempted yet, and is preempted once.
+    assert (await learner.call(WatchRun())).phase == "starting"
+    await launcher.call(StopRun(reason="preempted", preempt=True))
+    await until(lambda: actor.run_state.phase == "preempting" and actor.run_state.number > last)
+    assert actor.times == 1
+    # A cast needs a connection.
+    await learner.call(WatchRun())
+    learner.cast(MetricsLine(line={"step": 2}))
+    await until(lambda: [2] in [lines for _, lines in states[states.index("successor") + 1 :]])
 
 
 @on_cluster()
@@ -449,18 +460,14 @@ async def test_a_successor_of_the_controller_learns_the_waits_of_the_run(cluster
             self.notify("weights", "no weights", waits_for="weights")
 
     actor = Waiting(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
-    life = asyncio.create_task(actor.main())
-    try:
-        await resolved(cluster, "rollouter/0")
-        await cluster.die()
-        await cluster.start(8)
-        await resolved(cluster, "rollouter/0")
-        state = RunState(number=-1, phase="starting")
-        while state.waits != ["weights"]:
-            state = await cluster.caller().call(WatchRun(seen=state.number, seen_line=state.last_line))
-    finally:
-        life.cancel()
-        await asyncio.gather(life, return_exceptions=True)
+    cluster.start_actor(actor)
+    await resolved(cluster, "rollouter/0")
+    await cluster.die()
+    await cluster.start(8)
+    await resolved(cluster, "rollouter/0")
+    state = RunState(number=-1, phase="starting")
+    while state.waits != ["weights"]:
+        state = await cluster.caller().call(WatchRun(seen=state.number, seen_line=state.last_line))
 
 
 @on_cluster()
@@ -473,10 +480,8 @@ async def test_an_actor_that_starts_in_a_preempted_run_is_preempted_once_it_is_r
     await cluster.all_ready()
     await cluster.caller().call(StopRun(reason="preempted", preempt=True))
     actor = Slow(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
-    life = asyncio.create_task(actor.main())
+    cluster.start_actor(actor)
     await until(lambda: actor.times == 1)
-    life.cancel()
-    await asyncio.gather(life, return_exceptions=True)
 
 
 @on_cluster()

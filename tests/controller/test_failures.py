@@ -75,16 +75,9 @@ async def beating(cluster, *cut_off):
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def state_until(cluster, found):
-    watcher, seen = cluster.caller(), -1
-    while not found(state := await watcher.call(WatchRun(seen=seen))):
-        seen = state.number
-    return state
-
-
 async def is_killed(cluster, name, incarnation):
     """Simulate its agent, which kills it and starts it again."""
-    state = await state_until(cluster, lambda state: state.condemned or state.phase == "draining")
+    state = await cluster.state(lambda state: state.condemned or state.phase == "draining")
     if state.condemned:
         assert [(actor.name, actor.incarnation) for actor in state.condemned] == [(name, incarnation)]
         reason = state.condemned[0].reason
@@ -107,21 +100,21 @@ async def notice_until(cluster, found):
 @on_cluster(config())
 async def test_a_stall_is_reported_again_while_it_lasts_and_restarts_no_actor(cluster):
     async with beating(cluster) as actors:
-        first = await state_until(cluster, lambda state: state.stuck)
+        first = await cluster.state(lambda state: state.stuck)
         assert ("rollouter/0", 1, "") in [(each.name, each.incarnation, each.report) for each in first.stuck]
-        again = await state_until(cluster, lambda state: state.stuck and state.stuck[0].number > first.stuck[0].number)
+        again = await cluster.state(lambda state: state.stuck and state.stuck[0].number > first.stuck[0].number)
         assert (again.phase, again.condemned) == ("running", [])
         notice = await notice_until(cluster, lambda text: text.startswith("nothing has moved for "))
         assert "learner/0 waits 5 s for groups; rollouter/0 waits 5 s on its engine for tokens" in notice["text"]
         actors.tokens += 1
-        assert (await state_until(cluster, lambda state: not state.stuck)).phase == "running"
+        assert (await cluster.state(lambda state: not state.stuck)).phase == "running"
         assert (await notice_until(cluster, lambda text: text.startswith("the run moves again")))["count"] == 1
 
 
 @on_cluster(config("stop"))
 async def test_policy_stop_ends_the_run_with_the_report_as_the_reason(cluster):
     async with beating(cluster):
-        state = await state_until(cluster, lambda state: state.phase == "draining")
+        state = await cluster.state(lambda state: state.phase == "draining")
         assert (state.failed_actor, state.exit_code) == (CONTROLLER, 1)
         assert "rollouter/0 waits 5 s on its engine for tokens" in state.reason
         # Its stacks have not been taken yet.
@@ -147,7 +140,7 @@ async def test_a_replica_that_cannot_reach_another_actor_is_restarted_once_and_t
             if incarnation == 1:
                 assert state.resting == []
                 await actors.comes_up("rollouter/1", 2)
-        state = await state_until(cluster, lambda state: not state.condemned)
+        state = await cluster.state(lambda state: not state.condemned)
         assert state.phase == "running"
         assert [actor.name for actor in state.resting] == ["rollouter/1"]
         assert state.resting[0].reason.startswith("it could not reach learner/0 for ")
@@ -159,7 +152,7 @@ async def test_the_run_fails_if_restarts_of_an_actor_that_it_needs_do_not_help(c
     async with beating(cluster, name) as actors:
         await is_killed(cluster, name, 1)
         await actors.comes_up(name, 2)
-        state = await state_until(cluster, lambda state: state.phase == "draining")
+        state = await cluster.state(lambda state: state.phase == "draining")
         assert (state.failed_actor, state.exit_code) == (name, 1)
         assert state.reason.startswith("it could not reach learner/0 for ")
         assert state.reason.endswith(", after 1 restarts for this (supervision.max_restarts)")

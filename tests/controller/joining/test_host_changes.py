@@ -70,14 +70,6 @@ async def members(cluster, condition=lambda members: True):
     return found
 
 
-async def state(cluster, condition=lambda state: True):
-    watcher = cluster.caller()
-    found = await watcher.call(WatchRun())
-    while not condition(found):
-        found = await watcher.call(WatchRun(seen=found.number))
-    return found
-
-
 async def noticed(cluster):
     """The texts of all notices."""
     told = await cluster.caller().call(WatchRun(seen_line=0))
@@ -137,7 +129,7 @@ async def test_i6_a_joined_actor_and_another_find_each_other_once_both_know_the_
         ("agent/2", [f"rollouter/{CONFIG.rollout.replicas + 1}"]),
     ]
     assert await join(cluster, "c", "d") == joined
-    number = (await state(cluster, lambda found: found.members)).members
+    number = (await cluster.state(lambda found: found.members)).members
     (name,) = joined[1].actors
     await cluster.register(name)
     await knows("dataloader/0", number - 1)
@@ -189,7 +181,7 @@ async def test_a_leaving_host_is_informed_and_stays_dead(cluster):
     (name,) = found.actors
     begun = await leave(cluster, "c")
     assert (begun.agent, begun.actors) == (found.agent, [name])
-    told = await state(cluster, lambda state: state.leaving)
+    told = await cluster.state(lambda state: state.leaving)
     assert [(leaving.name, leaving.within_s) for leaving in told.leaving] == [(found.agent, 3.0), (name, 3.0)]
     assert told.phase == "running"
     agent = cluster.caller(found.agent)
@@ -199,7 +191,7 @@ async def test_a_leaving_host_is_informed_and_stays_dead(cluster):
     assert {found.agent, name} <= seen
     assert not (await cluster.caller().call(ended("rollouter/0", 0))).asked
     await agent.call(HostLeft())
-    told = await state(cluster, lambda state: not state.leaving)
+    told = await cluster.state(lambda state: not state.leaving)
     assert (told.phase, told.failed_actor) == ("running", "")
     left = await members(cluster)
     assert left.gone == {found.agent, name}
@@ -238,11 +230,11 @@ async def test_a_successor_of_the_controller_counts_on_joined_rollouters_at_once
     await cluster.die()
     await cluster.start(8)
     await cluster.caller().call(last)
-    assert (await state(cluster)).phase == "starting"
+    assert (await cluster.state()).phase == "starting"
     for name in (*OTHERS, *found.actors):
         if name != "rollouter/0":
             await cluster.register(name)
-    told = await state(cluster)
+    told = await cluster.state()
     assert (told.phase, [actor.name for actor in told.resting]) == ("running", ["rollouter/0"])
 
 
@@ -257,9 +249,9 @@ async def test_a_drain_waits_for_an_actor_that_joined_while_a_successor_of_the_c
     await cluster.caller().call(StopRun(reason="test"))
     for name in OTHERS:
         await cluster.caller().call(ended(name, 0))
-    assert "dataloader" not in (await state(cluster)).draining
+    assert "dataloader" not in (await cluster.state()).draining
     await cluster.caller().call(ended(found.actors[0], 0))
-    assert "dataloader" in (await state(cluster)).draining
+    assert "dataloader" in (await cluster.state()).draining
 
 
 @on_cluster()
@@ -281,7 +273,7 @@ async def test_a_successor_of_the_controller_knows_a_joined_host_by_its_address(
     await cluster.start(8)
     await cluster.all_ready()
     await cluster.register(found.actors[0])
-    await state(cluster, lambda state: state.phase == "running")
+    await cluster.state(lambda state: state.phase == "running")
     with pytest.raises(RemoteError, match=refusal):
         await cluster.caller(LAUNCHER).call(alias, timeout=1.0)
     assert (await leave(cluster, "10.0.0.5")).agent == found.agent
@@ -304,7 +296,7 @@ async def test_a_successor_of_the_controller_does_not_wait_for_a_host_that_left(
     listed.write_text(text)
     await cluster.start(8)
     await cluster.all_ready()
-    told = await state(cluster, lambda state: state.phase != "starting")
+    told = await cluster.state(lambda state: state.phase != "starting")
     assert (told.phase, told.waiting_for) == ("running", [])
     assert (await join(cluster, "far"))[0].agent == "agent/2"
     # It does not count as a lost host either.
@@ -363,7 +355,7 @@ async def test_the_last_message_of_a_host_survives_the_death_of_the_controller(c
     found = await serve(cluster)
     heard = dict.fromkeys(("on_state", "on_silent", "on_successor"), lambda *_: None)
     link = AgentLink(cluster.context(found.agent, 3, cluster.controller.address), **heard)
-    living = asyncio.create_task(link.main())
+    cluster.start_actor(link)
     await until(lambda: link.ready)
     await leave(cluster, "c")
     with nothing_written() as begun:
@@ -376,8 +368,6 @@ async def test_the_last_message_of_a_host_survives_the_death_of_the_controller(c
     # The news that the host has left may end the link. It is known before it is written.
     (left,) = (await members(cluster, lambda members: members.hosts[0].stage == "left")).hosts
     assert left.reason == ""
-    living.cancel()
-    await asyncio.gather(living, return_exceptions=True)
 
 
 @on_cluster()
@@ -393,10 +383,10 @@ async def test_a_joined_host_that_gives_up_fails_the_run_only_after_it_has_serve
     await agent.call(HostLeft())
     left = await members(cluster, lambda members: members.gone)
     assert left.hosts[0].reason == f"{name}: its reason"
-    assert (await state(cluster)).phase == "running"
+    assert (await cluster.state()).phase == "running"
     found = await serve(cluster, "d", ask="b" * 16)
     await cluster.caller(found.agent).call(ended(found.actors[0], 78, fatal=True))
-    told = await state(cluster)
+    told = await cluster.state()
     assert (told.phase, told.failed_actor) == ("draining", found.actors[0])
 
 
@@ -417,7 +407,7 @@ async def test_a_joined_host_serves_with_one_rollouter_and_the_other_rests(clust
     now = await members(cluster, lambda members: members.added)
     assert (now.added, now.hosts[0].stage) == (found.actors, "serving")
     assert cluster.controller.registry.ready() & set(found.actors) == {works}
-    told = await state(cluster, lambda state: state.resting)
+    told = await cluster.state(lambda state: state.resting)
     assert [(actor.name, actor.reason) for actor in told.resting] == [(broken, "its reason")]
     assert await noticed(cluster) == [f"{broken} is resting: its reason"]
     assert told.phase == "running"
@@ -427,12 +417,12 @@ async def test_a_joined_host_serves_with_one_rollouter_and_the_other_rests(clust
     await cluster.all_ready()
     await cluster.register(works)
     await cluster.caller(found.agent).call(end)
-    told = await state(cluster, lambda state: state.phase != "starting")
+    told = await cluster.state(lambda state: state.phase != "starting")
     assert (told.phase, [actor.name for actor in told.resting]) == ("running", [broken])
     await cluster.caller(LAUNCHER).call(BringBack(name=broken))
-    await state(cluster, lambda state: not state.resting)
+    await cluster.state(lambda state: not state.resting)
     await cluster.register(broken, incarnation=2)
-    assert broken in cluster.controller.registry.ready() and not (await state(cluster)).condemned
+    assert broken in cluster.controller.registry.ready() and not (await cluster.state()).condemned
 
 
 @on_cluster()
@@ -441,11 +431,11 @@ async def test_a_joined_host_is_released_once_all_of_its_rollouters_give_up(clus
     await host(cluster, found.agent, "c", found.actors)
     agent = cluster.caller(found.agent)
     for name in found.actors:
-        assert not (await state(cluster)).leaving
+        assert not (await cluster.state()).leaving
         await agent.call(ended(name, 1, fatal=True))
     now = await members(cluster, lambda members: members.hosts and members.hosts[0].stage == "leaving")
     assert now.hosts[0].reason == "; ".join(f"{name}: its reason" for name in found.actors)
-    told = await state(cluster)
+    told = await cluster.state()
     assert (told.phase, told.resting, await noticed(cluster)) == ("running", [], [])
 
 
@@ -458,7 +448,7 @@ async def test_i5_a_joined_host_with_only_its_episode_host_ready_is_released(clu
     now = await members(cluster, lambda members: members.hosts and members.hosts[0].stage == "leaving")
     reason = "not ready 1 s after its start (supervision.start_timeout_s)"
     assert now.hosts[0].reason == f"{found.actors[0]}: {reason}"
-    assert (await state(cluster)).phase == "running"
+    assert (await cluster.state()).phase == "running"
 
 
 @on_cluster(FAST)
@@ -468,4 +458,4 @@ async def test_i5_a_joined_host_that_never_registers_is_released(cluster):
     left = await members(cluster, lambda members: members.gone)
     reason = f"{found.actors[0]}: not ready 1 s after its start (supervision.start_timeout_s)"
     assert [(host.stage, host.reason) for host in left.hosts] == [("left", reason)]
-    assert (await state(cluster)).phase == "running"
+    assert (await cluster.state()).phase == "running"

@@ -60,21 +60,14 @@ async def start(cluster, tasks, over):
     return cut
 
 
-async def wait_for_state(watcher, condition):
-    state = await watcher.call(WatchRun())
-    while not condition(state):
-        state = await watcher.call(WatchRun(seen=state.number))
-    return state
-
-
 @on_cluster()
 async def test_a_replica_of_a_lost_host_is_dead_and_the_run_continues(cluster, tasks, over):
     cut = await start(cluster, tasks, over)
     watcher = cluster.caller("learner/0")
-    await wait_for_state(watcher, lambda state: state.phase == "running")
+    await cluster.state(lambda state: state.phase == "running")
     cut.set()
     # No actor counts as frozen meanwhile, though silence_s is shorter.
-    state = await wait_for_state(watcher, lambda state: state.condemned)
+    state = await cluster.state(lambda state: state.condemned)
     assert state.lost_hosts == {"b (agent/1)": FAR}
     assert state.dead == [Dead("rollouter/1", 1)]
     reason = "its host b (agent/1) was silent for 0.6 s"
@@ -88,7 +81,7 @@ async def test_a_replica_of_a_lost_host_is_dead_and_the_run_continues(cluster, t
     # The host comes back; its agent receives its orders and follows them.
     tasks.create_task(beats(cluster.caller("agent/1", 1), until=over))
     await cluster.register("agent/1", host="b", address="", facts={"actors": FAR})
-    state = await wait_for_state(watcher, lambda state: not state.lost_hosts)
+    state = await cluster.state(lambda state: not state.lost_hosts)
     assert [actor.name for actor in state.condemned] == FAR and state.dead == [Dead("rollouter/1", 1)]
     ended = ActorEnded(name="rollouter/1", incarnation=1, exit_code=-9, fatal=False, reason="killed")
     await cluster.caller("agent/1", 1).call(ended)
@@ -101,7 +94,7 @@ async def test_a_replica_of_a_lost_host_is_dead_and_the_run_continues(cluster, t
 async def test_a_successor_of_the_controller_continues_without_a_lost_host(cluster, tasks, over, tmp_path):
     cut = await start(cluster, tasks, over)
     cut.set()
-    await wait_for_state(cluster.caller("learner/0"), lambda state: state.lost_hosts)
+    await cluster.state(lambda state: state.lost_hosts)
     kept = json.loads((tmp_path / "private" / "controller.json").read_text())
     assert kept["hosts"]["agent/1"] == ["b", FAR, ["b"]]
     await cluster.die()
@@ -109,19 +102,18 @@ async def test_a_successor_of_the_controller_continues_without_a_lost_host(clust
     for name in NEAR:
         await cluster.register(name)
         tasks.create_task(beats(cluster.caller(name), until=over))
-    watcher = cluster.caller()
-    state = await wait_for_state(watcher, lambda state: state.phase != "starting")
+    state = await cluster.state(lambda state: state.phase != "starting")
     assert (state.phase, state.lost_hosts) == ("running", {"b (agent/1)": FAR})
     # A host that is let go is marked as leaving in the same step, so that it does not count as back.
     await cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))
-    state = await wait_for_state(watcher, lambda state: not state.lost_hosts)
+    state = await cluster.state(lambda state: not state.lost_hosts)
     assert [leaving.name for leaving in state.leaving] == ["agent/1", *FAR]
 
 
 @on_cluster()
 async def test_a_host_that_is_lost_before_it_serves_may_join_again(cluster, tasks, over):
     cut = await start(cluster, tasks, over)
-    await wait_for_state(cluster.caller("learner/0"), lambda state: state.phase == "running")
+    await cluster.state(lambda state: state.phase == "running")
 
     async def join(ask):
         request = Join(ask=ask * 16, hosts=[NewHost(host="c", replicas=1)])
@@ -134,7 +126,7 @@ async def test_a_host_that_is_lost_before_it_serves_may_join_again(cluster, task
     while not members.at("lost"):
         members = await cluster.caller().call(WatchMembers(seen=members.number))
     assert members.hosts[0].reason == "it was lost before it served"
-    state = await cluster.caller().call(WatchRun())
+    state = await cluster.state()
     assert (state.phase, state.lost_hosts) == ("running", {})
     assert [leaving.name for leaving in state.leaving] == [found.agent, *found.actors]
     again = await join("b")
@@ -145,10 +137,10 @@ async def test_a_host_that_is_lost_before_it_serves_may_join_again(cluster, task
 @on_cluster()
 async def test_a_lost_host_that_leaves_during_a_write_is_not_reported_as_back(cluster, tasks, over, monkeypatch):
     cut = await start(cluster, tasks, over)
-    watcher, begun, may_write = cluster.caller("learner/0"), threading.Event(), queue.SimpleQueue()
-    await wait_for_state(watcher, lambda state: state.phase == "running")
+    begun, may_write = threading.Event(), queue.SimpleQueue()
+    await cluster.state(lambda state: state.phase == "running")
     cut.set()
-    await wait_for_state(watcher, lambda state: state.lost_hosts)
+    await cluster.state(lambda state: state.lost_hosts)
     write = host_changes.replace_file
 
     def slow(*item, **how):
@@ -163,10 +155,10 @@ async def test_a_lost_host_that_leaves_during_a_write_is_not_reported_as_back(cl
     left = cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))
     assert await is_parked(left)
     may_write.put(None)
-    state = await wait_for_state(watcher, lambda state: state.members == 1)
+    state = await cluster.state(lambda state: state.members == 1)
     assert (state.lost_hosts, state.leaving) == ({"b (agent/1)": FAR}, [])
     may_write.put(None)
-    state = await wait_for_state(watcher, lambda state: not state.lost_hosts)
+    state = await cluster.state(lambda state: not state.lost_hosts)
     assert [leaving.name for leaving in state.leaving] == ["agent/1", *FAR]
     may_write.put(None)
     await asyncio.gather(joined, left)
@@ -187,7 +179,7 @@ async def test_a_successor_of_the_controller_refuses_the_same_actors_as_its_pred
     assert json.loads(path.read_text())["newest"] == expected
     await cluster.die()
     await cluster.start(8)
-    state = await cluster.caller().call(WatchRun())
+    state = await cluster.state()
     assert state.generations == {"learner": 5}
     for name, incarnation in (("rollouter/0", 1), ("learner/0", 4)):
         with pytest.raises(RemoteError, match=f"{name} of incarnation {incarnation}"):
@@ -196,7 +188,7 @@ async def test_a_successor_of_the_controller_refuses_the_same_actors_as_its_pred
     await cluster.register("learner/0", incarnation=5)
     # An actor lost in between is dead under the recorded number, though it never spoke to this controller.
     await cluster.register("agent/1", host="b", address="", facts={"actors": FAR})
-    assert (await wait_for_state(cluster.caller(), lambda state: state.dead)).dead == [Dead("rollouter/1", 4)]
+    assert (await cluster.state(lambda state: state.dead)).dead == [Dead("rollouter/1", 4)]
 
 
 class Listener(Actor):
@@ -222,7 +214,7 @@ async def test_an_actor_hears_of_each_death_once_and_nothing_more_from_the_dead(
     """From the controller or its successor; the dead are refused on every connection."""
 
     actor = Listener(cluster.context("dataloader/0", 5, cluster.controller.address))
-    life = asyncio.create_task(actor.main())
+    cluster.start_actor(actor)
     await until(lambda: actor.ready)
     lives = [("rollouter/0", incarnation) for incarnation in (1, 2, 3)]
     whom, word = ActorRecord(name="dataloader/0", incarnation=5, address=actor.address), Notice(key="x", text="x")
@@ -245,8 +237,6 @@ async def test_an_actor_hears_of_each_death_once_and_nothing_more_from_the_dead(
     await ends(*lives[2])
     await until(lambda: len(actor.heard) >= 3)
     assert actor.heard == actor.asked == lives
-    life.cancel()
-    await asyncio.gather(life, return_exceptions=True)
 
 
 def test_a_host_is_lost_if_only_its_agent_is_silent(tmp_path, monkeypatch):
@@ -262,10 +252,9 @@ def test_a_host_is_lost_if_only_its_agent_is_silent(tmp_path, monkeypatch):
         for name in [*NEAR, *FAR]:
             await cluster.register(name, address=f"memory://{name}")
             tasks.create_task(beats(cluster.caller(name), until=over))
-        watcher = cluster.caller("learner/0")
-        await wait_for_state(watcher, lambda state: state.phase == "running")
+        await cluster.state(lambda state: state.phase == "running")
         frozen.set()
-        state = await wait_for_state(watcher, lambda state: state.condemned)
+        state = await cluster.state(lambda state: state.condemned)
         assert state.lost_hosts == {"b (agent/1)": FAR}
         assert state.condemned[0].reason.startswith("agent/1 on its host b was silent for ")
 
@@ -293,7 +282,7 @@ def test_a_silent_agent_is_reported_once_even_if_its_host_is_in_doubt_at_times(t
             await cluster.register(name, address=f"memory://{name}")
         for name in NEAR:
             tasks.create_task(beats(cluster.caller(name), until=over))
-        await wait_for_state(cluster.caller("learner/0"), lambda state: state.phase == "running")
+        await cluster.state(lambda state: state.phase == "running")
         frozen.set()
         far = cluster.caller(FAR[0])
         await far.call(WatchRun())
