@@ -34,7 +34,7 @@ from asyncrl.dataloader.sources import hf, missing_column, parquet, reasoning_gy
 from asyncrl.messages.groups import Lease
 from asyncrl.rpc.services import ActorServices
 from asyncrl.text.chat.chat_messages import Tool, read_tools, without_nulls
-from asyncrl.text.chat.prompt import Prompt, PromptEncoder, read_prompt
+from asyncrl.text.chat.template import Prompt, PromptEncoder, read_prompt
 from asyncrl.text.tokenizer import Tokenizer
 
 TOKENIZED_AT_ONCE = 2000

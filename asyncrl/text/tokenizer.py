@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
         """Return the ids of a plain text for the model to continue.
 
         They begin with the special tokens that the tokenizer adds in front. Prompts of chat messages are rendered first
-        (chat/prompt.py). Raises ValueError.
+        (chat/template.py). Raises ValueError.
         """
 
     def render_chat(

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from asyncrl.config.training import DataConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.text.chat.prompt import PromptEncoder
+from asyncrl.text.chat.template import PromptEncoder
 from asyncrl.text.tokenizer import ByteTokenizer, load_tokenizer
 
 CHAT = """{%- for message in messages -%}

@@ -37,8 +37,8 @@ from asyncrl.launcher.checks.model import window_of
 from asyncrl.launcher.checks.process import ask_process
 from asyncrl.launcher.checks.scoring_models import check_scoring_models
 from asyncrl.text.chat.probe import ChatReport
-from asyncrl.text.chat.prompt import PromptEncoder
 from asyncrl.text.chat.renderer import make_renderer
+from asyncrl.text.chat.template import PromptEncoder
 from asyncrl.text.sft.conversations import load_conversations
 from asyncrl.text.stops import resolve_stops
 from asyncrl.text.tokenizer import Tokenizer, tokenizer_of

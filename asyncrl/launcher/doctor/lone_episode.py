@@ -51,8 +51,7 @@ from asyncrl.rollouter.episode.sessions import Session, Sessions
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import GroupEvents
 from asyncrl.rpc.services import Clock
-from asyncrl.text.chat.prompt import hidden_tools
-from asyncrl.text.chat.renderer import Renderer, make_renderer
+from asyncrl.text.chat.renderer import Renderer, hidden_tools, make_renderer
 from asyncrl.text.stops import resolve_stops
 from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.workers.confinement import Confinement

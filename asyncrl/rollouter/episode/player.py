@@ -33,7 +33,7 @@ from asyncrl.rollouter.serving.group_events import SampleEvents
 from asyncrl.rpc.calls.retry import LONGEST_AWAY_S, backoffs
 from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.chat_messages import Message, Tool, read_tools
-from asyncrl.text.chat.prompt import conversation, read_prompt
+from asyncrl.text.chat.template import conversation, read_prompt
 
 LONGEST_S = 7 * 86400.0
 """Timeout (s) of the call that plays an episode. It is long, because the deadlines of an episode do not run while it

@@ -20,7 +20,7 @@ from asyncrl.config import Config
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS, ChatConfig
 from asyncrl.core.errors import ChatRefused
 from asyncrl.messages import FinishReason
-from asyncrl.text.chat.chat_messages import Message, Tool
+from asyncrl.text.chat.chat_messages import Message, Tool, normalise_tools
 from asyncrl.text.chat.package import PackageRenderer
 from asyncrl.text.chat.parsers import (
     END_THINK,
@@ -214,6 +214,18 @@ def make_renderer(
         return PackageRenderer(tokenizer, end_ids, chat)
     template = ChatTemplate(tokenizer, end_ids, path=path)
     return TemplateRenderer(template, choose_parsers(template, chat, engine_parsers), chat)
+
+
+def hidden_tools(renderer: Renderer, tools: Sequence[Any], options: Mapping[str, Any]) -> list[str]:
+    """Return the names of tools in a request that do not change the rendered text; empty for a refused request."""
+    question = [{"role": "user", "content": "q"}]
+    try:
+        found = normalise_tools(tools)
+        whole = renderer.render(question, found, options)
+        without = ((tool, [each for each in found if each is not tool]) for tool in found)
+        return [tool["function"]["name"] for tool, rest in without if renderer.render(question, rest, options) == whole]
+    except ChatRefused:
+        return []
 
 
 def choose_parsers(template: ChatTemplate, chat: ChatConfig, engine_parsers: EngineParsers | None = None) -> Parsers:

@@ -19,9 +19,8 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.core.errors import ChatRefused
 from asyncrl.text.chat.chat_messages import Message, Tool, read_conversation, read_tools
-from asyncrl.text.chat.prompt import ShownCheck, conversation
 from asyncrl.text.chat.renderer import Renderer
-from asyncrl.text.chat.template import ChatTemplate
+from asyncrl.text.chat.template import ChatTemplate, ShownCheck, conversation
 from asyncrl.text.chat.turns import continuation
 from asyncrl.text.tokenizer import Tokenizer
 

@@ -16,8 +16,8 @@ from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.messages.groups import sampled_tokens
 from asyncrl.rollouter.episode.player import first_messages, task_seed, total_reward
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
-from asyncrl.text.chat.prompt import PromptEncoder
 from asyncrl.text.chat.renderer import make_renderer
+from asyncrl.text.chat.template import PromptEncoder
 from asyncrl.text.tokenizer import load_tokenizer
 
 WAIT_S, OTHER = 20.0, "episodes/1"

@@ -6,7 +6,7 @@ from chat_models import CHATML, QWEN3, TOOLS_FIRST, config_of, write_chat_model
 from asyncrl.config.load import validate_config
 from asyncrl.config.training import DataConfig
 from asyncrl.core.errors import ChatRefused, ConfigError
-from asyncrl.text.chat.prompt import PromptEncoder, conversation, read_prompt
+from asyncrl.text.chat.template import PromptEncoder, conversation, read_prompt
 from asyncrl.text.tokenizer import load_tokenizer, tokenizer_of
 
 SYSTEM = {"role": "system", "content": "Be brief."}
