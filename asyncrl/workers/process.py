@@ -1,4 +1,4 @@
-"""One worker process, as its actor sees it: starts it, sends frames, reads frames and output, ends it.
+"""One worker process, as its actor sees it: starts it, reads its output, ends it. Its frames are in frames.py.
 
 Works by callbacks of the event loop. Invariant: ``on_end`` is called exactly once for each started process, after it
 was reaped, and is the last callback. Create it in a thread that outlives the process: Linux ends a child with the
@@ -19,14 +19,14 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
 import psutil
 
 from asyncrl.rpc.linux import children_of, kill_child, kill_group, session_members
 from asyncrl.workers import warden
 from asyncrl.workers.confinement import Confinement
+from asyncrl.workers.frames import WorkerSocket
 from asyncrl.workers.isolation import NOT_ISOLATED_EXIT
-from asyncrl.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT, READ_BYTES, FrameReader, framed
+from asyncrl.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT
 
 REAP_INTERVAL_S = 0.005
 REAP_GRACE_S = 1.0
@@ -40,14 +40,13 @@ ROUNDS = 64
 """Most reads of one ``drain``, so that a worker that prints without end does not block the others."""
 
 
-class WorkerProcess:
+class WorkerProcess(WorkerSocket):
     """A confined process that runs ``python -m MODULE FD [RUN]``, below a warden (warden.py) or in its own session.
 
-    With RUN, the folder of the run, it isolates itself (isolation.py). ``setup`` is the first frame to it. ``on_frame``
-    gets the body of each frame from it, of at most ``max_frame_bytes``; if it raises ValueError, the process is killed.
-    The owner may replace ``on_frame`` at any time. ``on_output`` is called when there is new ``output``, which keeps at
-    most ``max_output_bytes`` for each call of the user's code. ``on_end`` gets the reason of the end in words, in which
-    ``memory_key`` is named as the configuration's memory limit.
+    With RUN, the folder of the run, it isolates itself (isolation.py). ``setup`` is the first frame to it.
+    ``on_output`` is called when there is new ``output``, which keeps at most ``max_output_bytes`` for each call of the
+    user's code. ``on_end`` gets the reason of the end in words, in which ``memory_key`` is named as the configuration's
+    memory limit. Further frames are as in WorkerSocket.
     """
 
     def __init__(
@@ -64,12 +63,10 @@ class WorkerProcess:
         on_frame: Callable[[bytes | bytearray], None],
         on_end: Callable[[WorkerProcess, str], None],
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._on_output, self.on_frame, self._on_end = on_output, on_frame, on_end
+        own_end, child_end = socket.socketpair()
+        super().__init__(asyncio.get_running_loop(), own_end, max_frame_bytes, on_frame)
+        self._on_output, self._on_end = on_output, on_end
         self._memory_key, self._own_session = memory_key, own_session
-        self._frames = FrameReader(max_frame_bytes)
-        self._outgoing = memoryview(b"")
-        """Bytes that wait until the socket has room."""
         self._fault = ""
         """Reason that the process was killed; empty before that."""
         self.killed = False
@@ -78,7 +75,6 @@ class WorkerProcess:
         """Exit code, negative for a signal; None until just before ``on_end`` is called."""
         self._worker_pid: int | None = None
         """Pid of the worker below its warden; None before it is known."""
-        self._socket, child_end = socket.socketpair()
         arguments = [str(child_end.fileno()), *confined.arguments]
         run = ["-m", module, *arguments] if own_session else warden.command(module, *arguments)
         with child_end, contextlib.ExitStack() as cleanup:
@@ -103,8 +99,7 @@ class WorkerProcess:
             finally:
                 self.output.started()
             cleanup.pop_all()
-        self._socket.setblocking(False)
-        self._loop.add_reader(self._socket, self._read)
+        self._open()
         self._loop.add_reader(self.output.read_fd, self._drain)
         self.send(setup)
 
@@ -115,54 +110,6 @@ class WorkerProcess:
             # While the worker lives, it is the only child of the warden.
             self._worker_pid = next(iter(children_of(self._process.pid)), None)
         return self._worker_pid or self._process.pid
-
-    @property
-    def ended(self) -> bool:
-        """Whether the socket is closed, so that no frames can be sent."""
-        return self._socket.fileno() < 0
-
-    def send(self, *bodies: bytes) -> None:
-        """Send a frame for each of ``bodies``, with one write if the socket has room; the rest when it has."""
-        if self.ended:
-            return
-        frames = framed(*bodies)
-        if self._outgoing:
-            self._outgoing = memoryview(b"".join((self._outgoing, frames)))
-            return
-        sent = self._write(frames)
-        if sent < len(frames) and not self.ended:
-            self._outgoing = memoryview(frames)[sent:]
-            self._loop.add_writer(self._socket, self._write_rest)
-
-    def _read(self) -> None:
-        """Receive frames and pass them to ``on_frame``; hang up when the process has closed its end.
-
-        An invalid frame kills the process.
-        """
-        while not self.ended:
-            try:
-                data = self._socket.recv(READ_BYTES)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._hang_up()
-                return
-            try:
-                for frame in self._frames.feed(data):
-                    if not self.ended:
-                        self.on_frame(frame)
-            except (ValueError, msgspec.MsgspecError) as error:
-                # The user's code has written to a descriptor that is not its own.
-                self.kill(f"sent an invalid frame: {error}")
-            if len(data) < READ_BYTES:
-                return
-
-    def hang_up(self) -> None:
-        """Close the socket, so that an idle process ends by itself."""
-        if not self.ended:
-            self._hang_up()
 
     def kill(self, reason: str) -> None:
         """Kill the process and its descendants, through its warden if it has one. ``on_end`` gets the first ``reason``.
@@ -177,8 +124,7 @@ class WorkerProcess:
                 self._kill_hard()
             else:
                 warden.end(self._process.pid)
-        if not self.ended:
-            self._hang_up()
+        self.hang_up()
 
     def descendants(self) -> list[psutil.Process]:
         """All present descendants of the process (of the warden, if it has one)."""
@@ -199,27 +145,8 @@ class WorkerProcess:
             self._loop.remove_reader(self.output.read_fd)
         self._on_output(self)
 
-    def _write(self, data: bytes | memoryview) -> int:
-        """Send what the socket takes now. Returns the number of bytes; on an error, hangs up and returns 0."""
-        try:
-            return self._socket.send(data)
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError:
-            self._hang_up()
-            return 0
-
-    def _write_rest(self) -> None:
-        self._outgoing = self._outgoing[self._write(self._outgoing) :]
-        if not self._outgoing and not self.ended:
-            self._loop.remove_writer(self._socket)
-
-    def _hang_up(self) -> None:
-        """Close the socket, and begin to wait for the end of the process (``_reap``)."""
-        self._loop.remove_reader(self._socket)
-        self._loop.remove_writer(self._socket)
-        self._outgoing = memoryview(b"")
-        self._socket.close()
+    def _closed(self) -> None:
+        """Begin to wait for the end of the process (``_reap``)."""
         self._loop.call_soon(self._reap, self._loop.time() + REAP_GRACE_S)
 
     def _reap(self, kill_at: float, pause_s: float = REAP_INTERVAL_S, *, is_first: bool = True) -> None:

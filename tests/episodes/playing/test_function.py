@@ -18,7 +18,7 @@ from asyncrl.episodes.playing.episode_worker import STOPPED, EpisodePrinter, Epi
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.rpc.wire.keys import create_credentials
 from asyncrl.workers.confinement import why_not
-from asyncrl.workers.worker import FrameReader
+from asyncrl.workers.frames import FrameReader
 
 
 def play(**episode):
