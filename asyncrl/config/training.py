@@ -153,6 +153,11 @@ class RewardConfig(Section):
     overlong: OverlongPenalty = OverlongPenalty()
     """The penalty of truncated = penalty."""
 
+    @property
+    def penalty(self) -> OverlongPenalty | None:
+        """The overlong penalty; None unless truncated = penalty."""
+        return self.overlong if self.truncated == "penalty" else None
+
 
 class SimLearnerConfig(Section):
     """Timing model of a learner that trains nothing."""

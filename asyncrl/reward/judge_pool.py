@@ -24,9 +24,8 @@ import msgspec
 from asyncrl.config.training import RewardConfig
 from asyncrl.core.errors import AsyncRLError, ConfigError, RewardFailed, RewardPoolEnded
 from asyncrl.messages.monitor import Resource
-from asyncrl.messages.reward import Outcome, Score, Scores
+from asyncrl.messages.reward import Outcome, Score, Scores, shaped
 from asyncrl.reward.faults import RewardFault
-from asyncrl.reward.functions import shaped
 from asyncrl.reward.judge_answers import AnswerCache, BadAnswer, VoteFailed, key_of
 from asyncrl.reward.judge_options import RelativeOptions, RubricOptions, read_options
 from asyncrl.reward.judge_questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
@@ -271,7 +270,7 @@ class JudgePool:
             components=[{**components, **added_components} for (_, components), (_, added_components) in both],
             run_s=time.monotonic() - began,
         )
-        return shaped(scores, request, self._config, self._max_tokens)
+        return shaped(scores, request, self._config.penalty, self._max_tokens)
 
     async def _ask_votes(self, request: Score) -> list[Outcome]:
         """Ask all votes at the same time, and compute the outcomes from the valid ones.

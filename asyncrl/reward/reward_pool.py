@@ -25,10 +25,9 @@ import msgspec
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.core.errors import AsyncRLError, RewardFailed, RewardPoolEnded
-from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Score, Scores
+from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Score, Scores, shaped
 from asyncrl.observe.states import StateLedger
 from asyncrl.reward.faults import TIMED_OUT, RewardFault, fault_of
-from asyncrl.reward.functions import shaped
 from asyncrl.reward.reward_worker import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardSetup
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.process import WorkerProcess
@@ -275,7 +274,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         else:
             self.counters.scored += 1
             made = Scores(rewards=result.rewards, components=result.components, run_s=result.run_s)
-            pending.set_result(shaped(made, pending.request, self._config, self._max_tokens))
+            pending.set_result(shaped(made, pending.request, self._config.penalty, self._max_tokens))
             self._observer.call_ended(pending.request.uid, None)
 
     def _on_worker_end(self, place: RewardPlace, reason: str, *, was_ready: bool) -> None:

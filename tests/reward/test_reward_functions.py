@@ -10,15 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.training import RewardConfig
-from asyncrl.messages.reward import Completion, Score, Scores
+from asyncrl.messages.reward import Completion, Score, Scores, overlong_penalty, shaped
 from asyncrl.reward.functions import (
     constant,
     exact,
     math_verify,
-    overlong_penalty,
     reasoning_gym,
     regex,
-    shaped,
 )
 from asyncrl.reward.reward_worker import RewardSetup, resolve
 from asyncrl.workers.user_code import NotCallable
@@ -285,5 +283,5 @@ def test_only_the_penalty_changes_a_reward_and_only_in_training():
         ("mask", "0-1", 3.0, {}),
     ):
         config = RewardConfig(function="exact", truncated=truncated, overlong={"margin_tokens": 20, "scale": 2.0})
-        found = shaped(made, Score(uid=uid, prompt="p", row={}, completions=completions), config, 100)
+        found = shaped(made, Score(uid=uid, prompt="p", row={}, completions=completions), config.penalty, 100)
         assert (found.rewards, found.components) == ([reward], [parts])
