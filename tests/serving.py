@@ -71,12 +71,10 @@ def config_of(folder: str, extra: dict[str, Any], lora: dict[str, Any]) -> Any:
 def serve(job: Job) -> Served:
     """Start an engine for it, load, ask, end it."""
     from vllm import LLM, SamplingParams
-    from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.inputs import tokens_input
 
     from asyncrl.rollouter.engines.vllm.launch import adapter_request
-    from asyncrl.rollouter.engines.vllm.plugin import BACKEND
 
     def chosen(entries: Any) -> list[float]:
         return [float(value) for value in entries.logprobs]
@@ -90,16 +88,13 @@ def serve(job: Job) -> Served:
         config = config_of(job.folder, job.extra, job.lora)
         arguments = engine_arguments(config, "rollouter/0")
         adapter = adapter_request(config, job.folder)
-        llm = LLM(**arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
+        llm = LLM(**arguments)
         versions = []
-        for number, manifest in enumerate(job.manifests):
+        for manifest in job.manifests:
             if job.lora:
                 failed = llm.collective_rpc("load_adapter", args=(manifest, config.lora.alpha / config.lora.rank))
             else:
-                llm.collective_rpc("start_weight_update")
-                llm.collective_rpc("update_weights", args=({"version": number, "manifest": manifest},))
-                failed = llm.collective_rpc("update_failure")
-                llm.collective_rpc("finish_weight_update")
+                failed = [failure for failure, _ in llm.collective_rpc("load_version", kwargs={"manifest": manifest})]
             assert failed == [""], failed
             assert llm.reset_prefix_cache()
             scored, sampled = (

@@ -89,8 +89,6 @@ class VllmEngine:
         """Checksums of the buckets of the served version, if versions are adapters."""
         self._layout: Layout | None = None
         """Layout of the last version loaded from staged weights; later versions must have the same."""
-        self._update_open = False
-        """Whether vLLM has begun a weight update that is not finished."""
         self._score_count = 0
         self._folder, self._folder_lock = "", -1
         """Folder of the engine's sockets and temporary files, and the descriptor of its lock."""
@@ -404,18 +402,12 @@ class VllmEngine:
                     raise self._load_error(weights, failure)
                 if recompute_kv and not await self._llm.reset_prefix_cache(reset_running_requests=True):
                     raise WeightsCorrupt("vLLM did not drop its KV cache", version=version)
-                if self._loads_adapters:
-                    # Not ``finish_weight_update``, which would remove all adapters.
-                    await self._llm.update_weight_version(str(version))
-                else:
-                    await self._llm.finish_weight_update(str(version))
+                await self._llm.update_weight_version(str(version))
             except (BroadcastFailed, WeightsCorrupt, self._vllm.EngineDeadError):
                 raise
             except Exception as error:
-                # The call itself failed, and no worker returned a failure: vLLM has ended the update.
-                self._update_open = False
+                # The call itself failed, and no worker returned a failure.
                 raise self._load_error(weights, str(error)) from error
-        self._update_open = False
         if isinstance(weights, HeldVersion):
             self._layout = weights.layout
             if self._loads_adapters:
@@ -433,19 +425,15 @@ class VllmEngine:
     async def _send_weights(self, weights: HeldVersion | BroadcastPart) -> str:
         """Have all workers load the weights; returns a worker's reason for its failure, "" if all succeeded."""
         self.loaded_by_ipc = False
+        failures: Sequence[str]
         if self._loads_adapters:
             assert isinstance(weights, HeldVersion), "adapters are not broadcast"
-            update = adapter_update(weights, self._config)
-            return _first_failure(await self._llm.collective_rpc("load_adapter", kwargs=update))
-        if not self._update_open:
-            self._update_open = True
-            await self._llm.start_weight_update()
-        info = {"version": weights.version, **update_info(weights)}
-        await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(update_info=info))
-        failure = _first_failure(await self._llm.collective_rpc("update_failure"))
-        if isinstance(weights, HeldVersion) and weights.manifest.device is not None:
-            self.loaded_by_ipc = all(await self._llm.collective_rpc("update_by_ipc"))
-        return failure
+            failures = await self._llm.collective_rpc("load_adapter", kwargs=adapter_update(weights, self._config))
+        else:
+            answers = await self._llm.collective_rpc("load_version", kwargs=version_source(weights))
+            failures, by_ipc = zip(*answers, strict=True)
+            self.loaded_by_ipc = all(by_ipc)
+        return next(filter(None, failures), "")
 
     async def checksum(self) -> str:
         """Return a checksum of the weights of all workers, and of the adapter as published.
@@ -461,11 +449,6 @@ def _import_vllm() -> Any:
     from asyncrl.rollouter.engines.vllm import launch
 
     return launch
-
-
-def _first_failure(failures: list[str]) -> str:
-    """Return the first failure among the workers' answers; "" if none failed."""
-    return next(filter(None, failures), "")
 
 
 def _spans(versions: Any, flight: _Flight) -> list[VersionSpan]:
@@ -516,7 +499,7 @@ def submission_seed(request: GenerationRequest) -> int | None:
     return int.from_bytes(digest, "little") >> 1
 
 
-def update_info(weights: HeldVersion | BroadcastPart) -> dict[str, Any]:
+def version_source(weights: HeldVersion | BroadcastPart) -> dict[str, Any]:
     """Make the arguments with which workers load whole weights; see worker/weights.py."""
     if isinstance(weights, HeldVersion):
         return {"manifest": _manifest(weights)}

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
@@ -30,7 +28,6 @@ from asyncrl.core.errors import ConfigError, EngineDied
 from asyncrl.gpu.memory_shares import GpuShares
 from asyncrl.rollouter.engines.base import EngineLoad
 from asyncrl.rollouter.engines.vllm import options
-from asyncrl.rollouter.engines.vllm.plugin import BACKEND
 from asyncrl.rollouter.engines.vllm.worker.lora import ADAPTER_ID
 
 __all__ = [
@@ -41,7 +38,6 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "VLLMClientError",
-    "WeightTransferUpdateRequest",
     "adapter_request",
     "kv_tokens",
     "launch",
@@ -94,10 +90,7 @@ def launch(
     if config.publishes_adapter:
         _require_lora_support(model)
     try:
-        arguments = AsyncEngineArgs(
-            **options.engine_arguments(config, name, shares),
-            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        )
+        arguments = AsyncEngineArgs(**options.engine_arguments(config, name, shares))
         with _environment(options.scratch_environment(folder)):
             # Without a logger vLLM counts nothing, which is faster.
             loggers: list[Any] | None = [lambda *_: load] if load is not None else None

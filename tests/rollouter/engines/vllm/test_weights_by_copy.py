@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from asyncrl.core.errors import WeightsCorrupt
 from asyncrl.learner.fsdp.weights.assembly import publish
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
-from asyncrl.rollouter.engines.vllm.worker.weights import UpdateInfo, WeightTransfer, WorkerMethods
+from asyncrl.rollouter.engines.vllm.worker.weights import VersionLoader
 from asyncrl.weights import tensors as weight_tensors
 from asyncrl.weights.device_copy import CopyReader, CopyWriter
 from asyncrl.weights.held_version import HeldVersion
@@ -49,9 +49,9 @@ class Update:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = Model()
         record_metadata_for_reloading(self.model)
-        config = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(quantization=None, dtype="float32"))
-        self.transfer = WeightTransfer(None, config, CPU, self.model)
-        self.transfer._copies = CopyReader(GPU, CPU, HostMemory)
+        model_config = SimpleNamespace(quantization=None, dtype="float32")
+        self.loader = VersionLoader(self.model, model_config, CPU, 0)
+        self.loader._copies = CopyReader(GPU, CPU, HostMemory)
         self.mapped: list[int] = []
         """Sizes of the buckets that were read from their segments."""
         mapped = weight_tensors.mapped
@@ -63,24 +63,16 @@ class Update:
         self.engine = VllmEngine(config_for("/m"), "rollouter/0")
         self.engine._llm = self
         errors = dict.fromkeys(("EngineDeadError", "EngineGenerateError"), KeyError)
-        self.engine._vllm = SimpleNamespace(WeightTransferUpdateRequest=SimpleNamespace, **errors)
+        self.engine._vllm = SimpleNamespace(**errors)
         self.engine._paused = True
 
     # --- as AsyncLLM ---
 
-    async def start_weight_update(self) -> None:
-        self.transfer.start_weight_update()
+    async def collective_rpc(self, name: str, kwargs: dict[str, Any]) -> list[Any]:
+        assert name == "load_version"
+        return [self.loader.load(**kwargs)]
 
-    async def update_weights(self, request: Any) -> None:
-        self.transfer.receive_weights(UpdateInfo(**request.update_info))
-
-    async def finish_weight_update(self, version: str) -> None:
-        self.transfer.finish_weight_update()
-
-    async def collective_rpc(self, name: str) -> list[Any]:
-        methods = WorkerMethods()
-        methods.weight_transfer_engine = self.transfer
-        return [getattr(methods, name)()]
+    async def update_weight_version(self, version: str) -> None: ...
 
     # --- the learner ---
 
@@ -116,7 +108,7 @@ async def test_i4_a_worker_loads_the_copy_or_the_segment_where_a_sum_differs(upd
         update.check(new)
         assert update.engine.loaded_by_ipc and update.mapped == []
         # Memory that stays open here is not freed by the GPU.
-        assert update.transfer._copies._opened is None
+        assert update.loader._copies._opened is None
     held, new = update.publish(2)
     with held:
         # The learner overwrites the second layer.

@@ -1,4 +1,4 @@
-"""Loads whole weights in vLLM's worker processes, as vLLM's weight transfer backend ``asyncrl``.
+"""Loads whole weights in vLLM's worker processes, as an extension of vLLM's worker.
 
 A version is in shared memory, which the rollouter has verified and keeps open, or it comes by broadcast. If the learner
 has a copy of it on this worker's GPU, the worker takes it from there (weights/device_copy.py). Over gloo the
@@ -6,28 +6,23 @@ worker receives and verifies all buckets before the load begins. Over NCCL it lo
 verified, because GPU memory does not hold two sets of weights. The model's own checkpoint loader takes the tensors,
 layer by layer.
 
-A whole update happens in ``receive_weights``. Afterwards every parameter has its new value, or ``failure`` has the
-reason. After a failure the model must not step until an update succeeds; the next one may come in the other way. An
-update may follow any number of failed ones. Every wait for other processes has the timeout of its broadcast.
+After ``load_version`` every parameter has its new value, or it returns the reason of the failure. After a failure the
+model must not step until an update succeeds; the next one may come in the other way. An update may follow any number of
+failed ones. Every wait for other processes has the timeout of its broadcast.
 
 A failure is returned and not raised. After an error of one worker vLLM does not read the other workers' answers. vLLM
-would take these answers for answers to later calls, and the updates of those workers would stay open.
+would take these answers for answers to later calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
@@ -45,28 +40,15 @@ Named = Iterable[tuple[str, torch.Tensor]]
 """Tensors with their checkpoint names; they may be views of memory that is freed after the load."""
 
 
-@dataclass
-class InitInfo(WeightTransferInitInfo):
-    """The arguments of ``init_transfer_engine``: none."""
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """The arguments of an update, which has one of two sources.
-
-    ``manifest`` is a Manifest with paths that this process can open, ``broadcast`` a BroadcastPart, both as JSON.
-    """
-
-    version: int
-    manifest: str | None = None
-    broadcast: str | None = None
-
-
 class WorkerMethods:
     """Methods that vLLM adds to its worker (worker_extension_cls); the engine calls them remotely."""
 
     model_runner: Any
-    weight_transfer_engine: WeightTransfer
+    vllm_config: Any
+    device: torch.device
+    rank: int
+    version_loader: VersionLoader | None = None
+    """Loads the versions; None before the first."""
 
     def clear_positions(self) -> None:
         """After a sleep of level 2, reset the positions of padding, which would be undefined.
@@ -77,80 +59,66 @@ class WorkerMethods:
         if rope is not None:
             rope.positions.zero_()
 
-    def update_failure(self) -> str:
-        """Return the reason why the last update failed; "" if it succeeded."""
-        return self.weight_transfer_engine.failure
+    def load_version(self, **source: str) -> tuple[str, bool]:
+        """As ``VersionLoader.load``."""
+        if self.version_loader is None:
+            model = self.model_runner.get_model()
+            self.version_loader = VersionLoader(model, self.vllm_config.model_config, self.device, self.rank)
+        # vLLM's layers read their configuration when their weights have come.
+        with set_current_vllm_config(self.vllm_config):
+            return self.version_loader.load(**source)
 
-    def update_by_ipc(self) -> bool:
-        """Return whether the last update took all weights from the learner's copy on the GPU."""
-        return self.weight_transfer_engine.by_ipc
 
+class VersionLoader:
+    """Loads complete sets of weights into the model of one worker, which has this ``rank`` within its engine."""
 
-class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads complete sets of weights."""
-
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, model: Any, model_config: Any, device: torch.device, rank: int) -> None:
+        self.model, self.model_config, self._device, self._rank = model, model_config, device, rank
         # Names of all parameters. Read now, because during a reload tied parameters appear as two.
         self._names = frozenset(name for name, _ in self.model.named_parameters())
         self._pending = False
         """Whether a reload has begun and not finished; a failed one stays pending until the next reload succeeds."""
-        self.failure = ""
-        """Why the last update failed; "" if it succeeded."""
-        self.by_ipc = False
-        """Whether the last update took all weights from the learner's copy on the GPU."""
         self._receiver = Receiver()
         self._copies: CopyReader | None = None
         """Reads buckets from the learner's copy on this GPU; None on CPU."""
-        if self.device.type == "cuda":
-            self._copies = CopyReader(gpu_id(self.device), self.device, DeviceMemory.open)
+        if device.type == "cuda":
+            self._copies = CopyReader(gpu_id(device), device, DeviceMemory.open)
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to do."""
+    def load(self, *, manifest: str = "", broadcast: str = "") -> tuple[str, bool]:
+        """Load one complete version, which has one of two sources.
 
-    def start_weight_update(self) -> None:
-        """Nothing to do: an update begins and ends in receive_weights."""
-
-    def finish_weight_update(self) -> None:
-        """Nothing to do: an update ends in receive_weights."""
-        assert not self._pending, "a failed update must be repeated before it is finished"
-
-    def shutdown(self) -> None:
-        """Leave all broadcasts, and close the learner's memory."""
-        self._receiver.close()
-        if self._copies is not None:
-            self._copies.close()
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load one complete version, or store the reason of the failure."""
-        self.failure = ""
+        ``manifest`` is a Manifest with paths that this process can open, ``broadcast`` a BroadcastPart, both as JSON.
+        Returns the reason of a failure, "" after a success, and whether all weights came from the learner's copy on
+        the GPU.
+        """
+        by_ipc = False
         try:
-            self._receive(update_info)
+            if manifest:
+                by_ipc = self._load_segments(msgspec.json.decode(manifest, type=Manifest))
+            else:
+                self._receive(msgspec.json.decode(broadcast, type=BroadcastPart))
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize()
         except Exception as error:
-            self.failure = str(error) or type(error).__name__
+            return str(error) or type(error).__name__, False
+        return "", by_ipc
 
-    def _receive(self, update_info: UpdateInfo) -> None:
-        """Load a version from shared memory or from a broadcast. Raises the errors of both."""
-        self.by_ipc = False
-        if update_info.manifest is not None:
-            manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
-            # After a failed load no copies of buckets on the GPU are used, because memory may have run out.
-            copies = self._copies if not self._pending else None
-            if copies is None:
-                with self._reload() as load:
-                    load(tensors_of(manifest))
-                return
-            read_before = copies.buckets_read
-            with closing(copies), self._reload() as load:
-                load(tensors_of(manifest, copies.read))
-            self.by_ipc = copies.buckets_read == read_before + len(manifest.buckets)
-            return
-        assert update_info.broadcast is not None, "an update has a manifest or a broadcast"
-        part = msgspec.json.decode(update_info.broadcast, type=BroadcastPart)
-        with closing(self._receiver.receive(part, self.parallel_config.rank)) as received:
+    def _load_segments(self, manifest: Manifest) -> bool:
+        """Load a version from shared memory. Returns whether all of it came from the learner's copy on the GPU."""
+        # After a failed load no copies of buckets on the GPU are used, because memory may have run out.
+        copies = self._copies if not self._pending else None
+        if copies is None:
+            with self._reload() as load:
+                load(tensors_of(manifest))
+            return False
+        read_before = copies.buckets_read
+        with closing(copies), self._reload() as load:
+            load(tensors_of(manifest, copies.read))
+        return copies.buckets_read == read_before + len(manifest.buckets)
+
+    def _receive(self, part: BroadcastPart) -> None:
+        """Load a version from a broadcast."""
+        with closing(self._receiver.receive(part, self._rank)) as received:
             # Over gloo everything is received before the reload, so a broken broadcast does not change the weights.
             buckets = list(received) if part.group.backend == "gloo" else received
             with self._reload() as load:
