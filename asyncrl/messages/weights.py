@@ -138,11 +138,9 @@ class Offer(Struct, gc=False, frozen=True, kw_only=True):
     transport: Transport
     manifest: Manifest | None = None
     broadcast: BroadcastPart | None = None
-    share: bool = False
-    """Whether this replica fetches the version for its host. Other replicas of the host open it once it is whole. The
-    next host of the chain requests its chunks while they arrive."""
     turn: Count = 0
-    """Turn of this replica in the chain, if it shares. Each fetch has a later turn than all before it."""
+    """Above 0 if this replica fetches the version for its host: its turn in the chain, later than all before it. Other
+    replicas of the host open the version once it is whole. The next host requests its chunks while they arrive."""
     sources: list[Source] = []
     """Replicas earlier in the chain, nearest first. Chunks come from the first until it fails, then from the next, and
     at last from the parameter server."""
@@ -213,16 +211,8 @@ class WatchBroadcast(Request, frozen=True, kw_only=True):
     idle = True
     version: Count
     epoch: Count
-
-
-class FailBroadcast(Request, frozen=True, kw_only=True):
-    """Learner to parameter server: it cannot send on because of ``error``, which breaks the group."""
-
-    reply = BroadcastState
-    senders = LEARNER
-    version: Count
-    epoch: Count
-    error: str
+    error: str = ""
+    """Reason that the learner cannot continue to send, which breaks the group; empty while it sends."""
 
 
 class WeightUpdate(Message, frozen=True, kw_only=True):

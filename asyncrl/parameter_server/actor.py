@@ -25,7 +25,6 @@ from asyncrl.messages.weights import (
     AnnounceBroadcast,
     BroadcastState,
     Chunk,
-    FailBroadcast,
     FetchChunk,
     LoadGranted,
     Manifest,
@@ -131,13 +130,7 @@ class ParameterServer(Actor):
 
     @handler
     async def watch_broadcast(self, request: WatchBroadcast, caller: Caller) -> BroadcastState:
-        """Park the call until the broadcast is over."""
-        state: BroadcastState = await self._answer(request, caller)
-        return state
-
-    @handler
-    async def fail_broadcast(self, request: FailBroadcast, caller: Caller) -> BroadcastState:
-        """End the broadcast for all who have not committed."""
+        """Park the call until the broadcast is over. With an error, end it for all who have not committed."""
         state: BroadcastState = await self._answer(request, caller)
         return state
 

@@ -99,8 +99,6 @@ class BroadcastControl:
         """Learner, address and engines of the epoch; None after its group broke."""
         self._current: _Broadcast | None = None
         """The broadcast opened last, which may be over; None without one, or after its learner's death."""
-        self._declined = -1
-        """Newest version for which a broadcast was refused or has ended early; it is not broadcast again."""
         self._broken_in_a_row = 0
         """Number of broadcasts that broke since the last one that succeeded."""
         self._left_out = 0
@@ -119,13 +117,12 @@ class BroadcastControl:
         if current is not None and current.version == version:
             self.advance(now)
             return
-        if version > max(self._declined, newest) and not (current is not None and current.is_under_way):
+        if version > newest and not (current is not None and (current.is_under_way or version < current.version)):
             if self._left_out:
                 self._left_out -= 1
             elif members := self._members(announcement, now):
                 self._current = self._open(learner, announcement, members, now)
                 return
-        self._declined = max(self._declined, version)
         self._replicas.note("no broadcast", version=version)
 
     def _members(self, announcement: AnnounceBroadcast, now: float) -> list[Replica]:
@@ -300,7 +297,6 @@ class BroadcastControl:
         current.since, current.error = now, why
         for replica in list(self._replicas.of(*BROADCAST_PHASES)):
             self._replicas.move(replica, event)
-        self._declined = max(self._declined, current.version)
         self._replicas.wake(current.learner_name)
         self._replicas.counts[f"broadcasts_{word}"] += 1
         self._replicas.note(

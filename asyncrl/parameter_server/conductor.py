@@ -33,7 +33,6 @@ from asyncrl.core.errors import VersionReused
 from asyncrl.messages import Message, Request
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
-    FailBroadcast,
     LoadGranted,
     NextUpdate,
     Offer,
@@ -122,9 +121,9 @@ class Conductor:
             self.replicas.open(question)
             self.broadcast.announce((name, incarnation), request, self.newest, now)
             return question
-        if isinstance(request, WatchBroadcast | FailBroadcast):
+        if isinstance(request, WatchBroadcast):
             self.replicas.open(question)
-            if isinstance(request, FailBroadcast):
+            if request.error:
                 self.broadcast.failed(request.version, request.epoch, request.error, now)
                 self._take_steps(now)
             return question
@@ -150,7 +149,7 @@ class Conductor:
             return request.reply()
         if isinstance(request, AnnounceBroadcast):
             return self.broadcast.decided(request.version)
-        if isinstance(request, WatchBroadcast | FailBroadcast):
+        if isinstance(request, WatchBroadcast):
             return self.broadcast.state(request.version, request.epoch)
         replica = self.replicas.by_name[name]
         if isinstance(request, RequestLoad):
@@ -214,7 +213,7 @@ class Conductor:
             return None
         offer = self._make_offer(replica, newest, "stream", now)
         turn, sources = self._hosts.join_chain(replica)
-        return msgspec.structs.replace(offer, share=True, turn=turn, sources=sources)
+        return msgspec.structs.replace(offer, turn=turn, sources=sources)
 
     def _make_offer(self, replica: Replica, version: int, transport: Transport, now: float) -> Offer:
         """Begin a staging of ``version``. A replica that has no seniority gets the next one."""

@@ -5,7 +5,6 @@ from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
     BucketLayout,
-    FailBroadcast,
     LoadGranted,
     NextUpdate,
     ReportUpdate,
@@ -114,9 +113,7 @@ class Play:
         return self._ask(*learner, announcement(version, **changes))
 
     def watch(self, version, epoch, error="", learner=LEARNER):
-        if error:
-            return self._ask(*learner, FailBroadcast(version=version, epoch=epoch, error=error))
-        return self._ask(*learner, WatchBroadcast(version=version, epoch=epoch))
+        return self._ask(*learner, WatchBroadcast(version=version, epoch=epoch, error=error))
 
     def left(self, name, incarnation=1):
         self.conductor.left(name, incarnation, self.now)

@@ -101,10 +101,10 @@ def test_replicas_of_a_host_do_not_wait_for_a_sleeping_one():
     play = Play(transport="auto")
     play.publish(1)
     place = {"host": "far", "same_host": False}
-    assert play.next("r/0", -1, **place).share
+    assert play.next("r/0", -1, **place).turn
     assert play.next("r/1", -1, **place) is None
     play.sleep("r/0")
-    assert "r/1" in play.woken() and play.look("r/1").share
+    assert "r/1" in play.woken() and play.look("r/1").turn
     # A replica that sleeps while it waits for another keeps no version for itself.
     assert play.next("r/2", -1, **place) is None
     play.sleep("r/2")

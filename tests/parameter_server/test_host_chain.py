@@ -22,7 +22,7 @@ def on_hosts(*asking, **weights):
     offers = [play.next(name, -1, **HERE) for name in asking]
     assert all(offer is None for offer in offers[1:])
     if offers:
-        assert (offers[0].version, offers[0].transport, offers[0].share, offers[0].sources) == (0, "stream", True, [])
+        assert (offers[0].version, offers[0].transport, offers[0].turn, offers[0].sources) == (0, "stream", 1, [])
     return play
 
 
@@ -32,7 +32,7 @@ def fetched(play, name, version=0):
 
 
 def source(offer):
-    return offer.version, offer.transport, offer.share
+    return offer.version, offer.transport, offer.turn > 0
 
 
 def test_one_replica_of_a_host_fetches_and_the_others_open_its_copy():
@@ -185,7 +185,7 @@ def test_no_host_is_its_own_source_in_any_order_of_events(steps):
         if what == "joins" and phase not in ("staging", "loading"):
             serving = play.replica(name).serving if phase else -1
             offer = play.next(name, serving, same_host=False, host=name)
-            if offer is not None and offer.share:
+            if offer is not None and offer.turn:
                 place[name] = number
                 earlier = [place[each.name] for each in offer.sources]
                 assert earlier == sorted(earlier, reverse=True) and number not in earlier

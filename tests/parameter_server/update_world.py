@@ -171,7 +171,7 @@ class World(Play):
             assert caller.serving < found.version <= self.conductor.newest
             assert found.version == self.conductor.newest or paths, "a replica that has not waited takes the newest"
             assert found.version in self.conductor.needed()
-            assert not (paths and found.share)
+            assert not (paths and found.turn)
         elif kind == "join" and found:
             assert of[0] not in self.declined, "begun, although the learner got the opposite answer"
         elif kind == "announce" and found.group is None:
@@ -217,7 +217,7 @@ class World(Play):
     def answered(self, caller, found):
         kind, *of = caller.state
         if kind == "next" and found.broadcast is None:
-            caller.state, caller.holds = ("staging", found.version), found.share
+            caller.state, caller.holds = ("staging", found.version), found.turn > 0
         elif kind == "next":
             caller.state = "offered", found.version, found.broadcast.group.epoch
         elif kind == "pause":

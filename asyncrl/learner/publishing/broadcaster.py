@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError, BroadcastFailed, DeadlineExceeded, RemoteError
 from asyncrl.messages import Request
@@ -30,7 +32,6 @@ from asyncrl.messages.weights import (
     Bucket,
     BucketLayout,
     CollectiveBackend,
-    FailBroadcast,
     Manifest,
     Probe,
     WatchBroadcast,
@@ -248,7 +249,7 @@ class Broadcaster:
                 error = await self._send(queue, sender, group)
                 watching.cancel()
             if error:
-                await self._call_until_decided(FailBroadcast(version=queue.version, epoch=group.epoch, error=error))
+                await self._call_until_decided(msgspec.structs.replace(watch, error=error))
         # On a thread: if these descriptors are the last of a version, the kernel takes long to get the memory back.
         await self._on_thread(queue.close)
         self._queue = None
@@ -271,9 +272,7 @@ class Broadcaster:
             queue.fail(state.error)
             sender.abort(state.error)
 
-    async def _call_until_decided(
-        self, request: AnnounceBroadcast | WatchBroadcast | FailBroadcast
-    ) -> BroadcastState | None:
+    async def _call_until_decided(self, request: AnnounceBroadcast | WatchBroadcast) -> BroadcastState | None:
         """Repeat a request until its answer is decided, however late; None when the parameter server refuses."""
         while True:
             try:

@@ -305,7 +305,7 @@ class UpdateFollower:
         limits = self._drift_limits(manifest.buckets)
         began = self._clock.now()
         self._track.enter(f"stage v{offer.version}", version=offer.version, transport=offer.transport)
-        relay = self.relay if offer.share else None
+        relay = self.relay if offer.turn else None
         if relay is not None:
             relay.begin(offer.version, offer.turn)
         try:

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from asyncrl.core.errors import ProtocolError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_HEADER_BYTES = 4096
 MAX_NAME_LENGTH = 200
 NIL = b"\xc0"

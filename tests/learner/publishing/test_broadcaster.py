@@ -25,7 +25,6 @@ from asyncrl.messages.weights import (
     AnnounceBroadcast,
     BroadcastGroup,
     BroadcastState,
-    FailBroadcast,
     WatchBroadcast,
 )
 from asyncrl.observe.logging import get_logger
@@ -62,12 +61,10 @@ class Stub:
 
     @handler
     async def watch_broadcast(self, request: WatchBroadcast, caller: Caller) -> BroadcastState:
+        if request.error:
+            self.failed.append((request.version, request.epoch, request.error))
+            return BroadcastState(decided=True, error=request.error)
         return await self.changed.until(lambda: self.state, caller.park_s) or BroadcastState()
-
-    @handler
-    def fail_broadcast(self, request: FailBroadcast, caller: Caller) -> BroadcastState:
-        self.failed.append((request.version, request.epoch, request.error))
-        return BroadcastState(decided=True, error=request.error)
 
 
 class FakeSender:

@@ -32,7 +32,6 @@ from asyncrl.messages.weights import (
     AnnounceBroadcast,
     BroadcastGroup,
     BroadcastState,
-    FailBroadcast,
     Probe,
     Publish,
     Published,
@@ -144,13 +143,11 @@ class Script:
 
     @handler
     async def watch_broadcast(self, request: WatchBroadcast, caller: Caller) -> BroadcastState:
+        if request.error:
+            self.note("failed", request.version)
+            return BroadcastState(decided=True)
         await asyncio.sleep(caller.park_s)
         return BroadcastState()
-
-    @handler
-    def fail_broadcast(self, request: FailBroadcast, caller: Caller) -> BroadcastState:
-        self.note("failed", request.version)
-        return BroadcastState(decided=True)
 
 
 Play = Callable[[Callable[[Versions, Script], Awaitable[None]]], Script]

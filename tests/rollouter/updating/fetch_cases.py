@@ -96,7 +96,6 @@ class Host:
             version=manifest.version,
             transport="stream",
             manifest=manifest,
-            share=True,
             sources=[Source(name, 0) for name in sources],
         )
         self.relay.begin(manifest.version, 0)

@@ -592,7 +592,7 @@ def test_a_version_fetched_for_the_host_is_held_until_a_newer_one_is_served(publ
                 there.append(inode(held[0][0]) == held[0][1])
             return await super().call(request)
 
-    offer = Offer(version=0, transport="stream", manifest=as_streamed(manifest), share=True)
+    offer = Offer(version=0, transport="stream", manifest=as_streamed(manifest), turn=1)
     _, server, _ = follow(Remote([offer, by_shm(publish(1))]))
     assert [len(paths) for paths in server.paths] == [1, 0]
     assert there == [True, False]

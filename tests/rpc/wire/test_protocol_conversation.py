@@ -73,7 +73,7 @@ class Alien:
         self.socket.connect(address)
         self.name, self.incarnation = name, incarnation
 
-    async def send(self, kind, type, body, *buffers, id=0, in_reply_to=0, deadline_ms=0, protocol=3):
+    async def send(self, kind, type, body, *buffers, id=0, in_reply_to=0, deadline_ms=0, protocol=4):
         header = [protocol, kind, id, in_reply_to, self.name, self.incarnation, -1, deadline_ms, type]
         await self.socket.send_multipart([msgpack.packb(header), msgpack.packb(body), *buffers])
 
@@ -106,15 +106,15 @@ async def conversation():
 
 async def test_hello_is_welcomed_or_refused_with_both_values_and_a_call_with_a_buffer_is_answered():
     async with conversation() as (alien, _):
-        await alien.send(HELLO, "Hello", {}, id=9, protocol=4)
+        await alien.send(HELLO, "Hello", {}, id=9, protocol=5)
         header, body, _ = await alien.receive()
-        assert (header[1:4], body) == ([REFUSE, 0, 9], {"code": "protocol", "ours": "3", "theirs": "4"})
+        assert (header[1:4], body) == ([REFUSE, 0, 9], {"code": "protocol", "ours": "4", "theirs": "5"})
         header, body, _ = await alien.hello(run_id="run-8")
         assert (header[1], body) == (REFUSE, {"code": "run_id", "ours": "run-7", "theirs": "run-8"})
         header, body, _ = await alien.hello(secret="guess")
         assert (header[1], body["code"]) == (REFUSE, "secret") and "hush" not in str(body)
         header, body, _ = await alien.hello()
-        assert header[:6] == [3, WELCOME, 0, 1, "speaker/0", 1234]
+        assert header[:6] == [4, WELCOME, 0, 1, "speaker/0", 1234]
         assert body.pop("credit") > 0
         named = {"run_id": "run-7", "name": "speaker/0", "incarnation": 1234}
         assert body == named | {"max_message_bytes": 1 << 30}
