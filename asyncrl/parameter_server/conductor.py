@@ -284,9 +284,10 @@ class Conductor:
                 replica.heard = now
 
     def withdrew(self, question: ParkedRequest, now: float) -> None:
-        """Record that a caller has cancelled its question, as when its engine died; its update has then failed.
+        """Record that a caller has cancelled its question, because its engine sleeps or has died.
 
-        A caller that is no replica may be the learner, which gives up its announcement.
+        That ends its update. The report of an engine's death makes it a failure. A caller that is no replica may be the
+        learner, which gives up its announcement.
         """
         if not self.replicas.is_open(question):
             return
@@ -295,20 +296,14 @@ class Conductor:
         if replica is None:
             self.broadcast.withdrew(question.name, now)
             return
-        replica.heard = SILENT
-        if replica.phase not in IDLE_PHASES:
-            self._move(replica, ReplicaEvent.FAILED, "has given up", now)
-        self._take_steps(now)
+        self._end_update(replica, "has given up", now)
 
     def slept(self, name: str, incarnation: int, now: float) -> None:
         """Record that a replica sleeps: its question and its update end, and the update counts as no failure."""
         replica = self._find_or_add(name, incarnation, now)
         if replica is not None:
             self.replicas.close(name)
-            # Nothing is kept for it until it asks again.
-            replica.heard, replica.waits_for = SILENT, ""
-            self._move(replica, ReplicaEvent.SLEPT, "sleeps", now)
-            self._take_steps(now)
+            self._end_update(replica, "sleeps", now)
 
     def left(self, name: str, incarnation: int, now: float) -> None:
         """Record that this incarnation of a replica, or of the learner, is dead."""
@@ -381,6 +376,12 @@ class Conductor:
             return None
         replica.heard = now
         return replica
+
+    def _end_update(self, replica: Replica, why: str, now: float) -> None:
+        """End a replica's update without a failure; nothing is kept for the replica until it asks again."""
+        replica.heard, replica.waits_for = SILENT, ""
+        self._move(replica, ReplicaEvent.GAVE_UP, why, now)
+        self._take_steps(now)
 
     def _commit(self, replica: Replica, now: float) -> bool:
         """Record that a replica serves its target. Returns False if its phase allows no commit."""

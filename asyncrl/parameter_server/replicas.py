@@ -58,9 +58,9 @@ class ReplicaEvent(StrEnum):
     COMMITTED = "committed"
     """ReportUpdate: the replica serves the version."""
     FAILED = "failed"
-    """ReportUpdate: the replica could not update; or it has cancelled its question."""
-    SLEPT = "slept"
-    """ReportSleep: in time slices the engine sleeps, which ends an update without a failure."""
+    """ReportUpdate: the replica could not update."""
+    GAVE_UP = "gave_up"
+    """The replica has cancelled its question, or ReportSleep: its update ends without a failure."""
     OFFERED = "offered"
     """A version was offered to the replica by shm or stream."""
     GRANTED = "granted"
@@ -84,7 +84,7 @@ MESSAGES = frozenset(
         ReplicaEvent.JOINED,
         ReplicaEvent.COMMITTED,
         ReplicaEvent.FAILED,
-        ReplicaEvent.SLEPT,
+        ReplicaEvent.GAVE_UP,
     }
 )
 """Events that are a replica's own messages."""
@@ -98,52 +98,51 @@ TRANSITIONS: dict[tuple[Phase, ReplicaEvent], Phase] = {
     (_P.SERVING, _E.ASKED): _P.WAITING,
     (_P.SERVING, _E.COMMITTED): _P.SERVING,
     (_P.SERVING, _E.FAILED): _P.BEHIND,
-    (_P.SERVING, _E.SLEPT): _P.SERVING,
+    (_P.SERVING, _E.GAVE_UP): _P.SERVING,
     # --- by shm or stream ---
     (_P.STAGING, _E.IDLE): _P.BEHIND,
     (_P.STAGING, _E.ASKED): _P.WAITING,
     (_P.STAGING, _E.FAILED): _P.BEHIND,
     (_P.STAGING, _E.OVERDUE): _P.BEHIND,
-    (_P.STAGING, _E.SLEPT): _P.SERVING,
+    (_P.STAGING, _E.GAVE_UP): _P.SERVING,
     (_P.WAITING, _E.IDLE): _P.BEHIND,
     (_P.WAITING, _E.ASKED): _P.WAITING,
     (_P.WAITING, _E.GRANTED): _P.LOADING,
     (_P.WAITING, _E.FAILED): _P.BEHIND,
-    (_P.WAITING, _E.SLEPT): _P.SERVING,
+    (_P.WAITING, _E.GAVE_UP): _P.SERVING,
     (_P.LOADING, _E.IDLE): _P.BEHIND,
     (_P.LOADING, _E.ASKED): _P.LOADING,
     (_P.LOADING, _E.COMMITTED): _P.SERVING,
     (_P.LOADING, _E.FAILED): _P.BEHIND,
     (_P.LOADING, _E.OVERDUE): _P.BEHIND,
-    (_P.LOADING, _E.SLEPT): _P.SERVING,
+    (_P.LOADING, _E.GAVE_UP): _P.SERVING,
     (_P.BEHIND, _E.IDLE): _P.BEHIND,
     (_P.BEHIND, _E.OFFERED): _P.STAGING,
     # The replica continued an update that was given up here.
     (_P.BEHIND, _E.ASKED): _P.WAITING,
     (_P.BEHIND, _E.COMMITTED): _P.SERVING,
     (_P.BEHIND, _E.FAILED): _P.BEHIND,
-    # A sleep is no commit: the failed attempts still count, and the replica takes part in no broadcast.
-    (_P.BEHIND, _E.SLEPT): _P.BEHIND,
+    # This is no commit: the failed attempts still count, and the replica takes part in no broadcast.
+    (_P.BEHIND, _E.GAVE_UP): _P.BEHIND,
     # --- by broadcast ---
     (_P.ANNOUNCED, _E.IDLE): _P.ANNOUNCED,
     (_P.ANNOUNCED, _E.JOINED): _P.BROADCAST_PAUSED,
     (_P.ANNOUNCED, _E.FAILED): _P.BEHIND,
     (_P.ANNOUNCED, _E.OVERDUE): _P.BEHIND,
     (_P.ANNOUNCED, _E.CALLED_OFF): _P.SERVING,
-    (_P.ANNOUNCED, _E.SLEPT): _P.SERVING,
+    (_P.ANNOUNCED, _E.GAVE_UP): _P.SERVING,
     (_P.BROADCAST_PAUSED, _E.IDLE): _P.BEHIND,
     (_P.BROADCAST_PAUSED, _E.JOINED): _P.BROADCAST_PAUSED,
     (_P.BROADCAST_PAUSED, _E.FAILED): _P.BEHIND,
     (_P.BROADCAST_PAUSED, _E.BEGUN): _P.RECEIVING,
     (_P.BROADCAST_PAUSED, _E.CALLED_OFF): _P.SERVING,
-    # From here on a replica reports a sleep only if its report of the end of the update was lost.
-    (_P.BROADCAST_PAUSED, _E.SLEPT): _P.SERVING,
+    (_P.BROADCAST_PAUSED, _E.GAVE_UP): _P.SERVING,
     (_P.RECEIVING, _E.IDLE): _P.BEHIND,
     (_P.RECEIVING, _E.JOINED): _P.RECEIVING,
     (_P.RECEIVING, _E.COMMITTED): _P.SERVING,
     (_P.RECEIVING, _E.FAILED): _P.BEHIND,
     (_P.RECEIVING, _E.BROKEN): _P.BEHIND,
-    (_P.RECEIVING, _E.SLEPT): _P.SERVING,
+    (_P.RECEIVING, _E.GAVE_UP): _P.SERVING,
 }
 
 IDLE_PHASES = frozenset({Phase.SERVING, Phase.BEHIND})
@@ -411,7 +410,7 @@ class Replicas:
             self._failing[replica.name] = replica
         # The try to reach a newer version has ended. IDLE does not end it: an outrun replica asks for the next update,
         # and keeps its seniority.
-        if event in (ReplicaEvent.COMMITTED, ReplicaEvent.FAILED, ReplicaEvent.OVERDUE, ReplicaEvent.SLEPT):
+        if event in (ReplicaEvent.COMMITTED, ReplicaEvent.FAILED, ReplicaEvent.OVERDUE, ReplicaEvent.GAVE_UP):
             replica.seniority = 0
         if event is ReplicaEvent.COMMITTED:
             self.counts["updates_committed"] += 1

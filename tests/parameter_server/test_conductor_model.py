@@ -88,7 +88,7 @@ def long_run(dice, *, transport, fraction, hosts):
         lambda: world.step(dice.choice(names), lost=True): 6,
         lambda: world.step_learner(lost=True): 1,
         lambda: world.send("connection reset"): 1,
-        lambda: world.fail(dice.choice(names), lost()): 3,
+        lambda: world.fail(dice.choice(names), lost()): 5,
         lambda: world.repeat_report(dice.choice(names)): 3,
         lambda: world.lose_engine(dice.choice(names), lost()): 2,
         lambda: world.give_up(dice.choice(names), lost()): 5,

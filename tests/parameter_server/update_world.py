@@ -235,8 +235,10 @@ class World(Play):
             self.settle()
 
     def fail(self, name, lost=False):
+        """Its update fails; a question that it cancels then is cancelled without a message."""
         caller = self.replicas[name]
-        if caller.state[0] in ("staging", "loading", "offered", "receiving"):
+        if caller.state[0] in ("staging", "pause", "loading", "offered", "join", "receiving"):
+            self.asked.pop(name, None)
             self.end(caller, committed=False, lost=lost)
 
     def repeat_report(self, name):

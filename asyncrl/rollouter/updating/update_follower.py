@@ -107,8 +107,6 @@ class UpdateFollower:
         """The offer that is being taken and not reported yet; None between updates."""
         self._failed_loads = 0
         """Number of failed loads since the last commit."""
-        self._sleep_is_reported = False
-        """Whether the parameter server knows of the sleep that comes next, and has heard nothing else since."""
         self.drifts = DriftRecord()
         """Drifts after the updates, for the metrics."""
 
@@ -133,7 +131,6 @@ class UpdateFollower:
 
     async def _follow(self) -> None:
         """Wait for offers and take them one after another, until the engine dies."""
-        self._sleep_is_reported = False
         # The loops also check ``died``, because a cancellation may be lost if several tasks end at once.
         while not self._host.died.is_set():
             if self._must_sleep():
@@ -183,40 +180,22 @@ class UpdateFollower:
                 return
 
     async def _unless_asked(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for ``work``. In time slices, once the learner asks for the GPU, end the update and raise _Asked.
+        """Wait for ``work``. In time slices, once the learner asks for the GPU, cancel the work and raise _Asked.
 
-        An offer that arrives at the same moment is lost. The reported sleep ends the update at the parameter server,
-        without a failure. ``work`` asks one question at most, because one after the report would begin another update
-        there. If ``work`` fails during the report, its error is raised instead, as that of corrupt weights.
+        Work that ends at the same moment counts; the next call raises _Asked then.
         """
         if self._host.slices is None:
             return await work
         working, asking = asyncio.ensure_future(work), asyncio.ensure_future(self._host.slices.asked.wait())
         try:
             await asyncio.wait({working, asking}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                return working.result()
-            # A version that is loaded now would be lost in the sleep. This is reported before the work is cancelled,
-            # because a cancelled question counts as a failure.
-            await self._report_sleep()
         finally:
             for task in (working, asking):
                 task.cancel()
             await asyncio.gather(working, asking, return_exceptions=True)
-        if not working.cancelled():
-            await self._discard(working)
-        raise _Asked
-
-    async def _discard(self, ended: asyncio.Future[Any]) -> None:
-        """Free the version that a fetch returned too late; log the error of a peer that was away, raise another one."""
-        error = ended.exception()
-        if isinstance(error, (OSError, VersionGone)):
-            self._log.info("update ends with an error", error=str(error))
-        elif error is not None:
-            raise error
-        elif isinstance(fetched := ended.result(), HeldVersion):
-            # On a thread, because the kernel takes 0.1 s to free a gigabyte.
-            await asyncio.to_thread(fetched.close)
+        if working.cancelled():
+            raise _Asked
+        return working.result()
 
     def _must_sleep(self) -> bool:
         """Whether the learner asks for this engine's GPU."""
@@ -228,10 +207,7 @@ class UpdateFollower:
             # vLLM cannot put a half-loaded engine to sleep.
             self._host.declare_dead("the learner asks for the GPU after a failed load")
             return
-        if not self._sleep_is_reported:
-            # Else the replica could be a member of a broadcast, whose other members would pause for it in vain.
-            await self._report_sleep()
-        self._sleep_is_reported = False
+        await self._report_sleep()
         self._track.enter("asleep")
         try:
             await self._host.sleep()
@@ -477,7 +453,6 @@ class UpdateFollower:
         self._current_offer = None
 
     async def _report(self, report: ReportUpdate) -> None:
-        self._sleep_is_reported = False
         try:
             await self._call(PARAMETER_SERVER, report, None)
         except (DeadlineExceeded, RemoteError) as lost:
@@ -485,8 +460,11 @@ class UpdateFollower:
             self._log.warning("update not reported", version=report.version, error=str(lost))
 
     async def _report_sleep(self) -> None:
-        """Report that the engine sleeps next. The learner waits for its GPU, so a lost report is not repeated."""
-        self._sleep_is_reported = True
+        """Report that the engine sleeps next. The learner waits for its GPU, so a lost report is not repeated.
+
+        Without the report the parameter server could count the replica as a member of a broadcast, whose other members
+        would pause for it in vain.
+        """
         try:
             await self._call(PARAMETER_SERVER, ReportSleep(), SLEEP_REPORT_S)
         except (DeadlineExceeded, RemoteError) as lost:
