@@ -1,4 +1,4 @@
-"""vLLM's engine of one model after the other in one process, fed by the worker's own weight transfer.
+"""vLLM's engine of one model after the other in one process, fed by the worker's own methods.
 
     python tests/serving.py ANSWERS < REQUESTS
 
