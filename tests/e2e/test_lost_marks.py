@@ -53,40 +53,29 @@ def is_exact(run):
     assert findings.figures["starts"] == 2
 
 
+def resumption(run):
+    """The line that names the checkpoint it resumes from."""
+    return next(line for line in run.output.splitlines() if line.startswith("resuming "))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("also", [False, True])
-def test_i1_without_the_mark_of_versions_no_number_is_used_twice(killed, also):
-    """``also``: the newest checkpoint is lost as well. Apart from metrics.jsonl, only it holds the highest number."""
-    newest, older, *_ = checkpoints(killed)
+def test_i1_without_the_mark_of_versions_no_number_is_used_twice(killed):
+    newest, *_ = checkpoints(killed)
     (killed.run_dir / FILE).unlink()
-    if also:
-        (newest / COMPLETE).unlink()
     killed.resume()
     is_exact(killed)
-    shown = killed.output
-    assert f"{killed.run_dir / FILE} is not there; new versions are above " in shown
-    assert f": {older if also else newest}" in next(line for line in shown.splitlines() if line.startswith("resuming "))
+    assert f"{killed.run_dir / FILE} is not there; new versions are above " in killed.output
+    assert f": {newest}" in resumption(killed)
 
 
 @pytest.mark.slow
-def test_i1_a_checkpoint_without_its_mark_is_reported_and_skipped(killed):
-    newest, older, *_ = checkpoints(killed)
-    (newest / COMPLETE).unlink()
-    killed.resume()
-    is_exact(killed)
-    shown = killed.output
-    assert f"checkpoint {newest.name} is damaged: {newest}" in shown and f"it holds no {COMPLETE}" in shown
-    assert f"continues from the newest whole one, {older.name} of step" in shown
-    assert (newest.parent / f"damaged-{newest.name}").is_dir()
-
-
-@pytest.mark.slow
-def test_i1_if_no_checkpoint_has_its_mark_nothing_starts_until_one_is_restored(killed):
-    kept = {}
-    for path in checkpoints(killed):
-        kept[path] = (path / COMPLETE).read_bytes()
+def test_i1_checkpoints_without_their_mark_are_skipped_and_without_any_other_nothing_starts(killed):
+    """The mark of versions is lost as well. Apart from metrics.jsonl, only the newest checkpoint holds the highest."""
+    (killed.run_dir / FILE).unlink()
+    newest, older, *_ = kept = {path: (path / COMPLETE).read_bytes() for path in checkpoints(killed)}
+    for path in kept:
         (path / COMPLETE).unlink()
-    before = sorted(path.name for path in checkpoints(killed)[0].parent.iterdir())
+    before = sorted(path.name for path in newest.parent.iterdir())
     refused = subprocess.run(
         [sys.executable, "-m", "asyncrl.cli.launch", str(killed.folder / "config.toml"), "--resume", "auto"],
         cwd=ROOT,
@@ -94,11 +83,16 @@ def test_i1_if_no_checkpoint_has_its_mark_nothing_starts_until_one_is_restored(k
         text=True,
         timeout=120,
     )
-    newest = next(iter(kept))
     assert refused.returncode not in (0, 75), refused.stdout
     told = refused.stdout + refused.stderr
     assert "no checkpoint here is whole" in told and str(newest) in told and f"it holds no {COMPLETE}" in told, told
     assert sorted(path.name for path in newest.parent.iterdir()) == before
-    (newest / COMPLETE).write_bytes(kept[newest])
+    (older / COMPLETE).write_bytes(kept[older])
     killed.resume()
     is_exact(killed)
+    shown = killed.output
+    assert f"{killed.run_dir / FILE} is not there; new versions are above " in shown
+    assert f": {older}" in resumption(killed)
+    assert f"checkpoint {newest.name} is damaged: {newest}" in shown and f"it holds no {COMPLETE}" in shown
+    assert f"continues from the newest whole one, {older.name} of step" in shown
+    assert (newest.parent / f"damaged-{newest.name}").is_dir()
