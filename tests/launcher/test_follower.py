@@ -42,6 +42,20 @@ class Member:
         self.has_ended.set()
 
 
+class Following:
+    """The follower of these agents, and the lines that it shows: those that it ``said``, and those it ``warned`` of."""
+
+    def __init__(self, tmp_path, *members, phase="running"):
+        self.said, self.warned = [], []
+        progress = SimpleNamespace(show=lambda *_: None, say=self.said.append, warn=self.warned.extend)
+        self.follower = Follower(simulated_run(), RunFolder(path=tmp_path, run_id="r"), members, progress, phase=phase)
+
+    async def end(self):
+        """How the run ended."""
+        async with asyncio.timeout(20):
+            return await self.follower.main()
+
+
 @pytest.mark.parametrize(
     ("phase", "interrupted", "told"),
     [
@@ -58,13 +72,9 @@ async def test_failing_agents_end_the_run_in_order_and_never_kill_it(tmp_path, p
     first = Member(EndedEvent(result="failed", actor="agent/1", reason="died", exit_code=0))
     second = Member(EndedEvent(result="failed", actor="agent/2", reason="died", exit_code=0), [first])
     head = Member(EndedEvent(result="stopped", reason="stopped by the launcher", exit_code=0), [first, second])
-    shown = type("Shown", (), {"show": lambda *_: None})()
-    follower = Follower(
-        simulated_run(), RunFolder(path=tmp_path, run_id="r"), [head, first, second], shown, phase=phase
-    )
-    follower.interrupts.signal = 15 if interrupted else 0
-    async with asyncio.timeout(20):
-        ended = await follower.main()
+    following = Following(tmp_path, head, first, second, phase=phase)
+    following.follower.interrupts.signal = 15 if interrupted else 0
+    ended = await following.end()
     assert head.sent == told
     assert (ended.result, ended.actor, ended.exit_code) == ("failed", "agent/1", 1)
 
@@ -102,15 +112,12 @@ async def test_the_exit_code_comes_from_the_record_if_the_last_event_was_not_rea
     tmp_path, exit_code, record, result, code
 ):
     """The launcher was stopped, or its output was not read, while the run ended."""
-    folder = RunFolder(path=tmp_path, run_id="r")
-    write_ended(tmp_path, str(folder.logs.with_name("attempt_0")), FAILED)
+    following = Following(tmp_path, Unread(exit_code), Unread(0))
+    logs = following.follower.folder.logs
+    write_ended(tmp_path, str(logs.with_name("attempt_0")), FAILED)
     if record is not None:
-        write_ended(tmp_path, str(folder.logs), record)
-    shown = SimpleNamespace(show=lambda *_: None, say=lambda *_: None, warn=lambda lines: None)
-    head, other = Unread(exit_code), Unread(0)
-    follower = Follower(simulated_run(), folder, [head, other], shown, phase="running")
-    async with asyncio.timeout(20):
-        ended = await follower.main()
+        write_ended(tmp_path, str(logs), record)
+    ended = await following.end()
     assert (ended.result, ended.exit_code) == (result, code)
     assert ended.actor == ("" if code != 1 else "agent/0" if record is None else "learner/0")
 
@@ -118,14 +125,10 @@ async def test_the_exit_code_comes_from_the_record_if_the_last_event_was_not_rea
 async def test_a_remote_head_is_asked_for_the_record(tmp_path, monkeypatch):
     """Its connection was lost, or did not bring the last event."""
     monkeypatch.setattr(following_module, "Contact", Recorded)
-    shown = SimpleNamespace(show=lambda *_: None, say=lambda *_: None, warn=lambda lines: None)
     unread = Unread(1)
     unread.contact, unread.index = Recorded(), 0
     for head in (Cut(EndedEvent(result="done")), unread):
-        follower = Follower(simulated_run(), RunFolder(path=tmp_path, run_id="r"), [head], shown, phase="running")
-        async with asyncio.timeout(20):
-            ended = await follower.main()
-        assert ended == FAILED
+        assert await Following(tmp_path, head).end() == FAILED
 
 
 class Connection:
@@ -178,14 +181,11 @@ async def test_a_host_that_has_left_does_not_report_the_end_of_the_run(tmp_path,
     monkeypatch.setattr(following_module, "Contact", Connection)
     left = Member(EndedEvent(result="left", reason="no answer for 12 s"))
     head = Cut(EndedEvent(result="done"), [left])
-    warned = []
-    shown = SimpleNamespace(show=lambda *_: None, say=lambda *_: None, warn=lambda lines: warned.extend(lines))
-    follower = Follower(simulated_run(), RunFolder(path=tmp_path, run_id="r"), [head, left], shown, phase="running")
+    following = Following(tmp_path, head, left)
     left.contact = SimpleNamespace(is_here=False, is_lost=lambda _: False, hang_up=lambda: None)
     left.exit_code = 0
-    async with asyncio.timeout(20):
-        ended = await follower.main()
-    assert warned[0] == "b has left the run without having taken part: no answer for 12 s"
+    ended = await following.end()
+    assert following.warned[0] == "b has left the run without having taken part: no answer for 12 s"
     assert (ended.result, ended.actor) == ("failed", "agent/0 on a")
     assert ended.reason.startswith("its connection was lost; its end is recorded in")
 
@@ -212,11 +212,7 @@ class Looked(Connection):
 async def test_a_lost_head_is_checked_over_one_connection_until_it_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(following_module, "Contact", Looked)
     monkeypatch.setattr(following_module, "LOOK_AGAIN_S", 0.01)
-    shown = SimpleNamespace(show=lambda *_: None, say=lambda *_: None, warn=lambda lines: None)
-    head = Cut(EndedEvent(result="done"))
-    follower = Follower(simulated_run(), RunFolder(path=tmp_path, run_id="r"), [head], shown, phase="running")
-    async with asyncio.timeout(20):
-        assert await follower.main() == FAILED
+    assert await Following(tmp_path, Cut(EndedEvent(result="done"))).end() == FAILED
     # The last one makes sure that nothing is left there.
     assert [len(connection.orders) for connection in Looked.made] == [3, 2, 1]
 
@@ -238,15 +234,11 @@ async def test_an_answer_that_cannot_be_read_is_no_answer_and_the_run_still_ends
     monkeypatch.setattr(following_module, "LOOK_AGAIN_S", 0.01)
     Garbled.made = [Garbled, Recorded]
     monkeypatch.setattr(following_module, "Contact", lambda *_: Garbled.made.pop(0)() if Garbled.made else Garbled())
-    warned = []
-    shown = SimpleNamespace(show=lambda *_: None, say=lambda *_: None, warn=lambda lines: warned.extend(lines))
-    head = Cut(EndedEvent(result="done"))
-    follower = Follower(simulated_run(), RunFolder(path=tmp_path, run_id="r"), [head], shown, phase="running")
-    async with asyncio.timeout(20):
-        # The second connection brings the record; the third, at the end, is garbled too.
-        assert await follower.main() == FAILED
+    following = Following(tmp_path, Cut(EndedEvent(result="done")))
+    # The second connection brings the record; the third, at the end, is garbled too.
+    assert await following.end() == FAILED
     assert len(Garbled.killed) == 2
-    assert "a: cannot be asked whether anything is left there (Expected `object`, got `int`)" in warned[-1]
+    assert "a: cannot be asked whether anything is left there (Expected `object`, got `int`)" in following.warned[-1]
 
 
 class Reached(Connection):
@@ -264,21 +256,16 @@ class Reached(Connection):
 
 async def test_a_lost_head_is_asked_to_preempt_the_run_over_another_connection(tmp_path, monkeypatch):
     monkeypatch.setattr(following_module, "Contact", Reached)
-    said = []
-    shown = SimpleNamespace(show=lambda *_: None, say=said.append, warn=lambda lines: None)
-    follower = Follower(
-        simulated_run(), RunFolder(path=tmp_path, run_id="r"), [Cut(EndedEvent(result="done"))], shown, phase="running"
-    )
-    follower.has_run = True
-    following = asyncio.create_task(follower.main())
+    following = Following(tmp_path, Cut(EndedEvent(result="done")))
+    following.follower.has_run = True
+    ending = asyncio.create_task(following.end())
     while len(Reached.orders) < 3:
         await asyncio.sleep(0.01)
     assert not any(order.preempt or order.kill for order in Reached.orders)
-    follower.interrupts.note(signal.SIGINT)
-    async with asyncio.timeout(20):
-        ended = await following
-    assert "a: is asked to preempt the run" in said and ended.reason.startswith("its connection was lost")
+    following.follower.interrupts.note(signal.SIGINT)
+    ended = await ending
+    assert "a: is asked to preempt the run" in following.said and ended.reason.startswith("its connection was lost")
     # The run had its time: what is left is looked for once it has ended.
     (told,) = [at for at, order in enumerate(Reached.orders) if order.preempt]
     assert not any(order.kill for order in Reached.orders[: told + 1])
-    assert said[-1] == "a: nothing is left there"
+    assert following.said[-1] == "a: nothing is left there"

@@ -44,6 +44,24 @@ def joined(members, controller):
     return hosts
 
 
+class Asked:
+    """A controller that never says who the members are. ``asked`` is set by the first request, which ends as given."""
+
+    def __init__(self, answer="never"):
+        self.asked, self.answer = asyncio.Event(), answer
+
+    async def members(self):
+        await asyncio.Event().wait()
+        yield
+
+    async def ask(self, request, timeout=None):
+        self.asked.set()
+        if self.answer == "never":
+            await asyncio.Event().wait()
+        if self.answer:
+            raise self.answer
+
+
 AWAY = DeadlineExceeded("launcher/0", "controller/0", "Leave", 10.0)
 LAST = UsageError("c cannot leave: no other host has a rollouter that serves")
 
@@ -57,19 +75,8 @@ def test_a_host_that_may_not_leave_runs_until_the_second_signal_and_others_end_i
     """I5: the first signal asks the controller, be it away or not; a host may be the last that the run has."""
     members = [Member(2), Member(3)]
 
-    class Controller:
-        async def members(self):
-            await asyncio.Event().wait()
-            yield
-
-        async def ask(self, request, timeout=None):
-            if answer == "never":
-                await asyncio.Event().wait()
-            if answer:
-                raise answer
-
     async def work():
-        followed = joined(members, Controller())
+        followed = joined(members, Asked(answer))
         ending = asyncio.create_task(followed.follow())
         followed.interrupts.note(signal.SIGINT)
         if second:
@@ -81,23 +88,6 @@ def test_a_host_that_may_not_leave_runs_until_the_second_signal_and_others_end_i
 
     run_virtual(work())
     assert [one.sent for one in members] == [[KILL, "killed"], [KILL, "killed"]]
-
-
-class Asked:
-    """A controller that never answers about the members. ``asked`` is set by the first question."""
-
-    def __init__(self, error=None):
-        self.asked, self.error = asyncio.Event(), error
-
-    async def members(self):
-        await asyncio.Event().wait()
-        yield
-
-    async def ask(self, request, timeout=None):
-        self.asked.set()
-        if self.error is not None:
-            raise self.error
-        await asyncio.Event().wait()
 
 
 def test_hosts_that_end_before_the_controller_has_answered_leave_no_call_behind():
@@ -140,15 +130,10 @@ def test_i5_hosts_that_missed_the_end_of_the_run_are_ended():
 
 @pytest.mark.parametrize("reason", ["", "no answer for 12 s"])
 def test_a_host_that_leaves_before_it_has_served_has_joined_in_vain(reason):
-    class Controller:
-        async def members(self):
-            await asyncio.Event().wait()
-            yield
-
     left = Member(2)
     left.ended, left.lost = EndedEvent(result="left", reason=reason), False
     left.gone.set()
-    followed = joined([left], Controller())
+    followed = joined([left], Asked())
     followed.progress = TerminalProgress(io.StringIO(), 1, told := io.StringIO())
     assert run_virtual(followed.follow()) == 1
     assert told.getvalue() == f"c has left the run without having served{': ' * bool(reason)}{reason}\n"
