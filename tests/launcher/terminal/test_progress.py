@@ -430,11 +430,14 @@ def test_steps_that_a_restored_learner_repeats_count_once_and_a_torn_line_is_ski
     lines.insert(3, {"kind": "eval", "step": 4, "start": 1, "eval/x/mean": 0.2})
     # The evaluation at the step that is being written may come first.
     lines += [{"kind": "eval", "step": 4, "start": 2, "eval/x/mean": 0.9}]
-    lines += [{"kind": "train", "step": step, "start": 2, "reward/mean": 0.5} for step in (4, 5)]
+    lines += [{"kind": "train", "step": step, "start": start} for step, start in ((4, 2), (5, 2), (5, 3))]
+    # A late line of the old learner counts: it was true then.
+    lines += [{"kind": "eval", "step": 5, "start": 1, "eval/x/mean": 0.3}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "rew')
     seen = [(line["kind"], line["step"], line["start"]) for line in read_metrics(path)]
-    assert seen == [*(("train", step, 1) for step in (1, 2, 3)), ("eval", 4, 2), ("train", 4, 2), ("train", 5, 2)]
-    assert [line["step"] for line in read_metrics(path, ("eval",))] == [4]
+    after = [("eval", 4, 2), ("train", 4, 2), ("train", 5, 3), ("eval", 5, 1)]
+    assert seen == [*(("train", step, 1) for step in (1, 2, 3)), *after]
+    assert [line["step"] for line in read_metrics(path, ("eval",))] == [4, 5]
 
 
 @pytest.mark.parametrize("kind", ["train", "update", "eval"])

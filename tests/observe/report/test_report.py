@@ -288,17 +288,6 @@ def test_the_report_of_a_run_without_configuration_names_the_reason(run_dir, tmp
     assert 0 in page.figures and "step 2 of ?" in shown and f"{run_dir / 'config.json'}" in shown
 
 
-def test_a_restored_learner_voids_earlier_lines_of_the_same_and_later_steps(run_dir):
-    before = [step(1), update(1), evaluation(2), step(2), step(3), evaluation(3)]
-    # A late line of the old learner counts: it was true then.
-    after = [step(2, start=2), evaluation(3), step(1, start=3)]
-    write_lines(run_dir, *before, *after[:2])
-    assert read_metrics(run_dir / "metrics.jsonl") == [before[0], before[1], *after[:2]]
-    assert read_metrics(run_dir / "metrics.jsonl", ("eval",)) == [after[1]]
-    write_lines(run_dir, *before, *after)
-    assert read_metrics(run_dir / "metrics.jsonl") == [before[1], after[2]]
-
-
 def test_only_drawn_fields_of_updates_are_kept(run_dir, tmp_path, monkeypatch):
     """A thousand replicas write a million of them in a thousand steps."""
     held = []
