@@ -51,12 +51,6 @@ def ended(run):
     return read_ended(RunFolder(path=run.run_dir, run_id=""))
 
 
-def test_a_finished_run_has_exit_code_0_even_if_its_output_is_not_read(unread):
-    run = unread({"learner/0": {"finish": 5}})
-    assert ended(run).result == "done"
-    assert run.process.wait(120) == 0
-
-
 def test_ctrl_c_stops_a_run_whose_output_is_not_read(unread):
     run = unread({"learner/0": {"preempted": 7}})
     wait_until(lambda: (run.run_dir / "private" / "controller.json").exists(), "the controller")
