@@ -48,11 +48,7 @@ def renamed(name):
 
 QUANTIZED = [
     (quantized(quant_method="fp8", fmt="e4m3"), "config.json has quantization_config: the method is fp8"),
-    (quantized(quant_method="gptq", bits=4), "the method is gptq"),
-    (quantized(quant_method="awq"), "the method is awq"),
     (quantized(load_in_4bit=True), "the method is bitsandbytes"),
-    (quantized(quant_method="compressed-tensors"), "the method is compressed-tensors"),
-    (quantized(quant_method="mxfp4"), "the method is mxfp4"),
     (quantized(quant_algo="NVFP4"), "the method is NVFP4"),
     (quantized(bits=3), "the method is unknown"),
     (with_config(compression_config={"quant_method": "compressed-tensors"}), "config.json has compression_config"),
