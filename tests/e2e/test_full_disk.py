@@ -7,6 +7,7 @@ import time
 import pytest
 from disks import fill, small_disk
 from parity import configuration
+from run_settings import launched_run
 
 from tools.live_run import LiveRun
 
@@ -48,14 +49,11 @@ def test_i1_a_run_without_disk_space_for_checkpoints_trains_nothing_twice(parity
 
 def test_a_disk_that_is_full_for_a_moment_costs_no_line(tmp_path):
     steps = 40
-    tree = {
-        "data": {"source": "synthetic"},
-        "rollout": {"engine": "sim", "replicas": 2, "gpus_per_replica": 0, "samples_per_prompt": 2, "max_tokens": 64},
-        "reward": {"function": "constant", "options": {"value": 0.5, "spread": 0.5}},
-        "learner": {"backend": "sim", "steps": steps, "groups_per_step": 4, "sim": {"step_s": 0.2}},
-        "checkpoint": {"every_versions": 0, "export_at_end": False},
-    }
-    tree["rollout"]["sim"] = {"decode_step_s": 0.01, "length_median": 24.0, "load_s": 0.05}
+    tree = launched_run(
+        rollout={"sim": {"decode_step_s": 0.01, "load_s": 0.05}},
+        learner={"steps": steps, "sim": {"step_s": 0.2}},
+        checkpoint={"every_versions": 0, "export_at_end": False},
+    )
     with small_disk(tmp_path / "disk", 64 << 20) as disk:
         run = LiveRun(tree, disk)
         try:
