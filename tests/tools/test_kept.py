@@ -59,16 +59,8 @@ STARTED_BY_A_TOOL = {
     "tools/cluster/inside.py",
     "tools/gpu_check/learner_rate.py",
 }
-TOOLS = {
-    "bench scale": ("tools.bench", "scale", "--replicas", "4"),
-    "bench calls": ("tools.bench", "calls"),
-    "bench weights": ("tools.bench", "weights", "--up-to", "1M"),
-    "bench overlap": ("tools.bench", "overlap"),
-    "chaos": ("tools.chaos",),
-    "soak": ("tools.soak",),
-    "planted_faults": ("tools.planted_faults",),
-}
-IN_DEFAULT_RUN = ("bench scale", "chaos")
+TOOLS = {"bench scale": ("tools.bench", "scale", "--replicas", "4"), "chaos": ("tools.chaos",)}
+"""Those with the most processes; all that start any are kept alike."""
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -137,9 +129,7 @@ def test_a_tool_that_ends_leaves_nothing_and_keeps_its_exit_code(tool):
     assert living(below) == []
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in IN_DEFAULT_RUN else pytest.param(name, marks=pytest.mark.slow) for name in TOOLS]
-)
+@pytest.mark.parametrize("name", TOOLS)
 def test_no_process_outlives_its_tool(name, tmp_path):
     """With SIGTERM, as ``timeout`` sends it."""
     (tmp_path / "tmp").mkdir()
