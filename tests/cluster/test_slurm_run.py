@@ -95,10 +95,17 @@ def test_i1_a_preempted_job_resumes_where_it_was(slurm: Slurm) -> None:
     job.check(LONG)
 
 
-def test_i1_a_killed_job_resumes_when_it_is_queued_again(slurm: Slurm) -> None:
-    """From its newest checkpoint; no process was warned."""
-    job = Job(slurm, "--learner.steps", str(LONG))
+def test_i1_a_killed_job_resumes_when_it_is_queued_again_and_stays_in_the_container_of_the_site(slurm: Slurm) -> None:
+    """From its newest checkpoint; no process was warned. The container's command precedes Python on all nodes."""
+    container = "--comment=here env ASYNCRL_HERE=1"
+    env = {"ASYNCRL_CONTAINER": container, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    job = Job(slurm, "--learner.steps", str(LONG), env=env)
     job.wait_to_show("step 6/")
+    for node in NODES:
+        there = slurm.processes(node)
+        agents = [pid for pid, words in there.items() if "asyncrl.launcher.node.agent" in words]
+        assert len(agents) == 1, there
+        assert b"ASYNCRL_HERE=1" in Path(f"/proc/{agents[0]}/environ").read_bytes().split(b"\0")
     wait_until(lambda: list(job.run_dir.glob("checkpoints/*")), "a checkpoint")
     slurm.run("scontrol", "requeue", str(job.number))
     job.start_again()
@@ -145,18 +152,3 @@ def test_the_command_submits_a_job(slurm: Slurm) -> None:
         line["step"] for line in read_metrics(slurm.shared / "runs/trial/metrics.jsonl") if line["kind"] == "train"
     ]
     assert steps == list(range(1, SHORT + 1))
-
-
-def test_every_part_runs_in_the_container_of_the_site(slurm: Slurm) -> None:
-    """The container's command precedes Python on all nodes, the head included."""
-    container = "--comment=here env ASYNCRL_HERE=1"
-    env = {"ASYNCRL_CONTAINER": container, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    job = Job(slurm, "--learner.steps", str(LONG), env=env)
-    job.wait_to_show("step 2/")
-    for node in NODES:
-        there = slurm.processes(node)
-        agents = [pid for pid, words in there.items() if "asyncrl.launcher.node.agent" in words]
-        assert len(agents) == 1, there
-        assert b"ASYNCRL_HERE=1" in Path(f"/proc/{agents[0]}/environ").read_bytes().split(b"\0")
-    assert job.end()["ExitCode"] == "0:0", job.shown
-    job.check(LONG)
