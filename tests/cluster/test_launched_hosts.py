@@ -45,16 +45,14 @@ def shared(cluster, tmp_path):
     return Path(cluster.shared[0]) / tmp_path.name
 
 
-def traffic(capture):
-    """All bytes that crossed the bridge."""
-    return b"\n".join(capture.conversations().values())
-
-
 @pytest.mark.parametrize("curve", ["auto", "off"])
 def test_i6_i7_a_run_over_three_hosts_is_encrypted_and_leaves_nothing(cluster, folder, curve):
-    """Off loopback all traffic uses CURVE unless that is switched off, and nothing is left on any host."""
+    """Off loopback all traffic uses CURVE unless that is switched off, and nothing is left on any host. All ports but
+    that of ssh are the configured ones.
+    """
+    flags = ("--security.curve", curve, "--network.ports", "7000-7040", "--network.interface", "eth0")
     with cluster.capture() as capture:
-        launch = Launch(cluster, folder, "head\na\nb  # a comment\n", "--security.curve", curve)
+        launch = Launch(cluster, folder, "head\na\nb  # a comment\n", *flags)
         code, shown = launch.end()
     assert code == 0, shown
     assert launch.steps_trained == list(range(1, STEPS + 1))
@@ -66,21 +64,12 @@ def test_i6_i7_a_run_over_three_hosts_is_encrypted_and_leaves_nothing(cluster, f
         assert lines[-1]["event"] == "ended", name
         assert f'"{name.replace("-", "/")}"' in launch.log(f"agent-{' ab'.index(host)}")
     tokens = np.array(list(SECRET.encode()), dtype="<i4").tobytes()
+    said = capture.conversations()
     for secret in (SECRET.encode(), tokens):
-        assert (secret in traffic(capture)) == (curve == "off")
+        assert (secret in b"\n".join(said.values())) == (curve == "off")
+    ends = [way for way in said if 22 not in (way[0][1], way[1][1])]
+    assert ends and all(7000 <= source[1] <= 7040 or 7000 <= target[1] <= 7040 for source, target in ends)
     assert not left(cluster, folder)
-
-
-def test_a_run_over_hosts_that_share_the_run_folder(cluster, shared):
-    launch = Launch(cluster, shared, "head\na\n")
-    code, shown = launch.end()
-    assert code == 0, shown
-    assert launch.steps_trained == list(range(1, STEPS + 1))
-    for name in ("rollouter-0", "rollouter-1", "agent-1"):
-        lines = launch.log(name).splitlines()
-        assert len(set(lines)) == len(lines), f"{name}: written twice"
-    assert not [host for host in cluster.all_hosts if host.processes()]
-    assert not list(launch.run_dir.glob("private*"))
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -224,17 +213,6 @@ def test_a_dry_run_shows_addresses_and_commands_and_starts_nothing(cluster, fold
     assert not (folder / "runs").exists()
 
 
-def test_the_configured_ports_and_interface_are_used(cluster, folder):
-    flags = ("--network.ports", "7000-7040", "--network.interface", "eth0", "--learner.steps", "4")
-    with cluster.capture() as capture:
-        code, shown = Launch(cluster, folder, "head\na\nb\n", *flags).end()
-    assert code == 0, shown
-    ends = {way for way in capture.conversations() if 22 not in (way[0][1], way[1][1])}
-    assert ends
-    assert all(7000 <= source[1] <= 7040 or 7000 <= target[1] <= 7040 for source, target in ends)
-    assert not left(cluster, folder)
-
-
 REWARD = """
 def digits(*, completion, **_):
     return sum(c.isdigit() for c in completion) / max(1, len(completion))
@@ -286,8 +264,12 @@ def test_learner_ranks_on_two_hosts_train_a_real_model(cluster, shared):
     assert stores and all(host == cluster.head.address and 7000 <= port <= 7040 for host, port in stores)
     assert launch.steps_trained == [1, 2]
     assert '"learner/1"' in launch.log("agent-1")
+    for name in ("learner-1", "agent-1"):
+        lines = launch.log(name).splitlines()
+        assert len(set(lines)) == len(lines), f"{name}: written twice, as on a host that does not share the folder"
     assert (launch.run_dir / "export" / "model.safetensors").is_file()
     assert not [host for host in cluster.all_hosts if host.processes()]
+    assert not list(launch.run_dir.glob("private*"))
 
 
 # --- faults of hosts ---
