@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +50,6 @@ class Slurm:
     def run(self, *argv: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """A user's command on the head, in the shared folder; ``options`` as for Host.run."""
         return self.cluster.head.run(argv, cwd=self.shared, **{"env": self.env, **options})
-
-    def sbatch(self, script: str, *options: str, env: Mapping[str, str] | None = None) -> int:
-        """Submit a script given as text. Returns the number of the job."""
-        said = self.run("sbatch", "--parsable", *options, input=script, env={**self.env, **(env or {})})
-        return int(said.stdout.split(";")[0])
 
     def job(self, number: int) -> dict[str, str]:
         """Fields of a job from scontrol: JobState, Restarts, ExitCode, NodeList and so on."""
