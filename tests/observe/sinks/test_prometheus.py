@@ -82,13 +82,6 @@ def test_metrics_are_scraped_over_http(sink, tmp_path):
     assert "asyncrl_eval_mean" not in scrape(address)
 
 
-def test_a_port_that_is_taken_is_named(sink, tmp_path):
-    _, port = where(sink)
-    other = PrometheusSink(tmp_path / "other", "127.0.0.1", port)
-    with pytest.raises(OSError, match=f"sinks.prometheus.port {port}: Address already in use"):
-        other.open()
-
-
 def test_a_client_that_never_reads_does_not_block_others(sink):
     many = {f"reward/component/{number}": 0.5 for number in range(5_000)}
     sink.write({"kind": "train", "step": 1} | many)

@@ -169,7 +169,7 @@ async def test_a_port_in_use_is_reported_and_does_not_affect_other_sinks(tmp_pat
             await cluster.taken(1)
             notice, *_ = await cluster.notices(1)
             assert "the sink prometheus has failed: OSError" in notice
-            assert "in use" in notice
+            assert f"sinks.prometheus.port {prometheus['port']}: Address already in use" in notice
             other.close()
             # It is bound as soon as it is free.
             await until(lambda: (cluster.run_dir / "monitor" / "prometheus.json").exists())
