@@ -154,34 +154,25 @@ def test_too_many_ends_with_exit_code_0_end_the_run():
 # --- replicas that are resting ---
 
 
-def given_up():
-    """A host that has given rollouter/0 up."""
+@pytest.mark.parametrize("successor", [False, True])
+def test_a_replica_that_was_given_up_restarts_once_it_no_longer_rests(successor):
+    """A successor of the controller hears of its end, and does not let it rest before."""
     found = host()
     dies(found, "rollouter/0", 1.0, 10.0)
     assert found.exited("rollouter/0", 3, "out of memory", 20.0)[0].fatal
     assert not found.ending and found.failure is None and found.next_deadline() is None
-    return found
-
-
-def test_a_replica_that_was_given_up_restarts_once_it_no_longer_rests():
-    found = given_up()
     # The controller has not heard of its end so far.
     assert found.state(state(), 20.1) == found.state(state_with_resting("rollouter/0"), 20.2) == []
+    if successor:
+        told = found.controller_found(30.0)
+        assert [end.name for end in told if isinstance(end, ActorEnded) and end.fatal] == ["rollouter/0"]
+        assert found.state(state(), 30.1) == []
     assert found.state(state_with_resting("rollouter/0"), 900.0) == []
     assert found.state(state(), 901.0) == [Spawn("rollouter/0")]
+    assert not any(isinstance(told, ActorEnded) for told in found.controller_found(902.0))
     found.spawned("rollouter/0", 200)
     # Its earlier deaths are forgotten.
-    assert not found.exited("rollouter/0", 3, "", 902.0)[0].fatal
-
-
-def test_a_successor_of_the_controller_hears_which_replicas_were_given_up():
-    found = given_up()
-    found.state(state_with_resting("rollouter/0"), 20.2)
-    told = found.controller_found(30.0)
-    assert [end.name for end in told if isinstance(end, ActorEnded) and end.fatal] == ["rollouter/0"]
-    assert found.state(state(), 30.1) == found.state(state_with_resting("rollouter/0"), 30.2) == []
-    assert found.state(state(), 30.3) == [Spawn("rollouter/0")]
-    assert not any(isinstance(told, ActorEnded) for told in found.controller_found(40.0))
+    assert not found.exited("rollouter/0", 3, "", 903.0)[0].fatal
 
 
 @pytest.mark.parametrize("exit_code", [-9, 0])

@@ -97,6 +97,7 @@ def test_plain_lines(show):
         StateEvent(phase="running"),
         MetricsEvent(line=LINE),
         RestartEvent(name="rollouter/1", reason="killed by SIGKILL"),
+        WarningEvent(text="watchdog: reward/0 has not been heard of for 61 s (it was ready)"),
         MetricsEvent(line={"kind": "eval", "step": 3, "eval/math/mean": 0.25}),
         StateEvent(phase="draining"),
     ):
@@ -114,7 +115,10 @@ def test_plain_lines(show):
         "step 3  eval/math 0.250",
         "draining: ending the actors in order",
     ]
-    assert show.err() == ["rollouter/1 died (killed by SIGKILL) and is started again"]
+    assert show.err() == [
+        "rollouter/1 died (killed by SIGKILL) and is started again",
+        "watchdog: reward/0 has not been heard of for 61 s (it was ready)",
+    ]
 
 
 def test_a_start_shows_each_stage_of_the_last_actors(show):
@@ -209,12 +213,6 @@ def test_the_loss_and_return_of_a_host_are_printed_once(states, told):
     for controller, lost, *leaving in states:
         progress.show(StateEvent(phase="running", lost_hosts=lost, controller=controller, leaving=leaving))
     assert [line for line in both.getvalue().splitlines() if line != "running"] == told
-
-
-def test_a_stuck_actor_is_reported_on_the_error_output(show):
-    told = "watchdog: reward/0 has not been heard of for 61 s (it was ready)"
-    show.show(WarningEvent(text=told))
-    assert (show.out(), show.errors.getvalue()) == ([], f"{told}\n")
 
 
 # --- the live line ---
