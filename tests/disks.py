@@ -1,6 +1,7 @@
-"""Disks that are full."""
+"""Disks that are full, and files that a disk has damaged."""
 
 import contextlib
+import os
 import resource
 import subprocess
 
@@ -43,3 +44,15 @@ def fill(folder, left=0):
             with contextlib.suppress(OSError):
                 file.write(bytes(room - left))
     return ballast
+
+
+def flip(path):
+    """Change a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def tear(path):
+    """Cut off the second half of a file."""
+    os.truncate(path, path.stat().st_size // 2)

@@ -19,6 +19,17 @@ def pools() -> Iterator[Pools]:
 
 
 @pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in one kernel, on CPUs."""
+    from learner import varlen_kernel
+
+    from asyncrl.learner.fsdp.model import attention
+
+    varlen_kernel.install()
+    monkeypatch.setattr(attention, "DEVICE", "cpu")
+
+
+@pytest.fixture
 def run(request) -> Callable[..., tuple[Any, list[Any]]]:
     """Runs a case on as many ranks as its config says."""
 

@@ -71,6 +71,13 @@ def make_config(model: Path | None = None, *, ranks: int = 1, budget: int = 64, 
     )
 
 
+def changed(config: Config, **sections: dict[str, Any]) -> Config:
+    """The configuration with other values of these keys."""
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
+    )
+
+
 def context_of(batch: MicroBatch, position: int) -> list[int]:
     """The tokens of a sequence up to one at ``position`` of its row, from the first on."""
     ends = np.cumsum(batch.lengths)

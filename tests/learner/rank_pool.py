@@ -179,24 +179,31 @@ def _forget_meshes() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
+def find_store(rank: int, addresses: Any, world_size: int = 2) -> tuple[Any, int]:
+    """Return the store that rank 0 opens, None at the other ranks, and its port."""
+    from asyncrl.weights.broadcast import open_store
+
+    if rank:
+        return None, addresses.get(timeout=RANK_WAIT_S)
+    store = open_store("127.0.0.1", RANK_WAIT_S)
+    for _ in range(world_size - 1):
+        addresses.put(store.port)
+    return store, store.port
+
+
 def meet(rank: int, addresses: Any, timeout_s: float = TIMEOUT_S) -> Any:
     """Two ranks, without a backend."""
     import torch
     import torch.distributed as dist
 
     from asyncrl.learner.fsdp.ranks import ranks as rendezvous
-    from asyncrl.weights.broadcast import open_store
 
     torch.set_num_threads(1)
     rendezvous.IDLE_WAIT_S = 0.2
-    store = None
-    if rank == 0:
-        store = open_store("127.0.0.1", RANK_WAIT_S)
-        addresses.put(store.port)
-        port = store.port
+    store, port = find_store(rank, addresses)
+    if store is not None:
         # The timeout below is for what the tests do; to import torch may take longer.
         store.wait(["rank 1 is there"], timedelta(seconds=RANK_WAIT_S))
     else:
-        port = addresses.get(timeout=RANK_WAIT_S)
         dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("rank 1 is there", "")
     return rendezvous.Ranks(rank, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=timeout_s, store=store)

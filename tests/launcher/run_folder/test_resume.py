@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from disks import flip, tear
 from made_group import make_group
 from run_settings import simulated_run
 
@@ -348,29 +349,19 @@ def test_each_attempt_records_the_digests_of_its_files(tmp_path, monkeypatch):
 # --- damaged checkpoints ---
 
 
-def _shorten(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def _another_step(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"step":4', b'"step":5'))
 
 
 DAMAGES = [
     ("COMPLETE", os.unlink, "is not complete"),
-    ("COMPLETE", _shorten, "cannot be read"),
+    ("COMPLETE", tear, "cannot be read"),
     ("COMPLETE", _another_step, "says step 5, and state.json says 4"),
-    ("state.json", _flip, "its checksum differs"),
+    ("state.json", flip, "its checksum differs"),
     ("groups.msgpack", os.unlink, "cannot be read: No such file"),
-    ("trainer/contents.json", _flip, "its checksum differs"),
-    ("trainer/__0_0.distcp", _shorten, "has 2048 bytes instead of 4096"),
-    ("trainer/__0_0.distcp", _flip, "its checksum differs"),
+    ("trainer/contents.json", flip, "its checksum differs"),
+    ("trainer/__0_0.distcp", tear, "has 2048 bytes instead of 4096"),
+    ("trainer/__0_0.distcp", flip, "its checksum differs"),
     ("trainer/__0_0.distcp", os.unlink, "cannot be read: No such file"),
 ]
 
@@ -404,19 +395,19 @@ def test_a_damaged_checkpoint_is_refused_if_named_and_else_skipped(tmp_path, lef
 def test_the_check_before_the_start_reads_a_bounded_part_and_every_file_size(tmp_path, left, monkeypatch):
     monkeypatch.setattr(resume, "CHECKED_BYTES", 4095)
     file = left / "checkpoints" / "v00000004" / "trainer" / "__0_0.distcp"
-    _flip(file)
+    flip(file)
     assert find_resumption(config(tmp_path), "auto")[1].checkpoint.version == 4
-    _shorten(file)
+    tear(file)
     assert find_resumption(config(tmp_path), "auto")[1].checkpoint.version == 2
 
 
 def test_every_damaged_checkpoint_is_reported_and_a_run_without_a_whole_one_does_not_start(tmp_path, left):
     write_checkpoint(config(tmp_path), left, 6)
     for version in (4, 6):
-        _shorten(left / "checkpoints" / f"v0000000{version}" / "state.json")
+        tear(left / "checkpoints" / f"v0000000{version}" / "state.json")
     settings, resumption = find_resumption(config(tmp_path), "auto")
     assert [warning.split()[1] for warning in resumption.warnings] == ["v00000006", "v00000004"]
-    _shorten(left / "checkpoints" / "v00000002" / "state.json")
+    tear(left / "checkpoints" / "v00000002" / "state.json")
     said = "no checkpoint here is whole; of the newest, .*v00000006/state.json: has"
     with pytest.raises(CheckpointError, match=said):
         find_resumption(config(tmp_path), "auto")

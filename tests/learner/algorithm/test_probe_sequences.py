@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from learner.learner_cases import make_config, make_group, make_trajectory, random_groups
+from learner.learner_cases import changed, make_config, make_group, make_trajectory, random_groups
 
 from asyncrl.learner.algorithm.probe_sequences import (
     LENGTH,
@@ -28,8 +28,7 @@ def check(sequences: list[ProbeSequence], length: int) -> None:
 def test_the_probe_fits_into_the_smallest_context_of_an_engine(tmp_path) -> None:
     config = make_config(tmp_path)
     assert probe_length(config) == config.data.max_prompt_tokens + config.rollout.max_tokens - 1 < LENGTH
-    wide = config.rollout.model_copy(update={"max_tokens": LENGTH})
-    assert probe_length(config.model_copy(update={"rollout": wide})) == LENGTH
+    assert probe_length(changed(config, rollout={"max_tokens": LENGTH})) == LENGTH
 
 
 def test_the_probe_of_a_prompt_is_its_end() -> None:

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from disks import small_disk
+from disks import flip, small_disk, tear
 from learner.learner_cases import make_config, read_checkpoint, same, save_small_model, train
 from learner.rank_pool import run_alone
 from segment_reading import weights_of
@@ -42,10 +42,6 @@ def _config(folder: Path, ranks: int, **learner: Any):
     return make_config(folder, ranks=ranks, **SCHEDULE, **learner)
 
 
-def _weights(backend) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in weights_of(backend.publish(1).result(60)).items()}
-
-
 @contextmanager
 def _held_up() -> Iterator[threading.Event]:
     """Rank 0 writes no checkpoint before the event."""
@@ -63,7 +59,7 @@ def _save_then_train(backend, config, target: Path) -> dict[str, Any]:
     """Two steps, a save that is held up before it writes, two more steps, then it may write."""
     for step in range(2):
         train(backend, config, step)
-    found: dict[str, Any] = {"before": _weights(backend)}
+    found: dict[str, Any] = {"before": weights_of(backend.publish(1).result(60))}
     with _held_up() as go:
         saving = backend.save(target)
         found["drawn"] = _drawn()
@@ -71,7 +67,7 @@ def _save_then_train(backend, config, target: Path) -> dict[str, Any]:
         found["early"] = saving.done()
         go.set()
         saving.result(60)
-    return found | {"end": _weights(backend)}
+    return found | {"end": weights_of(backend.publish(1).result(60))}
 
 
 def _load_then_train(backend, config, source: Path) -> dict[str, Any]:
@@ -79,7 +75,7 @@ def _load_then_train(backend, config, source: Path) -> dict[str, Any]:
     found = {"steps": backend.steps, "drawn": _drawn()}
     backend.save(source.with_name("again")).result(60)
     found["metrics"] = [train(backend, config, step) for step in (2, 3)]
-    return found | {"end": _weights(backend)}
+    return found | {"end": weights_of(backend.publish(1).result(60))}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -201,23 +197,13 @@ def good(folder: Path, tmp_path_factory) -> Path:
     return target
 
 
-def _tear(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("contents.json", os.unlink, "cannot be read"),
-    ("contents.json", _tear, "cannot be read"),
-    (".metadata", _flip, "does not hold what was written (its checksum differs)"),
-    ("__0_0.distcp", _flip, "does not hold what was written (its checksum differs)"),
+    ("contents.json", tear, "cannot be read"),
+    (".metadata", flip, "does not hold what was written (its checksum differs)"),
+    ("__0_0.distcp", flip, "does not hold what was written (its checksum differs)"),
     ("__0_0.distcp", os.unlink, "No such file or directory"),
-    ("rank_00000.msgpack", _tear, "bytes instead of"),
+    ("rank_00000.msgpack", tear, "bytes instead of"),
 ]
 
 

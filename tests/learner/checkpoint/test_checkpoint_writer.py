@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from disks import fill, small_disk
+from disks import fill, flip, small_disk, tear
 from harness import until
 from learner.learner_cases import make_config, make_state, plan_of, random_groups
 from virtual import LoopClock
@@ -58,10 +58,6 @@ def same_groups(left: list[Group], right: list[Group]) -> bool:
 # --- what is in one ---
 
 
-def _shorten(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
 def _replacing(old: bytes, new: bytes) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(path.read_bytes().replace(old, new))
 
@@ -69,7 +65,7 @@ def _replacing(old: bytes, new: bytes) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("name", "damage", "expected", "is_damage"),
     [
-        (STATE, _shorten, "cannot be read", True),
+        (STATE, tear, "cannot be read", True),
         (STATE, _replacing(b'"bits":"', b'"bits":"no base64 '), "cannot be read", False),
         # A checkpoint of another format is not damaged: to continue from an older one would lose it.
         (STATE, _replacing(b'"format":4', b'"format":9'), "has format 9, and this asyncrl reads format 4 only", False),
@@ -416,15 +412,9 @@ def two(folder, thread) -> Path:
     return folder
 
 
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize(
     ("name", "damage", "said"),
-    [("COMPLETE", os.unlink, "is not complete: it holds no COMPLETE"), (STATE, _flip, "its checksum differs")],
+    [("COMPLETE", os.unlink, "is not complete: it holds no COMPLETE"), (STATE, flip, "its checksum differs")],
 )
 def test_a_learner_skips_a_damaged_checkpoint_and_reports_it(two, thread, name, damage, said) -> None:
     damage(two / "v00000004" / name)
@@ -450,8 +440,8 @@ def test_a_learner_skips_a_damaged_checkpoint_and_reports_it(two, thread, name, 
 
 
 def test_a_learner_without_a_whole_checkpoint_fails_and_renames_nothing(two, thread) -> None:
-    _flip(two / "v00000003" / STATE)
-    _flip(two / "v00000004" / GROUPS)
+    flip(two / "v00000003" / STATE)
+    flip(two / "v00000004" / GROUPS)
     for incarnation in (101, 102):
         with pytest.raises(ExceptionGroup) as caught:
             _World(two, thread, incarnation=incarnation).play(lambda checkpoints: checkpoints.restore())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from disks import flip
 from learner.learner_cases import make_config, make_state, save_small_model, train
 from learner.rank_pool import run_alone
 from safetensors.torch import load_file
@@ -112,9 +113,7 @@ def test_the_export_takes_version_dtype_and_a_moved_model(trained, tmp_path, cap
 def test_a_damaged_checkpoint_is_named_and_not_exported(trained, tmp_path, capsys, damaged):
     shutil.copytree(trained, tmp_path / "trial")
     path = tmp_path / "trial" / "checkpoints" / "v00000005" / damaged
-    body = bytearray(path.read_bytes())
-    body[len(body) // 2] ^= 1
-    path.write_bytes(body)
+    flip(path)
     assert main([str(tmp_path / "trial"), str(tmp_path / "out")]) == 1
     assert str(path) in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

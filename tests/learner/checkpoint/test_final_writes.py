@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 from disks import fill, small_disk
-from learner.learner_cases import make_config, make_state
+from learner.learner_cases import changed, make_config, make_state
 from services import services
 
 from asyncrl.checkpoint.contents import CheckpointState
@@ -58,8 +58,7 @@ class Scene:
     def __init__(self, run_dir: Path, thread: ThreadPoolExecutor, room_wait_s: float) -> None:
         self.run_dir, self.thread = run_dir, thread
         config = make_config(backend="sim", steps=8)
-        checkpoint = config.checkpoint.model_copy(update={"room_wait_s": room_wait_s, "keep": 2})
-        self.config = config.model_copy(update={"checkpoint": checkpoint})
+        self.config = changed(config, checkpoint={"room_wait_s": room_wait_s, "keep": 2})
         self.backend = Backend(self.config)
         self.progress = TrainingProgress(version=4, step=4)
         self.told: list[str] = []
@@ -190,8 +189,7 @@ def test_a_final_write_uses_space_that_becomes_free_in_time(disk, thread) -> Non
 def test_preemption_ends_the_wait(disk, thread) -> None:
     scene = Scene(disk, thread, 1000.0)
     scene.backend.checkpoint_size = MIB
-    grace = scene.config.preempt.model_copy(update={"grace_s": 0.01})
-    scene.config = scene.config.model_copy(update={"preempt": grace})
+    scene.config = changed(scene.config, preempt={"grace_s": 0.01})
     scene.on_notice = lambda: scene.final_writes.preempted()
     failure = scene.play(lambda: fill(disk, left=MIB // 2), preempted=True)
     assert failure.startswith("the last checkpoint (version 8)") and "steps 5 to 8 are lost" in failure

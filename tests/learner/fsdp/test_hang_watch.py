@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from learner.rank_pool import PROCESSES
+from learner.rank_pool import PROCESSES, find_store
 
 from asyncrl.learner.fsdp.ranks.hang_watch import MOST_NAMED, SILENT_S, Others, Position, in_words
 
@@ -72,16 +72,12 @@ def _rank(rank: int, stopped: int, timeout_s: float, addresses: Any, log: str) -
     from asyncrl.core.errors import DeadlineExceeded
     from asyncrl.learner.fsdp.ranks import hang_watch
     from asyncrl.learner.fsdp.ranks.ranks import Ranks
-    from asyncrl.weights.broadcast import open_store
 
     hang_watch.BEAT_S, hang_watch.AFTER_S, hang_watch.SILENT_S = 0.2, 0.5, 1.0
     begin = dist.init_process_group
     # As long as NCCL would spin.
     dist.init_process_group = lambda *a, **named: begin(*a, **(named | {"timeout": timedelta(seconds=timeout_s)}))
-    store = open_store("127.0.0.1", WAIT_S) if rank == 0 else None
-    if store is not None:
-        addresses.put(store.port)
-    port = store.port if store is not None else addresses.get(timeout=WAIT_S)
+    store, port = find_store(rank, addresses)
     ranks = Ranks(rank, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
     ranks.all_gather([1.0], "a first word")
     if rank == stopped:

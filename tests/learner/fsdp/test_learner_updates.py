@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner.learner_cases import TEMPERATURE, build_step, exact_model, gradients_of, make_config, random_groups
+from learner.learner_cases import (
+    TEMPERATURE,
+    build_step,
+    changed,
+    exact_model,
+    gradients_of,
+    make_config,
+    random_groups,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -39,8 +47,7 @@ BUDGETS = (10_000, 10)
 
 def _plan(config, step: int, *, packed: bool = True, budget: int | None = None) -> StepPlan:
     if budget is not None:
-        learner = config.learner.model_copy(update={"tokens_per_microbatch": budget})
-        config = config.model_copy(update={"learner": learner})
+        config = changed(config, learner={"tokens_per_microbatch": budget})
     return build_step(random_groups(step, 4), version=0, config=config, world_size=config.learner.ranks, packed=packed)
 
 

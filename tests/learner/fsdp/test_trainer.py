@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from learner.learner_cases import (
+    changed,
     exact_model,
     exact_scores,
     make_config,
@@ -29,7 +30,6 @@ from safetensors.torch import load_file
 from segment_reading import weights_of
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from asyncrl.config.operation import PlacementConfig
 from asyncrl.core.errors import NonFiniteStep
 from asyncrl.gpu.memory_shares import SHARED_GPU_VARIABLE
 from asyncrl.gpu.slices import listens
@@ -146,7 +146,7 @@ def test_time_slices_change_no_bit(extra, folder, run, tmp_path, monkeypatch) ->
     monkeypatch.setenv(SHARED_GPU_VARIABLE, f"test{tmp_path.name}:rollouter/0")
     config = make_config(folder, **HYPER, **extra)
     expected, _ = run(config, _train_in_slices, tmp_path / "whole")
-    slices = config.model_copy(update={"placement": PlacementConfig(share="time_slice")})
+    slices = changed(config, placement={"share": "time_slice"})
     found, _ = run(slices, _train_in_slices, tmp_path / "slices")
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
@@ -180,7 +180,7 @@ def _train_while_the_second_rests(backend, config, gpu: str) -> dict[str, torch.
 def test_a_rank_rests_even_if_rank_0_shares_no_gpu(folder, run_well, pools, tmp_path) -> None:
     config = make_config(folder, ranks=2, **HYPER)
     _, expected, _ = run_well(config, _train)
-    slices, gpu = config.model_copy(update={"placement": PlacementConfig(share="time_slice")}), f"test{tmp_path.name}"
+    slices, gpu = changed(config, placement={"share": "time_slice"}), f"test{tmp_path.name}"
     arguments = (gpu, slices, _train_while_the_second_rests, (gpu,))
     (is_well, found), failure = pools.play(2, _of_two_ranks_the_second_shares, *arguments)
     assert is_well and failure is None, (found, failure)

@@ -16,6 +16,14 @@ from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.messages.dataloader import DataloaderStatus, Outcomes, OutcomesSeen, Restored, Resumed, WatchDataloader
 from asyncrl.rpc.calls.retry import DEADLINE
 
+RESUMED = Resumed(fingerprint="f", seed=1, limit=2.0, first_epoch=0, prompts=3)
+
+
+def link_to(call, **parts):
+    """The link of a learner that calls the dataloader by ``call``; ``parts`` replace some."""
+    alone = {"progress": TrainingProgress(version=0), "intake": Intake(LearnerConfig()), "evals": EvalCollector()}
+    return DataloaderLink(call, LearnerConfig(), services(clock=LoopClock()), **(alone | parts))
+
 
 class Dataloader:
     """Takes reports in order; those in ``lost`` it never hears of, though they are acknowledged by what it has seen."""
@@ -28,7 +36,7 @@ class Dataloader:
         if isinstance(request, Restored):
             self.restored.append(request.version)
             self.number = request.outcomes_number
-            answer.set_result(Resumed(fingerprint="f", seed=1, limit=2.0, first_epoch=0, prompts=3))
+            answer.set_result(RESUMED)
             return answer
         assert isinstance(request, Outcomes)
         if request.version not in self.lost and request.number == self.number + 1:
@@ -52,7 +60,7 @@ class StartingAgain:
             self.words += 1
             await asyncio.sleep(2.0)
             self.up, self.number, self.finished = True, request.outcomes_number, request.finished
-            return Resumed(fingerprint="f", seed=1, limit=2.0, first_epoch=0, prompts=3)
+            return RESUMED
         await asyncio.sleep(0.1)
         if not self.up:
             raise RemoteError("dataloader/0", RestoreNeeded.code, "where does the run stand?", retryable=True)
@@ -70,14 +78,7 @@ class StartingAgain:
 def test_a_dataloader_that_acknowledges_too_few_reports_gets_the_state_of_the_run(lost):
     async def main():
         dataloader, intake, progress = Dataloader(lost), Intake(LearnerConfig()), TrainingProgress(version=0)
-        link = DataloaderLink(
-            dataloader.call,
-            LearnerConfig(),
-            services(clock=LoopClock()),
-            progress=progress,
-            intake=intake,
-            evals=EvalCollector(),
-        )
+        link = link_to(dataloader.call, progress=progress, intake=intake)
         reporting = asyncio.create_task(link.report())
         for version in range(4):
             progress.version = version
@@ -98,14 +99,7 @@ def test_outcomes_during_the_restore_of_a_dataloader_are_reported_after_it(at_s)
 
     async def main():
         dataloader, intake, progress = StartingAgain(), Intake(LearnerConfig()), TrainingProgress(version=9)
-        link = DataloaderLink(
-            dataloader.call,
-            LearnerConfig(),
-            services(clock=LoopClock()),
-            progress=progress,
-            intake=intake,
-            evals=EvalCollector(),
-        )
+        link = link_to(dataloader.call, progress=progress, intake=intake)
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             loops = [tasks.create_task(work) for work in (link.watch(), link.report())]
             await asyncio.sleep(at_s)
@@ -130,18 +124,10 @@ def test_a_dataloader_with_large_data_gets_the_time_that_it_needs(late):
         given.append(patience)
         if patience < 5.0:
             raise late
-        return Resumed(fingerprint="f", seed=1, limit=2.0, first_epoch=0, prompts=3)
+        return RESUMED
 
     async def main():
-        link = DataloaderLink(
-            lambda request, patience=1.0: asyncio.ensure_future(look(request, patience)),
-            LearnerConfig(),
-            services(clock=LoopClock()),
-            progress=TrainingProgress(version=0),
-            intake=Intake(LearnerConfig()),
-            evals=EvalCollector(),
-        )
-        await link.restore()
+        await link_to(lambda request, patience=1.0: asyncio.ensure_future(look(request, patience))).restore()
 
     with capture_logs():
         run_virtual(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,9 @@ from hypothesis import strategies as st
 from learner.learner_cases import make_config, make_group, make_trajectory
 from run_settings import simulated_run
 
+from asyncrl.config import Config
+from asyncrl.config.episode import EpisodeConfig
+from asyncrl.config.rollout import RolloutConfig, VllmEngineConfig
 from asyncrl.launcher.checks.check_list import check_grace
 from asyncrl.launcher.checks.findings import warnings_of
 from asyncrl.learner.groups.notices import (
@@ -160,51 +162,25 @@ def test_one_group_of_cut_responses_causes_no_notice() -> None:
     assert notices(*([SAMPLES] + [0] * (WINDOW - 1)) * 5) == []
 
 
-@dataclass
-class _Limits:
-    """The limits of a configuration."""
-
-    max_tokens: int = 3
-    kind: str = "single"
-    context: int | None = None
-
-    max_turns = 4
-    timeout_s = 1.5
-
-    @property
-    def rollout(self) -> Any:
-        return self
-
-    @property
-    def episode(self) -> Any:
-        return self
-
-    @property
-    def traits(self) -> Any:
-        return self
-
-    context_key = "vllm.max_model_len"
-
-    @property
-    def engine_context(self) -> int | None:
-        return self.context
-
-    def longest_context(self, purpose: str) -> int:
-        return {"train": 77}[purpose]
+def limited(max_tokens: int = 3, *, context: int | None = None, **episode: Any) -> Config:
+    """These limits of a response; with those of an ``episode`` it has tools."""
+    rollout = RolloutConfig(max_tokens=max_tokens, vllm=VllmEngineConfig(max_model_len=context))
+    tools = {"tools": ["m:f"]} if episode else {}
+    return Config(rollout=rollout, episode=EpisodeConfig(**tools, **episode))
 
 
 @pytest.mark.parametrize(
     ("reason", "limits", "expected"),
     [
-        ("length", _Limits(max_tokens=1), "rollout.max_tokens = 1"),
-        ("length", _Limits(max_tokens=999, context=64), "rollout.vllm.max_model_len = 64"),
-        ("length", _Limits(max_tokens=999), "the context length of the engine's model"),
-        ("length", _Limits(max_tokens=999, kind="tools"), "episode.max_context_tokens = 77"),
-        ("turns", _Limits(kind="tools"), "episode.max_turns = 4"),
-        ("time", _Limits(kind="tools"), "episode.timeout_s = 1.5"),
+        ("length", limited(1), "rollout.max_tokens = 1"),
+        ("length", limited(999, context=64), "rollout.vllm.max_model_len = 64"),
+        ("length", limited(999), "the context length of the engine's model"),
+        ("length", limited(999, max_context_tokens=77), "episode.max_context_tokens = 77"),
+        ("turns", limited(max_turns=4), "episode.max_turns = 4"),
+        ("time", limited(timeout_s=1.5), "episode.timeout_s = 1.5"),
     ],
 )
-def test_the_limit_is_named_by_its_key(reason: str, limits: Any, expected: str) -> None:
+def test_the_limit_is_named_by_its_key(reason: str, limits: Config, expected: str) -> None:
     assert limit_of(cut_group(1, reason).trajectories[0], limits) == expected
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, cast
 
 from learner.publishing.lone_versions import LoneVersions
+from services import services
 
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import StepPlan
@@ -17,13 +19,9 @@ from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.training import Training
 from asyncrl.messages.dataloader import DataloaderStatus
 from asyncrl.messages.groups import Group
-from asyncrl.observe.catalogue import Counters, Histograms
 from asyncrl.observe.group_log import GroupLog
-from asyncrl.observe.logging import get_logger
-from asyncrl.observe.states import StateLedger
 from asyncrl.observe.trace import STEPS, Trace
-from asyncrl.rpc.awaits import Awaits
-from asyncrl.rpc.services import ActorServices, Clock
+from asyncrl.rpc.services import Clock
 
 PAUSE_S = 0.01
 """Time between two looks for groups that are missing."""
@@ -42,7 +40,7 @@ class NotingTrainer(SimTrainer):
         return found
 
 
-class _Dataloader:
+class EndlessDataloader:
     """A dataloader that never runs out."""
 
     limit = 1.0
@@ -52,70 +50,61 @@ class _Dataloader:
         """Nobody asks."""
 
 
-class _Checkpoints:
-    """A run without checkpoints."""
+class LoneTraining:
+    """The training of a learner without other actors, and what it reads and changes."""
 
-    overdue = False
-
-
-class _Lines:
-    """Lines of metrics that are read through ``lines`` alone."""
-
-    def __init__(self) -> None:
+    def __init__(self, config: Config, backend: Any, *, clock: Clock, dataloader: Any, step: int = 0) -> None:
         self.lines: list[dict[str, Any]] = []
+        """Lines of its steps."""
+        self.written: list[int] = []
+        """Steps at which a checkpoint began."""
+        self.backend, self.dataloader = backend, dataloader
+        self.intake, self.progress = Intake(config.learner), TrainingProgress(step=step)
+        self._thread, shared = ThreadPoolExecutor(1, thread_name_prefix="train"), services(clock=clock)
+        self.counters = shared.counters
+        self.versions = LoneVersions(config, shared, progress=self.progress, intake=self.intake, dataloader=dataloader)
 
-    async def put(self, step: Any) -> None:
-        self.lines.append(step.line)
+        async def put(trained: Any) -> None:
+            self.lines.append(trained.line)
 
+        async def begin() -> None:
+            self.written.append(self.progress.step)
 
-class Loop:
-    """The learner's loop on its own. ``groups`` come whenever fewer than a step's and one more are in the buffer."""
-
-    def __init__(self, config: Config, groups: Iterator[Group], trainer: NotingTrainer | None = None) -> None:
-        self.trainer = NotingTrainer(config) if trainer is None else trainer
-        self.counters, self._lines = Counters(), _Lines()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
-        self.dataloader = _Dataloader()
-        self._groups, self._wanted, clock = groups, config.learner.groups_per_step + 1, Clock()
-        self._intake = Intake(config.learner)
-        trace = Trace(clock.now, clock.wall, window_s=0.0)
-
-        self.progress = TrainingProgress()
-        shared = ActorServices(
-            name="learner/0",
-            clock=clock,
-            log=get_logger("learner/0"),
-            counters=self.counters,
-            histograms=Histograms(),
-            awaits=Awaits(clock.now),
-            states=StateLedger(clock.now, "rank"),
-            notify=lambda *told, **more: None,
-            progress=lambda: None,
-        )
-        self.versions = LoneVersions(
-            config, shared, progress=self.progress, intake=self._intake, dataloader=self.dataloader
-        )
         self.training = Training(
             config,
             shared,
             progress=self.progress,
-            backend=self.trainer,
+            backend=backend,
             thread=self._thread,
-            intake=self._intake,
-            dataloader=cast(Any, self.dataloader),
+            intake=self.intake,
+            dataloader=dataloader,
             versions=self.versions,
-            lines=cast(Any, self._lines),
-            checkpoints=cast(Any, _Checkpoints()),
+            lines=cast(Any, SimpleNamespace(put=put)),
+            checkpoints=cast(Any, SimpleNamespace(begin=begin, overdue=False)),
             group_log=GroupLog("learner/0"),
-            track=trace.track("steps", STEPS),
+            track=Trace(clock.now, clock.wall, window_s=0.0).track("steps", STEPS),
             supervised=None,
             teacher=None,
         )
 
-    @property
-    def lines(self) -> list[dict[str, Any]]:
-        """Lines of its steps."""
-        return self._lines.lines
+    def deliver(self, group: Group) -> None:
+        """A group comes."""
+        self.intake.deliver(group)
+        self.progress.news.announce()
+
+    def close(self) -> None:
+        """End its threads."""
+        self.training.close()
+        self._thread.shutdown()
+
+
+class Loop(LoneTraining):
+    """The learner's loop on its own. ``groups`` come whenever fewer than a step's and one more are in the buffer."""
+
+    def __init__(self, config: Config, groups: Iterator[Group], trainer: NotingTrainer | None = None) -> None:
+        self.trainer = NotingTrainer(config) if trainer is None else trainer
+        super().__init__(config, self.trainer, clock=Clock(), dataloader=EndlessDataloader())
+        self._groups, self._wanted = groups, config.learner.groups_per_step + 1
 
     async def run(self, *, ahead: bool) -> None:
         """Run to the last step."""
@@ -129,16 +118,10 @@ class Loop:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
-            self.training.close()
-            self._thread.shutdown()
-
-    def deliver(self, group: Group) -> None:
-        """A group comes."""
-        self._intake.deliver(group)
-        self.progress.news.announce()
+            self.close()
 
     async def _deliver(self) -> None:
         while True:
-            while len(self._intake.buffer) < self._wanted:
+            while len(self.intake.buffer) < self._wanted:
                 self.deliver(next(self._groups))
             await asyncio.sleep(PAUSE_S)

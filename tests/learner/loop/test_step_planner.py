@@ -17,7 +17,7 @@ from examples import examples
 from harness import until
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from learner.learner_cases import build_step, make_group, make_trajectory
+from learner.learner_cases import build_step, changed, make_group, make_trajectory
 from learner.loop.lone_loop import Loop, NotingTrainer
 from msgspec.structs import replace
 from run_settings import sim_config
@@ -410,10 +410,7 @@ def test_a_preempted_run_trains_no_step_that_was_planned_early() -> None:
 
 def test_a_plan_for_the_step_after_one_that_is_not_finite_is_not_used() -> None:
     """Its groups are planned again, for another step."""
-    config = configure(steps=2)
-    config = config.model_copy(
-        update={"learner": config.learner.model_copy(update={"on_nonfinite": "skip", "max_quarantined_fraction": 1.0})}
-    )
+    config = changed(configure(steps=2), learner={"on_nonfinite": "skip", "max_quarantined_fraction": 1.0})
     refused: list[list[str]] = []
 
     def refuse_the_first(loop: Loop) -> None:

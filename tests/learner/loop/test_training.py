@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from learner.learner_cases import make_group, make_trajectory
-from learner.publishing.lone_versions import LoneVersions
-from services import services
+from learner.loop.lone_loop import LoneTraining
 from virtual import LoopClock, run_virtual
 
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ActorFailed
 from asyncrl.learner.backends.backend import create
-from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.groups.training_progress import TrainingProgress
-from asyncrl.learner.loop.training import Training
 from asyncrl.learner.publishing.versions import RETRY_IN_TURN_S, RETRY_S
 from asyncrl.messages.dataloader import DataloaderStatus
-from asyncrl.observe.group_log import GroupLog
-from asyncrl.observe.trace import STEPS, Trace
 
 ASKED_S = 1.0
 """Time that the dataloader takes to say whether a round is open."""
@@ -45,7 +37,7 @@ class Dataloader:
         return False
 
 
-class Scene:
+class Scene(LoneTraining):
     """The training of a run. These ``groups`` are in the buffer, by default one for each step from ``step`` on."""
 
     def __init__(self, *, step: int = 0, steps: int, groups: range | None = None, **tables: Any) -> None:
@@ -66,44 +58,16 @@ class Scene:
                 **tables,
             }
         )
-        self.written = list[int]()
-        self.thread, clock, self.intake = ThreadPoolExecutor(1), LoopClock(), Intake(config.learner)
-        self.dataloader = Dataloader()
+        backend = create(config, 0)
+        backend.engines_in_turn = int(config.placement.share == "time_slice")
+        super().__init__(config, backend, clock=LoopClock(), dataloader=Dataloader(), step=step)
         for index in groups if groups is not None else range(step, steps):
-            self.deliver(index)
+            self.come(index)
 
-        async def put(step: object) -> None:
-            """Write nothing."""
-
-        async def begin() -> None:
-            self.written.append(self.progress.step)
-
-        self.progress, shared = TrainingProgress(step=step), services(clock=clock)
-        self.versions = LoneVersions(
-            config, shared, progress=self.progress, intake=self.intake, dataloader=self.dataloader
-        )
-        self.backend = create(config, 0)
-        self.backend.engines_in_turn = int(config.placement.share == "time_slice")
-        self.training = Training(
-            config,
-            shared,
-            progress=self.progress,
-            backend=self.backend,
-            thread=self.thread,
-            intake=self.intake,
-            dataloader=self.dataloader,  # type: ignore[arg-type]
-            versions=self.versions,
-            lines=SimpleNamespace(put=put),  # type: ignore[arg-type]
-            checkpoints=SimpleNamespace(begin=begin, overdue=False),  # type: ignore[arg-type]
-            group_log=GroupLog("learner/0"),
-            track=Trace(clock.now, clock.wall, window_s=0.0).track("steps", STEPS),
-            supervised=None,
-            teacher=None,
-        )
-
-    def deliver(self, index: int) -> None:
+    def come(self, index: int) -> None:
+        """A group of this index comes."""
         trajectories = [make_trajectory([3, 4], reward=float(at)) for at in range(2)]
-        self.intake.deliver(make_group(index, [1, 2], trajectories))
+        self.deliver(make_group(index, [1, 2], trajectories))
 
     async def run(self) -> None:
         await self.training.begin([])
@@ -112,10 +76,6 @@ class Scene:
     def preempt(self) -> None:
         self.progress.preempted = True
         self.progress.news.announce()
-
-    def close(self) -> None:
-        self.training.close()
-        self.thread.shutdown()
 
 
 def resting(scene: Scene, noted: Callable[[], int]) -> list[int]:
@@ -232,8 +192,7 @@ def test_i1_a_step_waits_for_all_its_groups_even_if_the_dataloader_leases_no_mor
         running = asyncio.create_task(scene.training.run())
         await asyncio.sleep(1.0)
         assert (scene.progress.step, len(scene.intake.buffer)) == (1, 1)
-        scene.progress.preempted = True
-        scene.progress.news.announce()
+        scene.preempt()
         await running
         assert (scene.progress.step, scene.intake.buffer.uids) == (1, ["0-2"])
         scene.close()
@@ -266,8 +225,7 @@ def test_an_overdue_version_is_tried_again_rarely_while_engines_have_the_gpu() -
         await asyncio.sleep(3 * RETRY_IN_TURN_S)
         # One rest before each of two tries, and one under the version of the second.
         assert (rests, scene.progress.version) == ([0, 0, 1], 1)
-        scene.deliver(1)
-        scene.progress.news.announce()
+        scene.come(1)
         await running
         scene.close()
 
@@ -285,8 +243,7 @@ def test_engines_have_the_gpu_once_between_steps_and_in_the_last_evaluations() -
                 # News that changes nothing.
                 scene.progress.news.announce()
                 await asyncio.sleep(1.0)
-            scene.deliver(index)
-            scene.progress.news.announce()
+            scene.come(index)
             await asyncio.sleep(1.0)
         await running
         finishing = asyncio.create_task(scene.training.finish())
@@ -307,8 +264,7 @@ def test_a_wait_for_the_parameter_server_ends_with_news_and_a_preempted_run_give
         await scene.training.begin([])
         running = asyncio.create_task(scene.training.run())
         await asyncio.sleep(1.0)
-        scene.deliver(0)
-        scene.progress.news.announce()
+        scene.come(0)
         await asyncio.sleep(1.0)
         assert (scene.progress.step, rests) == (1, [])
         asked = clock.now()
@@ -332,8 +288,7 @@ def test_a_wait_raises_the_staleness_limit_unless_all_engines_sleep_while_the_le
         running = asyncio.create_task(scene.training.run())
         for index in range(2):
             await asyncio.sleep(1.0)
-            scene.deliver(index)
-            scene.progress.news.announce()
+            scene.come(index)
         await running
         # A wait under the first version never counts.
         assert began == [False, waited]
@@ -354,8 +309,7 @@ def test_a_version_has_its_whole_time_even_after_a_long_wait_for_groups() -> Non
         await asyncio.sleep(4 * RETRY_S)
         assert not running.done() and scene.progress.version > 1
         scene.versions.spoiled = False
-        scene.deliver(1)
-        scene.progress.news.announce()
+        scene.come(1)
         await running
         scene.close()
 
@@ -377,8 +331,7 @@ def test_i8_steps_after_an_overdue_version_wait_for_all_groups_of_the_next() -> 
         await asyncio.sleep(1.5 * RETRY_S)
         assert (scene.progress.step, scene.progress.version) == (2, 1)
         for index, step in ((3, 2), (2, 4)):
-            scene.deliver(index)
-            scene.progress.news.announce()
+            scene.come(index)
             await asyncio.sleep(1.0)
             assert scene.progress.step == step
         await running

@@ -6,20 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from learner import varlen_kernel
 from torch import nn
 
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.attention import connect, refusal, round_longest
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel on CPUs."""
-    varlen_kernel.install()
-    monkeypatch.setattr(attention, "DEVICE", "cpu")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from learner import varlen_kernel
 from torch.nn.attention import _registry, current_flash_attention_impl, restore_flash_attention_impl
 
 from asyncrl.learner.fsdp.model import attention, attention_kernels
@@ -16,13 +15,6 @@ from asyncrl.learner.fsdp.model.attention_kernels import ABSENT, KERNELS, choose
 
 CPU = torch.device("cpu")
 HEADS = Heads(queries=4, keys=2, width=16)
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel on CPUs."""
-    varlen_kernel.install()
-    monkeypatch.setattr(attention, "DEVICE", "cpu")
 
 
 def test_the_kernel_is_tried_on_the_device_of_the_run(kernel, monkeypatch) -> None:

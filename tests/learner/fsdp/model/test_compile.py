@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner import varlen_kernel
 from learner.learner_cases import make_config, save_small_model, train
 from learner.rank_pool import run_alone
 
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.learner.fsdp import trainer
-from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make_row
 from asyncrl.learner.fsdp.startup.loading import load_policy
 from asyncrl.learner.fsdp.startup.sharding import wrap_forward
@@ -39,13 +37,6 @@ def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention in one kernel, on CPUs."""
-    varlen_kernel.install()
-    monkeypatch.setattr(attention, "DEVICE", "cpu")
 
 
 def _load(folder: Path, kind: Attention) -> Policy:

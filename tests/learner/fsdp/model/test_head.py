@@ -22,42 +22,54 @@ def _case(*, bias: bool, frozen: bool) -> tuple[torch.Tensor, ...]:
     return (*leaves, torch.randint(0, VOCABULARY, (COUNT,)), torch.randn(COUNT), torch.randn(COUNT))
 
 
+def _compare(found, case, temperature, softcap, entropy_gradient, within=1e-5) -> None:
+    """Compare scores of a case, and the gradients of their weighted sum, with a plain head in float64."""
+    *leaves, targets, by_logprob, by_entropy = case
+    exact = [leaf if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves]
+    logits = F.linear(*exact)
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+    logs = logits.log_softmax(-1)
+    expected = logs.gather(-1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+    for scores in (found, expected):
+        (scores[0] * by_logprob + scores[1] * by_entropy * entropy_gradient).sum().backward()
+    for ours, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-5)
+    for ours, truth in zip(leaves, exact, strict=True):
+        if ours is not None and ours.requires_grad:
+            assert float((ours.grad - truth.grad).norm() / truth.grad.norm()) < within
+
+
 @pytest.mark.parametrize(
-    ("positions", "entropy_gradient", "bias", "softcap", "frozen"),
+    ("positions", "entropy_gradient", "bias", "softcap", "frozen", "temperature"),
     [
-        (1, True, True, None, False),
-        (7, False, False, None, False),
-        (7, True, True, 0.5, False),
-        (50, False, True, 0.5, False),
-        (1000, True, False, None, False),
+        (1, True, True, None, False, 0.7),
+        (7, False, False, None, False, 0.7),
+        (7, True, True, 0.5, False, 0.6),
+        (7, True, True, 3.0, False, 1.0),
+        (50, False, True, 0.5, False, 0.7),
+        (1000, True, False, None, False, 1.0),
         # A frozen head gets no gradient, and what is below it the same.
-        (7, False, True, None, True),
+        (7, False, True, None, True, 0.7),
     ],
 )
-def test_a_head_in_chunks_has_the_values_and_gradients_of_the_whole(
-    positions, entropy_gradient, bias, softcap, frozen, monkeypatch
+@pytest.mark.parametrize("chunked", [True, False])
+def test_values_and_gradients_of_the_head_match_float64(
+    chunked, positions, entropy_gradient, bias, softcap, frozen, temperature, monkeypatch
 ) -> None:
     monkeypatch.setattr(policy, "CHUNK_BYTES", 4 * VOCABULARY * positions)
-    found = []
-    for chunked in (True, False):
-        hidden, weight, shift, targets, by_logprob, by_entropy = _case(bias=bias, frozen=frozen)
-        named = {"entropy_gradient": entropy_gradient}
-        if chunked:
-            scores = score_hidden(hidden, weight, shift, targets, 0.7, softcap=softcap, **named)
-        else:
-            logits = F.linear(hidden, weight, shift)
-            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-            scores = score_logits(logits, targets, 0.7, **named)
-        assert scores[1].requires_grad == entropy_gradient
-        total = (scores[0] * by_logprob).sum()
-        if entropy_gradient:
-            total = total + (scores[1] * by_entropy).sum()
-        total.backward()
-        assert (weight.grad is None) == frozen
-        learnt = [each.grad for each in (hidden, weight, shift) if each is not None and each.requires_grad]
-        found.append([*(s.detach() for s in scores), *learnt])
-    for ours, plain in zip(*found, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    case = _case(bias=bias, frozen=frozen)
+    hidden, weight, shift, targets, *_ = case
+    if chunked:
+        found = score_hidden(
+            hidden, weight, shift, targets, temperature, softcap=softcap, entropy_gradient=entropy_gradient
+        )
+    else:
+        logits = F.linear(hidden, weight, shift)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        found = score_logits(logits, targets, temperature, entropy_gradient=entropy_gradient)
+    assert found[1].requires_grad == entropy_gradient
+    _compare(found, case, temperature, softcap, entropy_gradient)
+    assert (weight.grad is None) == frozen
 
 
 def test_more_chunks_do_not_make_the_gradient_of_the_head_worse(monkeypatch) -> None:
@@ -89,25 +101,6 @@ def test_the_entropy_and_its_gradient_are_finite_for_probabilities_of_0() -> Non
     torch.testing.assert_close(logits.grad, torch.tensor(expected))
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_values_and_gradients_of_the_head_match_float64(temperature, softcap, monkeypatch) -> None:
-    monkeypatch.setattr(policy, "CHUNK_BYTES", 4 * VOCABULARY * 7)
-    hidden, weight, shift, targets, by_logprob, by_entropy = _case(bias=True, frozen=False)
-    exact = [p.detach().double().requires_grad_() for p in (hidden, weight, shift)]
-    logits = F.linear(*exact)
-    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
-    logs = logits.log_softmax(-1)
-    expected = logs.gather(-1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
-    found = score_hidden(hidden, weight, shift, targets, temperature, softcap=softcap, entropy_gradient=True)
-    for scores in (found, expected):
-        (scores[0] * by_logprob + scores[1] * by_entropy).sum().backward()
-    for ours, truth in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-5)
-    for ours, truth in zip((hidden, weight, shift), exact, strict=True):
-        assert float((ours.grad - truth.grad).norm() / truth.grad.norm()) < 1e-5
-
-
 def test_the_gradients_of_a_head_are_finite_for_probabilities_of_0() -> None:
     hidden = torch.tensor([[0.0, 1.0], [200.0, 1.0]]).requires_grad_()
     weight = torch.tensor([[0.0, 0.0], [-1.0, 0.0], [1.0, -1e38]]).requires_grad_()
@@ -127,19 +120,9 @@ def _check_compiled(device: str, softcap: float | None, entropy_gradient: bool, 
     # A last chunk of 2 positions: sizes differ, and no other graph is made for them.
     monkeypatch.setattr(policy, "CHUNK_BYTES", 4 * VOCABULARY * 16)
     case = [leaf.detach().to(device).requires_grad_(leaf.requires_grad) for leaf in _case(bias=True, frozen=False)]
-    hidden, weight, shift, targets, by_logprob, by_entropy = case
-    exact = [p.detach().double().requires_grad_() for p in (hidden, weight, shift)]
-    logits = F.linear(*exact)
-    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.7
-    logs = logits.log_softmax(-1)
-    expected = logs.gather(-1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+    hidden, weight, shift, targets, *_ = case
     found = score_hidden(hidden, weight, shift, targets, 0.7, softcap=softcap, entropy_gradient=entropy_gradient)
-    for scores in (found, expected):
-        (scores[0] * by_logprob + scores[1] * by_entropy * entropy_gradient).sum().backward()
-    for ours, truth in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-5)
-    for ours, truth in zip((hidden, weight, shift), exact, strict=True):
-        assert float((ours.grad - truth.grad).norm() / truth.grad.norm()) < 1e-4
+    _compare(found, case, 0.7, softcap, entropy_gradient, within=1e-4)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == 2 and "not compiled" not in caplog.text
     torch.compiler.reset()

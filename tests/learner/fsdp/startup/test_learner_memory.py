@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from learner.learner_cases import make_config, save_small_model
+from learner.learner_cases import changed, make_config, save_small_model
 from model_matrix import EXPERTS, FAMILIES, MIXED_LAYERS, make_family, save_family
 from torch.utils.checkpoint import checkpoint
 
@@ -242,8 +242,7 @@ def test_the_smallest_gpu_decides_for_all_ranks(gpus_of_80_gb, caplog):
 
 def test_a_sequence_longer_than_a_row_gets_its_own_row(gpus_of_80_gb):
     policy, short = Policy(make_family("Mistral", tied=False)), make_config(budget=1024)
-    long = short.model_copy(update={"rollout": short.rollout.model_copy(update={"max_tokens": 1 << 25})})
-    taught = short.model_copy(update={"sft": short.sft.model_copy(update={"max_tokens": 1 << 25})})
+    long, taught = (changed(short, **{section: {"max_tokens": 1 << 25}}) for section in ("rollout", "sft"))
     kinds = [plan_memory(policy, OURS, config, gpu_ranks(80e9), BF16) for config in (short, long, taught)]
     assert kinds == ["off", "full", "full"]
 

@@ -17,7 +17,7 @@ import pytest
 import safetensors
 import torch
 from learner.learner_cases import make_config, save_small_model
-from learner.rank_pool import RANK_WAIT_S, Pools
+from learner.rank_pool import Pools, find_store
 from model_matrix import make_family, save_family
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -30,18 +30,13 @@ from asyncrl.learner.fsdp.startup.loading import load_policy
 from asyncrl.learner.fsdp.startup.sharding import make_mesh
 from asyncrl.learner.fsdp.startup.startup_check import Scoring
 from asyncrl.learner.fsdp.weights.shard_plan import own_rows
-from asyncrl.weights.broadcast import open_store
 
 CPU = torch.device("cpu")
 
 
 def _rank(rank: int, addresses: Any, world: int, replicas: int, case: Callable[..., Any], arguments: Any) -> Any:
     torch.set_num_threads(1)
-    store = open_store("127.0.0.1", RANK_WAIT_S) if not rank else None
-    if store is not None:
-        for _ in range(world - 1):
-            addresses.put(store.port)
-    port = store.port if store is not None else addresses.get(timeout=RANK_WAIT_S)
+    store, port = find_store(rank, addresses, world)
     ranks = Ranks(rank, world, "127.0.0.1", port, device=CPU, timeout_s=30.0, replicas=replicas, store=store)
     try:
         return case(ranks, make_mesh(ranks, "cpu"), *arguments)

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from learner import varlen_kernel
 from learner.learner_cases import make_config
 from model_matrix import make_family
 
@@ -115,13 +114,6 @@ def confirm(policy: Policy, ways: AgreeingWays, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
     attention.register()
     attention.register()
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention in one kernel, on CPUs."""
-    varlen_kernel.install()
-    monkeypatch.setattr(attention, "DEVICE", "cpu")
 
 
 def test_an_ignored_attention_window_is_detected(confirm, monkeypatch) -> None:
