@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-import xxhash
 
-from asyncrl.messages.weights import Bucket, Manifest, TensorSpec
+from asyncrl.learner.fsdp.weights.assembly import publish
+from asyncrl.messages.weights import Manifest
+from asyncrl.weights.held_version import HeldVersion
 
 VOCAB = 96
 EOS = 95
@@ -68,50 +66,26 @@ def logprobs_of(model, ids: Sequence[int]) -> list[float]:
 
 
 class Publisher:
-    """Sealed memory of published versions, until ``close``."""
+    """Versions in sealed memory, as the learner publishes them, until ``close``."""
 
     def __init__(self) -> None:
-        self._descriptors: list[int] = []
+        self._held: list[HeldVersion] = []
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor], *, buckets: int = 2) -> Manifest:
         """A version in ``buckets`` segments."""
         names = list(tensors)
         size = -(-len(names) // buckets)
-        parts = [names[start : start + size] for start in range(0, len(names), size)]
-        return Manifest(version=version, buckets=[self._bucket({n: tensors[n] for n in part}) for part in parts])
+        parts = (names[start : start + size] for start in range(0, len(names), size))
+        self._held.append(publish(({name: tensors[name].detach() for name in part} for part in parts), version))
+        return self._held[-1].manifest
 
     def publish_model(self, version: int, model) -> Manifest:
         """All parameters of a model, tied ones once."""
         return self.publish(version, parameters_of(model))
 
     def close(self) -> None:
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
-
-    def segment(self, content: bytes, *, seal: bool = True) -> str:
-        """The path of a memory segment with this content."""
-        descriptor = os.memfd_create("test-weights", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-        self._descriptors.append(descriptor)
-        os.write(descriptor, content)
-        if seal:
-            seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        return f"/proc/{os.getpid()}/fd/{descriptor}"
-
-    def _bucket(self, tensors: Mapping[str, torch.Tensor]) -> Bucket:
-        specs, content = [], bytearray()
-        for name, tensor in tensors.items():
-            content += bytes(-len(content) % 64)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape), offset=len(content)))
-            content += np.ascontiguousarray(tensor.detach().view(torch.uint8).numpy()).tobytes()
-        return Bucket(
-            path=self.segment(bytes(content)),
-            size=len(content),
-            checksum=xxhash.xxh3_64_intdigest(bytes(content)),
-            tensors=specs,
-        )
+        for version in self._held:
+            version.close()
 
 
 def parameters_of(model) -> dict[str, torch.Tensor]:

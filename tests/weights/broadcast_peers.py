@@ -18,9 +18,9 @@ import xxhash
 from torch_processes import torch_context
 
 from asyncrl.core.errors import BroadcastFailed
+from asyncrl.learner.fsdp.weights.assembly import publish
 from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, BucketLayout
 from asyncrl.weights.broadcast import Receiver, Sender
-from asyncrl.weights.segments import Segment, layout
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0
@@ -47,32 +47,13 @@ def large_tensors(version: int, megabytes: int = 48) -> list[Tensors]:
 class Version:
     """A version in sealed memory, until ``close``."""
 
-    def __init__(self, version: int, buckets: Sequence[Tensors], *, flipped: int | None = None) -> None:
-        """In bucket ``flipped`` one bit changes after its checksum was computed."""
-        self.version = version
-        self.buckets: list[tuple[Bucket, int]] = []
-        for index, tensors in enumerate(buckets):
-            named = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
-            specs, size = layout(named)
-            segment = Segment(f"test-{version}-{index}", size)
-            for spec, tensor in zip(specs, tensors.values(), strict=True):
-                content = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-                segment.memory[spec.offset : spec.offset + len(content)] = content
-            checksum = xxhash.xxh3_64_intdigest(segment.memory)
-            if index == flipped:
-                segment.memory[size // 2] ^= 1
-            bucket = segment.seal(specs)
-            sent = Bucket(path=bucket.path, size=bucket.size, checksum=checksum, tensors=bucket.tensors)
-            self.buckets.append((sent, segment.fd))
-        self.layouts = [
-            BucketLayout(size=0 if bucket.size == 1 else bucket.size, tensors=bucket.tensors)
-            for bucket, _ in self.buckets
-        ]
-        self.checksums = [bucket.checksum for bucket, _ in self.buckets]
-
-    def close(self) -> None:
-        for _, descriptor in self.buckets:
-            os.close(descriptor)
+    def __init__(self, version: int, buckets: Sequence[Tensors]) -> None:
+        held = publish(iter(buckets), version)
+        self.version, self.close = version, held.close
+        sealed = held.manifest.buckets
+        self.buckets: list[tuple[Bucket, int]] = list(zip(sealed, held.descriptors, strict=True))
+        self.layouts = [BucketLayout(size=0 if each.size == 1 else each.size, tensors=each.tensors) for each in sealed]
+        self.checksums = [each.checksum for each in sealed]
 
 
 @dataclass

@@ -22,7 +22,7 @@ from tiny_models import Publisher
 from asyncrl.core.errors import WeightsCorrupt
 from asyncrl.messages.weights import Bucket, Manifest, TensorSpec
 from asyncrl.weights.held_version import check_complete, layout_of
-from asyncrl.weights.segments import ITEM_BYTES, SEALS, fill_buckets, size_of
+from asyncrl.weights.segments import ITEM_BYTES, SEALS, Segment, fill_buckets, path_of, size_of
 
 pytestmark = pytest.mark.usefixtures("only_new_objects_collected")
 
@@ -104,17 +104,18 @@ def test_a_bucket_is_mapped_for_the_time_of_its_check_only():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda p, b: {"checksum": b.checksum ^ 1}, "its checksum is"),
-        (lambda p, b: {"size": b.size + 64}, "bytes instead of"),
-        (lambda p, b: {"path": p.segment(Path(b.path).read_bytes(), seal=False)}, "not sealed"),
-        (lambda p, b: {"path": "/proc/self/fd/../../1/environ"}, "is not a /proc/PID/fd/N"),
-        (lambda p, b: {"path": f"/proc/{os.getpid()}/fd/99999"}, "cannot be opened"),
+        (lambda b, _: {"checksum": b.checksum ^ 1}, "its checksum is"),
+        (lambda b, _: {"size": b.size + 64}, "bytes instead of"),
+        (lambda b, unsealed: {"path": path_of(unsealed.fd)}, "not sealed"),
+        (lambda b, _: {"path": "/proc/self/fd/../../1/environ"}, "is not a /proc/PID/fd/N"),
+        (lambda b, _: {"path": f"/proc/{os.getpid()}/fd/99999"}, "cannot be opened"),
     ],
 )
 def test_wrong_buckets_are_refused(publisher, change, words):
     first, second = publisher.publish(3, tensors()).buckets
+    unsealed = Segment("test-weights", second.size)
     fields = {"path": second.path, "size": second.size, "checksum": second.checksum, "tensors": second.tensors}
-    wrong = Bucket(**(fields | change(publisher, second)))
+    wrong = Bucket(**(fields | change(second, unsealed)))
     # Objects of other tests must not be closed in between.
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
@@ -122,6 +123,7 @@ def test_wrong_buckets_are_refused(publisher, change, words):
         stage(Manifest(version=3, buckets=[first, wrong]))
     assert (caught.value.version, caught.value.bucket) == (3, 1)
     assert set(os.listdir("/proc/self/fd")) == before
+    unsealed.discard()
 
 
 @pytest.mark.parametrize(
