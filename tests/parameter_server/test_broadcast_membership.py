@@ -175,6 +175,7 @@ BLAMELESS = {
     "asks for the next instead": (lambda play, epoch: play.next("r/0", 0), R[1:]),
     "fails announced": (lambda play, epoch: play.report("r/2", 1, committed=False), R[:2]),
     "fails paused": (lambda play, epoch: play.report("r/0", 1, committed=False), R[1:]),
+    "sleeps announced": (lambda play, epoch: play.sleep("r/2"), R),
     "does not come": (lambda play, epoch: play.later(4), R[:2]),
     "the learner dies": (lambda play, epoch: play.left("learner/0"), R),
     "the learner gives up": (lambda play, epoch: play.cancel("learner/0"), R),
@@ -211,6 +212,8 @@ def test_a_missing_member_cancels_the_broadcast_for_all(what):
         offer = play.look(name)
         assert (offer.version, offer.transport, offer.broadcast) == (1, "stream", None)
     assert play.counts("called_off", "begun") == (1, 0)
+    if what == "sleeps announced":
+        assert play.figure("updates_failed") == 0
 
 
 # --- broken ---

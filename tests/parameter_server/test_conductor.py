@@ -113,15 +113,6 @@ def test_replicas_of_a_host_do_not_wait_for_a_sleeping_one():
     assert play.needed() == {2}
 
 
-def test_a_member_that_sleeps_before_a_broadcast_begins_calls_it_off():
-    play = Play()
-    play.serve("r/0", "r/1")
-    epoch = play.gather(1, "r/0", "r/1")
-    play.sleep("r/1")
-    assert play.counts("called_off", "broken") == (1, 0) and play.figure("updates_failed") == 0
-    assert play.look("learner/0").group is None and not play.join("r/0", 1, epoch)
-
-
 # --- versions ---
 
 

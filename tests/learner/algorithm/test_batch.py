@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner.learner_cases import (
     build_step,
+    changed,
     context_of,
     make_config,
     make_group,
@@ -21,7 +22,6 @@ from learner.learner_cases import (
     random_groups,
 )
 
-from asyncrl.config.training import StalenessConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.batch import step_metrics
 from asyncrl.messages.groups import Group, Trajectory, Turn, VersionSpan
@@ -54,14 +54,6 @@ def test_a_micro_batch_predicts_each_loss_token_from_the_position_before_it() ->
     assert plan.temperature == 0.8
     assert plan.tokens == 6
     assert [(s.uid, s.sample) for s in plan.sequences] == [("0-0", 0), ("0-0", 1)]
-
-
-def test_a_step_with_nothing_to_train_has_no_update() -> None:
-    cut = [make_trajectory([7], reward=float(i), finish_reason="length") for i in range(2)]
-    plan = build_step(
-        [make_group(0, [1], cut)], version=0, config=make_config(truncated="mask"), world_size=2, packed=True
-    )
-    assert plan.updates == []
 
 
 def test_metrics_of_a_step() -> None:
@@ -108,7 +100,7 @@ def test_late_tokens_that_are_left_out_are_counted_and_their_reward_stays() -> N
     # Repeated tokens are never late.
     mixed = make_trajectory([8, 1, 2, 3], roles="rsss", reward=1.0, version=[0, 1, 2, 3])
     group = make_group(0, [9], [mixed, make_trajectory([4, 5], version=0)])
-    config = make_config(advantage="dr_grpo").model_copy(update={"staleness": StalenessConfig(max=1, late="mask")})
+    config = changed(make_config(advantage="dr_grpo"), staleness={"max": 1, "late": "mask"})
     plan = build_step([group], version=3, config=config, world_size=1, packed=True)
     [[batch]] = only(plan).ranks
     assert (batch.input_ids.tolist(), batch.advantages.tolist()) == ([9, 8, 1, 2], [0.5, 0.5])
@@ -257,7 +249,7 @@ def test_a_step_trains_the_same_tokens_as_a_loop_over_the_answers(
     made = [data.draw(_conversations(prompt)) for _ in range(data.draw(st.integers(2, 3)))]
     group = make_group(0, prompt, [trajectory for trajectory, _ in made])
     config = make_config(advantage=advantage, aggregation=aggregation, truncated=truncated, budget=budget)
-    config = config.model_copy(update={"staleness": StalenessConfig(max=2, late=late)})
+    config = changed(config, staleness={"max": 2, "late": late})
     plan = build_step([group], version=4, config=config, world_size=world_size, packed=packed, shared=shared)
     expected = sorted(_brute_force(group, [answers for _, answers in made], config, 4))
     found = sorted(_computed(plan))
@@ -274,7 +266,7 @@ def test_updates_share_the_groups_and_the_baseline_of_the_step(seed, updates, wo
     """Each token is in one update, with the advantage that it has in a step of a single update."""
     groups = random_groups(seed, 4)
     config = make_config(advantage="reinforce")
-    several = config.model_copy(update={"learner": config.learner.model_copy(update={"updates_per_batch": updates})})
+    several = changed(config, learner={"updates_per_batch": updates})
     whole, plan = (
         build_step(groups, version=2, config=c, world_size=world_size, packed=True) for c in (config, several)
     )

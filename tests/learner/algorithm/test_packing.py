@@ -167,15 +167,6 @@ CASES = {
 
 
 @given(**CASES)
-def test_each_sequence_has_its_own_row_without_packing(lengths, budget, world_size) -> None:
-    ranks = pack(lengths, budget=budget, world_size=world_size, packed=False)
-    assert len(ranks) == world_size and len({len(rank) for rank in ranks}) == 1
-    rows = [row for rank in ranks for row in rank]
-    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    assert max(map(len, rows)) <= 1
-
-
-@given(**CASES)
 def test_a_micro_batch_has_rows_of_similar_cost(lengths, budget, world_size) -> None:
     """Ranks wait for one another in each micro-batch: none is cheaper than any of the following micro-batch."""
     ranks = pack(lengths, budget=budget, world_size=world_size)

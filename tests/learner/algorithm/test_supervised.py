@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from learner.learner_cases import (
     VOCABULARY,
     build_step,
+    changed,
     exact_model,
     gradients_of,
     make_config,
@@ -26,7 +26,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from asyncrl.config.algorithm import SftConfig
 from asyncrl.core.errors import NonFiniteStep
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
-from asyncrl.learner.fsdp.schedule import warm_learning_rate
 from asyncrl.text.sft.conversations import Conversations, TokenizedRow
 from asyncrl.text.sft.encoding import Encoded
 
@@ -53,11 +52,6 @@ def _config(folder: Path, *, ranks: int = 1, budget: int = 64, sft: dict[str, An
     return config.model_copy(update={"sft": SftConfig(data="talk.jsonl", **(sft or {"weight": WEIGHT, "batch": 3}))})
 
 
-def _with_budget(config, budget: int):
-    learner = config.learner.model_copy(update={"tokens_per_microbatch": budget})
-    return config.model_copy(update={"learner": learner})
-
-
 def _steps(config, *, packed: bool = True) -> SupervisedSteps:
     return SupervisedSteps(config, _conversations(batch=config.sft.batch), packed=packed)
 
@@ -77,7 +71,7 @@ def test_conversations_continue_after_the_warm_steps_and_are_shared_by_updates(f
     shares = [update.supervised.places for update in halves]
     whole = [row.place for row in _conversations().of_step(1) for _ in row.sequences]
     assert all(shares) and [place for share in shares for place in share] == whole
-    without = config.model_copy(update={"sft": config.sft.model_copy(update={"weight": 0.0})})
+    without = changed(config, sft={"weight": 0.0})
     assert _steps(without).beside(plan, 1) is plan
 
 
@@ -107,7 +101,7 @@ def _gradients(backend, config, *plans: str) -> list[tuple[dict[str, np.ndarray]
     found, metrics = gradients_of(backend), []
     for kind in plans:
         for budget in BUDGETS:
-            cut = _with_budget(config, budget)
+            cut = changed(config, learner={"tokens_per_microbatch": budget})
             if kind == "mixed":
                 plan = _mixed(cut, 1, packed=backend.packed)
                 metrics.append(plan.metrics | backend.train(plan))
@@ -224,11 +218,3 @@ def test_a_loss_that_is_not_finite_names_the_conversations(folder) -> None:
         "the supervised loss of warm step 1 is not finite; no step was taken (conversations talk.jsonl:" in found[0][3]
     )
     assert "the supervised loss of step 1 is not finite" in found[1][3]
-
-
-def test_the_learning_rate_of_warm_steps_rises_and_falls(folder) -> None:
-    rate = partial(warm_learning_rate, learner=make_config(folder, lr=1e-3).learner)
-    sft = SftConfig(data="x", warm_steps=6, rise_steps=2, lr=1.0)
-    assert [rate(step, sft=sft) for step in range(1, 7)] == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2])
-    without_rise = SftConfig(data="x", warm_steps=4)
-    assert [rate(step, sft=without_rise) for step in range(1, 5)] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])

@@ -80,18 +80,6 @@ def test_code_is_compared_by_its_file_and_never_imported(tmp_path, monkeypatch) 
     assert "mine" not in sys.modules
 
 
-def test_code_in_nested_folders_without_an_init_file_is_compared(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    code = tmp_path / "rewards" / "math" / "gsm8k.py"
-    code.parent.mkdir(parents=True)
-    code.write_text("def score(): return 1.0")
-    config = simulated_run(reward={"function": "rewards.math.gsm8k:score"})
-    before = read_back(Origin.of(config))
-    assert before.files.keys() == {"reward.function"}
-    code.write_text("def score(): return 2.0")
-    assert before.compare(config).gives_back == "reward.function"
-
-
 @pytest.mark.parametrize(
     ("files", "module"),
     [
@@ -100,6 +88,7 @@ def test_code_in_nested_folders_without_an_init_file_is_compared(tmp_path, monke
         (["first/p/m.py", "second/p/__init__.py", "second/p/m.py"], "p.m"),
         (["first/p.py", "second/p/__init__.py", "second/p/m.py"], "p.m"),
         (["first/p/q/r/m.py", "second/p/q/__init__.py"], "p.q.r.m"),
+        (["first/p/q/r/m.py"], "p.q.r.m"),
         (["first/p/q/r/m.py"], "p.q.r"),
         (["first/m/readme"], "m"),
         (["first/m.py"], "no_such"),

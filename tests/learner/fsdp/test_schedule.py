@@ -29,16 +29,21 @@ def test_learning_rate(warmup_steps: int, decay: str, expected: dict[int, float]
         assert learning_rate(step, config) == pytest.approx(2.0 * share)
 
 
-@given(steps=st.integers(1, 400), warmup=st.integers(0, 400), decay=st.sampled_from(["constant", "linear", "cosine"]))
-def test_every_step_has_a_rate_above_the_minimum_and_the_decay_ends_after_the_last(steps, warmup, decay) -> None:
+@given(
+    steps=st.integers(1, 400),
+    warmup=st.integers(0, 400),
+    decay=st.sampled_from(["constant", "linear", "cosine"]),
+    lr=st.sampled_from([None, 0.5]),
+)
+def test_every_step_has_a_rate_above_the_minimum_and_the_decay_ends_after_the_last(steps, warmup, decay, lr) -> None:
     warmup = min(warmup, steps)
     config = LearnerConfig(steps=steps, warmup_steps=warmup, lr=1.0, decay=decay)
     rates = [learning_rate(step, config) for step in range(1, steps + 1)]
     assert min(rates) > 0 and max(rates) == rates[max(0, warmup - 1)] == 1.0
     if decay != "constant":
         assert learning_rate(steps + 1, config) == pytest.approx(0.0)
-    sft = SftConfig(data="x", warm_steps=steps, rise_steps=warmup, lr=1.0)
-    linear = config.model_copy(update={"decay": "linear"})
+    sft = SftConfig(data="x", warm_steps=steps, rise_steps=warmup, lr=lr)
+    linear = config.model_copy(update={"decay": "linear", "lr": lr or 1.0})
     assert [warm_learning_rate(step, config, sft) for step in range(1, steps + 1)] == pytest.approx(
         [learning_rate(step, linear) for step in range(1, steps + 1)]
     )

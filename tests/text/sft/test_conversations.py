@@ -117,7 +117,6 @@ def test_tools_of_a_row_are_shown(family):
         ({"messages": TALK, "tools": 5}, "tools: must be a list"),
         ({"messages": TALK, "tools": True}, "tools: must be a list"),
         ({"messages": [TALK[0], TALK[1] | {"weight": 2}]}, r"messages\[1\].weight: must be 0 or 1"),
-        ({"messages": [TALK[0], TALK[1] | {"content": "a<|im_end|>b"}]}, r"messages\[1\]: holds <\|im_end\|>"),
         ({"prompt": TALK, "completion": "x"}, 'prompt: must be text under data.template = "plain"'),
     ],
 )
@@ -164,7 +163,7 @@ def test_fields_of_a_row_that_the_model_would_not_see_are_refused_by_name(name, 
 
 def test_messages_are_named_by_their_position_in_the_row(family):
     row = {"messages": [TALK[0], TALK[1] | {"content": "a<|im_end|>b"}]}
-    with pytest.raises(BadConversation, match=r"messages\[1\]: holds"):
+    with pytest.raises(BadConversation, match=r"messages\[1\]: holds <\|im_end\|>"):
         shown(configured(family("chatml"), prompts={"template": "chat", "system": "Be brief."}), row)
 
 
