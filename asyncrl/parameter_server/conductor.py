@@ -64,6 +64,8 @@ class Conductor:
         self.replicas = Replicas()
         self.broadcast = BroadcastControl(weights, self.replicas, first_epoch=first_epoch)
         self._hosts = Hosts(weights, self.replicas)
+        self._limits = {Phase.STAGING: weights.stage_deadline_s, Phase.LOADING: weights.deadline_s}
+        """Longest time (s) that a replica may be in a phase."""
         self._last_seniority = 0
         """Seniority of the replica that began to try last."""
         self.newest = -1
@@ -218,7 +220,7 @@ class Conductor:
     def _make_offer(self, replica: Replica, version: int, transport: Transport, now: float) -> Offer:
         """Begin a staging of ``version``. A replica that has no seniority gets the next one."""
         self.replicas.move(replica, ReplicaEvent.OFFERED)
-        replica.target, replica.staging_since = version, now
+        replica.target, replica.since = version, now
         replica.outrun, replica.fetches, replica.waits_for = False, False, ""
         if not replica.seniority:
             self._last_seniority += 1
@@ -242,7 +244,7 @@ class Conductor:
             if paths or version != replica.version_held_for_host:
                 replica.version_held_for_host, replica.held_paths = (version, paths) if paths else (-1, ())
             if replica.phase is Phase.LOADING:
-                replica.paused_since = now
+                replica.since = now
                 self.replicas.restart_phase(replica)
 
     def _may_load(self, replica: Replica, request: RequestLoad) -> bool | None:
@@ -319,28 +321,26 @@ class Conductor:
     def next_deadline(self) -> float | None:
         """Return the time of the next deadline, when ``pass_time`` must be called; None without any."""
         deadlines = []
-        # The first replica of a phase has the earliest deadline, since all replicas in it have equally much time.
-        if (loading := self.replicas.first(Phase.LOADING)) is not None:
-            deadlines.append(loading.paused_since + self._weights.deadline_s)
-        if (staging := self.replicas.first(Phase.STAGING)) is not None:
-            deadlines.append(staging.staging_since + self._weights.stage_deadline_s)
+        for phase, limit_s in self._limits.items():
+            # The first replica of a phase has the earliest deadline, since all replicas in it have equally much time.
+            if (first := self.replicas.first(phase)) is not None:
+                deadlines.append(first.since + limit_s)
         if (deadline := self.broadcast.deadline()) is not None:
             deadlines.append(deadline)
         return min(deadlines, default=None)
 
     def pass_time(self, now: float) -> None:
         """End each staging, pause and broadcast that is past its deadline, then give freed places to others."""
-        for replica in list(self.replicas.of(Phase.STAGING)):
-            waited_s = now - replica.staging_since
-            if waited_s >= self._weights.stage_deadline_s:
-                facts = {"replica": replica.name, "version": replica.target, "waited_s": waited_s}
-                self.replicas.note("staging overdue", level="warning", **facts)
-                self.replicas.move(replica, ReplicaEvent.OVERDUE)
-        for replica in list(self.replicas.of(Phase.LOADING)):
-            if now >= replica.paused_since + self._weights.deadline_s:
+        for replica in list(self.replicas.of(*self._limits)):
+            if now < replica.since + self._limits[replica.phase]:
+                continue
+            event = "staging overdue"
+            if replica.phase is Phase.LOADING:
+                event = "pause taken back"
                 self.replicas.counts["pauses_taken_back"] += 1
-                self.replicas.note("pause taken back", level="warning", replica=replica.name, version=replica.target)
-                self.replicas.move(replica, ReplicaEvent.OVERDUE)
+            facts = {"replica": replica.name, "version": replica.target, "waited_s": now - replica.since}
+            self.replicas.note(event, level="warning", **facts)
+            self.replicas.move(replica, ReplicaEvent.OVERDUE)
         self.broadcast.pass_time(now)
         self._take_steps(now)
 
@@ -412,7 +412,7 @@ class Conductor:
         asking = (replica for replica in self.replicas.of(Phase.WAITING) if self.replicas.asks(replica.name))
         for replica in list(islice(asking, free)):
             self.replicas.move(replica, ReplicaEvent.GRANTED)
-            replica.paused_since = now
+            replica.since = now
 
 
 def outrun(kept: Collection[int], staging: Sequence[tuple[int, int]], *, most: int) -> set[int]:

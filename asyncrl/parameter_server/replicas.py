@@ -184,14 +184,12 @@ class Replica:
     """Name of the replica on the same host that fetches the version that this one takes next."""
     source_paths: tuple[str, ...] = ()
     """Paths of the segments of another replica on its host that it was offered."""
-    staging_since: float = 0.0
-    """Time at which the version that it stages was offered."""
+    since: float = 0.0
+    """Time at which the version was offered (STAGING), or the pause was granted or requested again (LOADING)."""
     seniority: int = 0
     """Rank among the replicas that try to reach a newer version: lower if it began to try earlier; 0 if it does not."""
     outrun: bool = False
     """Whether the parameter server has let go the version that the replica stages, for newer ones (conductor.py)."""
-    paused_since: float = 0.0
-    """In the phase LOADING: time at which the pause was granted, or last requested again."""
     heard: float = 0.0
     """Time of its last message, or of the last answer to it; SILENT if it sleeps or has cancelled its question."""
     failed_version: int = -1

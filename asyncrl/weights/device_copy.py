@@ -17,31 +17,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from asyncrl.messages.weights import Bucket, DeviceCopy, Manifest
+from asyncrl.weights.device_memory import DeviceMemory
 from asyncrl.weights.segments import size_of
 from asyncrl.weights.tensors import sum_of_words
 
 _LOG = logging.getLogger(__name__)
 
 
-class SharedMemory(Protocol):
-    """As DeviceMemory of weights/device_memory.py."""
-
-    handle: bytes
-    tensor: Tensor
-
-    def close(self) -> None: ...
-
-
 class CopyWriter:
     """The learner's side: the memory of the copy, and where it holds the tensors of each bucket."""
 
-    def __init__(self, memory: SharedMemory, gpu: str) -> None:
+    def __init__(self, memory: DeviceMemory, gpu: str) -> None:
         """``gpu`` is the UUID of the GPU."""
         self._memory, self._gpu = memory, gpu
         self.memory = memory.tensor
@@ -79,9 +70,9 @@ class CopyWriter:
 class CopyReader:
     """A worker's side. ``gpu`` is the UUID of the worker's GPU. Call ``close`` after each load."""
 
-    def __init__(self, gpu: str, device: torch.device, open_memory: Callable[[bytes, int], SharedMemory]) -> None:
+    def __init__(self, gpu: str, device: torch.device, open_memory: Callable[[bytes, int], DeviceMemory]) -> None:
         self._gpu, self._device, self._open_memory = gpu, device, open_memory
-        self._opened: SharedMemory | None = None
+        self._opened: DeviceMemory | None = None
         """The learner's memory while it is open here; ``close`` makes it None."""
         self._refused = b""
         """Handle of memory that could not be opened or read; it is not tried again."""

@@ -78,8 +78,8 @@ FAULTS = (
     ),
     Fault(
         "conductor-looks-late-at-pauses",
-        "deadlines.append(loading.paused_since + self._weights.deadline_s)",
-        "deadlines.append(loading.paused_since + self._weights.stage_deadline_s)",
+        "Phase.LOADING: weights.deadline_s}",
+        "Phase.LOADING: weights.stage_deadline_s}",
         "I5: a pause is taken back at its deadline",
     ),
     Fault(
