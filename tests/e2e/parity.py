@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import closing
 
 from run_files import groups, metrics
 
@@ -88,12 +89,9 @@ def run_plainly(folder, tree, name):
 def run_live(folder, tree, name):
     """Run asyncrl-launch. Returns the run's folder."""
     (folder / name).mkdir()
-    run = LiveRun(tree, folder / name, env={"PYTHONPATH": str(folder)})
-    try:
+    with closing(LiveRun(tree, folder / name, env={"PYTHONPATH": str(folder)})) as run:
         assert run.wait(RUN_S) == 0, run.output
         assert run.left() == []
-    finally:
-        run.close()
     return run.run_dir
 
 

@@ -1,6 +1,7 @@
 """A run ends with the reason if its engine samples from another distribution than the learner assumes."""
 
 import string
+from contextlib import closing
 
 import pytest
 from quick import needs_vllm
@@ -53,11 +54,8 @@ def test_a_run_whose_engine_cools_its_logits_ends_with_the_reason(tmp_path):
         "reward": {"function": "rewards:share", "workers": 1},
         "learner": {"steps": STEPS, "groups_per_step": 4, "lr": 1e-4, "dynamic_sampling": False},
     }
-    run = LiveRun(tree, tmp_path, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
-    try:
+    with closing(LiveRun(tree, tmp_path, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})) as run:
         assert run.wait(RUN_S) == 1, run.output
         for words in ("rollouter/0", "another temperature than rollout.temperature", "drift.stop = "):
             assert words in run.output, run.output
         assert run.step < STEPS
-    finally:
-        run.close()

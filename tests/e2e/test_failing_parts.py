@@ -6,6 +6,7 @@ finite, or the run ends and names it (learner.on_nonfinite). The others are trai
 
 import json
 import random
+from contextlib import closing
 
 import pytest
 from run_files import groups, json_lines, metrics
@@ -75,12 +76,9 @@ def play(folder, name, *, fails=(), poisons=(), **sections):
     }
     (folder / name).mkdir()
     tree = {key: {**tree.get(key, {}), **sections.get(key, {})} for key in tree | sections}
-    run = LiveRun(tree, folder / name, env={"PYTHONPATH": str(folder)})
-    try:
+    with closing(LiveRun(tree, folder / name, env={"PYTHONPATH": str(folder)})) as run:
         code = run.wait(RUN_S)
         assert run.left() == []
-    finally:
-        run.close()
     return code, run.output, run.run_dir
 
 

@@ -3,6 +3,7 @@ trained once.
 """
 
 import time
+from contextlib import closing
 
 import pytest
 from disks import fill, small_disk
@@ -24,16 +25,13 @@ def test_i1_a_run_without_disk_space_for_checkpoints_trains_nothing_twice(parity
             staleness={"max": 1},
             run={"samples_per_step": 0, "seed": 3},
         )
-        run = LiveRun(tree, disk, env={"PYTHONPATH": str(parity_folder)})
-        try:
+        with closing(LiveRun(tree, disk, env={"PYTHONPATH": str(parity_folder)})) as run:
             # With so little room at the start it would be refused.
             run.until(lambda: "run folder: " in run.output, "its folder", 60)
             fill(disk, 1 << 20)
             code = run.wait(400)
             assert code == 1, run.output
             assert run.left() == []
-        finally:
-            run.close()
         assert sorted(line["step"] for line in run.lines("train")) == [1, 2, 3, 4]
         assert {line["start"] for line in run.lines("train")} == {1}, "no actor restarted"
         assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir()) == ["writer.json"]
@@ -55,15 +53,12 @@ def test_a_disk_that_is_full_for_a_moment_costs_no_line(tmp_path):
         checkpoint={"every_versions": 0, "export_at_end": False},
     )
     with small_disk(tmp_path / "disk", 64 << 20) as disk:
-        run = LiveRun(tree, disk)
-        try:
+        with closing(LiveRun(tree, disk)) as run:
             run.until(lambda: run.step >= 5, "step 5", 120)
             ballast = fill(disk)
             time.sleep(0.9)
             ballast.unlink()
             assert run.wait(240) == 0, run.output
-        finally:
-            run.close()
         assert [line["step"] for line in run.lines("train")] == list(range(1, steps + 1))
         assert sorted(path.name for path in (run.run_dir / "samples").iterdir()) == [
             f"step_{step:06d}.jsonl" for step in range(1, steps + 1)

@@ -5,6 +5,7 @@ never interrupted, and does not repeat its warm steps.
 """
 
 import json
+from contextlib import closing
 
 import pytest
 from parity import configuration, trained, weights
@@ -27,8 +28,7 @@ STEPS, WARM = 8, 12
 def live(tree, folder, kills, **environment):
     """Run to the end. At each step of ``kills`` everything is killed and resumed."""
     folder.mkdir()
-    run = LiveRun(tree, folder, env=environment)
-    try:
+    with closing(LiveRun(tree, folder, env=environment)) as run:
         for step in kills:
             run.until(lambda step=step: run.step >= step, f"step {step}", 200)
             run.kill_everything()
@@ -39,8 +39,6 @@ def live(tree, folder, kills, **environment):
             assert not path.name.startswith("."), "a partial checkpoint is left"
         assert not (run.run_dir / "private").exists()
         assert run.output.count("resuming ") == len(kills), run.output
-    finally:
-        run.close()
     return run.run_dir
 
 

@@ -6,6 +6,7 @@ twice (I1).
 
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 from run_settings import launched_run
@@ -27,16 +28,13 @@ TREE = launched_run(
 @pytest.fixture
 def killed(tmp_path):
     """A run with at least two checkpoints, and with steps trained after the newest."""
-    run = LiveRun(TREE, tmp_path)
-    folder = CheckpointFolder(run.run_dir / "checkpoints")
-    try:
+    with closing(LiveRun(TREE, tmp_path)) as run:
+        folder = CheckpointFolder(run.run_dir / "checkpoints")
         run.until(lambda: len(folder.candidates()) >= 2, "two checkpoints", 120)
         newest = folder.newest()
         run.until(lambda: run.step > newest.step, "a step more", 60)
         run.kill_everything()
         yield run
-    finally:
-        run.close()
 
 
 def checkpoints(run):

@@ -5,6 +5,7 @@ actor does; each prompt is trained once (I1).
 import os
 import re
 import signal
+from contextlib import closing
 
 import pytest
 from parity import configuration
@@ -22,8 +23,7 @@ def test_all_ranks_restart_from_the_newest_checkpoint_when_one_dies(parity_folde
         staleness={"max": 1},
         checkpoint={"every_versions": 2},
     )
-    run = LiveRun(tree, tmp_path, env={"PYTHONPATH": str(parity_folder)})
-    try:
+    with closing(LiveRun(tree, tmp_path, env={"PYTHONPATH": str(parity_folder)})) as run:
         newest = CheckpointFolder(run.run_dir / "checkpoints").newest
         run.until(lambda: run.step >= 5 and newest() is not None, "a checkpoint and step 5", 200)
         others = {name: run.pid(name) for name in ("rollouter/0", "rollouter/1", "dataloader/0", "parameter_server/0")}
@@ -31,8 +31,6 @@ def test_all_ranks_restart_from_the_newest_checkpoint_when_one_dies(parity_folde
         os.kill(ranks[1], signal.SIGKILL)
         assert run.wait(250) == 0, run.output
         assert run.left() == []
-    finally:
-        run.close()
     for name in ("learner/0", "learner/1"):
         assert re.search(rf"{name} died .* is started again", run.output), run.output
     for name in others:
