@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -136,6 +137,15 @@ def memory(request):
     return request.param == "memory"
 
 
+@asynccontextmanager
+async def serving(memory, **how):
+    """A net with a server, and a client of it."""
+    async with Net(memory=memory) as net:
+        server = Server()
+        net.serve(server, "server/0", **how)
+        yield net, server, net.client("server/0")
+
+
 def RUN(main):
     asyncio.run(asyncio.wait_for(main, 60))
 
@@ -184,9 +194,8 @@ async def test_a_failure_with_an_undecodable_message_is_reported(memory):
 
 async def test_an_unexpected_failure_is_retried_a_limited_number_of_times(monkeypatch):
     monkeypatch.setattr(server_module, "UNEXPECTED_MOMENT_S", 60.0)
-    async with Net(memory=True) as net:
-        net.serve(Server(), "server/0")
-        peer, other = net.client("server/0"), net.client("server/0", "other/0")
+    async with serving(memory=True) as (net, _, peer):
+        other = net.client("server/0", "other/0")
 
         async def retryable(*peers):
             errors = await asyncio.gather(*(one.call(Fail(known=False)) for one in peers), return_exceptions=True)
@@ -247,10 +256,7 @@ async def test_calls_end_with_the_reason_if_no_socket_can_be_opened(monkeypatch)
 
 
 async def test_a_handler_ends_with_its_call_and_the_error_names_both_actors(memory):
-    async with Net(memory=memory) as net:
-        server = Server()
-        net.serve(server, "server/0")
-        peer = net.client("server/0")
+    async with serving(memory) as (net, server, peer):
         task = asyncio.create_task(asyncio.wait_for(peer.call(Park()), 30))
         await server.parked.wait()
         task.cancel()
@@ -282,10 +288,7 @@ def lose_replies(tap, count):
 async def test_a_lost_reply_is_requested_again_and_no_call_runs_twice(memory, monkeypatch):
     repeat_after(monkeypatch, 0.1)
     monkeypatch.setattr(server_module, "MAX_STORED", 60)
-    async with Net(memory=memory) as net:
-        server, tap = Server(), Tap()
-        net.serve(server, "server/0", tap=tap)
-        peer = net.client("server/0")
+    async with serving(memory, tap=(tap := Tap())) as (net, server, peer):
         await peer.call(Echo())
         lose_replies(tap, 3)
         await peer.call(Count())
@@ -309,10 +312,7 @@ async def test_calls_behind_a_long_one_continue_when_it_has_ended(memory, monkey
     """All replies since the start of the long call stay stored, until there is no room for another."""
     repeat_after(monkeypatch, 0.1)
     monkeypatch.setattr(server_module, "MAX_STORED", 20)
-    async with Net(memory=memory) as net:
-        server = Server()
-        net.serve(server, "server/0")
-        peer = net.client("server/0")
+    async with serving(memory) as (_, server, peer):
         long = peer.call(Park(), timeout=60.0)
         for _ in range(20):
             await peer.call(Count())
@@ -339,10 +339,7 @@ async def test_a_peer_counts_as_reached_once_it_has_answered(memory):
 
 async def test_a_parked_call_is_asked_about_only_after_half_of_its_deadline(memory, monkeypatch):
     repeat_after(monkeypatch, 0.02)
-    async with Net(memory=memory) as net:
-        server, tap = Server(), Tap()
-        net.serve(server, "server/0", tap=tap)
-        peer = net.client("server/0")
+    async with serving(memory, tap=(tap := Tap())) as (_, server, peer):
         # Before the first answer a call waits for the connection, which is checked often.
         await peer.call(Echo())
         asked = tap.taken["ASK"]
@@ -359,11 +356,9 @@ async def test_a_parked_call_is_asked_about_only_after_half_of_its_deadline(memo
 
 async def test_a_parked_call_to_a_peer_that_is_not_set_up_is_repeated_soon(memory, monkeypatch):
     monkeypatch.setattr(peer_module, "SET_UP_REPEAT_S", 0.02)
-    async with Net(memory=memory) as net:
-        server, tap = Server(), Tap()
+    async with serving(memory, tap=(tap := Tap()), ready=False) as (net, server, peer):
         server.answer.set()
-        net.serve(server, "server/0", tap=tap, ready=False)
-        call = net.client("server/0").call(Watch(), timeout=600.0)
+        call = peer.call(Watch(), timeout=600.0)
         await until(lambda: tap.taken["ASK"] > 2)
         net.endpoints[0].owner.ready = True
         await asyncio.wait_for(call, 60)
@@ -459,10 +454,7 @@ async def test_messages_of_an_older_incarnation_are_dropped_after_an_adoption(me
 
 
 async def test_a_newer_incarnation_shuts_out_the_older_one(memory):
-    async with Net(memory=memory) as net:
-        server = Server()
-        net.serve(server, "server/0")
-        old = net.client("server/0", incarnation=1)
+    async with serving(memory) as (net, server, old):
         parked = old.call(Park())
         await server.parked.wait()
         await net.client("server/0", incarnation=2).call(Echo())
@@ -475,9 +467,8 @@ async def test_a_newer_incarnation_shuts_out_the_older_one(memory):
 
 
 async def test_messages_over_the_limit_are_refused_by_their_sender(memory):
-    async with Net(memory=memory) as net:
-        net.serve(Server(), "server/0", max_message_bytes=100_000)
-        peer, small = net.client("server/0"), net.client("server/0", name="small/0", max_message_bytes=1000)
+    async with serving(memory, max_message_bytes=100_000) as (net, _, peer):
+        small = net.client("server/0", name="small/0", max_message_bytes=1000)
         # The limit is known from WELCOME on.
         await peer.call(Echo())
         with pytest.raises(ProtocolError, match=r"over the 100000 that server/0 accepts"):
