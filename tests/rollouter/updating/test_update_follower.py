@@ -288,23 +288,24 @@ def test_a_version_is_fetched_before_the_pause_which_holds_only_the_load(publish
 
 
 @pytest.mark.parametrize(
-    ("gpus", "shared", "joins"),
-    [(1, "", True), (1, "0:learner/1", True), (1, "0:learner/0", False), (0, "", False)],
+    ("gpus", "shared", "sliced", "joins"),
+    [
+        (1, "", False, True),
+        (1, "0:learner/1", False, True),
+        (1, "0:learner/0", False, False),
+        # It sleeps while the learner publishes.
+        (1, "0:learner/1", True, False),
+        (0, "", False, False),
+    ],
 )
-def test_an_engine_on_the_gpu_of_rank_0_joins_no_group_of_nccl(monkeypatch, gpus, shared, joins):
+def test_an_engine_on_the_gpu_of_rank_0_or_in_time_slices_joins_no_group_of_nccl(
+    monkeypatch, gpus, shared, sliced, joins
+):
     monkeypatch.setenv(SHARED_GPU_VARIABLE, shared)
     run = {"engine": "vllm", "gpus_per_replica": gpus}
-    _, server, _ = follow(Server([]), model={"path": "/m"}, learner={"backend": "fsdp2"}, rollout=run)
-    assert [request.joins_nccl for request in server.asked] == [joins]
-
-
-def test_an_engine_in_time_slices_joins_no_group_of_nccl(monkeypatch):
-    """It sleeps while the learner publishes."""
-    monkeypatch.setenv(SHARED_GPU_VARIABLE, "0:learner/1")
-    run = {"engine": "vllm", "gpus_per_replica": 1}
     tables = {"model": {"path": "/m"}, "learner": {"backend": "fsdp2"}, "rollout": run}
-    _, server, _ = follow(Server([]), slices=Slices(-1, 0.0), **tables)
-    assert [request.joins_nccl for request in server.asked] == [False]
+    _, server, _ = follow(Server([]), slices=Slices(-1, 0.0) if sliced else None, **tables)
+    assert [request.joins_nccl for request in server.asked] == [joins]
 
 
 @pytest.mark.parametrize("offer", [by_shm, None], ids=["staged", "broadcast"])

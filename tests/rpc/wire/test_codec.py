@@ -62,31 +62,26 @@ def test_a_body_is_plain_messagepack_with_dtype_shape_and_frame():
 
 
 @pytest.mark.parametrize(
-    "place",
+    ("place", "size"),
     [
-        ["float32", [2, 3], 1],
-        ["float32", [2, 4], 0],
-        ["float32", [-1], 0],
-        ["float32", [1 << 62, 1 << 62], 0],
-        ["object", [6], 0],
-        ["float32", [2, 3], -1],
-        ["float32", [2, 3], True],
-        ["float32", [6]],
-        ["float32", [1] * 9, 0],
-        ["bfloat16", [12], 0],
-        "float32",
-        None,
+        (["float32", [2, 3], 1], 24),
+        (["float32", [2, 4], 0], 24),
+        (["float32", [-1], 0], 24),
+        (["float32", [1 << 62, 1 << 62], 0], 24),
+        (["object", [6], 0], 24),
+        (["float32", [2, 3], -1], 24),
+        (["float32", [2, 3], True], 24),
+        (["float32", [6]], 24),
+        (["float32", [1] * 9, 0], 24),
+        (["bfloat16", [12], 0], 24),
+        ("float32", 24),
+        (None, 24),
+        (["float32", [0, 1 << 47, 1 << 47, 1 << 47], 0], 0),
     ],
 )
-def test_an_array_that_exceeds_its_frame_is_refused(place):
+def test_an_array_that_exceeds_its_frame_is_refused(place, size):
     with pytest.raises(ProtocolError, match="Arrays"):
-        Codec().decode(Arrays, msgpack.packb({"first": place}), [bytes(24)])
-
-
-def test_an_empty_array_of_too_many_dimensions_is_refused():
-    place = ["float32", [0, 1 << 47, 1 << 47, 1 << 47], 0]
-    with pytest.raises(ProtocolError, match="Arrays"):
-        Codec().decode(Arrays, msgpack.packb({"first": place}), [b""])
+        Codec().decode(Arrays, msgpack.packb({"first": place}), [bytes(size)])
 
 
 def test_extension_types_are_refused_in_untyped_fields():
