@@ -381,23 +381,17 @@ def test_a_run_without_any_replica_of_a_role_waits_from_the_loss_of_the_last_one
     assert run.next_deadline() is None
 
 
-def test_lost_and_resting_replicas_are_counted_together():
+@pytest.mark.parametrize(("rests_at", "fails_at", "lost_s"), [(15.0, 30.0, 20), (1000.0, 1000.0, 990)])
+def test_lost_and_resting_replicas_are_counted_and_named_together(rests_at, fails_at, lost_s):
+    """The lost one may come back within the grace of a host."""
     run = machine(min_replicas=2)
     lose(run, ["rollouter/0"])
-    assert (run.phase, run.next_deadline()) == ("running", None)
-    gives_up(run, "rollouter/1", 15.0)
-    # The lost one may come back within the grace of a host.
-    assert (run.phase, run.next_deadline(), run.tick(30.0)) == ("running", 30.0, True)
-    assert run.outcome.actor == "rollouter/0"
-
-
-def test_a_host_spared_for_long_is_named_together_with_the_replicas_that_rest_since():
-    run = machine(min_replicas=2)
-    lose(run, ["rollouter/0"])
-    assert not run.tick(1000.0)
-    gives_up(run, "rollouter/1", 1000.0)
-    assert run.tick(1000.0)
-    words = f"its host b (agent/1) has been lost for 990 s (supervision.host_grace_s); resting: rollouter/1 ({WHY})"
+    assert (run.phase, run.next_deadline(), run.tick(rests_at)) == ("running", None, False)
+    gives_up(run, "rollouter/1", rests_at)
+    assert (run.phase, run.next_deadline(), run.tick(fails_at)) == ("running", 30.0, True)
+    words = (
+        f"its host b (agent/1) has been lost for {lost_s} s (supervision.host_grace_s); resting: rollouter/1 ({WHY})"
+    )
     assert (run.outcome.actor, run.outcome.reason) == ("rollouter/0", words)
 
 
