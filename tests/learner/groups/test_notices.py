@@ -134,32 +134,28 @@ def cut_group(cut: int, reason: str = "length") -> Group:
     return make_group(0, [1, 2], [make_trajectory(longest, finish_reason=each) for each in reasons])
 
 
-def notices(*cut: int) -> list[str]:
+HIGH = f"88% of the responses of the last {WINDOW} groups were cut at rollout.max_tokens = 32. "
+BETWEEN = round(SAMPLES * (HIGH_TRUNCATION + OVER) / 2)
+
+
+@pytest.mark.parametrize(
+    ("cut", "told"),
+    [
+        ([7] * (WINDOW - 1), []),
+        ([7] * 50, [HIGH]),
+        # It does not flicker between its two bounds.
+        ([BETWEEN] * 50, []),
+        ([SAMPLES] * WINDOW + ([BETWEEN] * WINDOW + [BETWEEN + 1] * WINDOW) * 5, ["To do: raise rollout.max_tokens"]),
+        ([SAMPLES] * WINDOW + [0] * 50 + [SAMPLES] * 50, ["were cut", "no longer high", "were cut"]),
+        # A single group.
+        (([SAMPLES] + [0] * (WINDOW - 1)) * 5, []),
+    ],
+    ids=["too few", "high", "between", "between after high", "falls", "single"],
+)
+def test_high_truncation_over_a_window_causes_one_notice_with_its_key(cut: list[int], told: list[str]) -> None:
     watch = TruncationWatch(make_config(groups_per_step=1))
-    return [notice.text for each in cut for notice in watch.group_came(cut_group(each))]
-
-
-def test_high_truncation_over_a_window_causes_one_notice_with_its_key() -> None:
-    assert notices(*[7] * (WINDOW - 1)) == []
-    [text] = notices(*[7] * 50)
-    limit = f"rollout.max_tokens = {make_config().rollout.max_tokens}"
-    assert text.startswith(f"88% of the responses of the last {WINDOW} groups were cut at {limit}. ")
-    assert "To do: raise rollout.max_tokens" in text
-
-
-def test_the_notice_does_not_flicker_between_its_two_bounds() -> None:
-    between = round(SAMPLES * (HIGH_TRUNCATION + OVER) / 2)
-    assert notices(*[between] * 50) == []
-    assert len(notices(*[SAMPLES] * WINDOW, *([between] * WINDOW + [between + 1] * WINDOW) * 5)) == 1
-
-
-def test_the_notice_ends_when_truncation_falls() -> None:
-    found = notices(*[SAMPLES] * WINDOW, *[0] * 50, *[SAMPLES] * 50)
-    assert ["no longer high" in text for text in found] == [False, True, False]
-
-
-def test_one_group_of_cut_responses_causes_no_notice() -> None:
-    assert notices(*([SAMPLES] + [0] * (WINDOW - 1)) * 5) == []
+    found = [notice.text for each in cut for notice in watch.group_came(cut_group(each))]
+    assert [words in text for text, words in zip(found, told, strict=True)] == [True] * len(told)
 
 
 def limited(max_tokens: int = 3, *, context: int | None = None, **episode: Any) -> Config:

@@ -75,6 +75,14 @@ async def score(groups, server, *, begin=(), **settings: Any):
     return found, dict(counters)
 
 
+async def ask_for_model(url, **settings: Any):
+    client = TeacherClient(url, TeacherServerConfig(**settings))
+    try:
+        await client.model()
+    finally:
+        await client.close()
+
+
 def run(groups, *script, server: dict[str, Any] | None = None, **settings: Any):
     async def play():
         async with served(*script, **(server or {})) as there:
@@ -163,15 +171,9 @@ def test_the_error_of_a_refused_connection_does_not_advise_a_longer_timeout(monk
             other.setblocking(False)
             other.connect_ex(("127.0.0.1", port))
 
-        async def play():
-            client = TeacherClient(f"http://127.0.0.1:{port}/v1", TeacherServerConfig(timeout_s=300))
-            try:
-                await client.model()
-            finally:
-                await client.close()
-
+        url = f"http://127.0.0.1:{port}/v1"
         with pytest.raises(TeacherFailed, match=r"/v1/models takes no connection within 0\.2 s") as failed:
-            asyncio.run(play())
+            asyncio.run(ask_for_model(url, timeout_s=300))
     assert failed.value.passing
 
 
@@ -182,11 +184,7 @@ def test_the_error_of_a_refused_connection_does_not_advise_a_longer_timeout(monk
 def test_a_server_with_several_models_needs_a_model_name(models, name, told):
     async def play():
         async with served(models=models) as there:
-            client = TeacherClient(there.url, TeacherServerConfig(model=name))
-            try:
-                await client.model()
-            finally:
-                await client.close()
+            await ask_for_model(there.url, model=name)
 
     with pytest.raises(TeacherFailed, match=told):
         asyncio.run(play())

@@ -12,6 +12,8 @@ from asyncrl.text.sft.encoding import BadConversation
 from asyncrl.text.tokenizer import tokenizer_of
 
 SYSTEM = {"role": "system", "content": "Be brief."}
+TOOL = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "lookup", "arguments": {}}}]}
 TALK = [
     {"role": "user", "content": "Hello."},
     {"role": "assistant", "content": "Hi there."},
@@ -100,8 +102,7 @@ def test_a_system_message_shown_only_before_the_last_user_message_is_kept(tmp_pa
 
 
 def test_tools_of_a_row_are_shown(family):
-    tool = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
-    (found,) = shown(configured(family("tools first")), {"messages": TALK, "tools": [tool]})
+    (found,) = shown(configured(family("tools first")), {"messages": TALK, "tools": [TOOL]})
     assert '"name": "lookup"' in found and found.count("[") >= 2
 
 
@@ -118,11 +119,21 @@ def test_tools_of_a_row_are_shown(family):
         ({"messages": TALK, "tools": True}, "tools: must be a list"),
         ({"messages": [TALK[0], TALK[1] | {"weight": 2}]}, r"messages\[1\].weight: must be 0 or 1"),
         ({"prompt": TALK, "completion": "x"}, 'prompt: must be text under data.template = "plain"'),
+        # Fields that the model would not see.
+        ({"messages": TALK, "tools": [TOOL]}, r"tools\[0\].function.name: the chat template shows no tools"),
+        ({"messages": [TALK[0], TALK[1] | {"reasoning": "r"}]}, r"messages\[1\].reasoning_content: the chat template"),
+        ({"messages": [TALK[0], TALK[1] | {"mood": "r"}]}, r"messages\[1\].mood: cannot be shown"),
+        ({"messages": [TALK[0], {"role": "assistant"}]}, r"messages\[1\].content: is null or missing"),
     ],
 )
 def test_a_row_that_cannot_be_trained_is_refused_with_the_reason(row, told, family):
     with pytest.raises(BadConversation, match=told):
         shown(configured(family("chatml")), row)
+
+
+def test_calls_that_the_template_does_not_show_are_refused(family):
+    with pytest.raises(BadConversation, match=r"messages\[1\].tool_calls: the chat template shows no"):
+        shown(configured(family("plain chatml")), {"messages": [TALK[0], CALLING]})
 
 
 def test_calls_are_trained_as_the_template_writes_them(family):
@@ -140,25 +151,6 @@ def test_reasoning_is_trained_if_the_template_shows_it(family):
     assert "[<think>\nA greeting.\n</think>\n\nHi there.<|im_end|>]" in found
     (opened,) = shown(configured(family("qwen3 thinking")), {"messages": [TALK[0], thoughtful]})
     assert "[A greeting.\n</think>\n\nHi there.<|im_end|>]" in opened
-
-
-TOOL = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
-CALLING = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "lookup", "arguments": {}}}]}
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "told"),
-    [
-        ("chatml", {"messages": TALK, "tools": [TOOL]}, r"tools\[0\].function.name: the chat template shows no tools"),
-        ("plain chatml", {"messages": [TALK[0], CALLING]}, r"messages\[1\].tool_calls: the chat template shows no"),
-        ("chatml", {"messages": [TALK[0], TALK[1] | {"reasoning": "r"}]}, r"messages\[1\].reasoning_content: the chat"),
-        ("chatml", {"messages": [TALK[0], TALK[1] | {"mood": "r"}]}, r"messages\[1\].mood: cannot be shown"),
-        ("chatml", {"messages": [TALK[0], {"role": "assistant"}]}, r"messages\[1\].content: is null or missing"),
-    ],
-)
-def test_fields_of_a_row_that_the_model_would_not_see_are_refused_by_name(name, row, told, family):
-    with pytest.raises(BadConversation, match=told):
-        shown(configured(family(name)), row)
 
 
 def test_messages_are_named_by_their_position_in_the_row(family):
