@@ -1,4 +1,4 @@
-"""A whole run of the quickstart's task with another optimizer: the reward rises, from a real engine and learner."""
+"""Whole runs of the quickstart's task in other ways of training: the reward rises, from a real engine and learner."""
 
 import subprocess
 import sys
@@ -9,25 +9,23 @@ from quick import needs_vllm
 from run_files import metrics
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = {
+SMALL = {
     "learner.groups_per_step": 8,
     "learner.steps": 20,
-    "learner.optimizer": "muon",
     "rollout.concurrency": 64,
     "checkpoint.export_at_end": "false",
-    "run.name": "learns",
 }
+TIME_SLICES = {"rollout.engine": "reference", "placement.share": "time_slice"}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@needs_vllm
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_reward_rises(tmp_path):
-    # A few held-out problems for the evaluations.
-    few = tmp_path / "few.jsonl"
+def run(folder, settings):
+    """Train the quickstart's model, with a few held-out problems for the evaluations; returns the run's folder."""
+    few = folder / "few.jsonl"
     few.write_text('{"prompt": "1234+4321=", "answer": "5555"}\n' * 4)
     paths = {f"eval.{name}.data.path": few for name in ("heldout", "heldout_greedy")}
-    given = {**SETTINGS, **paths, "run.dir": tmp_path}
+    given = {**SMALL, **paths, "run.dir": folder, "run.name": "learns", **settings}
     flags = [part for key, value in given.items() for part in (f"--{key}", str(value))]
     done = subprocess.run(
         [sys.executable, "-m", "tools.quickstart", *flags],
@@ -39,6 +37,19 @@ def test_the_reward_rises(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    rewards = [line["reward/mean"] for line in metrics(tmp_path / "learns", "train")]
-    assert len(rewards) == SETTINGS["learner.steps"]
+    return folder / "learns"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({"learner.optimizer": "muon"}, marks=needs_vllm), TIME_SLICES],
+    ids=["muon", "time slices"],
+)
+def test_the_reward_rises(tmp_path, settings):
+    lines = metrics(run(tmp_path, settings), "train")
+    rewards = [line["reward/mean"] for line in lines]
+    assert len(rewards) == SMALL["learner.steps"]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05, rewards
+    if settings is TIME_SLICES:
+        # The rank gave the GPU away after most steps, and waited to have it again.
+        assert sum(line["time/take_gpu_s"] > 0.0 for line in lines) > len(lines) / 2
