@@ -16,7 +16,7 @@ from asyncrl.config.training import DataConfig
 Problem = tuple[str, str]
 """A dotted key, and the words that follow it in an error: what is wrong with the value, and what to do."""
 FORBIDDEN_VLLM_KEYS = (
-    *("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "weight_transfer_config"),
+    *("temperature", "top_p", "top_k", "min_p", "logprobs_mode"),
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     *("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
     *("worker_extension_cls", "scheduler_cls"),

@@ -30,7 +30,8 @@ class ModelConfig(Section):
     """The policy."""
 
     path: OptionalPath = None
-    """Folder of a Hugging Face causal LM with its tokenizer. Optional if everything is simulated."""
+    """Folder of a Hugging Face causal LM with its tokenizer. Optional if everything is simulated, and no GPU
+    shared."""
     trust_remote_code: bool = False
     """Let the model's own Python code run."""
 

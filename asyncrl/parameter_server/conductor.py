@@ -286,10 +286,10 @@ class Conductor:
                 replica.heard = now
 
     def withdrew(self, question: ParkedRequest, now: float) -> None:
-        """Record that a caller has cancelled its question, because its engine sleeps or has died.
+        """Record that a caller has cancelled its question, for example because its engine sleeps or has died.
 
-        That ends its update. The report of an engine's death makes it a failure. A caller that is no replica may be the
-        learner, which gives up its announcement.
+        That ends its update without a failure. The report of an engine's death then counts as one. A caller that is no
+        replica may be the learner, which gives up its announcement.
         """
         if not self.replicas.is_open(question):
             return

@@ -37,7 +37,7 @@ class Phase(StrEnum):
     LOADING = "loading"
     """The pause is granted; the replica pauses, loads, and resumes."""
     BEHIND = "behind"
-    """The last update did not end in a commit. The replica takes part in no broadcast until one does."""
+    """The last update failed. The replica takes part in no broadcast until an update ends in a commit."""
     ANNOUNCED = "announced"
     """The replica is a member of a broadcast, and has not paused for it yet."""
     BROADCAST_PAUSED = "paused"
@@ -122,7 +122,7 @@ TRANSITIONS: dict[tuple[Phase, ReplicaEvent], Phase] = {
     (_P.BEHIND, _E.ASKED): _P.WAITING,
     (_P.BEHIND, _E.COMMITTED): _P.SERVING,
     (_P.BEHIND, _E.FAILED): _P.BEHIND,
-    # This is no commit: the failed attempts still count, and the replica takes part in no broadcast.
+    # The failed attempts still count, because nothing was committed.
     (_P.BEHIND, _E.GAVE_UP): _P.BEHIND,
     # --- by broadcast ---
     (_P.ANNOUNCED, _E.IDLE): _P.ANNOUNCED,

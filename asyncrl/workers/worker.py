@@ -1,4 +1,4 @@
-"""A worker process from the inside: its begin, its signals and its end. Standard library only (keeper.py).
+"""A worker process from the inside: its start, its signals and its end. Standard library only (keeper.py).
 
 Invariant: only its actor, the user's code or the kernel ends a worker, and a worker ends with its actor. It ignores
 signals that are sent to the whole job. Programs that the user's code starts are descendants of the worker, so they end

@@ -1,7 +1,4 @@
-"""Hosts are cut off and come back, or are lost for good, while a run trains over them.
-
-controller/state/test_run_state.py has the loss of a host that the run cannot do without.
-"""
+"""Hosts are cut off and come back, or are lost for good, while a run trains over them."""
 
 from __future__ import annotations
 
@@ -76,3 +73,15 @@ def test_i1_ranks_wait_for_the_host_of_one_of_them_and_restart_together(cluster,
     cluster[far].reconnect()
     run.is_exact()
     run.is_gone_from("a", "b", "c")
+
+
+def test_a_run_names_the_host_that_does_not_come_back(cluster, launched):
+    run = launched(400, host_grace_s=4.0)
+    run.wait_for_step(5)
+    needed = run.host_of("reward/0")
+    cluster[needed].power_off()
+    assert run.process.wait(120) == 1
+    said = run.shown
+    reason = f"its host {needed} (agent/{'head a b c'.split().index(needed)}) has been lost for 4 s"
+    assert f"{reason} (supervision.host_grace_s)" in said, said
+    run.is_gone_from(*{"a", "b", "c"} - {needed})

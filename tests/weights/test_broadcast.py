@@ -242,6 +242,19 @@ def test_a_frozen_member_fails_the_broadcast_for_all_after_the_timeout(peers, ve
         sender.close()
 
 
+def test_i4_a_flipped_bit_is_found_before_the_bucket_is_used(peers, sender, version) -> None:
+    members, made = peers.take(2), version(7, small_tensors(7))
+    bucket, descriptor = made.buckets[2]
+    made.buckets[2] = msgspec.structs.replace(bucket, checksum=bucket.checksum ^ 1), descriptor
+    group = group_at(sender.port, 1, 3)
+    begin(members, group, made)
+    sender.send(group, 7, iter(made.buckets))
+    for peer in members:
+        answer = peer.answer()
+        assert answer.kind == "WeightsCorrupt" and "version 7, bucket 2: its checksum is" in answer.error
+        assert not answer.checksums
+
+
 def test_i4_a_member_refuses_a_bucket_of_another_version(peers, sender, version) -> None:
     [peer] = peers.take(1)
     made, other = version(3, small_tensors(3)), version(4, small_tensors(4))

@@ -182,10 +182,13 @@ class UpdateFollower:
     async def _unless_asked(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for ``work``. In time slices, once the learner asks for the GPU, cancel the work and raise _Asked.
 
-        Work that ends at the same moment counts; the next call raises _Asked then.
+        Work that ends at the same moment counts; the next call raises _Asked at once.
         """
         if self._host.slices is None:
             return await work
+        if self._must_sleep():
+            work.close()
+            raise _Asked
         working, asking = asyncio.ensure_future(work), asyncio.ensure_future(self._host.slices.asked.wait())
         try:
             await asyncio.wait({working, asking}, return_when=asyncio.FIRST_COMPLETED)
@@ -203,11 +206,11 @@ class UpdateFollower:
 
     async def _sleep(self) -> None:
         """Let the learner have the GPU. An engine that cannot sleep is declared dead, and so frees the GPU too."""
+        await self._report_sleep()
         if self._host.is_half_loaded:
             # vLLM cannot put a half-loaded engine to sleep.
             self._host.declare_dead("the learner asks for the GPU after a failed load")
             return
-        await self._report_sleep()
         self._track.enter("asleep")
         try:
             await self._host.sleep()

@@ -341,6 +341,27 @@ def test_the_learner_gets_the_gpu_even_if_the_parameter_server_does_not_answer(p
     assert (host.sleeps, host.restarts) == (1, 0)
 
 
+@pytest.mark.parametrize("offer", [by_shm, None], ids=["staged", "broadcast"])
+def test_an_answer_that_crosses_a_request_of_the_learner_leads_to_no_pause(publish, offer):
+    """A pause for a version by shm would load what the sleep discards; other members of a broadcast would wait."""
+    slices, crossing = Slices(-1, 0.0), RequestLoad if offer is not None else NextUpdate
+
+    class Crossing(Server):
+        async def answer(self, request):
+            reply = await super().answer(request)
+            decided = isinstance(request, crossing) and (crossing is NextUpdate or reply.granted)
+            if decided and self.committed and not self.sleeps:
+                slices.asked.set()
+            return reply
+
+    second = by_shm(publish(2)) if offer is not None else broadcast(2)
+    events, server, _ = follow(Crossing([by_shm(publish(1)), second]), slices=slices)
+    # The one pause after the load of the first version is that of the sleep.
+    after = events[events.index("resume") + 1 :]
+    assert [event for event in after if not event.startswith("accept")] == ["pause abort", "sleep", "wake"]
+    assert [report.version for report in server.reports] == [1]
+
+
 def test_a_version_that_crosses_a_request_of_the_learner_is_loaded_after_the_sleep(publish):
     """It is loaded after the sleep, when it is offered again."""
     second = by_shm(publish(2))
@@ -431,8 +452,10 @@ def test_the_learner_gets_the_gpu_even_if_no_parameter_server_records_the_sleep(
 def test_an_engine_with_half_of_a_version_ends_in_place_of_a_sleep(publish, problem):
     server = Server([by_shm(publish(1)), by_shm(publish(2)) if problem is CORRUPT_2 else broadcast(2)])
     server.linger_s = 5.0
-    events, _, host = follow(server, loads=[None, problem], slices=Slices(1, 0.5))
+    events, server, host = follow(server, loads=[None, problem], slices=Slices(1, 0.5))
     assert "sleep" not in events and host.restarts == 1
+    # The parameter server waits for nothing of this replica.
+    assert server.sleeps[0] is None
 
 
 def test_an_update_without_a_pause_loads_nothing_and_the_next_version_is_used(publish):

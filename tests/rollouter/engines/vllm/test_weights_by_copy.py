@@ -5,6 +5,7 @@ Between them is no vLLM: the calls go straight to the worker's methods. The work
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from asyncrl.core.errors import WeightsCorrupt
 from asyncrl.learner.fsdp.weights.assembly import publish
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
-from asyncrl.rollouter.engines.vllm.worker.weights import VersionLoader
+from asyncrl.rollouter.engines.vllm.worker import weights as worker_weights
+from asyncrl.rollouter.engines.vllm.worker.weights import VersionLoader, WorkerMethods
 from asyncrl.weights import tensors as weight_tensors
 from asyncrl.weights.device_copy import CopyReader, CopyWriter
 from asyncrl.weights.held_version import HeldVersion
@@ -51,6 +53,9 @@ class Update:
         record_metadata_for_reloading(self.model)
         model_config = SimpleNamespace(quantization=None, dtype="float32")
         self.loader = VersionLoader(self.model, model_config, CPU, 0)
+        self.worker = WorkerMethods()
+        self.worker.version_loader, self.worker.vllm_config = self.loader, None
+        monkeypatch.setattr(worker_weights, "set_current_vllm_config", nullcontext)
         self.loader._copies = CopyReader(GPU, CPU, HostMemory)
         self.mapped: list[int] = []
         """Sizes of the buckets that were read from their segments."""
@@ -70,7 +75,7 @@ class Update:
 
     async def collective_rpc(self, name: str, kwargs: dict[str, Any]) -> list[Any]:
         assert name == "load_version"
-        return [self.loader.load(**kwargs)]
+        return [self.worker.load_version(**kwargs)]
 
     async def update_weight_version(self, version: str) -> None: ...
 

@@ -60,13 +60,20 @@ class WorkerMethods:
             rope.positions.zero_()
 
     def load_version(self, **source: str) -> tuple[str, bool]:
-        """As ``VersionLoader.load``."""
-        if self.version_loader is None:
-            model = self.model_runner.get_model()
-            self.version_loader = VersionLoader(model, self.vllm_config.model_config, self.device, self.rank)
-        # vLLM's layers read their configuration when their weights have come.
-        with set_current_vllm_config(self.vllm_config):
-            return self.version_loader.load(**source)
+        """Load a version as ``VersionLoader.load`` does.
+
+        Returns the reason of a failure, "" after a success, and whether all weights came from the learner's copy on
+        the GPU.
+        """
+        try:
+            if self.version_loader is None:
+                model = self.model_runner.get_model()
+                self.version_loader = VersionLoader(model, self.vllm_config.model_config, self.device, self.rank)
+            # vLLM's layers read their configuration when their weights have come.
+            with set_current_vllm_config(self.vllm_config):
+                return "", self.version_loader.load(**source)
+        except Exception as error:
+            return str(error) or type(error).__name__, False
 
 
 class VersionLoader:
@@ -74,7 +81,7 @@ class VersionLoader:
 
     def __init__(self, model: Any, model_config: Any, device: torch.device, rank: int) -> None:
         self.model, self.model_config, self._device, self._rank = model, model_config, device, rank
-        # Names of all parameters. Read now, because during a reload tied parameters appear as two.
+        # Names of all parameters. Read before the first load, because during a load tied parameters appear as two.
         self._names = frozenset(name for name, _ in self.model.named_parameters())
         self._pending = False
         """Whether a reload has begun and not finished; a failed one stays pending until the next reload succeeds."""
@@ -84,24 +91,20 @@ class VersionLoader:
         if device.type == "cuda":
             self._copies = CopyReader(gpu_id(device), device, DeviceMemory.open)
 
-    def load(self, *, manifest: str = "", broadcast: str = "") -> tuple[str, bool]:
-        """Load one complete version, which has one of two sources.
+    def load(self, *, manifest: str = "", broadcast: str = "") -> bool:
+        """Load one complete version, which has one of two sources. Raises any error of the source or of vLLM.
 
         ``manifest`` is a Manifest with paths that this process can open, ``broadcast`` a BroadcastPart, both as JSON.
-        Returns the reason of a failure, "" after a success, and whether all weights came from the learner's copy on
-        the GPU.
+        Returns whether all weights came from the learner's copy on the GPU.
         """
         by_ipc = False
-        try:
-            if manifest:
-                by_ipc = self._load_segments(msgspec.json.decode(manifest, type=Manifest))
-            else:
-                self._receive(msgspec.json.decode(broadcast, type=BroadcastPart))
-            if self._device.type != "cpu":
-                torch.accelerator.synchronize()
-        except Exception as error:
-            return str(error) or type(error).__name__, False
-        return "", by_ipc
+        if manifest:
+            by_ipc = self._load_segments(msgspec.json.decode(manifest, type=Manifest))
+        else:
+            self._receive(msgspec.json.decode(broadcast, type=BroadcastPart))
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+        return by_ipc
 
     def _load_segments(self, manifest: Manifest) -> bool:
         """Load a version from shared memory. Returns whether all of it came from the learner's copy on the GPU."""
