@@ -7,6 +7,8 @@ COMPILED := $(VENV)/.compiled
 FRAMEWORKS := openai-agents==0.24.0 langgraph==1.2.22 langchain-openai==1.7.3 smolagents==1.26.0
 VERIFIERS := verifiers==0.4.0
 MKDOCS := mkdocs==1.6.1 mkdocs-material==9.8.2
+# How many times as many draws of the property tests as usual, in make test-slow.
+DRAWS ?= 10
 
 .DEFAULT_GOAL := help
 
@@ -46,7 +48,7 @@ test: $(COMPILED) ## Run the tests
 test-slow: $(COMPILED) ## Run whole runs (compared, frozen, killed, resumed), and property tests with ten times the draws
 	$(BIN)/python -m pytest -m slow -n 4 --dist loadfile --no-loadscope-reorder \
 		$$(grep -rl --include='test_*.py' 'mark\.slow' tests)
-	ASYNCRL_TEST_DRAWS=10 $(BIN)/python -m pytest -m 'property and not slow' -n 4 --dist loadfile \
+	ASYNCRL_TEST_DRAWS=$(DRAWS) $(BIN)/python -m pytest -m 'property and not slow' -n 4 --dist loadfile \
 		$$(grep -rl --include='test_*.py' hypothesis tests)
 
 test-cluster: $(COMPILED) ## Test on clusters of namespaces with ssh and SLURM (root; says what is missing)
