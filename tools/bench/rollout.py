@@ -57,6 +57,8 @@ def config(model: Path) -> Config:
                 "stream_interval": STREAM_INTERVAL,
                 "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1},
             },
+            # No heartbeats in this process.
+            "supervision": {"silence_s": 1e6},
             "log": {"level": "warning"},
         }
     )
