@@ -30,8 +30,8 @@ class ModelConfig(Section):
     """The policy."""
 
     path: OptionalPath = None
-    """Folder of a Hugging Face causal LM with its tokenizer. Optional if everything is simulated, and no GPU
-    shared."""
+    """Folder of a Hugging Face causal LM with its tokenizer. Optional if everything is simulated and
+    no GPU is shared."""
     trust_remote_code: bool = False
     """Let the model's own Python code run."""
 

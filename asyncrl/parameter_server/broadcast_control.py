@@ -109,10 +109,10 @@ class BroadcastControl:
     def announce(self, learner: tuple[str, int], announcement: AnnounceBroadcast, newest: int, now: float) -> None:
         """Open a broadcast of the version that the learner announces, or decline it.
 
-        It is declined if the version is not new or is left out, if another broadcast is under way, or if no replica can
-        take part. Each version that is left out brings the next attempt nearer. A repeated announcement of the present
-        broadcast only takes the next steps, and that of a declined version is decided anew. ``newest`` is the newest
-        version published.
+        It is declined if the version is not new or is left out. It is also declined if another broadcast is under way,
+        or if no replica can take part. Each version that is left out brings the next attempt nearer. A repeated
+        announcement of the present broadcast only takes the next steps, and that of a declined version is decided anew.
+        ``newest`` is the newest version published.
         """
         current, version = self._current, announcement.version
         if current is not None and current.version == version:

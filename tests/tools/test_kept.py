@@ -60,7 +60,7 @@ STARTED_BY_A_TOOL = {
     "tools/gpu_check/learner_rate.py",
 }
 TOOLS = {"bench scale": ("tools.bench", "scale", "--replicas", "4"), "chaos": ("tools.chaos",)}
-"""Those with the most processes; all that start any are kept alike."""
+"""Those with the most processes. All tools that start processes are kept in the same way."""
 
 
 def family(pid: int) -> list[psutil.Process]:
