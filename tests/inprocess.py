@@ -177,12 +177,17 @@ class System:
 
         async def main() -> RunState:
             tasks = {running := asyncio.create_task(self.run(timeout))}
-            if scenario is not None:
-                tasks.add(acting := asyncio.create_task(scenario()))
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                if acting.done():
-                    await acting
-            return await running
+            try:
+                if scenario is not None:
+                    tasks.add(acting := asyncio.create_task(scenario()))
+                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                    if acting.done():
+                        await acting
+                return await running
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
         return asyncio.run(main())
 

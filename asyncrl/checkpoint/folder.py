@@ -370,7 +370,11 @@ class CheckpointFolder:
 
 
 def _holds_a_file(path: Path) -> bool:
-    return any(entry.is_file() for entry in path.rglob("*"))
+    """Whether there is a file in ``path`` or below; False if the learner removes the folder meanwhile."""
+    try:
+        return any(entry.is_file() for entry in path.rglob("*"))
+    except FileNotFoundError:
+        return False
 
 
 def step_of(path: Path) -> int | None:

@@ -240,6 +240,19 @@ def test_a_checkpoint_removed_during_the_search_is_replaced_by_a_newer_one(check
     assert reader.newest().version == 2
 
 
+def test_a_checkpoint_removed_while_its_files_are_listed_is_no_candidate(checkpoints, monkeypatch) -> None:
+    removed, kept, scandir = _write(checkpoints, 1), _write(checkpoints, 2), os.scandir
+
+    def removed_first(path: Any) -> Any:
+        if path == removed and removed.exists():
+            os.rename(removed, checkpoints.folder / "elsewhere")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removed_first)
+    assert checkpoints.candidates() == [kept]
+    assert not removed.exists()
+
+
 # --- crashes ---
 
 
