@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from asyncrl.messages.weights import Probe
+from asyncrl.rollouter.serving.drift import Sample
 
 TOKENS = [[1, 2, 3], [4, 5, 6, 7]]
 PLACES = 10
@@ -28,6 +29,6 @@ def scores_of(probe: Probe, off: float = 0.0) -> list[list[float]]:
     return [(part.astype(np.float64) + off).tolist() for part in np.split(probe.logprobs, ends)]
 
 
-def samples_of(probe: Probe, off: float = 0.0) -> list[tuple[int, float] | None]:
+def samples_of(probe: Probe, off: float = 0.0) -> list[Sample | None]:
     """Tokens 7 and 8 in turn."""
-    return [(7 + i % 2, -1.0 - i % 2 + off) for i in range(len(probe.places))]
+    return [Sample(7 + i % 2, -1.0 - i % 2 + off) for i in range(len(probe.places))]

@@ -99,6 +99,7 @@ def make_lease(config: Config, prompts: PromptSet, version: int, epoch: int, ind
     """A prompt to respond to."""
     ids, text, row = prompts.prompt(index)
     fields: dict[str, Any] = config.rollout.model_dump(include={"temperature", "max_tokens"})
+    fields |= {"truncation": config.rollout.truncation}
     fields |= {"samples": config.rollout.samples_per_prompt, "prompt_ids": ids, "prompt": text, "row": row}
     fields |= {"uid": f"{epoch}-{index}", "epoch": epoch, "index": index, "param_version": version}
     return Lease(number=0, purpose="train", **fields)
@@ -114,6 +115,7 @@ async def sample_tokens(
         prompt_ids=ids,
         max_tokens=limit,
         temperature=lease.temperature,
+        truncation=lease.truncation,
         seed=seed,
         stop_token_ids=stops.token_ids,
     )
@@ -121,7 +123,7 @@ async def sample_tokens(
     response.submitted(lease.param_version)
     async for delta in engine.generate(request):
         if response.finish_reason is None:
-            response.extend(delta.tokens, delta.logprobs, tokenizer.decode)
+            response.extend(delta.tokens, delta.logprobs, tokenizer.decode, delta.sets)
         if delta.finish_reason is not None:
             response.end_submission(delta.finish_reason, delta.spans)
     return response
@@ -138,6 +140,7 @@ async def respond(tokenizer: Tokenizer, ask: Ask, lease: Lease, sample: int) -> 
                 tokens=np.array(response.tokens, np.int32),
                 logprobs=np.array(response.logprobs, np.float32),
                 spans=response.spans,
+                sets=response.sets,
             )
         ],
         finish_reason=response.finish_reason,

@@ -21,6 +21,7 @@ from asyncrl.episodes.playing.players import Player, resolve
 from asyncrl.messages.groups import Lease, Trajectory, Turn, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.reward import read_outcome
+from asyncrl.messages.token_sets import TokenSets, join_sets
 from asyncrl.rollouter.episode.player import first_messages, task_seed
 from asyncrl.rollouter.serving.generation import Response
 from asyncrl.text.chat.renderer import Renderer, make_renderer
@@ -89,6 +90,7 @@ class Play:
         for leaf in leaves:
             tokens: list[int] = []
             logprobs: list[float] = []
+            sets: list[TokenSets | None] = []
             spans: list[VersionSpan] = []
             turns: list[Turn] = []
             for each in leaf.path:
@@ -103,11 +105,13 @@ class Play:
                     continue
                 held.add(each)
                 logprobs += each.response.logprobs
+                sets.append(each.response.sets)
                 spans += [VersionSpan(s.version, begin + s.start, begin + s.end) for s in each.response.spans]
                 turns.append(Turn(begin, len(tokens), 0.0))
             arrays = {"tokens": np.array(tokens, np.int32), "logprobs": np.array(logprobs, np.float32)}
             prompt_ids = np.array(leaf.path[0].context, np.int32)
-            found.append(TokenSequence(prompt_ids=prompt_ids, spans=spans, turns=turns, **arrays))
+            made = TokenSequence(prompt_ids=prompt_ids, spans=spans, turns=turns, sets=join_sets(sets), **arrays)
+            found.append(made)
         return found
 
 

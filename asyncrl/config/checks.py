@@ -16,7 +16,7 @@ from asyncrl.config.training import DataConfig
 Problem = tuple[str, str]
 """A dotted key, and the words that follow it in an error: what is wrong with the value, and what to do."""
 FORBIDDEN_VLLM_KEYS = (
-    *("temperature", "top_p", "top_k", "min_p", "logprobs_mode"),
+    *("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "return_sampling_mask"),
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     *("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
     *("worker_extension_cls", "scheduler_cls"),
@@ -47,6 +47,29 @@ def _update_problems(config: Config) -> Iterator[Problem]:
     load_key = rollout.traits.load_key
     if load_key and rollout.value_of(load_key) >= weights.deadline_s:
         yield f"rollout.{load_key}", "must be below weights.deadline_s"
+
+
+def _truncation_problems(config: Config) -> Iterator[Problem]:
+    """Conflicts of a truncated distribution with the engine, the size of a group's message, and a teacher."""
+    rollout, truncation = config.rollout, config.rollout.truncation
+    if truncation is None:
+        return
+    key, traits = f"rollout.{rollout.truncation_key}", rollout.traits
+    if not traits.truncates:
+        yield key, f"{traits.title} cannot truncate the distribution; leave it out"
+    elif traits.gpus and rollout.gpus_per_replica == 0:
+        problem = f"on CPUs {traits.title} does not return the tokens that a truncated distribution has left"
+        yield key, f'{problem}; leave it out, use GPUs or take rollout.engine = "reference"'
+    # Four bytes for each member of each set.
+    most = 4 * truncation.top_k * rollout.max_tokens * rollout.samples_per_prompt
+    if most > config.network.max_message_bytes:
+        yield (
+            "rollout.top_k",
+            f"the token sets of a group may have {most} bytes ({truncation.top_k} tokens in each set), and a message "
+            f"at most network.max_message_bytes = {config.network.max_message_bytes}; lower top_k, or raise that",
+        )
+    if config.learner.teacher_url is not None:
+        yield key, "a teacher on a server scores under the whole distribution; leave it out, or name a folder"
 
 
 def _lora_problems(config: Config) -> Iterator[Problem]:
@@ -212,6 +235,7 @@ def cross_check(config: Config) -> Iterator[Problem]:
         for key in FORBIDDEN_VLLM_KEYS
         if key in rollout.vllm.extra
     )
+    yield from _truncation_problems(config)
     yield from _update_problems(config)
     yield from _lora_problems(config)
     yield from _chat_problems(config)

@@ -30,6 +30,9 @@ class EngineTraits:
     config.json. If the two would compute different things, it returns a problem (``detail``, ``fix``, ``key``)."""
     adapter_rank: int = 0
     """Highest rank of the adapters that it loads; 0 for none."""
+    truncates: bool = False
+    """Whether it can truncate the distribution and returns the set that each token was sampled from; an engine with
+    ``gpus`` does so on GPUs alone."""
     kv_cache: bool = False
     """Whether it reports the load of its KV cache, which rollout.concurrency = "auto" needs."""
     dtype: str = "float32"
@@ -61,6 +64,7 @@ ENGINES: dict[str, EngineTraits] = {
         gpus=True,
         judge="asyncrl.rollouter.engines.vllm.options:judge",
         adapter_rank=VLLM_RANKS[-1],
+        truncates=True,
         kv_cache=True,
         dtype="asyncrl.rollouter.engines.vllm.options:dtype",
         parsers="asyncrl.rollouter.engines.vllm.vllm_parser:make_parser",
@@ -82,6 +86,7 @@ ENGINES: dict[str, EngineTraits] = {
     "reference": EngineTraits(
         implementation="asyncrl.rollouter.engines.reference.engine:ReferenceEngine",
         title="the reference engine",
+        truncates=True,
         packages=("torch", "transformers"),
     ),
 }

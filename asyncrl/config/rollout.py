@@ -9,6 +9,7 @@ from pydantic import Field
 
 from asyncrl.config.engines import ENGINES, EngineName, EngineTraits
 from asyncrl.config.section import Fraction, NonNegative, Positive, Seconds, Section
+from asyncrl.core.truncation import LARGEST_SET, Truncation
 
 AUTO_START = 64
 """Calls in an engine at which concurrency = "auto" starts."""
@@ -82,6 +83,12 @@ class RolloutConfig(Section):
     """Longest response."""
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Sampling temperature; the learner divides its logits by the same."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that have this probability together, also in evaluations; 1 is off."""
+    top_k: Annotated[int, Field(ge=0, le=LARGEST_SET)] = 0
+    """Sample from this number of the likeliest tokens; 0 is off, or 1024 with top_p or min_p."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sample from tokens at least this times as likely as the likeliest; 0 is off."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a response, in addition to the end-of-sequence token. A special token, such as <|im_end|>,
     counts as its id in stop_token_ids."""
@@ -141,6 +148,18 @@ class RolloutConfig(Section):
     def on_gpu(self) -> bool:
         """Whether engines compute on GPUs; False until the launcher has set gpus_per_replica."""
         return self.traits.gpus and bool(self.gpus_per_replica)
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """The truncation of the sampling distribution; None if engines sample from all of it."""
+        if (self.top_p, self.top_k, self.min_p) == (1.0, 0, 0.0):
+            return None
+        return Truncation(top_p=self.top_p, top_k=self.top_k or LARGEST_SET, min_p=self.min_p)
+
+    @property
+    def truncation_key(self) -> str:
+        """The first key that truncates the distribution."""
+        return "top_k" if self.top_k else "top_p" if self.top_p < 1 else "min_p"
 
     @property
     def stops(self) -> bool:

@@ -225,7 +225,7 @@ class LearnerConfig(Section):
     """Weight of each token's entropy (nats) in the objective."""
     teacher: OptionalPath = None
     """Teacher of loss = "distill", with the policy's tokenizer: a folder, or http://HOST:PORT/v1 of a server that
-    returns log-probs of prompts, such as vLLM. A server needs rollout.temperature = 1."""
+    returns log-probs of prompts, such as vLLM. A server needs rollout.temperature = 1 and no truncation."""
     teacher_server: TeacherServerConfig = TeacherServerConfig()
     """The server of a teacher that is a URL."""
     advantage: str = "grpo"

@@ -442,6 +442,7 @@ class RunPrompts:
             row=row,
             samples=samples,
             temperature=sampling.temperature,
+            truncation=rollout.truncation,
             max_tokens=sampling.max_tokens or rollout.max_tokens,
         )
 

@@ -32,7 +32,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from asyncrl.core.truncation import Truncation
 from asyncrl.messages import DATALOADER, ROLLOUTER, Count, Done, FinishReason, Message, Request, Uid
+from asyncrl.messages.token_sets import TokenSets, problem_of
 
 ALONE_FROM = 2
 """Number of deaths after which a prompt runs alone."""
@@ -81,6 +83,8 @@ class Sequence(Struct, gc=False, kw_only=True):
     """Contiguous, covering [0, T)."""
     turns: list[Turn] = []
     """The policy's answers in it, ascending; empty if the whole sequence is one answer."""
+    sets: TokenSets | None = None
+    """The set from which each sampled token was sampled, under the lease's ``truncation``."""
 
 
 class Lease(Struct, gc=False, frozen=True, kw_only=True):
@@ -106,6 +110,8 @@ class Lease(Struct, gc=False, frozen=True, kw_only=True):
     """The dataset row, as the reward function sees it."""
     samples: Annotated[int, Meta(ge=1)]
     temperature: float
+    truncation: Truncation | None = None
+    """Truncation of the distribution; None samples from the whole one."""
     max_tokens: Annotated[int, Meta(ge=1)]
     seal: str = ""
     """Proof of the rollouter to which it was leased (``fits``); empty without a key."""
@@ -277,16 +283,17 @@ def check_group(group: Group) -> str | None:
     if not len(group.lease.prompt_ids):
         return "the prompt is empty; its first response token has nothing to be predicted from"
     for trajectory in group.trajectories:
-        if problem := _check_trajectory(trajectory):
+        if problem := _check_trajectory(trajectory, truncated=group.lease.truncation is not None):
             return f"sample {trajectory.sample}: {problem}"
     return None
 
 
-def _check_trajectory(trajectory: Trajectory) -> str | None:
+def _check_trajectory(trajectory: Trajectory, *, truncated: bool) -> str | None:
     if not trajectory.sequences:
         return "no sequences"
     for number, sequence in enumerate(trajectory.sequences):
         problem = _check_tokens(sequence) or _check_logprobs(sequence) or _check_turns(sequence)
+        problem = problem or _check_sets(sequence, truncated=truncated)
         if problem:
             return f"sequence {number}: {problem}" if len(trajectory.sequences) > 1 else problem
     if trajectory.reward is None or not math.isfinite(trajectory.reward):
@@ -333,6 +340,16 @@ def _check_turns(sequence: Sequence) -> str | None:
     if not all(math.isfinite(turn.past_reward) for turn in sequence.turns):
         return "the past reward of a turn is not finite"
     return None
+
+
+def _check_sets(sequence: Sequence, *, truncated: bool) -> str | None:
+    """Check that each sampled token has a set with it, if the lease truncates the distribution, and none otherwise."""
+    if sequence.sets is None:
+        missing = truncated and len(sequence.logprobs)
+        return "its distributions were truncated, and it has no token sets" if missing else None
+    if not truncated:
+        return "it has token sets, and its lease truncates nothing"
+    return problem_of(sequence.sets, sequence.tokens[sampled_positions(sequence)])
 
 
 def is_truncated(trajectory: Trajectory) -> bool:

@@ -13,6 +13,7 @@ from asyncrl.config.load import config_from_json, config_to_json, load_config, v
 from asyncrl.config.operation import ActorState
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.other_names import NAMES, meaning_of
+from asyncrl.core.truncation import LARGEST_SET, Truncation
 from asyncrl.dataloader.evals import EvalPrompt
 from asyncrl.learner.actor import Learner
 from asyncrl.learner.publishing.broadcaster import collective_backend
@@ -72,6 +73,19 @@ def test_concurrency_is_a_number_or_the_limit_of_the_engine():
     assert load_config([], {**{"data.source": "synthetic", "model.path": "m"}, "rollout.concurrency": "auto"})
 
 
+@pytest.mark.parametrize(
+    ("rollout", "truncation"),
+    [
+        ({}, None),
+        ({"top_p": 0.9}, Truncation(top_p=0.9, top_k=LARGEST_SET)),
+        ({"top_k": 20, "min_p": 0.1}, Truncation(top_k=20, min_p=0.1)),
+    ],
+)
+def test_any_key_truncates_the_distribution_and_bounds_the_sets(rollout, truncation):
+    real = {"model": {"path": "m"}, "data": {"source": "synthetic"}}
+    assert validate_config(real | {"rollout": rollout}).rollout.truncation == truncation
+
+
 def test_every_problem_is_reported_at_once():
     found = problems(
         {
@@ -104,10 +118,31 @@ def test_an_unknown_key_does_not_hide_problems_of_keys_that_begin_with_its_lette
 
 
 SIM = {"engine": "sim"}
+ON_CPU = {"engine": "vllm", "gpus_per_replica": 0}
 WRONG = [
     ({"rollout": SIM | {"concurrency": 4}}, "rollout.concurrency: is 4, less than one prompt group"),
     ({"rollout": {"engine": "reference", "concurrency": "auto"}}, "rollout.concurrency: auto needs the engine's"),
     ({"rollout": SIM | {"replicas": 2, "min_replicas": 3}}, "rollout.min_replicas: is more than"),
+    ({"rollout": SIM | {"top_p": 0.9}}, "rollout.top_p: the sim engine cannot truncate the distribution"),
+    (
+        {"rollout": ON_CPU | {"top_k": 20}},
+        "rollout.top_k: on CPUs vLLM does not return the tokens",
+    ),
+    (
+        {"rollout": ON_CPU | {"min_p": 0.1}},
+        "rollout.min_p: on CPUs vLLM does not return the tokens",
+    ),
+    ({"rollout": {"engine": "reference", "top_p": 0.0}}, "rollout.top_p: input should be greater than 0"),
+    ({"rollout": {"engine": "reference", "top_k": 1025}}, "rollout.top_k: input should be less than or equal to 1024"),
+    ({"rollout": {"engine": "reference", "min_p": 1.0}}, "rollout.min_p: input should be less than 1"),
+    (
+        {"rollout": {"top_p": 0.9, "max_tokens": 65536}},
+        "rollout.top_k: the token sets of a group may have 2147483648 bytes (1024 tokens in each set)",
+    ),
+    (
+        {"rollout": {"top_p": 0.9}, "learner": {"loss": "distill", "teacher": "http://h:1/v1"}},
+        "rollout.top_p: a teacher on a server scores under the whole distribution",
+    ),
     ({"rollout": SIM | {"episodes": 64}}, "rollout.episodes: is for episodes"),
     ({"learner": {"backend": "sim", "steps": 5, "steps_per_version": 2}}, "learner.steps: must be a multiple"),
     ({"learner": {"backend": "sim", "steps": 5, "warmup_steps": 6}}, "learner.warmup_steps: is more"),
@@ -374,7 +409,10 @@ def test_each_name_of_another_framework_is_listed_once_with_a_key_or_a_reason():
             {"eval": {"held": {"data": {"source": "synthetic"}, "num_generations": 2}}},
             "eval.held.num_generations: unknown key; asyncrl has eval.held.n for it",
         ),
-        ({"rollout": {"top_p": 0.9}}, "rollout.top_p: unknown key; asyncrl has no such setting: the learner scores"),
+        (
+            {"rollout": {"typical_p": 0.9}},
+            "rollout.typical_p: unknown key; asyncrl has no such setting: the learner scores",
+        ),
         (
             {"trainer": {"epochs": 3, "nested": {"wandb_project": "p"}, "foo": 1, "max_tokens": 4}},
             "trainer: unknown key; trainer.epochs: asyncrl has learner.steps for it (it counts optimizer steps; an "

@@ -30,8 +30,8 @@ def test_every_key_of_the_configuration_has_one_class():
     unused = set(entries) - {entry for found in of_key.values() for entry in found}
     assert unused == set(), "TABLE names keys that are not in the configuration"
     assert all(applies(key) for key in KEYS)
-    with pytest.raises(KeyError, match=r"rollout\.min_p is not in TABLE"):
-        applies("rollout.min_p")
+    with pytest.raises(KeyError, match=r"rollout\.min_tokens is not in TABLE"):
+        applies("rollout.min_tokens")
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ STOP = ["--stop", "runs/x"]
             ["c.toml", "--learning-rate", "1"],
             "--learning-rate: asyncrl has --learner.lr for it; flags of the configuration",
         ),
-        (["c.toml", "--top_p=0.9"], "--top_p: asyncrl has no such setting: the learner scores"),
+        (["c.toml", "--typical_p=0.9"], "--typical_p: asyncrl has no such setting: the learner scores"),
         (["c.toml", "--bogus"], "unrecognized arguments: --bogus; flags of the configuration are dotted keys"),
         (["c.toml", "--slurm"], "--nodes"),
         (["c.toml", "--nodes", "2"], "--slurm"),

@@ -13,12 +13,14 @@ from asyncrl.checkpoint.origin import Origin
 from asyncrl.config import Config
 from asyncrl.config.rollout import RolloutConfig, WeightsConfig
 from asyncrl.config.training import DataConfig, LearnerConfig, ModelConfig, RewardConfig
+from asyncrl.core.truncation import Truncation
 from asyncrl.learner.algorithm import batch
 from asyncrl.learner.algorithm.batch import OptimizerUpdatePlan, StepPlan
 from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.messages.groups import Group, Lease, Sequence, TokenRole, Trajectory, VersionSpan, sampled_positions
 from asyncrl.messages.ledger import Ledger
+from asyncrl.messages.token_sets import make_sets
 
 VOCABULARY = 48
 TEMPERATURE = 0.8
@@ -176,8 +178,10 @@ def make_state(version: int = 3, **fields: Any) -> CheckpointState:
     return CheckpointState(**(made | fields))
 
 
-def random_groups(seed: int, count: int, *, samples: int = 3, longest: int = 24) -> list[Group]:
-    """Groups with lengths, context, forks, rewards and behaviour log-probs of all kinds."""
+def random_groups(
+    seed: int, count: int, *, samples: int = 3, longest: int = 24, truncated: bool = False
+) -> list[Group]:
+    """Groups with lengths, context, forks, rewards and behaviour log-probs of all kinds; ``truncated``: and sets."""
     random = np.random.default_rng(seed)
     groups = []
     for index in range(count):
@@ -189,7 +193,17 @@ def random_groups(seed: int, count: int, *, samples: int = 3, longest: int = 24)
                 sequences.append(_random_sequence(random, int(random.integers(1, longest)), after=first))
             trajectories.append(make_trajectory(sequences=sequences, reward=float(random.normal())))
         groups.append(make_group(index, random.integers(0, VOCABULARY, 5).tolist(), trajectories))
-    return groups
+    return [_with_sets(group, random) for group in groups] if truncated else groups
+
+
+def _with_sets(group: Group, random: np.random.Generator) -> Group:
+    """Give each sampled token a random set with it."""
+    for sequence in (sequence for trajectory in group.trajectories for sequence in trajectory.sequences):
+        tokens = sequence.tokens[sampled_positions(sequence)].tolist()
+        others = [random.integers(0, VOCABULARY, random.integers(0, 9)).tolist() for _ in tokens]
+        sequence.sets = make_sets([sorted({token, *more}) for token, more in zip(tokens, others, strict=True)])
+    lease = msgspec.structs.replace(group.lease, truncation=Truncation(top_k=9))
+    return msgspec.structs.replace(group, lease=lease)
 
 
 def _random_sequence(random: np.random.Generator, length: int, after: Sequence | None = None) -> Sequence:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from learner.learner_cases import build_step, make_config, make_group, make_sequence, make_trajectory, random_groups
 
+from asyncrl.core.truncation import Truncation
 from asyncrl.messages.groups import Group, Turn, VersionSpan, check_group
+from asyncrl.messages.token_sets import make_sets
 
 
 def pair(**fields: Any) -> Group:
@@ -65,6 +68,26 @@ def test_a_broken_group_is_named_before_it_is_trained(fields, problem) -> None:
 def test_a_valid_group_passes_the_check(fields) -> None:
     assert check_group(pair(**fields)) is None
     assert all(check_group(group) is None for group in random_groups(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("truncated", "sets", "problem"),
+    [
+        (False, None, None),
+        (True, [[1, 4], [2]], None),
+        (True, None, "it has no token sets"),
+        (False, [[1, 4], [2]], "its lease truncates nothing"),
+        (True, [[1, 4]], "2 sampled tokens, 1 token sets"),
+        (True, [[1, 4], [3]], "sampled token 1 is not in its token set"),
+    ],
+)
+def test_the_sets_of_truncated_distributions_are_checked(truncated, sets, problem) -> None:
+    group = make_group(7, [1], [make_trajectory([1, 9, 2], roles="scs") for _ in range(2)])
+    lease = msgspec.structs.replace(group.lease, truncation=Truncation(top_k=4) if truncated else None)
+    for trajectory in group.trajectories:
+        trajectory.sequences[0].sets = None if sets is None else make_sets(sets)
+    found = check_group(msgspec.structs.replace(group, lease=lease))
+    assert found is None if problem is None else problem in str(found)
 
 
 def test_a_whole_group_is_checked_and_the_broken_sequence_is_named() -> None:

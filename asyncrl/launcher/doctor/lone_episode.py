@@ -143,6 +143,7 @@ def lone_lease(
         row=row,
         samples=samples,
         temperature=config.rollout.temperature,
+        truncation=config.rollout.truncation,
         max_tokens=config.rollout.max_tokens,
     )
 

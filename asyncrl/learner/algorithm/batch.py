@@ -379,6 +379,7 @@ class SampledSequence:
         self.behaviour = _as(chosen(sequence.logprobs), np.float32)
         self.advantages = chosen(advantages)
         self.staleness = chosen(stale)
+        self.sets = sequence.sets if sequence.sets is None or kept is None else sequence.sets.chosen(kept)
         self.teacher = np.empty(0, np.float32) if teacher is None else _as(chosen(teacher), np.float32)
 
     @classmethod

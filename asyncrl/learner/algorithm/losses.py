@@ -57,7 +57,10 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """N tokens of S sequences. Log-probs are of the sampled token, at the temperature of sampling, in nats."""
+    """N tokens of S sequences.
+
+    Log-probs are of the sampled token, in nats, at the temperature of sampling, and within its set if there is one.
+    """
 
     logprobs: Tensor
     """Log-prob under the weights that are trained: float32 [N], with a gradient."""

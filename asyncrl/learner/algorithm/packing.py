@@ -26,6 +26,8 @@ from typing import Protocol
 
 import numpy as np
 
+from asyncrl.messages.token_sets import TokenSets, join_sets
+
 LINEAR_TOKENS = 4096
 """Length at which attention's quadratic part costs as much as all matrix products.
 
@@ -264,6 +266,10 @@ class MicroBatch:
     """
     teacher: np.ndarray
     """Log-prob of the target by a teacher on a server, nats: float32 [N]; [0] without one."""
+    set_sizes: np.ndarray
+    """Size of the set from which the target was sampled: int32 [N]; 0 for the whole vocabulary."""
+    set_ids: np.ndarray
+    """Members of these sets, one set after the other: int32 [M]; [0] if no distribution was truncated."""
 
 
 class Computed(Protocol):
@@ -276,6 +282,7 @@ class Computed(Protocol):
     advantages: np.ndarray
     staleness: np.ndarray
     teacher: np.ndarray
+    sets: TokenSets | None
 
 
 def make_micro_batches(
@@ -371,6 +378,7 @@ def _row(
     counts = [len(s.predict) for s in members]
     layout = lay_out([s.input_ids for s in members], shared_prefixes.among(row))
     predict = [places[s.predict] for places, s in zip(layout.places, members, strict=True)]
+    sets = join_sets(s.sets or _whole(len(s.predict)) for s in members) or _whole(0)
     return MicroBatch(
         input_ids=layout.input_ids,
         lengths=layout.lengths,
@@ -384,7 +392,14 @@ def _row(
         weights=np.repeat(np.array([weights[i] for i in row], dtype=np.float32), counts),
         staleness=np.concatenate([s.staleness for s in members]),
         teacher=np.concatenate([s.teacher for s in members]),
+        set_sizes=sets.sizes,
+        set_ids=sets.ids,
     )
+
+
+def _whole(count: int) -> TokenSets:
+    """Sets of tokens that were sampled from the whole vocabulary."""
+    return TokenSets(ids=np.empty(0, np.int32), sizes=np.zeros(count, np.int32))
 
 
 def _filler() -> MicroBatch:
@@ -403,4 +418,6 @@ def _filler() -> MicroBatch:
         weights=nothing,
         staleness=-one,
         teacher=nothing,
+        set_sizes=one * 0,
+        set_ids=np.empty(0, np.int32),
     )

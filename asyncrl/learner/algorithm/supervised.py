@@ -17,6 +17,7 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import OptimizerUpdatePlan, StepPlan, SupervisedPlan
 from asyncrl.learner.algorithm.packing import MicroBatch, count_tokens, make_micro_batches, nothing_shared, pack
+from asyncrl.messages.token_sets import TokenSets
 from asyncrl.text.sft.conversations import Conversations, TokenizedRow
 from asyncrl.text.sft.encoding import Encoded
 
@@ -92,6 +93,7 @@ class _Demonstration:
         self.behaviour = self.advantages = np.zeros(count, np.float32)
         self.staleness = np.full(count, -1, np.int32)
         self.teacher = np.empty(0, np.float32)
+        self.sets: TokenSets | None = None
 
 
 def _with_terms(plan: StepPlan, terms: Sequence[SupervisedPlan], metrics: dict[str, float]) -> StepPlan:

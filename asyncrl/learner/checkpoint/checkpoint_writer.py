@@ -291,6 +291,7 @@ def _group_bytes(group: Group) -> int:
             for array in (sequence.prompt_ids, sequence.tokens, sequence.logprobs)
             if array is not None
         )
+        sets = sum(sequence.sets.ids.nbytes for sequence in trajectory.sequences if sequence.sets is not None)
         # The messages of a conversation take about as much as its tokens.
-        size += len(trajectory.text) + arrays * (2 if trajectory.messages else 1)
+        size += len(trajectory.text) + arrays * (2 if trajectory.messages else 1) + sets
     return size

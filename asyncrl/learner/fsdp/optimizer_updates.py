@@ -32,6 +32,7 @@ from asyncrl.learner.algorithm.token_sums import TokenSums, token_sums
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters
 from asyncrl.learner.fsdp.model.optimizers import Optimizer
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, local, make_row
+from asyncrl.learner.fsdp.model.row_sets import make_row_sets
 from asyncrl.learner.fsdp.ranks.ranks import OptimizerUpdateShape, Ranks, TermShape
 
 SUPERVISED_LOSS = "supervised loss"
@@ -152,8 +153,15 @@ class OptimizerUpdates:
         return logprobs
 
     def _row(self, batch: MicroBatch) -> PackedRow:
+        device = self._ranks.device
         return make_row(
-            batch.input_ids, batch.lengths, batch.predict, batch.targets, self._ranks.device, prefixes=batch.prefixes
+            batch.input_ids,
+            batch.lengths,
+            batch.predict,
+            batch.targets,
+            device,
+            prefixes=batch.prefixes,
+            sets=make_row_sets(batch.set_ids, batch.set_sizes, device),
         )
 
     def _score(self, rows: Sequence[PackedRow], temperature: float, *, several: bool) -> list[_Scored]:

@@ -513,6 +513,7 @@ class Trainer:
         self.steps, self.warm_steps = contents.steps, contents.warm_steps
 
     def _score_probe(self, sequences: Sequence[ProbeSequence]) -> Probe:
+        truncation = self._config.rollout.truncation
         with self._ranks.waiting("scoring the probe"), self._phase("probe"):
             return score_probe(
                 self.policy,
@@ -520,6 +521,8 @@ class Trainer:
                 temperature=self._config.rollout.temperature,
                 packed=self.packed,
                 device=self._ranks.device,
+                # Twice the largest set, since engine and learner may differ about the last tokens of a set.
+                least=0 if truncation is None else 2 * truncation.top_k,
             )
 
     def _step(self, command: Train, batches: Sequence[MicroBatch]) -> StepResult:

@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from asyncrl.core.errors import EngineDied
+from asyncrl.core.truncation import Truncation
 from asyncrl.messages.groups import VersionSpan
+from asyncrl.messages.token_sets import TokenSets, join_sets
 from asyncrl.messages.weights import BroadcastPart
 from asyncrl.weights.held_version import HeldVersion
 
@@ -43,6 +45,8 @@ class GenerationRequest:
     """Most tokens that this submission may sample."""
     temperature: float
     """Temperature; 0 is greedy, only for evaluation."""
+    truncation: Truncation | None = None
+    """Truncation of the distribution; None samples from the whole one."""
     seed: int | None
     """Seed of the sampling noise, the same for all submissions of a response; None: the engine chooses one. A later
     submission does not reuse the noise of earlier ones."""
@@ -68,7 +72,9 @@ class TokenDelta:
 
     tokens: list[int]
     logprobs: list[float]
-    """Log-prob of each token when it was sampled (nats, after temperature)."""
+    """Log-prob of each token when it was sampled (nats, after temperature and truncation)."""
+    sets: TokenSets | None = None
+    """The set from which each token was sampled, if the request has a truncation and the delta has tokens."""
     finish_reason: Literal["stop", "length", "abort"] | None = None
     """``stop``: the last token is the end-of-sequence token or one of the request's ``stop_token_ids``. None: further
     deltas follow."""
@@ -185,6 +191,7 @@ class DeltaStream:
             delta = TokenDelta(
                 tokens=held.tokens + delta.tokens,
                 logprobs=held.logprobs + delta.logprobs,
+                sets=join_sets((held.sets, delta.sets)),
                 finish_reason=delta.finish_reason,
                 spans=delta.spans,
                 cached_tokens=max(held.cached_tokens, delta.cached_tokens),

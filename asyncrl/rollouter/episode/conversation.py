@@ -33,6 +33,7 @@ from asyncrl.messages.episodes import ToolCall
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.reward import LARGEST
+from asyncrl.messages.token_sets import TokenSets
 from asyncrl.rollouter.episode.message_tree import MessageTree, Point, digest, is_answer, message_digest, minted_id
 from asyncrl.rollouter.episode.nodes import Node, depth_first, past_rewards, sequences_of, shared_prefix
 from asyncrl.text.chat.chat_messages import Message
@@ -231,6 +232,7 @@ class Conversation:
         tokens: Sequence[int],
         logprobs: Sequence[float],
         spans: Sequence[VersionSpan],
+        sets: TokenSets | None = None,
         finish: FinishReason,
         content: str,
         reasoning: str | None = None,
@@ -264,6 +266,7 @@ class Conversation:
             shared=prompt.shared,
             length=len(prompt.ids) + len(tokens),
             logprobs=scores,
+            sets=sets,
             spans=tuple(spans),
             finish=finish,
             message=_message(content, reasoning, minted),

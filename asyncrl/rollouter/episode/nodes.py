@@ -25,6 +25,7 @@ from asyncrl.messages import FinishReason
 from asyncrl.messages.episodes import ToolCall
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.groups import Turn, VersionSpan
+from asyncrl.messages.token_sets import TokenSets, join_sets
 
 _NOT_SAMPLED = -1
 """Version in the spans of tokens whose role is not ``sampled``."""
@@ -76,6 +77,7 @@ def _sequence(path: Sequence[Node], new_ids: set[int], past_rewards: Mapping[int
         logprobs=np.concatenate([node.logprobs for node in path if node.id in new_ids]),
         spans=spans,
         turns=turns,
+        sets=join_sets(node.sets for node in path if node.id in new_ids),
     )
 
 
@@ -119,6 +121,8 @@ class Node:
     """Length of its path (tokens)."""
     logprobs: np.ndarray
     """Log-probs of the sampled tokens: float32, nats."""
+    sets: TokenSets | None
+    """The sets from which they were sampled; None if the distribution was not truncated."""
     spans: tuple[VersionSpan, ...]
     """Version spans of the sampled tokens, counted from the first of them."""
     finish: FinishReason
@@ -170,6 +174,7 @@ class Node:
         assert np.array_equal(self.path_ids(), whole), "the path is what was submitted and sampled"
         assert self.length == len(whole)
         assert len(self.logprobs) == len(sampled), "one log-prob for each sampled token"
+        assert self.sets is None or len(self.sets.sizes) == len(sampled), "one set for each sampled token"
         ends = [0, *(span.end for span in self.spans)]
         assert ends[-1] == len(sampled), "one version for each sampled token"
         assert all(

@@ -402,6 +402,7 @@ class Sessions:
             tokens=response.tokens,
             logprobs=response.logprobs,
             spans=response.spans,
+            sets=response.sets,
             finish=response.finish_reason,
             content=content,
             reasoning=parsed.reasoning,

@@ -21,19 +21,22 @@ import math
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from asyncrl.config.monitor import DriftConfig
+from asyncrl.core.truncation import Truncation
 from asyncrl.messages.weights import Probe
 from asyncrl.rollouter.engines.base import FIRST, Engine, GenerationRequest
 
 
-async def probe_engine(engine: Engine, probe: Probe, *, version: int, temperature: float) -> Drift:
-    """Send a probe to an engine that has loaded ``version`` and measure its drift; ``temperature`` is the run's.
+async def probe_engine(
+    engine: Engine, probe: Probe, *, version: int, temperature: float, truncation: Truncation | None = None
+) -> Drift:
+    """Send a probe to an engine that has loaded ``version`` and measure its drift.
 
-    Raises EngineDied.
+    ``temperature`` and ``truncation`` are the run's. Raises EngineDied.
     """
     sequences = [part.tolist() for part in np.split(probe.tokens, np.cumsum(probe.lengths)[:-1])]
     requests = [
@@ -42,6 +45,7 @@ async def probe_engine(engine: Engine, probe: Probe, *, version: int, temperatur
             prompt_ids=sequences[number][:place],
             max_tokens=1,
             temperature=temperature,
+            truncation=truncation,
             seed=None,
             cache_salt=f"v{version}",
             priority=FIRST,
@@ -62,7 +66,11 @@ async def _sample(engine: Engine, request: GenerationRequest) -> Sample | None:
     sampled: list[Sample] = []
     async with aclosing(engine.generate(request)) as deltas:  # type: ignore[type-var]
         async for delta in deltas:
-            sampled += zip(delta.tokens, delta.logprobs, strict=True)
+            if delta.tokens:
+                members = None if delta.sets is None else delta.sets.first(1).ids
+                # Without the set that it was sampled from, a token of a truncated distribution cannot be trained.
+                lost = request.truncation is not None and members is None
+                sampled.append(Sample(delta.tokens[0], math.nan if lost else delta.logprobs[0], members))
     return sampled[0] if sampled else None
 
 
@@ -74,8 +82,15 @@ NORMAL = math.sqrt(math.pi / 2)
 FAR = 1e6
 """Drift (nats) of an engine whose log-probs are not finite; above every drift.stop."""
 
-Sample: TypeAlias = tuple[int, float]
-"""A token and its log-prob (nats)."""
+
+class Sample(NamedTuple):
+    """A sampled token."""
+
+    token: int
+    logprob: float
+    """Its log-prob, nats; NaN if the engine did not return its set."""
+    members: np.ndarray | None = None
+    """int32: the set that it was sampled from; None if the distribution was not truncated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +133,24 @@ def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequ
     differences: list[float] = []
     for sample, likeliest, learner_logprobs in zip(samples, probe.likeliest, probe.likeliest_logprobs, strict=True):
         if sample is not None:
-            token, logprob = sample
+            if sample.members is not None:
+                inside = np.isin(likeliest, sample.members)
+                # The learner has to know the probability of the whole set.
+                if inside.sum() < len(sample.members):
+                    continue
+                learner_logprobs = learner_logprobs - np.logaddexp.reduce(learner_logprobs[inside].astype(np.float64))
             # Without a match the learner sent no log-prob of the token, and the token is left out.
-            differences += [logprob - float(learner_logprobs[at]) for at in np.flatnonzero(likeliest == token)]
+            found = np.flatnonzero(likeliest == sample.token)
+            differences += [sample.logprob - float(learner_logprobs[at]) for at in found]
     sampled = np.array(differences, np.float64)
+    # A few finite differences say little.
+    enough = len(sampled) >= MIN_SAMPLES or not np.isfinite(sampled).all()
     everything = np.abs(np.concatenate([scored, sampled]))
     with np.errstate(over="ignore", invalid="ignore"):
         kl = np.expm1(scored) - scored
     return Drift(
         scored=_root_mean_square(scored),
-        sampled=_finite(NORMAL * np.abs(sampled).mean()) if len(sampled) >= MIN_SAMPLES else None,
+        sampled=_finite(NORMAL * np.abs(sampled).mean()) if enough else None,
         worst=_finite(everything.max(initial=0.0)),
         kl=_finite(kl.mean()) if len(kl) else 0.0,
         tokens=len(everything),
@@ -210,7 +233,8 @@ def explain(drift: Drift) -> str:
     if drift.sampled is not None and drift.sampled > 2 * drift.scored:
         cause = (
             "the weights agree and what is sampled does not, so the engine changes its logits: another temperature "
-            "than rollout.temperature, a cut of the distribution, a penalty; look at rollout.vllm.extra and at plugins"
+            "than rollout.temperature, a cut of the distribution whose token sets it does not return, a penalty; look "
+            "at rollout.vllm.extra and at plugins"
         )
     else:
         cause = (

@@ -392,7 +392,10 @@ class EngineHost:
         """Measure the drift of the engine, under its loaded weights, from the learner's log-probs in ``probe``."""
         assert self._loaded is not None
         temperature = self._config.rollout.temperature
-        return await probe_engine(self.engine, probe, version=self._loaded, temperature=temperature)
+        truncation = self._config.rollout.truncation
+        return await probe_engine(
+            self.engine, probe, version=self._loaded, temperature=temperature, truncation=truncation
+        )
 
     def _admit(self) -> None:
         """Admit submissions. Requests kept over the pause open a sampling interval at once."""

@@ -5,10 +5,10 @@
 ``PolicyCall.generate`` hides weight updates, pauses and deaths of engines: it returns when the response is finished. A
 response consists of one or more *submissions*, requests to engines. Each continues after the tokens of those before it.
 
-Invariants: after each submission, tokens, log-probs and version spans cover the same positions. Every token keeps the
-log-prob and the version that sampled it, over aborts, resumes and the death of an engine. There are never more than
-``max_tokens``. Received tokens are dropped only beyond ``max_tokens``, after a stop string, or if their version is
-unknown (``Response.cut_submission``).
+Invariants: after each submission, tokens, log-probs, token sets and version spans cover the same positions. Every token
+keeps the log-prob and the version that sampled it, over aborts, resumes and the death of an engine. There are never
+more than ``max_tokens``. Received tokens are dropped only beyond ``max_tokens``, after a stop string, or if their
+version is unknown (``Response.cut_submission``).
 
 Fails with TrajectoryFailed when engines have died of the prompt too often (``after_death``). Any other death does not
 count as an attempt, and the next engine continues after the kept tokens.
@@ -30,6 +30,7 @@ from asyncrl.config.rollout import AUTO_START
 from asyncrl.core.errors import EngineDied
 from asyncrl.messages.groups import Lease, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
+from asyncrl.messages.token_sets import TokenSets, join_sets
 from asyncrl.observe.trace import FIRST_SLOT, Trace
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.serving.admission import Concurrency, Slots
@@ -60,6 +61,8 @@ class Response:
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
+    set_parts: list[TokenSets] = field(default_factory=list)
+    """The sets of the tokens, in parts; empty if the distribution is not truncated."""
     submissions: int = 0
     computed: int = 0
     """Number of tokens, prompt included, that the engine has computed; 0 after its death. At the start of a call in an
@@ -93,7 +96,14 @@ class Response:
         self._submission_start = len(self.tokens)
         self._submission_version = version
 
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], decode: Decode) -> bool:
+    @property
+    def sets(self) -> TokenSets | None:
+        """The sets from which the tokens were sampled; None if the distribution is not truncated."""
+        return join_sets(self.set_parts)
+
+    def extend(
+        self, tokens: Sequence[int], logprobs: Sequence[float], decode: Decode, sets: TokenSets | None = None
+    ) -> bool:
         """Append the tokens of a delta, up to ``max_tokens``; returns True if a stop string ends the response.
 
         In that case it drops the tokens after the one that completes the stop string.
@@ -103,6 +113,8 @@ class Response:
         room = self.remaining
         self.tokens.extend(tokens[:room])
         self.logprobs.extend(logprobs[:room])
+        if sets is not None:
+            self.set_parts.append(sets.first(room))
         strings = self.stops.strings
         if not strings:
             return False
@@ -119,10 +131,16 @@ class Response:
                 high = middle
             else:
                 low = middle + 1
-        del self.tokens[low:]
-        del self.logprobs[low:]
+        self._cut(low)
         self.finish_reason = "stop"
         return True
+
+    def _cut(self, count: int) -> None:
+        """Drop all tokens but the first ``count``."""
+        del self.tokens[count:]
+        del self.logprobs[count:]
+        if (sets := self.sets) is not None:
+            self.set_parts = [sets.first(count)]
 
     def _window_start(self, end: int, decode: Decode) -> int:
         """Return the index from which to decode, to find every stop string that ends after the first ``end`` tokens.
@@ -175,8 +193,7 @@ class Response:
             self.finish_reason = None
             # The dropped tokens are the last of the computed ones.
             self.computed = max(0, self.computed - (len(self.tokens) - known))
-            del self.tokens[known:]
-            del self.logprobs[known:]
+            self._cut(known)
         self.end_submission("abort")
 
 
@@ -245,6 +262,7 @@ class PolicyCall:
                     prompt_ids=[*ids, *response.tokens],
                     max_tokens=response.remaining,
                     temperature=lease.temperature,
+                    truncation=lease.truncation,
                     seed=request_seed(self._config.run.seed, key) if self._config.rollout.request_seeds else None,
                     stop_token_ids=stops.token_ids,
                     # Under keep_kv = "stale" a load does not drop the cache. The salt keeps new requests from using
@@ -272,7 +290,7 @@ class PolicyCall:
             async with aclosing(self._host.stream(request, self._lease, lost=lost)) as deltas:
                 async for delta in deltas:
                     if not stopped and delta.tokens:
-                        stopped = response.extend(delta.tokens, delta.logprobs, self._tokenizer.decode)
+                        stopped = response.extend(delta.tokens, delta.logprobs, self._tokenizer.decode, delta.sets)
                         version = delta.spans[-1].version if delta.spans else self._host.version
                         response.computed, response.computed_at = prompt + len(response.tokens), version
                         response.computed_sleeps = sleeps
@@ -402,6 +420,7 @@ class SingleTurn:
                     tokens=np.array(response.tokens, np.int32),
                     logprobs=np.array(response.logprobs, np.float32),
                     spans=response.spans,
+                    sets=response.sets,
                 )
             ],
             finish_reason=response.finish_reason,

@@ -315,6 +315,29 @@ def test_sequences_of_advantage_0_are_left_out_and_change_nothing_else(
     assert {row for row in _computed(plan) if row[4]} == {row for row in _computed(whole) if row[4]}
 
 
+@given(st.integers(0, 2**32 - 1), st.integers(1, 2), st.booleans(), st.sampled_from(["train", "mask"]))
+@settings(max_examples=examples(25), deadline=None)
+def test_each_target_keeps_the_set_that_it_was_sampled_from(seed, world_size, shared, late) -> None:
+    """Tokens are known by their log-probs, of which no two are equal. Versions make some tokens late."""
+    groups = random_groups(seed, 3, truncated=True)
+    sets: dict[float, list[int]] = {}
+    for sequence in (s for group in groups for trajectory in group.trajectories for s in trajectory.sequences):
+        members = np.split(sequence.sets.ids, np.cumsum(sequence.sets.sizes)[:-1])
+        sets |= dict(zip(sequence.logprobs.tolist(), map(np.ndarray.tolist, members), strict=True))
+        sequence.spans = [replace(s, version=s.start % 3) if s.version >= 0 else s for s in sequence.spans]
+    config = changed(make_config(), staleness={"max": 1, "late": late})
+    plan = build_step(groups, version=2, config=config, world_size=world_size, packed=True, shared=shared)
+    found = 0
+    for batch in (batch for update in plan.updates for rank in update.ranks for batch in rank):
+        assert len(batch.set_sizes) == len(batch.predict)
+        members = np.split(batch.set_ids, np.cumsum(batch.set_sizes)[:-1])
+        for i, segment in enumerate(batch.segments):
+            is_filler = batch.sequences[segment] < 0
+            assert members[i].tolist() == ([] if is_filler else sets[batch.behaviour[i].item()])
+            found += not is_filler
+    assert found == len(sets) if late == "train" else found < len(sets)
+
+
 def test_a_users_advantage_that_fails_is_named() -> None:
     config = make_config(advantage="losses_of_a_user:odd_advantage")
     with pytest.raises(ConfigError, match=r"learner\.advantage: losses_of_a_user:odd_advantage failed: KeyError"):

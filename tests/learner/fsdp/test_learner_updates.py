@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from asyncrl.core.errors import NonFiniteStep
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.losses import TokenBatch
+from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.algorithm.scoring import build_scoring
 from asyncrl.learner.algorithm.user_functions import make_objective
 
@@ -48,14 +49,21 @@ BUDGETS = (10_000, 10)
 def _plan(config, step: int, *, packed: bool = True, budget: int | None = None) -> StepPlan:
     if budget is not None:
         config = changed(config, learner={"tokens_per_microbatch": budget})
-    return build_step(random_groups(step, 4), version=0, config=config, world_size=config.learner.ranks, packed=packed)
+    groups = random_groups(step, 4, truncated=config.rollout.truncation is not None)
+    return build_step(groups, version=0, config=config, world_size=config.learner.ranks, packed=packed)
 
 
-def _score(model: Any, ids: np.ndarray, predict: np.ndarray, targets: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = model(torch.from_numpy(ids).long()[None]).logits[0, torch.from_numpy(predict).long()]
-    logp = torch.log_softmax(logits / TEMPERATURE, dim=-1)
-    taken = logp[torch.arange(len(targets)), torch.from_numpy(targets).long()]
-    return taken, -(logp.exp() * logp).sum(-1)
+def _score(model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the targets within their sets, and entropies."""
+    logits = model(torch.from_numpy(batch.input_ids).long()[None]).logits[0, torch.from_numpy(batch.predict).long()]
+    ends = np.cumsum(batch.set_sizes)
+    taken, entropies = [], []
+    for row, target, size, end in zip(logits / TEMPERATURE, batch.targets.tolist(), batch.set_sizes, ends, strict=True):
+        members = batch.set_ids[end - size : end].tolist() or list(range(len(row)))
+        logp = torch.log_softmax(row[members], dim=-1)
+        taken.append(logp[members.index(target)])
+        entropies.append(-(logp.exp() * logp).sum())
+    return torch.stack(taken), torch.stack(entropies)
 
 
 def _plain(folder: Path, config) -> list[dict[str, np.ndarray]]:
@@ -68,16 +76,15 @@ def _plain(folder: Path, config) -> list[dict[str, np.ndarray]]:
     gradients = []
     for update in _plan(config, 0, packed=False).updates:
         for (batch,) in zip(update.ranks[0], strict=True):
-            score = (batch.input_ids, batch.predict, batch.targets)
             now = [p.detach().clone() for p in model.parameters()]
             with torch.no_grad():
                 for parameter, value in zip(model.parameters(), first, strict=True):
                     parameter.copy_(value)
-                proximal = _score(model, *score)[0]
-                frozen = _score(other, *score)[0] if other else None
+                proximal = _score(model, batch)[0]
+                frozen = _score(other, batch)[0] if other else None
                 for parameter, value in zip(model.parameters(), now, strict=True):
                     parameter.copy_(value)
-            logprobs, entropies = _score(model, *score)
+            logprobs, entropies = _score(model, batch)
             tokens = TokenBatch(
                 logprobs=logprobs,
                 entropies=entropies,
@@ -119,16 +126,21 @@ def _error(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> flo
     return (difference / sum(float((b.astype(np.float64) ** 2).sum()) for _, b in pairs)) ** 0.5
 
 
+@pytest.mark.parametrize("truncated", [False, True])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_gradient_does_not_depend_on_the_micro_batches(name, folder, other, run) -> None:
-    """2 ranks, two budgets, sequences of unequal lengths; in one way a rank has less to do than the other."""
+def test_the_gradient_does_not_depend_on_the_micro_batches(name, truncated, folder, other, run) -> None:
+    """2 ranks, two budgets, sequences of unequal lengths; in one way a rank has less to do than the other.
+
+    ``truncated``: every model counts within the sets that the tokens were sampled from.
+    """
     settings: dict[str, Any] = {"lr": 0.0, "max_grad_norm": 1e9} | OBJECTIVES[name]
     if "kl" in settings:
         settings["kl"] = settings["kl"] | {"path": str(other)}
     elif "teacher" in settings:
         settings["teacher"] = str(other)
-    (expected,) = _plain(folder, make_config(folder, **settings))
-    config = make_config(folder, ranks=2, **settings)
+    rollout = {"top_k": 9 if truncated else 0}
+    (expected,) = _plain(folder, changed(make_config(folder, **settings), rollout=rollout))
+    config = changed(make_config(folder, ranks=2, **settings), rollout=rollout)
     plans = [_plan(config, 0, budget=budget).updates[0].ranks for budget in BUDGETS]
     assert any(batch.sequences[0] < 0 for ranks in plans for rank in ranks for batch in rank)
     (found, _), _ = run(config, _gradients, *BUDGETS)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import harness
+import numpy as np
 import pytest
 import torch
 from published_weights import stage
@@ -37,6 +38,7 @@ class Answer:
     spans: list[VersionSpan] = field(default_factory=list)
     reason: str | None = None
     cached: int = 0
+    sets: list[list[int]] = field(default_factory=list)
 
 
 def ask(prompt: list[int] = PROMPT, **fields: Any) -> GenerationRequest:
@@ -51,6 +53,9 @@ async def collect(engine: Engine, request: GenerationRequest, answer: Answer | N
         assert len(delta.tokens) == len(delta.logprobs)
         answer.tokens += delta.tokens
         answer.logprobs += delta.logprobs
+        if delta.sets is not None:
+            assert len(delta.sets.sizes) == len(delta.tokens)
+            answer.sets += (part.tolist() for part in np.split(delta.sets.ids, np.cumsum(delta.sets.sizes)[:-1]))
         answer.reason = delta.finish_reason
         answer.spans = delta.spans
         answer.cached = delta.cached_tokens
@@ -69,7 +74,8 @@ async def in_parts(engine: Engine, length: int, each: int, **fields: Any) -> tup
             stream = tasks.create_task(collect(engine, request, part))
             await until(lambda: stream.done() or len(part.tokens) > each)  # noqa: B023
             await engine.abort([request.id])
-        whole = Answer(whole.tokens + part.tokens, whole.logprobs + part.logprobs, reason=part.reason)
+        sets = whole.sets + part.sets
+        whole = Answer(whole.tokens + part.tokens, whole.logprobs + part.logprobs, reason=part.reason, sets=sets)
         if part.reason != "abort":
             return whole, submissions
     raise AssertionError("unreachable")

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 from published_weights import stage
 from rollouter.engines import engine_cases
 from rollouter.engines.engine_cases import (
@@ -35,11 +37,13 @@ from tiny_models import Publisher, logprobs_of, make_model, parameters_of, save_
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError, EngineDied, WeightsCorrupt
+from asyncrl.core.truncation import Truncation
 from asyncrl.messages.groups import VersionSpan
+from asyncrl.messages.token_sets import make_sets
 from asyncrl.rollouter.engines import make_engine
-from asyncrl.rollouter.engines.base import Engine
+from asyncrl.rollouter.engines.base import DeltaStream, Engine, TokenDelta
 from asyncrl.rollouter.engines.reference import model as model_module
-from asyncrl.rollouter.engines.reference.model import Model, choose, uniform
+from asyncrl.rollouter.engines.reference.model import Model, choose, truncate, uniform
 from asyncrl.weights.broadcast import Sender
 
 TOLERANCE = 1e-5
@@ -165,6 +169,66 @@ def test_noise_is_uniform_and_the_choice_has_the_right_shares():
             assert abs(chosen[token] / len(noise) - share) <= 5 * math.sqrt(share * (1 - share) / len(noise))
     # A token without probability is never chosen, not even at the edges.
     assert [choose(logits, 1.0, u)[0] for u in (0.0, 1 - 2**-52)] == [0, 3]
+
+
+@given(
+    st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 2.0, -math.inf]), min_size=1, max_size=7),
+    st.sampled_from([0.21, 0.53, 0.87, 1.0]),
+    st.integers(1, 8),
+    st.sampled_from([0.0, 0.05, 0.5]),
+    st.sampled_from([0.5, 1.0]),
+)
+@example([2.0, 0.5, 0.0, -1.0], 0.77, 2, 0.0, 1.0)
+def test_a_truncation_cuts_as_a_plain_loop_does(values, top_p, top_k, min_p, temperature):
+    """Many logits are equal. min_p first, then top_k, then top_p of what is left."""
+    assume(max(values) > -math.inf)
+    logits = torch.tensor(values)
+    left = dict(enumerate(torch.softmax(logits.double() / temperature, -1).tolist()))
+    left = {token: p for token, p in left.items() if p > 0 and p >= min_p * max(left.values())}
+    least = sorted(left.values(), reverse=True)[:top_k][-1]
+    left = {token: p for token, p in left.items() if p >= least}
+    kept: list[int] = []
+    for token in sorted(left, key=lambda token: (-left[token], token)):
+        if sum(left[each] for each in kept) / sum(left.values()) < top_p - 1e-12:
+            kept.append(token)
+    found = truncate(logits, temperature, Truncation(top_p=top_p, top_k=top_k, min_p=min_p))
+    assert found.isfinite().nonzero()[:, 0].tolist() == sorted(kept)
+    assert found[kept].tolist() == logits[kept].tolist()
+
+
+async def test_deltas_that_are_merged_keep_their_sets():
+    stream = DeltaStream()
+    for sets in ([[1, 2]], [[3], [4, 5, 6]], None):
+        tokens = [members[0] for members in sets or []]
+        stream.put(TokenDelta(tokens=tokens, logprobs=[-1.0] * len(tokens), sets=sets and make_sets(sets)))
+    delta = await stream.get()
+    assert delta.sets is not None
+    assert (delta.tokens, delta.sets.ids.tolist(), delta.sets.sizes.tolist()) == ([1, 3, 4], [*range(1, 7)], [2, 1, 3])
+
+
+@pytest.mark.parametrize(
+    "truncation", [Truncation(top_p=0.9), Truncation(top_k=5), Truncation(min_p=0.1), Truncation(top_p=0.8, top_k=20)]
+)
+async def test_tokens_of_a_truncated_distribution_come_with_their_sets(serving, models, truncation):
+    """The log-prob is that within the set, and a resume changes not a bit."""
+    async with serving() as served:
+        whole, seed = Answer(), 0
+        while len(whole.tokens) < 40:
+            seed += 1
+            how = {"temperature": 0.8, "seed": seed}
+            whole = await collect(served.engine, ask(truncation=truncation, max_tokens=60, **how))
+        parts, submissions = await in_parts(served.engine, 60, 15, truncation=truncation, **how)
+        plain = await collect(served.engine, ask(max_tokens=60, **how))
+    assert submissions > 1
+    assert (parts.tokens, parts.logprobs, parts.sets) == (whole.tokens, whole.logprobs, whole.sets)
+    assert plain.sets == [] and plain.tokens != whole.tokens
+    with torch.no_grad():
+        logits = models[0](torch.tensor([PROMPT + whole.tokens])).logits[0, len(PROMPT) - 1 : -1]
+    assert len({len(members) for members in whole.sets}) > 1 or truncation.top_k == 5
+    for row, token, logprob, members in zip(logits, whole.tokens, whole.logprobs, whole.sets, strict=True):
+        assert members == truncate(row, 0.8, truncation).isfinite().nonzero()[:, 0].tolist()
+        within = torch.log_softmax(row[members].double() / 0.8, -1)
+        assert abs(logprob - float(within[members.index(token)])) < TOLERANCE
 
 
 # --- pauses and updates -------------------------------------------------------------------------------------

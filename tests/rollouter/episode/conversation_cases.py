@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, field
 
 from asyncrl.messages.groups import VersionSpan
+from asyncrl.messages.token_sets import make_sets
 
 START, END, THINK, THOUGHT, CALL, CALLED = range(1, 7)
 NEWLINE = ord("\n")
@@ -170,6 +171,7 @@ class Player:
             tokens=tokens,
             logprobs=logprobs,
             spans=spans_of(each),
+            sets=make_sets([[token] * (1 + place % 2) for place, token in enumerate(tokens)]),
             finish="length" if cut else "stop",
             content=content,
             reasoning=reasoning,

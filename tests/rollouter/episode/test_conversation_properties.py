@@ -174,6 +174,7 @@ def each_sampled_token_is_trained_once_in_its_context(player):
         whole = [*sequence.prompt_ids.tolist(), *sequence.tokens.tolist()]
         prompt = len(sequence.prompt_ids)
         scores = iter(sequence.logprobs.tolist())
+        members = iter(np.split(sequence.sets.ids, np.cumsum(sequence.sets.sizes)[:-1]))
         end = 0
         for span in sequence.spans:
             assert span.start == end < span.end
@@ -185,7 +186,8 @@ def each_sampled_token_is_trained_once_in_its_context(player):
                 call, place = sampled[score]
                 assert whole[: prompt + position] == [*call.submitted, *call.tokens[:place]]
                 assert (whole[prompt + position], span.version) == (call.tokens[place], call.versions[place])
-        assert end == len(sequence.tokens) and next(scores, None) is None
+                assert next(members).tolist() == [call.tokens[place]] * (1 + place % 2)
+        assert end == len(sequence.tokens) and next(scores, None) is None and next(members, None) is None
         assert prompt > 0 and sequence.spans[0].role != "context" and sequence.spans[-1].role == "sampled"
     assert sorted(trained) == sorted(sampled)
 

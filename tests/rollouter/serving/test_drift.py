@@ -16,7 +16,9 @@ from virtual import run_virtual
 
 from asyncrl.config.monitor import DriftConfig
 from asyncrl.core.errors import ConfigError, EngineDied, WeightsCorrupt
+from asyncrl.core.truncation import Truncation
 from asyncrl.messages.groups import VersionSpan
+from asyncrl.messages.token_sets import make_sets
 from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.serving.drift import (
     FAR,
@@ -25,6 +27,8 @@ from asyncrl.rollouter.serving.drift import (
     ROUNDING,
     Drift,
     DriftLimits,
+    Sample,
+    explain,
     find_limits,
     judge,
     measure_drift,
@@ -49,7 +53,7 @@ def test_the_drift_is_the_larger_of_both_sets(off, sampled):
 
 def test_tokens_without_a_log_prob_of_the_learner_and_unsampled_ones_are_left_out():
     samples = samples_of(PROBE, 0.2)
-    samples[0], samples[1], samples[4] = (99, -40.0), None, (7, -1.6)
+    samples[0], samples[1], samples[4] = Sample(99, -40.0), None, Sample(7, -1.6)
     drift = measure_drift(PROBE, scores_of(PROBE), samples)
     assert drift.sampled == pytest.approx(NORMAL * (7 * 0.2 + 0.6) / 8), "one that is far off is one of eight"
     assert drift.tokens == 5 + 8
@@ -70,7 +74,7 @@ def test_a_logprob_that_is_not_a_number_is_infinitely_far(value):
     drift = measure_drift(PROBE, scores, samples)
     assert (drift.nats, drift.kl) == (FAR, FAR)
     assert judge(drift, find_limits(DriftConfig(warn=1.0, stop=FAR), float32=False)) == "stop"
-    samples[3] = (7, value)
+    samples[3] = Sample(7, value)
     assert measure_drift(PROBE, scores_of(PROBE), samples).nats == FAR
 
 
@@ -135,17 +139,19 @@ class Asked:
         await self._wait()
         if self.does == "dies":
             raise EngineDied("rollouter/0", "gone")
-        token, logprob = samples_of(PROBE)[index]
+        token, logprob, _ = samples_of(PROBE)[index]
         if self.does == "aborts" and index % 5 == 0:
             yield TokenDelta(tokens=[], logprobs=[], finish_reason="abort")
+        elif self.does == "truncates":
+            yield TokenDelta(tokens=[token], logprobs=[0.0], sets=make_sets([[token]]), finish_reason="length")
         else:
             yield TokenDelta(tokens=[token], logprobs=[logprob], finish_reason="length")
 
 
-def probe(engine):
+def probe(engine, truncation=None):
     async def main():
         async with asyncio.timeout(5.0):
-            return await probe_engine(engine, PROBE, version=4, temperature=0.7)
+            return await probe_engine(engine, PROBE, version=4, temperature=0.7, truncation=truncation)
 
     return run_virtual(main())
 
@@ -161,6 +167,26 @@ def test_probe_tokens_are_sampled_as_in_the_run_and_all_at_once():
         assert request.priority < 0
     drift = probe(Asked("aborts"))
     assert (drift.nats, drift.tokens) == (pytest.approx(0.0), 5 + 8), "aborted tokens are left out"
+
+
+def test_tokens_of_truncated_distributions_are_compared_within_their_sets():
+    """A token is left out if the learner does not know its whole set."""
+    one, two, unknown = (np.array(members, np.int32) for members in ([7], [8, 7], [7, 9]))
+    whole = math.log(math.exp(-1.0) + math.exp(-2.0))
+    samples = [Sample(7, 0.2, one), Sample(7, -1.0 - whole + 0.2, two), Sample(8, -2.0 - whole + 0.2, two)] * 3
+    drift = measure_drift(PROBE, scores_of(PROBE), [*samples, Sample(7, -9.0, unknown)])
+    assert drift.sampled == pytest.approx(NORMAL * 0.2)
+    assert drift.tokens == 5 + 9
+
+
+def test_an_engine_that_truncates_and_returns_no_sets_is_infinitely_far():
+    truncation = Truncation(top_k=1)
+    engine = Asked("truncates")
+    assert probe(engine, truncation).nats == pytest.approx(0.0)
+    assert {request.truncation for request in engine.requests} == {truncation}
+    assert measure_drift(make_probe(1), scores_of(PROBE), [Sample(7, math.nan)]).nats == FAR, "one is enough"
+    drift = probe(Asked(), truncation)
+    assert drift.nats == FAR and "whose token sets it does not return" in explain(drift)
 
 
 @pytest.mark.parametrize(("does", "error"), [("dies", EngineDied), ("hangs", TimeoutError)])

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.messages.groups import VersionSpan
+from asyncrl.messages.token_sets import make_sets
 from asyncrl.rollouter.serving.generation import Response
 from asyncrl.text.stops import Stops
 
@@ -43,6 +44,35 @@ def test_i3_every_token_keeps_its_logprob_and_version_over_any_number_of_resumes
     assert all(span.start == end for span, end in zip(response.spans, ends, strict=False))
 
 
+@given(
+    st.integers(1, 40),
+    st.lists(st.tuples(st.lists(st.integers(1, 10), max_size=4), st.booleans(), st.integers(0, 9)), max_size=8),
+)
+def test_every_token_keeps_its_set_over_resumes_limits_and_deaths(max_tokens, submissions):
+    """Token n has a set of n % 3 + 1 members that begins with n."""
+    response, sampled = Response(max_tokens=max_tokens), 0
+    for deltas, died, lost in submissions:
+        if response.finish_reason is not None:
+            break
+        response.submitted(1)
+        start = len(response.tokens)
+        for size in deltas:
+            numbers = range(sampled, sampled + size)
+            sampled += size
+            sets = make_sets([[number] * (number % 3 + 1) for number in numbers])
+            response.extend(numbers, [-1.0] * size, decode, sets)
+        if died:
+            response.cut_submission(max(start, len(response.tokens) - lost))
+        else:
+            response.end_submission("abort", [VersionSpan(1, 0, sampled)] if len(response.tokens) > start else [])
+    sets = response.sets
+    if not response.tokens:
+        assert sets is None or not len(sets.sizes)
+        return
+    assert sets.sizes.tolist() == [token % 3 + 1 for token in response.tokens]
+    assert sets.ids.tolist() == [token for token in response.tokens for _ in range(token % 3 + 1)]
+
+
 def test_i3_a_version_switch_within_a_submission_keeps_its_position():
     response = response_with()
     response.extend([0, 1, 2, 3], [0.0] * 4, decode)
@@ -62,9 +92,10 @@ def test_i3_a_stop_string_that_straddles_the_cut_still_stops(cut):
         if not stopped:
             if version > 1:
                 response.submitted(version)
-            stopped = response.extend(part, [float(-t) for t in part], decode)
+            stopped = response.extend(part, [float(-t) for t in part], decode, make_sets([[t, 9] for t in part]))
             response.end_submission("abort")
     assert (decode(response.tokens), response.logprobs) == ("abcd", [0.0, -1.0, -2.0, -3.0])
+    assert (response.sets.ids.tolist(), response.sets.sizes.tolist()) == ([0, 9, 1, 9, 2, 9, 3, 9], [2] * 4)
     assert (response.finish_reason, response.spans[-1].end) == ("stop", 4)
 
 

@@ -92,7 +92,7 @@ class StubEngine:
 
     async def generate(self, request):
         off = 0.0 if self.off == "hang" else self.off
-        token, logprob = samples_of(PROBE, off)[int(request.id.rpartition("/")[2])]
+        token, logprob, _ = samples_of(PROBE, off)[int(request.id.rpartition("/")[2])]
         yield TokenDelta(tokens=[token], logprobs=[logprob], finish_reason="length")
 
     async def load(self, weights, *, recompute_kv: bool) -> None:

@@ -31,8 +31,11 @@ from torch.nn import functional as F
 from asyncrl.gpu.learner_memory import CHUNK_BYTES
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.attention import connect
+from asyncrl.learner.fsdp.model.row_sets import RowSets
 
 _LOG = logging.getLogger(__name__)
+OUTSIDE = -1e30
+"""Logit of a token outside of a set. Its probability is 0; -inf times a gradient of 0 would be NaN."""
 Attention = Literal["varlen", "packed", "loaded", "plain"]
 """Attention implementations: VARLEN and PACKED of attention.py, the one that transformers chose at loading, and plain
 matrix products, which support everything that a model asks for."""
@@ -60,6 +63,8 @@ class PackedRow:
     """Positions whose next token is scored: int64 [N]."""
     targets: Tensor
     """Token that each of these positions predicts: int64 [N]."""
+    sets: RowSets | None = None
+    """Sets from which the targets were sampled; None if all were sampled from the whole vocabulary."""
 
 
 Further = Callable[[Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, ...]]
@@ -99,8 +104,9 @@ class Policy(nn.Module):
     def forward(self, row: PackedRow, temperature: float, further: Further | None = None) -> tuple[Tensor, ...]:
         """Compute the log-prob of each target with logits divided by ``temperature``, and the entropy at its position.
 
-        Returns two float32 [N], nats, and then the results of ``further``. Raises NotImplementedError for a row with
-        shared beginnings, unless the attention is VARLEN or PACKED.
+        Both are of the distribution over the target's set if the row has ``sets``. Returns two float32 [N], nats, and
+        then the results of ``further``. Raises NotImplementedError for a row with shared beginnings, unless the
+        attention is VARLEN or PACKED.
         """
         arguments: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": row.position_ids, "use_cache": False}
         implementation = self.model.config._attn_implementation
@@ -115,7 +121,9 @@ class Policy(nn.Module):
             raise NotImplementedError(f"{implementation} attention cannot share what sequences begin with")
         if not self.chunked:
             logits = _pick(self.model(**arguments).logits[0], row.predict)
-            scores = score_logits(logits, row.targets, temperature, entropy_gradient=self.entropy_gradient)
+            scores = score_logits(
+                logits, row.targets, temperature, sets=row.sets, entropy_gradient=self.entropy_gradient
+            )
             return scores if further is None else (*scores, *further(scores[1], lambda at: logits[at]))
         hidden = _pick(self.model.base_model(**arguments).last_hidden_state[0], row.predict)
         head = self.model.get_output_embeddings()
@@ -126,6 +134,7 @@ class Policy(nn.Module):
             row.targets,
             temperature,
             softcap=self._softcap,
+            sets=row.sets,
             entropy_gradient=self.entropy_gradient,
         )
         if further is None:
@@ -159,7 +168,14 @@ class Policy(nn.Module):
 
 
 def make_row(
-    input_ids: Any, lengths: Any, predict: Any, targets: Any, device: torch.device, *, prefixes: Any = None
+    input_ids: Any,
+    lengths: Any,
+    predict: Any,
+    targets: Any,
+    device: torch.device,
+    *,
+    prefixes: Any = None,
+    sets: RowSets | None = None,
 ) -> PackedRow:
     """Make a row on ``device`` from the arrays of a MicroBatch; without ``prefixes`` each piece is a whole sequence."""
 
@@ -179,6 +195,7 @@ def make_row(
         key_index=put(pieces.key_index) if shared else None,
         predict=put(predict),
         targets=put(targets),
+        sets=sets,
     )
 
 
@@ -205,15 +222,21 @@ def chunk_size(vocabulary: int) -> int:
 
 
 def score_logits(
-    logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    sets: RowSets | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute log softmax(logits / temperature) at the targets, and the entropy -sum p log p, in nats.
 
-    ``logits`` [N, V] and ``targets`` [N] give two float32 [N].
+    ``logits`` [N, V] and ``targets`` [N] give two float32 [N]. With ``sets`` the softmax is over each target's set.
 
     With ``entropy_gradient`` the entropy has a gradient, at the cost of one more [N, V] in the backward pass.
     """
-    logits = logits.float() / temperature
+    outside = None if sets is None else sets.outside(slice(0, len(logits)), logits.shape[-1])
+    logits = _masked(logits.float() / temperature, outside)
     normaliser = torch.logsumexp(logits, dim=-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -230,6 +253,7 @@ def score_hidden(
     temperature: float,
     *,
     softcap: float | None = None,
+    sets: RowSets | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``score_logits`` of ``hidden @ weight.T + bias`` chunk by chunk. Returns two float32 [N].
@@ -240,7 +264,7 @@ def score_hidden(
     """
     size = chunk_size(weight.shape[0])
     scores: tuple[Tensor, Tensor] = _ScoreHidden.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperature, softcap, entropy_gradient, size
+        hidden, weight, bias, targets, temperature, softcap, sets, entropy_gradient, size
     )
     return scores
 
@@ -257,6 +281,7 @@ class _ScoreHidden(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         softcap: float | None,
+        sets: RowSets | None,
         entropy_gradient: bool,
         size: int,
     ) -> tuple[Tensor, Tensor]:
@@ -266,10 +291,12 @@ class _ScoreHidden(torch.autograd.Function):
         scores = _on(hidden.device.type, _scores)
         for chunk in _chunks(len(hidden), size):
             logits = F.linear(hidden[chunk], weight, bias)
-            chunk_scores = scores(logits, targets[chunk], temperature, softcap)
+            outside = None if sets is None else sets.outside(chunk, len(weight))
+            chunk_scores = scores(logits, targets[chunk], temperature, softcap, outside)
             logprobs[chunk], entropies[chunk], normalisers[chunk] = chunk_scores
         ctx.save_for_backward(hidden, weight, bias, targets, entropies, normalisers)
         ctx.temperature, ctx.softcap, ctx.size, ctx.entropy_gradient = temperature, softcap, size, entropy_gradient
+        ctx.sets = sets
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -297,6 +324,7 @@ class _ScoreHidden(torch.autograd.Function):
                 of_entropies[chunk] if ctx.entropy_gradient else None,
                 ctx.temperature,
                 ctx.softcap,
+                None if ctx.sets is None else ctx.sets.outside(chunk, len(weight)),
             )
             of_hidden[chunk] = of_logits @ weight
             # A chunk's gradient has the compute type, and is added to a sum in float32.
@@ -305,14 +333,14 @@ class _ScoreHidden(torch.autograd.Function):
             if of_bias is not None:
                 of_bias += of_logits.sum(dim=0)
         of_head = (None if total is None else total.to(weight.dtype) for total in (of_weight, of_bias))
-        return of_hidden, *of_head, None, None, None, None, None
+        return of_hidden, *of_head, None, None, None, None, None, None
 
 
 def _scores(
-    logits: Tensor, targets: Tensor, temperature: float, softcap: float | None
+    logits: Tensor, targets: Tensor, temperature: float, softcap: float | None, outside: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute a chunk's log-probs, entropies and normalisers (logarithms of the softmax's denominators)."""
-    logits = _capped(logits, softcap).float() / temperature
+    logits = _masked(_capped(logits, softcap).float() / temperature, outside)
     normalisers = torch.logsumexp(logits, dim=-1)
     logs = logits - normalisers[:, None]
     entropies = _entropies(logs)
@@ -328,6 +356,7 @@ def _logit_gradients(
     of_entropies: Tensor | None,
     temperature: float,
     softcap: float | None,
+    outside: Tensor | None,
 ) -> Tensor:
     """Compute the loss's gradient with respect to a chunk's logits (before the soft cap), in their type.
 
@@ -337,7 +366,7 @@ def _logit_gradients(
     With p the softmax of z, and H its entropy: d log p_t / d z_j = [j = t] - p_j, and d H / d z_j = -p_j (log p_j + H).
     """
     capped = _capped(logits, softcap)
-    logs = capped.float() / temperature - normalisers[:, None]
+    logs = _masked(capped.float() / temperature, outside) - normalisers[:, None]
     p = logs.exp()
     tokens = torch.arange(logits.shape[-1], device=logits.device)
     gradient = of_logprobs[:, None] * ((tokens == targets[:, None]).float() - p)
@@ -350,6 +379,11 @@ def _logit_gradients(
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _masked(logits: Tensor, outside: Tensor | None) -> Tensor:
+    """Give probability 0 to the tokens ``outside`` of a set, bool [N, V]; the logits are overwritten."""
+    return logits if outside is None else logits.masked_fill_(outside, OUTSIDE)
 
 
 def _entropies(logs: Tensor) -> Tensor:

@@ -29,15 +29,21 @@ LIKELIEST = 128
 
 
 def score_probe(
-    policy: Policy, sequences: Sequence[ProbeSequence], *, temperature: float, packed: bool, device: torch.device
+    policy: Policy,
+    sequences: Sequence[ProbeSequence],
+    *,
+    temperature: float,
+    packed: bool,
+    device: torch.device,
+    least: int = 0,
 ) -> Probe:
     """All ranks together: score the sequences of the probe with the present weights, in rows as in training.
 
     The sequences' own tokens are scored at temperature 1, as engines score them. At each place, the likeliest tokens
-    are scored at ``temperature``. Places are chosen by largest entropy: where one token is certain, a wrong temperature
-    would not show.
+    are scored at ``temperature``, at least ``least`` of them. Places are chosen by largest entropy: where one token is
+    certain, a wrong temperature would not show.
     """
-    count = min(LIKELIEST, policy.model.get_output_embeddings().weight.shape[0])
+    count = min(max(LIKELIEST, least), policy.model.get_output_embeddings().weight.shape[0])
     logprobs, places, likeliest, likeliest_logprobs = [], [], [], []
     for row in [sequences] if packed else [[sequence] for sequence in sequences]:
         chosen: list[list[int]] = []

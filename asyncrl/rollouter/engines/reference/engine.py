@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError, BroadcastFailed, ConfigError, EngineDied
 from asyncrl.messages.groups import VersionSpan
+from asyncrl.messages.token_sets import TokenSets, make_sets
 from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import DeltaStream, EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.reference.model import seed_of
@@ -198,6 +199,7 @@ class ReferenceEngine:
             prompt=max(1, len(ids) - request.held),
             limit=limit if model.context is None else min(limit, model.context),
             temperature=request.temperature,
+            truncation=request.truncation,
             stop=model.stop.union(request.stop_token_ids),
             seed=seed_of(self._config.run.seed, self.name, request.id) if seed is None else seed,
         )
@@ -225,6 +227,7 @@ class ReferenceEngine:
             TokenDelta(
                 tokens=[] if sampled is None else sampled.tokens,
                 logprobs=[] if sampled is None else sampled.logprobs,
+                sets=None if sampled is None else _sets(sampled),
                 finish_reason=finish or "abort",
                 spans=request.spans,
             )
@@ -293,7 +296,8 @@ class ReferenceEngine:
         if request.aborted or sampled.finish_reason is not None:
             self._end(request, sampled)
         elif sampled.tokens:
-            request.stream.put(TokenDelta(tokens=sampled.tokens, logprobs=sampled.logprobs))
+            delta = TokenDelta(tokens=sampled.tokens, logprobs=sampled.logprobs, sets=_sets(sampled))
+            request.stream.put(delta)
 
     def _note_version(self, request: _Request, tokens: int) -> None:
         """Add the ``tokens`` new tokens of a request to its version spans; extends the last span if it fits."""
@@ -419,6 +423,10 @@ class ReferenceEngine:
     async def checksum(self) -> str:
         self._require_alive()
         return await self._compute("a checksum", self._loaded().checksum, self._timeout_s)
+
+
+def _sets(sampled: Sampled) -> TokenSets | None:
+    return make_sets(sampled.sets) if sampled.sets else None
 
 
 def _read(staged: HeldVersion) -> dict[str, Tensor]:

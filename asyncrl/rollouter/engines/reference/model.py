@@ -24,6 +24,7 @@ from torch import Tensor
 
 from asyncrl.config.training import ModelConfig
 from asyncrl.core.errors import ConfigError, WeightsCorrupt
+from asyncrl.core.truncation import Truncation
 
 _BITS = 52
 
@@ -52,6 +53,8 @@ class Continuation:
     """Number of tokens, prompt included, at which the sequence ends."""
     temperature: float
     """Temperature; 0 is greedy."""
+    truncation: Truncation | None = None
+    """Truncation of the distribution; None samples from the whole one."""
     seed: int
     stop: frozenset[int]
     """Tokens that end the sequence."""
@@ -66,10 +69,12 @@ class Continuation:
 
 @dataclass(slots=True)
 class Sampled:
-    """Newly sampled tokens of a sequence, each with its log-prob (nats, after temperature)."""
+    """Newly sampled tokens of a sequence, each with its log-prob (nats, after temperature and truncation)."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    sets: list[list[int]] = field(default_factory=list)
+    """The set of each token; empty without a truncation."""
     finish_reason: Literal["stop", "length"] | None = None
 
 
@@ -152,7 +157,11 @@ class Model:
             if logits is None:
                 # Tokens sampled earlier are still to be fed.
                 continue
-            token, logprob = choose(logits, sequence.temperature, uniform(sequence.seed, len(sequence.ids)))
+            noise = uniform(sequence.seed, len(sequence.ids))
+            if sequence.truncation is not None:
+                logits = truncate(logits, sequence.temperature, sequence.truncation)
+                sampled.sets.append(logits.isfinite().nonzero()[:, 0].tolist())
+            token, logprob = choose(logits, sequence.temperature, noise)
             sequence.ids.append(token)
             sampled.tokens.append(token)
             sampled.logprobs.append(logprob)
@@ -180,6 +189,25 @@ class Model:
         targets = torch.tensor(ids[1:])[:, None]
         scores: list[float] = torch.log_softmax(logits.double(), dim=-1).gather(1, targets)[:, 0].tolist()
         return scores
+
+
+def truncate(logits: Tensor, temperature: float, truncation: Truncation) -> Tensor:
+    """Return ``logits`` [V] with -inf for the tokens that the truncation cuts, in the order of vLLM.
+
+    A temperature of 0 counts as 1; the likeliest token always stays.
+    """
+    logs = torch.log_softmax(logits.double() / (temperature or 1.0), dim=-1)
+    logs = logs.where(logs.exp() >= truncation.min_p * logs.exp().max(), -torch.inf)
+    # As in vLLM, tokens as likely as the last one stay too.
+    least = logs.topk(min(truncation.top_k, len(logs))).values[-1]
+    logs = torch.log_softmax(logs.where(logs >= least, -torch.inf), dim=-1)
+    if truncation.top_p < 1:
+        values, order = logs.sort(descending=True, stable=True)
+        shares = values.exp()
+        # A token is cut if the likelier ones reach top_p.
+        values = values.where(shares.cumsum(0) - shares < truncation.top_p, -torch.inf)
+        logs = torch.empty_like(logs).scatter_(0, order, values)
+    return logits.where(logs.isfinite(), -torch.inf)
 
 
 def choose(logits: Tensor, temperature: float, noise: float) -> tuple[int, float]:

@@ -17,6 +17,7 @@ incomplete or cannot be loaded.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 import multiprocessing
@@ -36,6 +37,7 @@ from asyncrl.config import Config
 from asyncrl.core.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.gpu.shared_gpus import read_shares, sharers
 from asyncrl.messages.groups import VersionSpan
+from asyncrl.messages.token_sets import TokenSets, make_sets
 from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import FIRST, EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.vllm import model_folder
@@ -292,7 +294,10 @@ class VllmEngine:
                     cached = output.num_cached_tokens or 0
                     if reason is None:
                         yield TokenDelta(
-                            tokens=completion.token_ids, logprobs=completion.logprobs.logprobs, cached_tokens=cached
+                            tokens=completion.token_ids,
+                            logprobs=completion.logprobs.logprobs,
+                            sets=_sets(completion),
+                            cached_tokens=cached,
                         )
                         continue
                     if reason not in ("stop", "length", "abort"):
@@ -301,6 +306,7 @@ class VllmEngine:
                     yield TokenDelta(
                         tokens=completion.token_ids,
                         logprobs=completion.logprobs.logprobs,
+                        sets=_sets(completion),
                         finish_reason=reason,
                         spans=_spans(completion.weight_versions, flight),
                         cached_tokens=cached,
@@ -325,7 +331,7 @@ class VllmEngine:
         async with self._control("a score", self._timeout_s):
             try:
                 prompt = self._vllm.tokens_input(_to_list(ids))
-                params = scoring(self._vllm)
+                params = scoring(self._vllm, truncates=self._config.rollout.truncation is not None)
                 name = f"score/{self._score_count}"
                 outputs = self._llm.generate(prompt, params, name, lora_request=self._adapter, priority=FIRST)
                 async for output in outputs:
@@ -451,6 +457,11 @@ def _import_vllm() -> Any:
     return launch
 
 
+def _sets(completion: Any) -> TokenSets | None:
+    mask = completion.sampling_mask
+    return make_sets(mask.token_ids) if mask is not None and completion.token_ids else None
+
+
 def _spans(versions: Any, flight: _Flight) -> list[VersionSpan]:
     spans = []
     for span in versions or ():
@@ -468,11 +479,16 @@ def _to_list(ids: Sequence[int]) -> list[int]:
 def sampling(vllm: Any, request: GenerationRequest, eos_token_ids: list[int], stream_interval: int) -> Any:
     """Make vLLM's parameters of a request.
 
-    vLLM reports log-probs after the temperature (logprobs_mode in options.py), and no top-p or top-k changes them. So
-    they are those of the policy that is trained.
+    vLLM reports log-probs after the temperature and the truncation (logprobs_mode in options.py). So they are those of
+    the policy that is trained. An engine that returns sets takes no temperature of 0; there top_k is 1 instead.
     """
+    truncation, greedy = request.truncation, request.temperature == 0
+    cuts: dict[str, Any] = {}
+    if truncation is not None:
+        cuts = {"top_k": 1} if greedy else dataclasses.asdict(truncation)
     return vllm.SamplingParams(
-        temperature=request.temperature,
+        temperature=1.0 if cuts and greedy else request.temperature,
+        **cuts,
         max_tokens=request.max_tokens,
         seed=submission_seed(request),
         stop_token_ids=[*eos_token_ids, *request.stop_token_ids],
@@ -516,12 +532,16 @@ def _manifest(weights: HeldVersion) -> str:
     return msgspec.json.encode(msgspec.structs.replace(weights.manifest, probe=None)).decode()
 
 
-def scoring(vllm: Any) -> Any:
-    """Make vLLM's parameters of a request that only returns the log-probs of its prompt."""
+def scoring(vllm: Any, *, truncates: bool) -> Any:
+    """Make vLLM's parameters of a request that only returns the log-probs of its prompt.
+
+    ``truncates``: whether the engine returns sets, and so demands a top_k.
+    """
     return vllm.SamplingParams(
         temperature=1.0,
         # vLLM samples at least one token, which is not used.
         max_tokens=1,
+        top_k=1 if truncates else 0,
         prompt_logprobs=0,
         flat_logprobs=True,
         detokenize=False,

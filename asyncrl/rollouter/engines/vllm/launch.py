@@ -98,7 +98,10 @@ def launch(
             # Here no call waits for the next token, and after an update all partial responses are prefilled at once.
             return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS, stat_loggers=loggers)
     except (ValueError, TypeError) as error:
-        raise ConfigError([f"rollout.vllm: vLLM refuses the configuration: {error}"]) from error
+        # vLLM calls sampling from truncated distributions so, and only its second model runner returns the sets.
+        truncation = "sampling distribution replay" in str(error)
+        key = config.rollout.truncation_key if truncation else "vllm"
+        raise ConfigError([f"rollout.{key}: vLLM refuses the configuration: {error}"]) from error
     except RuntimeError as error:
         raise EngineDied(name, f"did not start: {error} (the reason is above in this log)") from error
 

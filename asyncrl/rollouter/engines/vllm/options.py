@@ -38,6 +38,8 @@ CPU_NORMS = "asyncrl_cpu"
 """Name under which cpu_norms.py registers its norms."""
 CPU_BATCHED_TOKENS = 4096
 """Most tokens that a CPU engine processes in one step, unless one prompt is longer."""
+V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""Variable by which a user chooses vLLM's model runner."""
 ALWAYS_TIED = ("gemma2",)
 """Values of model_type for which vLLM loads no head, only the embedding."""
 ALWAYS_ALIBI = ("bloom", "step1")
@@ -196,6 +198,9 @@ def engine_arguments(config: Config, name: str, shares: GpuShares | None = None)
             arguments["enable_sleep_mode"] = True
         if shares is not None:
             arguments |= {"gpu_memory_utilization": shares.engine, "kv_cache_memory_bytes": shares.cache_bytes}
+    if config.rollout.truncation is not None:
+        # Returns the set that each token was sampled from.
+        arguments["return_sampling_mask"] = True
     if config.publishes_adapter:
         arguments |= _adapter_arguments(config)
     return arguments | vllm.extra
@@ -264,6 +269,9 @@ def judge(config: Config, model: dict[str, Any]) -> Unserved | None:
     """
     longest = config.rollout.engine_context or config.longest_sequence
     text = model.get("text_config") or model
+    if config.rollout.truncation is not None and os.environ.get(V2_RUNNER) == "0":
+        problem = f"only vLLM's second model runner returns the tokens that are left, and {V2_RUNNER} is 0"
+        return Unserved(problem, "unset the variable, or leave the key out", f"rollout.{config.rollout.truncation_key}")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     rope_type = rope.get("rope_type") or rope.get("type")
     original = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")

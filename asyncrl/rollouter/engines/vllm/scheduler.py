@@ -26,7 +26,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 
 
@@ -82,10 +82,12 @@ def join(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
     if first is last:
         return last
     logprobs = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
+    masks = [output.new_sampling_mask for output in outputs if output.new_sampling_mask is not None]
     return msgspec.structs.replace(
         last,
         new_token_ids=[token for output in outputs for token in output.new_token_ids],
         new_logprobs=_join_logprobs(logprobs) if logprobs else None,
+        new_sampling_mask=_join_masks(masks) if masks else None,
         prefill_stats=first.prefill_stats,
         events=[event for output in outputs for event in output.events or ()] or None,
     )
@@ -99,6 +101,13 @@ def _join_logprobs(lists: list[LogprobsLists]) -> LogprobsLists:
         np.concatenate([each.logprobs[:, :1] for each in lists]),
         np.concatenate([each.sampled_token_ranks for each in lists]),
     )
+
+
+def _join_masks(masks: list[SamplingMaskLists]) -> SamplingMaskLists:
+    # A mask of one token has no offsets.
+    sizes = [[len(mask.token_ids)] if mask.offsets is None else np.diff(mask.offsets) for mask in masks]
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+    return SamplingMaskLists(np.concatenate([mask.token_ids for mask in masks]), offsets.astype(np.int64))
 
 
 class BatchedScheduler(Scheduler):
@@ -125,8 +134,8 @@ class BatchedScheduler(Scheduler):
 
     def _hold_or_release(self, client: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
         """Hold an output back (None), or return the joined outputs of its request, which are due."""
-        # Outputs with these fields cannot be joined; an engine that returns them does so with each token.
-        if output.routed_experts is not None or output.new_sampling_mask is not None:
+        # Outputs with this field cannot be joined; an engine that returns it does so with each token.
+        if output.routed_experts is not None:
             return output
         request = self.requests.get(output.request_id)
         # A request that has ended is not in ``requests`` any more; its outputs are due.

@@ -4,12 +4,14 @@ import functools
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from asyncrl.learner.fsdp.model import policy
 from asyncrl.learner.fsdp.model.policy import score_hidden, score_logits
+from asyncrl.learner.fsdp.model.row_sets import RowSets, make_row_sets
 
 VOCABULARY, WIDTH, COUNT = 64, 16, 50
 
@@ -22,12 +24,29 @@ def _case(*, bias: bool, frozen: bool) -> tuple[torch.Tensor, ...]:
     return (*leaves, torch.randint(0, VOCABULARY, (COUNT,)), torch.randn(COUNT), torch.randn(COUNT))
 
 
-def _compare(found, case, temperature, softcap, entropy_gradient, within=1e-5) -> None:
+def _sets(targets: torch.Tensor) -> tuple[RowSets, torch.Tensor]:
+    """Sets of all sizes that contain the targets, some of them whole, and the masks of the tokens outside of them."""
+    random = np.random.default_rng(1)
+    members = [
+        sorted({target, *random.integers(0, VOCABULARY, random.integers(0, 20)).tolist()}) if i % 7 else []
+        for i, target in enumerate(targets.tolist())
+    ]
+    rows = [[bool(each) and token not in each for token in range(VOCABULARY)] for each in members]
+    ids = np.array([token for each in members for token in each], np.int32)
+    sizes = np.array([len(each) for each in members], np.int32)
+    sets = make_row_sets(ids, sizes, targets.device)
+    assert sets is not None
+    return sets, torch.tensor(rows, device=targets.device)
+
+
+def _compare(found, case, temperature, softcap, entropy_gradient, within=1e-5, outside=None) -> None:
     """Compare scores of a case, and the gradients of their weighted sum, with a plain head in float64."""
     *leaves, targets, by_logprob, by_entropy = case
     exact = [leaf if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves]
     logits = F.linear(*exact)
     logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+    if outside is not None:
+        logits = logits.masked_fill(outside, -1e9)
     logs = logits.log_softmax(-1)
     expected = logs.gather(-1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
     for scores in (found, expected):
@@ -52,23 +71,24 @@ def _compare(found, case, temperature, softcap, entropy_gradient, within=1e-5) -
         (7, False, True, None, True, 0.7),
     ],
 )
+@pytest.mark.parametrize("truncated", [True, False])
 @pytest.mark.parametrize("chunked", [True, False])
 def test_values_and_gradients_of_the_head_match_float64(
-    chunked, positions, entropy_gradient, bias, softcap, frozen, temperature, monkeypatch
+    chunked, truncated, positions, entropy_gradient, bias, softcap, frozen, temperature, monkeypatch
 ) -> None:
     monkeypatch.setattr(policy, "CHUNK_BYTES", 4 * VOCABULARY * positions)
     case = _case(bias=bias, frozen=frozen)
     hidden, weight, shift, targets, *_ = case
+    sets, outside = _sets(targets) if truncated else (None, None)
+    options = {"sets": sets, "entropy_gradient": entropy_gradient}
     if chunked:
-        found = score_hidden(
-            hidden, weight, shift, targets, temperature, softcap=softcap, entropy_gradient=entropy_gradient
-        )
+        found = score_hidden(hidden, weight, shift, targets, temperature, softcap=softcap, **options)
     else:
         logits = F.linear(hidden, weight, shift)
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        found = score_logits(logits, targets, temperature, entropy_gradient=entropy_gradient)
+        found = score_logits(logits, targets, temperature, **options)
     assert found[1].requires_grad == entropy_gradient
-    _compare(found, case, temperature, softcap, entropy_gradient)
+    _compare(found, case, temperature, softcap, entropy_gradient, outside=outside)
     assert (weight.grad is None) == frozen
 
 
@@ -109,7 +129,9 @@ def test_the_gradients_of_a_head_are_finite_for_probabilities_of_0() -> None:
     assert all(bool(torch.isfinite(each).all()) for each in (*scores, hidden.grad, weight.grad))
 
 
-def _check_compiled(device: str, softcap: float | None, entropy_gradient: bool, monkeypatch, caplog) -> None:
+def _check_compiled(
+    device: str, softcap: float | None, entropy_gradient: bool, truncated: bool, monkeypatch, caplog
+) -> None:
     """Compare with float64, and require that nothing ran as it is written."""
     # vLLM's engines on CPU set it in the process that they were started in.
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
@@ -121,8 +143,10 @@ def _check_compiled(device: str, softcap: float | None, entropy_gradient: bool, 
     monkeypatch.setattr(policy, "CHUNK_BYTES", 4 * VOCABULARY * 16)
     case = [leaf.detach().to(device).requires_grad_(leaf.requires_grad) for leaf in _case(bias=True, frozen=False)]
     hidden, weight, shift, targets, *_ = case
-    found = score_hidden(hidden, weight, shift, targets, 0.7, softcap=softcap, entropy_gradient=entropy_gradient)
-    _compare(found, case, 0.7, softcap, entropy_gradient, within=1e-4)
+    sets, outside = _sets(targets) if truncated else (None, None)
+    options = {"softcap": softcap, "sets": sets, "entropy_gradient": entropy_gradient}
+    found = score_hidden(hidden, weight, shift, targets, 0.7, **options)
+    _compare(found, case, 0.7, softcap, entropy_gradient, within=1e-4, outside=outside)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == 2 and "not compiled" not in caplog.text
     torch.compiler.reset()
@@ -130,7 +154,9 @@ def _check_compiled(device: str, softcap: float | None, entropy_gradient: bool, 
 
 # Dynamo looks at the inputs' gradients when it makes a graph.
 DYNAMO_WARNS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-ENDS = pytest.mark.parametrize(("softcap", "entropy_gradient"), [(None, False), (3.0, True)])
+ENDS = pytest.mark.parametrize(
+    ("softcap", "entropy_gradient", "truncated"), [(None, False, False), (3.0, True, False), (3.0, True, True)]
+)
 
 
 @pytest.mark.slow
@@ -139,17 +165,17 @@ ENDS = pytest.mark.parametrize(("softcap", "entropy_gradient"), [(None, False), 
 )
 @DYNAMO_WARNS
 @ENDS
-def test_a_compiled_head_has_the_numbers_of_float64(softcap, entropy_gradient, monkeypatch, caplog) -> None:
+def test_a_compiled_head_has_the_numbers_of_float64(softcap, entropy_gradient, truncated, monkeypatch, caplog) -> None:
     """With the compiler of CUDA, which writes C++ here."""
-    _check_compiled("cpu", softcap, entropy_gradient, monkeypatch, caplog)
+    _check_compiled("cpu", softcap, entropy_gradient, truncated, monkeypatch, caplog)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @DYNAMO_WARNS
 @ENDS
-def test_a_compiled_head_of_a_gpu_is_exact(softcap, entropy_gradient, monkeypatch, caplog) -> None:
-    _check_compiled("cuda", softcap, entropy_gradient, monkeypatch, caplog)
+def test_a_compiled_head_of_a_gpu_is_exact(softcap, entropy_gradient, truncated, monkeypatch, caplog) -> None:
+    _check_compiled("cuda", softcap, entropy_gradient, truncated, monkeypatch, caplog)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from drifting import Learner, check_alarm
+from learner.learner_cases import changed
 from rollouter.engines.changing import LEAVES_CONTEXTS, LONG_PROMPTS, TOLERANCE, Changing, config_for
 from rollouter.engines.engine_cases import (
     PROMPT,
@@ -248,6 +249,8 @@ async def test_a_failed_start_gives_the_reason_and_a_cancelled_one_leaves_nothin
         (config_for(folder, gpus_per_replica=1), "rollout.gpus_per_replica"),
         (config_for(folder, max_tokens=4096, vllm={"max_model_len": 8192}), "vLLM refuses"),
         (config_for(folder, vllm={"extra": {"no_such_argument": 1}}), "no_such_argument"),
+        # The check of the configuration refuses it before.
+        (changed(config_for(folder), rollout={"top_k": 20}), r"rollout\.top_k: vLLM refuses (?s:.*)Model Runner V2"),
     ):
         engine = make_engine(config, "rollouter/7")
         with pytest.raises(ConfigError, match=words):

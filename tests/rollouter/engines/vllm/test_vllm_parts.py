@@ -24,11 +24,12 @@ from virtual import run_virtual
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError, EngineDied
+from asyncrl.core.truncation import LARGEST_SET, Truncation
 from asyncrl.gpu.memory_shares import SHARED_GPU_VARIABLE, GpuShares
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.vllm import engine as engine_module
 from asyncrl.rollouter.engines.vllm import model_folder, options
-from asyncrl.rollouter.engines.vllm.engine import VllmEngine
+from asyncrl.rollouter.engines.vllm.engine import VllmEngine, sampling, scoring
 from asyncrl.rollouter.engines.vllm.processes import Processes, Watch
 
 RUN = run_virtual
@@ -59,6 +60,8 @@ async def test_scores_go_before_requests_that_wait():
     [(prompt, params, priority)] = asked
     assert prompt == [1, 2, 3]
     assert (params["prompt_logprobs"], params["temperature"], params["output_kind"]) == (0, 1.0, "final")
+    # An engine that returns token sets refuses a request without a top_k.
+    assert (params["top_k"], scoring(engine._vllm, truncates=True)["top_k"]) == (0, 1)
     assert priority < GenerationRequest(id="a", prompt_ids=[1], max_tokens=1, temperature=1.0, seed=None).priority
 
 
@@ -156,12 +159,41 @@ def test_arguments_follow_the_configuration():
     set_by_user = arguments(rollout={"gpus_per_replica": 1}, vllm={"gpu_memory_utilization": 0.5})
     assert set_by_user["gpu_memory_utilization"] == 0.5
     assert arguments(learner={"dtype": "bfloat16"})["dtype"] == "bfloat16"
+    assert "return_sampling_mask" not in on_cpu | on_gpu
+    truncated = arguments(rollout={"gpus_per_replica": 1, "top_p": 0.9})
+    assert truncated.items() >= {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}.items()
     # An adapter is added to the model's own weights.
     expected = {"load_format": "auto", "enable_lora": True, "max_loras": 1, "lora_target_modules": ["q_proj", "v_proj"]}
     for rank, room in ((1, 1), (2, 8), (257, 320)):
         lora = {"rank": rank, "targets": ["self_attn.q_proj", "v_proj"]}
         assert arguments(lora=lora).items() >= (expected | {"max_lora_rank": room}).items()
     assert arguments(lora={"rank": 2, "publish": "merged"}) == arguments()
+
+
+@pytest.mark.parametrize(
+    ("truncation", "temperature", "expected"),
+    [
+        (None, 0.7, {"temperature": 0.7}),
+        (None, 0.0, {"temperature": 0.0}),
+        (Truncation(top_p=0.9), 0.7, {"temperature": 0.7, "top_p": 0.9, "top_k": LARGEST_SET, "min_p": 0.0}),
+        # Evaluations may be greedy, and an engine that returns token sets takes no temperature of 0.
+        (Truncation(top_p=0.9), 0.0, {"temperature": 1.0, "top_k": 1}),
+    ],
+)
+def test_a_request_truncates_as_the_run_does(truncation, temperature, expected):
+    vllm = SimpleNamespace(SamplingParams=dict, RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    asked = {"id": "a", "prompt_ids": [1], "max_tokens": 1, "seed": None, "temperature": temperature}
+    params = sampling(vllm, GenerationRequest(**asked, truncation=truncation), [], 8)
+    assert {key: params[key] for key in ("temperature", "top_p", "top_k", "min_p") if key in params} == expected
+
+
+def test_the_first_model_runner_is_refused_for_truncated_distributions(monkeypatch):
+    truncated, whole = (config_for(rollout={"gpus_per_replica": 1, "top_p": top_p}) for top_p in (0.9, 1.0))
+    assert options.judge(truncated, MODEL) is None
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    found = options.judge(truncated, MODEL)
+    assert found is not None and found.key == "rollout.top_p" and "second model runner" in found.detail
+    assert options.judge(whole, MODEL) is None
 
 
 def test_longest_sequence_counts_evaluations():
@@ -188,7 +220,7 @@ def test_environment_shares_the_cores():
         ({}, {"eval": {"e": {"data": {"source": "synthetic"}, "temperature": 3.0}}}, "eval.e.temperature"),
         *[
             ({}, {"vllm": {"extra": {key: 1}}}, f"rollout.vllm.extra.{key}")
-            for key in ("enable_lora", "max_lora_rank", "worker_extension_cls")
+            for key in ("enable_lora", "max_lora_rank", "worker_extension_cls", "return_sampling_mask")
         ],
         ({}, {"lora": {"rank": 513}}, r"lora\.rank: is 513, and vLLM takes adapters up to 512"),
         ({"num_attention_heads": None}, {}, None),
