@@ -15,10 +15,23 @@ WINDOW = 16
 FAMILIES = ("Qwen2", "Qwen3", "Llama", "Gemma2", "Gemma3", "Phi3", "Mistral", "Olmo2")
 EXPERTS = ("Qwen3Moe", "Mixtral")
 """Families whose layers send each token to 2 of 4 experts."""
-HALF = [(family, bool(at % 2)) for at, family in enumerate(FAMILIES + EXPERTS)]
+HYBRIDS = ("Qwen3_5", "Lfm2", "FalconH1")
+"""Families with a state from token to token: of a gated delta rule, of a short convolution, of a state space."""
+HALF = [(family, bool(at % 2)) for at, family in enumerate(FAMILIES + EXPERTS + HYBRIDS)]
 """Every second one is tied: the code for it is the same in all families."""
 MIXED_LAYERS = ["sliding_attention", "full_attention"]
+CLASSES = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
+"""Configurations that are not named after their family."""
 _OWN: dict[str, dict[str, Any]] = {
+    "FalconH1": {
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+        "mamba_rms_norm": True,
+        "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3],
+    },
     "Gemma2": {
         "query_pre_attn_scalar": 24,
         "attn_logit_softcapping": 2.0,
@@ -35,10 +48,18 @@ _OWN: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
         },
     },
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True},
     "Mistral": {"sliding_window": WINDOW},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Phi3": {"pad_token_id": None},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "Qwen3_5": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
 }
 
 
@@ -46,7 +67,7 @@ def make_family(family: str, *, tied: bool, seed: int = 0, **settings: Any) -> A
     """A model of two layers in float32, in evaluation mode."""
     import transformers
 
-    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")(
+    config = getattr(transformers, CLASSES.get(family, f"{family}Config"))(
         **{
             "vocab_size": VOCABULARY,
             "hidden_size": 64,
@@ -72,8 +93,11 @@ def make_family(family: str, *, tied: bool, seed: int = 0, **settings: Any) -> A
 def randomise(model: Any) -> None:
     """Weights large enough that distributions are far from uniform and that attention matters."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                # States that last for many tokens.
+                parameter.sub_(3.0)
+            elif parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.normal_(0, 0.15)

@@ -150,6 +150,9 @@ GPT2 = {"architectures": ["GPT2LMHeadModel"]}
         ({"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}, {}, "is a mixture of experts"),
         ({"text_config": {"n_routed_experts": 64}}, {}, "is a mixture of experts"),
         ({"model_type": "olmo2", "num_experts": None}, {}, None),
+        ({"text_config": {"linear_conv_kernel_dim": 4}}, {}, "is a hybrid"),
+        ({"model_type": "lfm2", "conv_L_cache": 3}, {}, "is a hybrid"),
+        ({"model_type": "falcon_h1", "mamba_d_conv": 4}, {}, "is a hybrid"),
         ({"model_type": "gemma3_text", "tie_word_embeddings": False}, {}, None),
     ],
 )
@@ -173,6 +176,7 @@ def test_models_that_vllm_cannot_serve_or_computes_differently_are_refused_by_na
         ({"model_type": "falcon", "alibi": False}, "time_slice", 1, False),
         ({"model_type": "qwen2"}, "time_slice", 1, False),
         ({"model_type": "bloom"}, "always", 1, False),
+        ({"linear_conv_kernel_dim": 4}, "time_slice", 1, False),
         # An engine on CPU keeps its memory when it sleeps.
         ({"model_type": "bloom"}, "time_slice", 0, False),
     ],

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from learner.learner_cases import VOCABULARY, build_step, make_config, make_group, make_trajectory, only, random_groups
-from model_matrix import WINDOW, make_family, save_family
+from model_matrix import HYBRIDS, WINDOW, make_family, save_family
 from torch import nn
 
 from asyncrl.config.training import ModelConfig
@@ -126,10 +126,12 @@ def _learn(policy: Policy, update: OptimizerUpdatePlan) -> tuple[torch.Tensor, .
     ("family", "budget"),
     [
         ("Qwen2", 10_000),
-        # Soft caps and windows, windows of some layers, experts.
+        # Soft caps and windows, windows of some layers, experts, states.
         ("Gemma2", 60),
         pytest.param("Gemma3", 60, marks=pytest.mark.slow),
         pytest.param("Qwen3Moe", 60, marks=pytest.mark.slow),
+        ("Qwen3_5", 60),
+        *(pytest.param(family, 60, marks=pytest.mark.slow) for family in HYBRIDS if family != "Qwen3_5"),
     ],
 )
 def test_a_model_learns_the_same_from_shared_rows(family: str, budget: int, tmp_path: Path) -> None:

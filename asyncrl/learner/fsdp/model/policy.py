@@ -4,6 +4,7 @@ A packed row holds several sequences. transformers recognises them by ``position
 ``use_cache=False`` and no attention mask. With the cache left on, or a mask of ones, it silently treats the row as one
 long sequence. A common beginning of several sequences may be in the row once (algorithm/packing.py). Positions then
 continue behind it, and attention.py copies its keys and values for each sequence. attention.py also explains pieces.
+recurrence.py does the same for layers that carry a state from token to token.
 
 The head computes log-probs and entropies from hidden states. It is applied in chunks of positions, and again in the
 backward pass. A chunk's softmax statistics are float32. On CUDA the arithmetic of a chunk is compiled into two kernels,
@@ -31,6 +32,7 @@ from torch.nn import functional as F
 from asyncrl.gpu.learner_memory import CHUNK_BYTES
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.attention import connect
+from asyncrl.learner.fsdp.model.recurrence import separate
 from asyncrl.learner.fsdp.model.row_sets import RowSets
 
 _LOG = logging.getLogger(__name__)
@@ -89,6 +91,8 @@ class Policy(nn.Module):
         """The attention that transformers chose at loading."""
         self._softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         """Bound c of the logits (``score_hidden``); None without one."""
+        for layer in self.decoder_layers():
+            separate(layer)
 
     def use_attention(self, name: Attention) -> None:
         """Switch the model to this attention implementation. Raises ValueError if the model does not have it."""

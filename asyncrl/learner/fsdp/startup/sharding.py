@@ -51,6 +51,7 @@ from asyncrl.gpu.shared_gpus import read_shares, sharers
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.lora import add_adapters, first_adapters, unreached
 from asyncrl.learner.fsdp.model.policy import Policy, local, parts
+from asyncrl.learner.fsdp.model.recurrence import recurrent_modules
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.startup.loading import Loaded, load
 from asyncrl.learner.fsdp.startup.sharded_check import confirm_scoring
@@ -379,9 +380,9 @@ def plan_memory(
 
     On a CPU "auto" is off. On a GPU rank 0 also logs the memory that a rank will need, and the keys to change if a
     device has too little. The memory of a model without attention, or with layers of different sizes, is not estimated,
-    which is logged; "auto" is then full. "auto" is also full for experts, whole logits, and attention that is not ours
-    or is soft-capped: the estimate does not know their activations. ``shares`` divides this rank's GPU, if an engine
-    uses it too.
+    which is logged; "auto" is then full. "auto" is also full for experts, recurrent layers, whole logits, and attention
+    that is not ours or is soft-capped: the estimate does not know their activations. ``shares`` divides this rank's
+    GPU, if an engine uses it too.
     """
     learner = config.learner
     asked: Checkpointing | None = None
@@ -421,7 +422,9 @@ def is_estimated(policy: Policy, scoring: Scoring) -> bool:
     has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     # Soft caps of attention need the products of all queries and keys.
     has_caps = getattr(text, "attn_logit_softcapping", None) is not None
-    return scoring.chunked and scoring.attention in ("varlen", "packed") and not has_experts and not has_caps
+    has_states = any(recurrent_modules(layer) for layer in policy.decoder_layers())
+    is_ours = scoring.chunked and scoring.attention in ("varlen", "packed")
+    return is_ours and not (has_experts or has_caps or has_states)
 
 
 def checkpoint_contexts(kind: Checkpointing) -> dict[str, Any]:

@@ -88,17 +88,19 @@ class Model:
         torch.set_num_threads(1)
         transformers.utils.logging.disable_progress_bar()
         try:
-            self._settings: Any = transformers.AutoConfig.from_pretrained(
+            settings: Any = transformers.AutoConfig.from_pretrained(
                 config.path, local_files_only=True, trust_remote_code=config.trust_remote_code
             )
             # Made without memory, only to find its class.
             with torch.device("meta"):
                 auto: Any = transformers.AutoModelForCausalLM
-                empty = auto.from_config(self._settings, trust_remote_code=config.trust_remote_code)
+                empty = auto.from_config(settings, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise ConfigError([f"model.path: {config.path} cannot be loaded as a causal LM: {error}"]) from error
         self._class: Any = type(empty)
         """Class of the model in transformers."""
+        # Not ``settings``, which may describe more than the language model.
+        self._settings: Any = empty.config
         # Not every model can leave out unused logits.
         parameters = inspect.signature(self._class.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}

@@ -95,13 +95,16 @@ def weight_shapes(folder: str) -> Shapes | None:
 def optional_names(config: dict[str, Any], names: Iterable[str]) -> frozenset[str]:
     """Return those of ``names``, tensors of a checkpoint, that a complete set of weights may lack.
 
-    Optional are tensors tied to another one, and tensors that are not part of the model, such as a
-    multi-token-prediction head. The model's class in transformers lists both kinds. ``config`` is config.json.
+    Optional are tensors tied to another one, and tensors that are not part of the language model, such as a
+    multi-token-prediction head or a vision tower. The model's classes in transformers list both kinds: the
+    architecture, and the causal LM that the learner loads. ``config`` is config.json.
     """
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     patterns: list[str] = []
-    for architecture in config.get("architectures") or ():
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""), "")
+    for architecture in (*(config.get("architectures") or ()), causal):
         cls = getattr(transformers, architecture, None)
         patterns += getattr(cls, "_keys_to_ignore_on_load_unexpected", None) or ()
         if text_config(config).get("tie_word_embeddings", config.get("tie_word_embeddings", True)):

@@ -44,6 +44,8 @@ ALWAYS_TIED = ("gemma2",)
 """Values of model_type for which vLLM loads no head, only the embedding."""
 ALWAYS_ALIBI = ("bloom", "step1")
 """Values of model_type whose positions are always ALiBi; in other config.json ``alibi`` says so."""
+RECURRENT = ("linear_conv_", "mamba_", "conv_L_")
+"""Beginnings of keys in the config.json of a hybrid, whose layers carry a state from token to token."""
 WITHOUT_ADAPTERS = (
     *("BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM", "BloomForCausalLM", "Cohere2MoeForCausalLM"),
     *("DbrxForCausalLM", "DeepseekV4ForCausalLM", "FalconForCausalLM", "FalconMambaForCausalLM", "GPT2LMHeadModel"),
@@ -292,6 +294,9 @@ def judge(config: Config, model: dict[str, Any]) -> Unserved | None:
         )
         fix = 'choose a dense model, or rollout.engine = "reference", which computes with the learner\'s code'
         return Unserved(problem, fix)
+    if on_cpu(config) and any(key.startswith(RECURRENT) for key in text):
+        problem = "it is a hybrid: on CPUs vLLM cannot start it in float32, or computes other log-probs"
+        return Unserved(problem, 'set rollout.engine to "reference", or choose a model without recurrent layers')
     if text.get("model_type") in ALWAYS_TIED and not text.get("tie_word_embeddings", True):
         problem = f"its head is not tied to its embedding, and vLLM knows {text['model_type']} with a tied head alone"
         return Unserved(problem, "choose the model with tie_word_embeddings = true")

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from learner.learner_cases import changed, make_config, save_small_model
-from model_matrix import EXPERTS, FAMILIES, MIXED_LAYERS, make_family, save_family
+from model_matrix import EXPERTS, FAMILIES, HYBRIDS, MIXED_LAYERS, make_family, save_family
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.config.training import ModelConfig
@@ -250,7 +250,7 @@ def test_a_sequence_longer_than_a_row_gets_its_own_row(gpus_of_80_gb):
 @pytest.mark.parametrize(
     ("family", "scoring"),
     [
-        *((family, OURS) for family in (*EXPERTS, "Gemma2")),
+        *((family, OURS) for family in (*EXPERTS, *HYBRIDS, "Gemma2")),
         ("Qwen2", Scoring(packed=True, attention="plain", chunked=True)),
         ("Qwen2", Scoring(packed=False, attention="loaded", chunked=True)),
         ("Qwen2", Scoring(packed=True, attention="packed", chunked=False)),

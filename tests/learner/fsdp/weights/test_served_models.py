@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from learner.learner_cases import make_config
 from learner.rank_pool import run_alone
-from model_matrix import EXPERTS, HALF, VOCABULARY, WINDOW, make_family, plain_logprobs, save_family
+from model_matrix import EXPERTS, HALF, HYBRIDS, VOCABULARY, WINDOW, make_family, plain_logprobs, save_family
 from serving import Job, Served
 
 ROOT = Path(__file__).parents[4]
@@ -27,7 +27,7 @@ SEEDS = (1, 2)
 """Seeds of the weights of two versions."""
 MAX_TOKENS = 2 * WINDOW
 """Sampled from each prompt: some begin within the window and end past it."""
-SERVED = [("Gemma2", True), *((family, tied) for family, tied in HALF if family not in (*EXPERTS, "Gemma2"))]
+SERVED = [("Gemma2", True), *((family, tied) for family, tied in HALF if family not in (*EXPERTS, *HYBRIDS, "Gemma2"))]
 
 
 def _publish(backend: Any, config: Any, kept: ExitStack) -> str:

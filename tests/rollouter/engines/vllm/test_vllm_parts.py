@@ -294,12 +294,15 @@ def test_shapes_come_from_the_headers(tmp_path):
     assert model_folder.weight_shapes(str(tmp_path)) is None
 
 
-def test_tied_heads_are_optional():
+def test_tied_heads_and_all_around_the_language_model_are_optional():
     names = ["model.embed_tokens.weight", "lm_head.weight"]
     config = {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
     assert model_folder.optional_names(config, names) == {"lm_head.weight"}
     assert model_folder.optional_names(config | {"tie_word_embeddings": False}, names) == frozenset()
     assert model_folder.optional_names({"architectures": ["NoSuchModel"]}, names) == frozenset()
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+    names = ["model.language_model.embed_tokens.weight", "model.visual.merger.norm.weight", "mtp.norm.weight"]
+    assert model_folder.optional_names(config, names) == {*names[1:]}
 
 
 def test_a_new_scratch_folder_replaces_only_those_of_dead_processes(monkeypatch, tmp_path):
