@@ -13,8 +13,8 @@ import torch
 VOCABULARY = 97
 WINDOW = 16
 FAMILIES = ("Qwen2", "Qwen3", "Llama", "Gemma2", "Gemma3", "Phi3", "Mistral", "Olmo2")
-EXPERTS = ("Qwen3Moe", "Mixtral")
-"""Families whose layers send each token to 2 of 4 experts."""
+EXPERTS = ("Qwen3Moe", "Mixtral", "Glm4Moe")
+"""Families whose layers send each token to 2 of 4 experts. Glm4Moe also has a shared expert and a dense first layer."""
 HYBRIDS = ("Qwen3_5", "Lfm2", "FalconH1")
 """Families with a state from token to token: of a gated delta rule, of a short convolution, of a state space."""
 HALF = [(family, bool(at % 2)) for at, family in enumerate(FAMILIES + EXPERTS + HYBRIDS)]
@@ -31,6 +31,16 @@ _OWN: dict[str, dict[str, Any]] = {
         "mamba_chunk_size": 8,
         "mamba_rms_norm": True,
         "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3],
+    },
+    "Glm4Moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 2,
+        "use_qk_norm": True,
     },
     "Gemma2": {
         "query_pre_attn_scalar": 24,

@@ -40,7 +40,7 @@ class Speaker:
     The log-prob of each token is the negative of its version. A word that was begun is continued after an abort.
     """
 
-    name, workers, kv_use = "rollouter/0", 1, None
+    name, workers, kv_use, returns_routes = "rollouter/0", 1, None, True
 
     def __init__(self, world):
         self.world, self.version, self.running = world, -1, set()
@@ -57,6 +57,8 @@ class Speaker:
         words = world.tokenizer.encode(world.say(world.tokenizer.decode(prompt, keep_special=True)))
         ids = [*words, *world.tokenizer.eos_ids]
         tokens, finish = 0, "length"
+        # The route of a token is its id; it comes once the token is fed.
+        unrouted = list(request.prompt_ids[request.routed :])
         self.running.add(request.id)
         for id in ids[held : held + request.max_tokens]:
             await world.until(lambda: world.speaks.is_set() or request.id not in self.running)
@@ -65,7 +67,9 @@ class Speaker:
                 break
             tokens += 1
             world.spoken += 1
-            yield TokenDelta(tokens=[id], logprobs=[-float(version)])
+            routes = np.array(unrouted, np.uint16).reshape(-1, 1, 1) if unrouted else None
+            unrouted = [id]
+            yield TokenDelta(tokens=[id], logprobs=[-float(version)], routes=routes)
             if id in world.tokenizer.eos_ids or id in request.stop_token_ids:
                 finish = "stop"
                 break

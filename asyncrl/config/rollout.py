@@ -40,6 +40,8 @@ class SimEngineConfig(Section):
     """Time to load new weights."""
     crash_probability: Fraction = 0.0
     """Probability that the engine dies at a decoding step."""
+    routes: bool = False
+    """Return routes, as of a mixture of experts; each token's is its id. A sim learner then checks them."""
 
 
 class VllmEngineConfig(Section):

@@ -208,6 +208,11 @@ class LearnerConfig(Section):
     """Weight decay; norms and biases have none."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Clip of the global gradient norm."""
+    balance: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the load-balance loss of a mixture of experts, as transformers defines it for the model."""
+    routes: Literal["replay", "compare", "ignore"] = "replay"
+    """Experts of a mixture of experts, token by token. replay computes with those that the engine chose. compare lets
+    the learner choose, and measures how often both differ (policy/routes_differ). ignore asks the engine for none."""
     updates_per_batch: Positive = 1
     """Optimizer updates of a step, each on its share of the groups. The weights before the first are the proximal
     policy of the others."""

@@ -153,7 +153,10 @@ class Rank0:
         state = restored.state if restored is not None else None
         self.progress = progress = TrainingProgress(step=state.step if state is not None else 0)
         self.intake = intake = Intake(
-            config.learner, self._restore_groups(restored, origin), samples=config.run.samples_per_step
+            config.learner,
+            self._restore_groups(restored, origin),
+            samples=config.run.samples_per_step,
+            experts=backend.experts,
         )
         evals = EvalCollector(state.rounds_closed if state is not None else ())
         components = ComponentNames(config, state.components if state is not None else ())

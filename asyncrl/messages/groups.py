@@ -85,6 +85,9 @@ class Sequence(Struct, gc=False, kw_only=True):
     """The policy's answers in it, ascending; empty if the whole sequence is one answer."""
     sets: TokenSets | None = None
     """The set from which each sampled token was sampled, under the lease's ``truncation``."""
+    routes: np.ndarray | None = None
+    """Routes of the prompt and the tokens, without the last one (routes.py): [P + T - 1, layers, chosen]; None if the
+    engine returns none."""
 
 
 class Lease(Struct, gc=False, frozen=True, kw_only=True):

@@ -129,7 +129,9 @@ def make_trajectory(
     """A trajectory of the sequences given, or of one made of ``tokens``, ``version`` and the fields of a sequence."""
     if sequences is None:
         own = {
-            name: fields.pop(name) for name in ("roles", "spans", "logprobs", "turns", "prompt_ids") if name in fields
+            name: fields.pop(name)
+            for name in ("roles", "spans", "logprobs", "turns", "prompt_ids", "routes")
+            if name in fields
         }
         sequences = [make_sequence(tokens or [], versions=version, **own)]
     fields.setdefault("finish_reason", "stop")

@@ -29,7 +29,8 @@ def config(**tables: dict[str, Any]) -> Any:
         "data": {"size": 30},
         "run": {"samples_per_step": 100},
         "learner": {"steps": STEPS, "groups_per_step": GROUPS, "sim": {"step_s": 0.02}},
-        "rollout": {"sim": {"decode_step_s": 0.003}},
+        # With routes, so that the learner notices a token with the route of another one.
+        "rollout": {"sim": {"decode_step_s": 0.003, "routes": True}},
         "checkpoint": {"every_versions": 3},
         "network": {"call_timeout_s": 3.0},
     }

@@ -55,7 +55,8 @@ def sim_tree(seed: int, steps: int, data: Path) -> dict[str, Any]:
             "on_update": random.Random(f"mode {seed}").choice(("abort_resume", "keep", "drain")),
             "engine_timeout_s": 8.0,
             "stream_interval": 8,
-            "sim": {"length_median": 24.0, "decode_step_s": 0.008, "load_s": 0.05},
+            # Routes, so that the learner notices a token with a foreign one.
+            "sim": {"length_median": 24.0, "decode_step_s": 0.008, "load_s": 0.05, "routes": True},
         },
         "reward": {"function": "tools.chaos.users:score", "workers": 2, "timeout_s": 2.0},
         "learner": {

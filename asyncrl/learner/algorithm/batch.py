@@ -373,8 +373,10 @@ class SampledSequence:
             self.predict = (positions + (len(prompt_ids) - 1)).astype(np.int32)
             targets = sequence.tokens[positions]
         self.input_ids = _as(np.concatenate([prompt_ids, sequence.tokens[:last]]), np.int32)
-        self.family = name.uid, self.input_ids[: len(prompt_ids)].tobytes()
-        """Group and prompt: sequences with both in common may share their beginning."""
+        self.routes = None if sequence.routes is None else sequence.routes[: len(self.input_ids)]
+        prompt_routes = b"" if self.routes is None else self.routes[: len(prompt_ids)].tobytes()
+        self.family = name.uid, self.input_ids[: len(prompt_ids)].tobytes(), prompt_routes
+        """Group, prompt and its routes: sequences that have all of these in common may share their beginning."""
         self.targets = _as(targets, np.int32)
         self.behaviour = _as(chosen(sequence.logprobs), np.float32)
         self.advantages = chosen(advantages)
@@ -400,4 +402,12 @@ def shared_prefixes_of(sequences: Sequence[SampledSequence], *, shared: bool) ->
     """Find the beginnings that sequences of a group share behind the same prompt; none unless ``shared``."""
     if not shared:
         return nothing_shared(len(sequences))
-    return find_shared_prefixes([s.input_ids for s in sequences], [s.family for s in sequences])
+    return find_shared_prefixes([_identity(s) for s in sequences], [s.family for s in sequences])
+
+
+def _identity(sequence: SampledSequence) -> np.ndarray:
+    """What a token needs to be computed once for several sequences: its id and its routes. int32 [L, 1 + routes]."""
+    if sequence.routes is None:
+        return sequence.input_ids
+    routes = sequence.routes.reshape(len(sequence.input_ids), -1).astype(np.int32)
+    return np.concatenate([sequence.input_ids[:, None], routes], axis=1)

@@ -58,7 +58,10 @@ def nothing_shared(count: int) -> SharedPrefixes:
 
 
 def find_shared_prefixes(sequences: Sequence[np.ndarray], keys: Sequence[Hashable]) -> SharedPrefixes:
-    """Group sequences with equal ``keys`` into families and find each family's prefix. Sequences are token ids."""
+    """Group sequences with equal ``keys`` into families and find each family's prefix.
+
+    A sequence is an array of token ids, or of one row for each token: what must be equal to compute the token once.
+    """
     families: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         families.setdefault(key, []).append(i)
@@ -70,10 +73,10 @@ def find_shared_prefixes(sequences: Sequence[np.ndarray], keys: Sequence[Hashabl
 
 
 def _common(sequences: Sequence[np.ndarray]) -> int:
-    """Length of the longest common prefix of these token ids."""
+    """Length of the longest common prefix of these sequences."""
     shortest = min(map(len, sequences))
     stacked = np.stack([sequence[:shortest] for sequence in sequences])
-    different = (stacked != stacked[0]).any(axis=0)
+    different = (stacked != stacked[0]).any(axis=(0, *range(2, stacked.ndim)))
     return int(different.argmax()) if different.any() else shortest
 
 
@@ -270,6 +273,8 @@ class MicroBatch:
     """Size of the set from which the target was sampled: int32 [N]; 0 for the whole vocabulary."""
     set_ids: np.ndarray
     """Members of these sets, one set after the other: int32 [M]; [0] if no distribution was truncated."""
+    routes: np.ndarray
+    """Routes of the row's tokens (messages/routes.py), flat: uint8 or uint16 [T x layers x chosen]; [0] without."""
 
 
 class Computed(Protocol):
@@ -283,6 +288,8 @@ class Computed(Protocol):
     staleness: np.ndarray
     teacher: np.ndarray
     sets: TokenSets | None
+    routes: np.ndarray | None
+    """[L, layers, chosen] for L tokens; None without."""
 
 
 def make_micro_batches(
@@ -400,6 +407,19 @@ def _row(
 def _whole(count: int) -> TokenSets:
     """Sets of tokens that were sampled from the whole vocabulary."""
     return TokenSets(ids=np.empty(0, np.int32), sizes=np.zeros(count, np.int32))
+        routes=_row_routes(members, layout),
+    )
+
+
+def _row_routes(members: Sequence[Computed], layout: Layout) -> np.ndarray:
+    """MicroBatch.routes. The sequences of a family have the same routes in its common beginning."""
+    found = [sequence.routes for sequence in members if sequence.routes is not None]
+    if len(found) < len(members):
+        return np.zeros(0, np.uint8)
+    routes = np.zeros((len(layout.input_ids), *found[0].shape[1:]), found[0].dtype)
+    for places, own in zip(layout.places, found, strict=True):
+        routes[places] = own
+    return routes.reshape(-1)
 
 
 def _filler() -> MicroBatch:
@@ -420,4 +440,5 @@ def _filler() -> MicroBatch:
         teacher=nothing,
         set_sizes=one * 0,
         set_ids=np.empty(0, np.int32),
+        routes=np.zeros(0, np.uint8),
     )

@@ -94,6 +94,7 @@ class _Demonstration:
         self.staleness = np.full(count, -1, np.int32)
         self.teacher = np.empty(0, np.float32)
         self.sets: TokenSets | None = None
+        self.routes: np.ndarray | None = None
 
 
 def _with_terms(plan: StepPlan, terms: Sequence[SupervisedPlan], metrics: dict[str, float]) -> StepPlan:

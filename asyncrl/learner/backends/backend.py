@@ -50,6 +50,7 @@ from asyncrl.core.compile_cache import compile_cache
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.algorithm.scoring import ScoringPlan
+from asyncrl.messages.routes import Experts
 from asyncrl.messages.weights import Probe
 from asyncrl.weights.held_version import HeldVersion, OnSealed
 
@@ -79,6 +80,8 @@ class Backend(Protocol):
     """Texts for the user: each faster way of computing that the checks of ``setup`` rejected, with reason and cost."""
     on_gpu: bool
     """Whether the weights are on a GPU; ``setup`` sets it."""
+    experts: Experts | None
+    """Experts whose routes each trained sequence needs; None if it needs none. ``setup`` sets it."""
     warm_steps: int
     """Supervised steps taken before the first step of the run; ``load`` restores the number."""
     engines_in_turn: int

@@ -25,6 +25,7 @@ from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.fsdp.schedule import learning_rate
+from asyncrl.messages.routes import SIMULATED, Experts
 from asyncrl.messages.weights import Bucket, Manifest, Probe
 from asyncrl.weights.held_version import HeldVersion, OnSealed, close_all
 from asyncrl.weights.segments import Segment, layout
@@ -43,6 +44,8 @@ class SimTrainer:
         self.on_phase: Callable[[str], None] = lambda name: None
         self.rejected_speedups: list[str] = []
         self._config = config
+        routed = config.rollout.sim.routes and config.learner.routes != "ignore"
+        self.experts: Experts | None = SIMULATED if routed else None
         self._rank = rank
         self._steps = 0
         self._assembly: Future[HeldVersion] | None = None
@@ -74,6 +77,8 @@ class SimTrainer:
         if not plan.sequences:
             return {}
         self._take()
+        if self.experts is not None:
+            _check_routes(plan)
         time.sleep(self._config.learner.sim.step_s)
         self._steps += 1
         return {"learner/lr": learning_rate(self._steps, self._config.learner)}
@@ -167,3 +172,11 @@ class SimTrainer:
         """Give the GPU back, if there are time slices."""
         if self._slices is not None:
             self._slices.close()
+
+
+def _check_routes(plan: StepPlan) -> None:
+    """Raise AssertionError unless the route of each token is its own: the simulated engine's is the token's id."""
+    for update in plan.updates:
+        for batch in (batch for rank in update.ranks for batch in rank if batch.sequences[0] >= 0):
+            own = batch.input_ids % SIMULATED.count
+            assert np.array_equal(batch.routes, own), f"a row of {len(own)} tokens has foreign routes"

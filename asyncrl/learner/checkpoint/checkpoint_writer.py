@@ -288,7 +288,7 @@ def _group_bytes(group: Group) -> int:
         arrays = sum(
             array.nbytes
             for sequence in trajectory.sequences
-            for array in (sequence.prompt_ids, sequence.tokens, sequence.logprobs)
+            for array in (sequence.prompt_ids, sequence.tokens, sequence.logprobs, sequence.routes)
             if array is not None
         )
         sets = sum(sequence.sets.ids.nbytes for sequence in trajectory.sequences if sequence.sets is not None)

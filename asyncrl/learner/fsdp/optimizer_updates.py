@@ -154,6 +154,9 @@ class OptimizerUpdates:
 
     def _row(self, batch: MicroBatch) -> PackedRow:
         device = self._ranks.device
+        experts, routes = self._policy.routers.experts, None
+        if experts is not None and len(batch.routes):
+            routes = batch.routes.reshape(len(batch.input_ids), experts.layers, experts.chosen)
         return make_row(
             batch.input_ids,
             batch.lengths,
@@ -162,6 +165,7 @@ class OptimizerUpdates:
             device,
             prefixes=batch.prefixes,
             sets=make_row_sets(batch.set_ids, batch.set_sizes, device),
+            routes=routes,
         )
 
     def _score(self, rows: Sequence[PackedRow], temperature: float, *, several: bool) -> list[_Scored]:
@@ -215,11 +219,11 @@ class OptimizerUpdates:
         came before, so the current policy is the proximal one.
         """
         self._on_phase("forward and backward")
+        # Passes before the update, for scores, do not count.
+        self._policy.routers.take_differing()
         with self._ranks.waiting(name):
             results = [
-                self._accumulate(
-                    *member, shape.policy.denominator, temperature=temperature, fresh=fresh, is_first=is_first
-                )
+                self._accumulate(*member, shape.policy, temperature=temperature, fresh=fresh, is_first=is_first)
                 for member in members
             ]
             supervised_results = [self._accumulate_supervised(*member, shape) for member in supervised_members]
@@ -231,11 +235,18 @@ class OptimizerUpdates:
             own_sums = _totals([result.statistics.tolist() for result in results])
             self._on_phase("sums of all ranks")
             losses = [_sum([result.loss for result in part]) for part in (results, supervised_results)]
-            # Columns of ``of_ranks``: policy's loss, supervised loss, square of the norm, named sums, token sums.
-            values = [*losses, float(square), *named, *(getattr(own_sums, item.name) for item in fields(own_sums))]
+            # Columns of ``of_ranks``: policy's loss, supervised loss, square of the norm, experts that the routers
+            # would not choose, all experts of the routes, named sums, token sums.
+            values = [
+                *losses,
+                float(square),
+                *self._policy.routers.take_differing(),
+                *named,
+                *(getattr(own_sums, item.name) for item in fields(own_sums)),
+            ]
             of_ranks = self._ranks.all_gather(values, f"the sums of {name}")
-        # The first three columns come before the named sums.
-        first_named = 3
+        # The first five columns come before the named sums.
+        first_named = 5
         totals = _totals(of_ranks[:, first_named + len(names) :].tolist())
         self._on_phase("optimizer")
         # The norm is that of the first replica alone: all replicas have the same gradient.
@@ -266,6 +277,8 @@ class OptimizerUpdates:
             # A refused update leaves no gradient to the next one.
             self._optimizer.zero_grad()
         metrics = {"policy/grad_norm": norm, "learner/lr": rate}
+        if routed := math.fsum(of_ranks[:, 4]):
+            metrics["policy/routes_differ"] = math.fsum(of_ranks[:, 3]) / routed
         if members:
             metrics = {"loss/policy": loss} | metrics | totals.metrics()
             for at, each in enumerate(names, start=first_named):
@@ -279,7 +292,7 @@ class OptimizerUpdates:
         batch: MicroBatch,
         row: PackedRow,
         scored: _Scored,
-        denominator: float,
+        shape: TermShape,
         *,
         temperature: float,
         fresh: bool,
@@ -288,11 +301,19 @@ class OptimizerUpdates:
         """Add the gradient of the policy's loss on one micro-batch."""
         logprobs, entropies = self._policy.score(row, temperature)
         tokens = self._token_batch(batch, scored, logprobs, entropies, is_first=is_first)
-        loss, named = self._objective(tokens, denominator)
-        torch.autograd.backward(loss * self._ranks.world_size)
+        loss, named = self._objective(tokens, shape.denominator)
+        total = loss * self._ranks.world_size
+        named = dict(named)
+        if self._config.balance:
+            # A filler keeps the graph, so that all ranks meet in the same layers.
+            is_row = float(batch.sequences[0] >= 0)
+            balance = self._policy.routers.balance_loss() * is_row
+            total = total + balance * (self._config.balance / shape.micro_batches)
+            named["balance"] = balance.detach() * len(batch.predict)
+        torch.autograd.backward(total)
         self._ranks.note_progress()
         statistics = token_sums(tokens, fresh=fresh, cap=self._config.tis_cap)
-        return _Accumulated(loss.detach(), statistics, dict(named), logprobs.detach())
+        return _Accumulated(loss.detach(), statistics, named, logprobs.detach())
 
     def _accumulate_supervised(self, batch: MicroBatch, row: PackedRow, shape: OptimizerUpdateShape) -> _Accumulated:
         """Add the gradient of the supervised loss on one micro-batch; the returned loss lacks the coefficient."""

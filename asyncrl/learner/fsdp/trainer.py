@@ -79,6 +79,7 @@ from asyncrl.learner.fsdp.weights.assembly import Assembly, make_copy, publish, 
 from asyncrl.learner.fsdp.weights.export import export
 from asyncrl.learner.fsdp.weights.probe import score_probe
 from asyncrl.learner.fsdp.weights.saver import Saver
+from asyncrl.messages.routes import Experts
 from asyncrl.messages.weights import Probe
 from asyncrl.weights.broadcast import open_store
 from asyncrl.weights.held_version import HeldVersion, OnSealed
@@ -108,6 +109,7 @@ class Trainer:
         self.packed = self.shares_prefixes = self.skips_zero_advantages = self.on_gpu = False
         self.on_phase: Callable[[str], None] = lambda name: None
         self.rejected_speedups: list[str] = []
+        self.experts: Experts | None = None
         self.steps = 0
         """Optimizer steps of the run taken."""
         self.warm_steps = 0
@@ -169,6 +171,11 @@ class Trainer:
         self.policy, scoring, self.checkpointing = build_policy(self._config, self._ranks, self._dtype, shares)
         self.packed, self.shares_prefixes = scoring.packed, scoring.shared
         self._note_warnings(scoring, "model.path")
+        self.experts = self.policy.routers.experts if self._learner.routes != "ignore" else None
+        self.policy.follows_routes = self._learner.routes == "replay"
+        if self._learner.balance and not self.policy.routers.has_balance:
+            problem = "the model has no experts, or transformers has no load-balance loss for it"
+            raise ConfigError([f"learner.balance: {problem}; set it to 0"])
         self._parameters = list(self.policy.parameters())
         self._optimizer = make_optimizer(self.policy, self._config)
         self._residence = Residence(self._state_tensors, device)
@@ -251,6 +258,7 @@ class Trainer:
             # The frozen model scores the policy's rows, so prefixes are shared only if both models support it.
             self.shares_prefixes = self.shares_prefixes and scoring.shared
             self._note_warnings(scoring, key)
+            policy.follows_routes = self.policy.follows_routes
             return policy
 
         kl, teacher = self._learner.kl, self._learner.teacher

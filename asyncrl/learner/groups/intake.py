@@ -29,6 +29,7 @@ from asyncrl.learner.groups.notices import no_signal
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
 from asyncrl.messages.groups import Group, check_group, sampled_tokens
 from asyncrl.messages.ledger import KINDS, Kind, Ledger, LedgerState, position_of
+from asyncrl.messages.routes import Experts, check_routes
 
 
 class GroupBuffer:
@@ -216,11 +217,19 @@ class OutcomeQueue:
 class Intake:
     """Takes a learner's groups at delivery, passes them to steps, and gives each an outcome.
 
-    ``samples`` is the number of filtered groups between two steps whose text is kept.
+    ``samples`` is the number of filtered groups between two steps whose text is kept. With ``experts`` each group needs
+    the routes of its tokens.
     """
 
-    def __init__(self, learner: LearnerConfig, restored: IntakeState | None = None, *, samples: int = 0) -> None:
-        self._learner = learner
+    def __init__(
+        self,
+        learner: LearnerConfig,
+        restored: IntakeState | None = None,
+        *,
+        samples: int = 0,
+        experts: Experts | None = None,
+    ) -> None:
+        self._learner, self._experts = learner, experts
         self._samples = self._samples_left = samples
         """Filtered groups whose text is kept between two steps, and how many more until the next step ends."""
         self.ledger = Ledger() if restored is None else Ledger.restore(restored.ledger)
@@ -264,7 +273,8 @@ class Intake:
             self._quarantined_groups = restored.failed
             self.delivered_lengths = list(restored.delivered_lengths)
             for group in restored.buffered:
-                if not self.has(group.lease.uid):
+                # The prompt of a group whose routes do not fit is leased again: the run had another learner.routes.
+                if not self.has(group.lease.uid) and self._check_routes(group) is None:
                     self.buffer.add(group)
 
     def has(self, uid: str) -> bool:
@@ -294,7 +304,7 @@ class Intake:
         self.dropped_trajectories += group.dropped
         self.failed_attempts += group.failed_attempts
         self.delivered_lengths += [sampled_tokens(t) for t in group.trajectories]
-        problem = check_group(group)
+        problem = check_group(group) or self._check_routes(group)
         if problem is not None:
             self._quarantine(Quarantined(uid, problem, group))
             return "quarantined"
@@ -306,6 +316,9 @@ class Intake:
         self.buffer.add(group)
         self._delivered_at[uid] = now
         return "buffered"
+
+    def _check_routes(self, group: Group) -> str | None:
+        return None if self._experts is None else check_routes(group, self._experts)
 
     def reject(self, rejected: Rejected) -> None:
         """Conclude a prompt that gets no lease, as left out or quarantined; ignored if it is known."""

@@ -113,6 +113,11 @@ train.line(
     "KL of the engine from the learner on tokens of equal weights; absent without such tokens",
 )
 train.line("policy/engine_kl_tokens", "tokens", "tokens over which policy/engine_kl was computed")
+train.line(
+    "policy/routes_differ",
+    "share",
+    "share of the engine's experts that the learner's routers would not choose; only with routes",
+)
 train.line("reward/mean", "", "mean reward of the groups of the step and of those filtered since the step before")
 train.line("reward/std", "", "standard deviation of these rewards")
 train.line("reward/trained_mean", "", "mean reward of the trained trajectories")

@@ -21,6 +21,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+
 from asyncrl.core.errors import EngineDied
 from asyncrl.core.truncation import Truncation
 from asyncrl.messages.groups import VersionSpan
@@ -61,6 +63,8 @@ class GenerationRequest:
     reads it."""
     held: int = 0
     """Number of prompt_ids that were sampled by earlier submissions of the same response."""
+    routed: int = 0
+    """Number of the first prompt_ids whose routes are known; an engine returns those of the tokens after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,9 @@ class TokenDelta:
     """Versions that sampled the submission's tokens: from its first token on, without gaps. Empty if it has none."""
     cached_tokens: int = 0
     """Number of prompt tokens that the prefix cache held when the submission began; in every delta that has tokens."""
+    routes: np.ndarray | None = None
+    """Routes (messages/routes.py) of further tokens: those of a submission begin behind ``GenerationRequest.routed``
+    and, with its last delta, cover all its tokens but the last. They may be later than the tokens. None without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +109,8 @@ class Engine(Protocol):
     name: str
     workers: int
     """Number of the engine's processes that take part in a broadcast."""
+    returns_routes: bool
+    """Whether deltas have routes."""
     loaded_by_ipc: bool
     """Whether the last load took all weights from a copy on the GPU (weights/device_copy.py)."""
 
@@ -171,6 +180,14 @@ class Engine(Protocol):
         """End the engine and everything that it started; does nothing if it is gone already."""
 
 
+def _join(first: np.ndarray | None, second: np.ndarray | None) -> np.ndarray | None:
+    """Join the routes of two consecutive deltas."""
+    if first is None or second is None:
+        return second if first is None else first
+    joined: np.ndarray = np.concatenate([first, second])
+    return joined
+
+
 class DeltaStream:
     """A queue of the deltas of one request, which merges deltas that the reader has not fetched into one.
 
@@ -195,6 +212,7 @@ class DeltaStream:
                 finish_reason=delta.finish_reason,
                 spans=delta.spans,
                 cached_tokens=max(held.cached_tokens, delta.cached_tokens),
+                routes=_join(held.routes, delta.routes),
             )
         self._pending = delta
         self._wake()

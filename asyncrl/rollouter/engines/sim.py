@@ -14,12 +14,15 @@ import asyncio
 import math
 import random
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xxhash
 
 from asyncrl.config import Config
 from asyncrl.core.errors import BroadcastFailed, ConfigError, EngineDied
+from asyncrl.messages.routes import SIMULATED
 from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import DeltaStream, EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.sim_model import Batch, content
@@ -37,6 +40,7 @@ class SimEngine:
         self.workers = 1
         self.loaded_by_ipc = False
         self._sim = config.rollout.sim
+        self.returns_routes = self._sim.routes and config.learner.routes != "ignore"
         self._seed = config.run.seed
         self._batch = Batch(
             self._sim, self._seed, config.rollout.stream_interval, _draw_crash_step(self._sim.crash_probability)
@@ -102,12 +106,17 @@ class SimEngine:
         assert request.id not in self._streams, f"request {request.id} is in flight already"
         self._batch.submit(loop.time(), request)
         stream = self._streams[request.id] = DeltaStream()
-        over = False
+        over, tokens = False, list(request.prompt_ids)
         try:
             self._step()
             while not over:
                 delta = await stream.get()
                 over = delta.finish_reason is not None
+                if self.returns_routes:
+                    tokens += delta.tokens
+                    if over:
+                        # All at the end, as vLLM does.
+                        delta = replace(delta, routes=_routes(tokens[request.routed : -1]))
                 yield delta
         finally:
             del self._streams[request.id]
@@ -234,6 +243,11 @@ class SimEngine:
             self._timer = None
         if due is not None:
             self._timer, self._timer_at = self._loop.call_at(due, self._tick), due
+
+
+def _routes(tokens: Sequence[int]) -> np.ndarray:
+    """Make a route of each token: its id, as one expert of one layer (backends/sim.py checks it)."""
+    return (np.array(tokens, np.int64) % SIMULATED.count).astype(np.uint16).reshape(-1, 1, 1)
 
 
 def _draw_crash_step(crash_probability: float) -> int | None:

@@ -238,12 +238,13 @@ class Conversation:
         reasoning: str | None = None,
         calls: Sequence[tuple[str, str]] = (),
         untrained: bool = False,
+        routes: np.ndarray | None = None,
     ) -> Node:
         """Add the answer sampled for ``prompt`` as a node, and return the node.
 
         It has at least one token; ``spans`` count from its first token. ``calls`` are (name, arguments as JSON) of the
         tools that it calls; they get ids here. An ``untrained`` answer stays in the context of later ones, but is not
-        trained. Raises EpisodeOver.
+        trained. ``routes`` are those of Node. Raises EpisodeOver.
         """
         self._require_open()
         node_id = len(self.nodes)
@@ -268,6 +269,7 @@ class Conversation:
             logprobs=scores,
             sets=sets,
             spans=tuple(spans),
+            routes=routes,
             finish=finish,
             message=_message(content, reasoning, minted),
             tool_calls=minted,

@@ -78,7 +78,14 @@ def _sequence(path: Sequence[Node], new_ids: set[int], past_rewards: Mapping[int
         spans=spans,
         turns=turns,
         sets=join_sets(node.sets for node in path if node.id in new_ids),
+        routes=_routes(path),
     )
+
+
+def _routes(path: Sequence[Node]) -> np.ndarray | None:
+    """Routes of all tokens of a path but the last; None if one of its answers came without."""
+    parts = [node.routes for node in path if node.routes is not None]
+    return np.concatenate(parts) if len(parts) == len(path) else None
 
 
 def past_rewards(rewards: Mapping[int, float], lineage: Iterable[int]) -> dict[int, float]:
@@ -125,6 +132,9 @@ class Node:
     """The sets from which they were sampled; None if the distribution was not truncated."""
     spans: tuple[VersionSpan, ...]
     """Version spans of the sampled tokens, counted from the first of them."""
+    routes: np.ndarray | None
+    """Routes (messages/routes.py) of the path's tokens that its parent's lack, without the last one. The first of them
+    belongs to the parent's last token. None if the engine returns none."""
     finish: FinishReason
     message: dict[str, Any]
     """The answer in OpenAI's form; reasoning is in ``reasoning_content``."""
@@ -175,6 +185,10 @@ class Node:
         assert self.length == len(whole)
         assert len(self.logprobs) == len(sampled), "one log-prob for each sampled token"
         assert self.sets is None or len(self.sets.sizes) == len(sampled), "one set for each sampled token"
+        above = self.parent.length - 1 if self.parent else 0
+        assert self.routes is None or len(self.routes) == self.length - 1 - above, (
+            "one route for each token but the last"
+        )
         ends = [0, *(span.end for span in self.spans)]
         assert ends[-1] == len(sampled), "one version for each sampled token"
         assert all(

@@ -305,6 +305,8 @@ class Sessions:
                         computed=prompt.shared,
                         computed_at=session.version,
                         computed_sleeps=session.sleeps,
+                        # The last token of a path was never fed to an engine.
+                        routed=prompt.parent.length - 1 if prompt.parent is not None else 0,
                     )
                     call.limited = request.max_tokens is None or room <= request.max_tokens
                     call.prompt, call.key = prompt, session.key_of(prompt)
@@ -403,6 +405,7 @@ class Sessions:
             logprobs=response.logprobs,
             spans=response.spans,
             sets=response.sets,
+            routes=response.final_routes(len(prompt.ids)),
             finish=response.finish_reason,
             content=content,
             reasoning=parsed.reasoning,

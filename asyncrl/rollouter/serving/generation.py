@@ -6,9 +6,10 @@
 response consists of one or more *submissions*, requests to engines. Each continues after the tokens of those before it.
 
 Invariants: after each submission, tokens, log-probs, token sets and version spans cover the same positions. Every token
-keeps the log-prob and the version that sampled it, over aborts, resumes and the death of an engine. There are never
-more than ``max_tokens``. Received tokens are dropped only beyond ``max_tokens``, after a stop string, or if their
-version is unknown (``Response.cut_submission``).
+keeps the log-prob and the version that sampled it, over aborts, resumes and the death of an engine. From an engine that
+returns routes, each token but the last also keeps the route with which it was first computed. There are never more than
+``max_tokens``. Received tokens are dropped only beyond ``max_tokens``, after a stop string, or if their version or a
+route is unknown (``Response.cut_submission``).
 
 Fails with TrajectoryFailed when engines have died of the prompt too often (``after_death``). Any other death does not
 count as an attempt, and the next engine continues after the kept tokens.
@@ -71,6 +72,10 @@ class Response:
     """The newest version under which the engine computed them."""
     computed_sleeps: int = 0
     """Number of sleeps of the engine before it computed them; each later sleep loses them."""
+    routes: list[np.ndarray] = field(default_factory=list)
+    """Routes (messages/routes.py) of the tokens after the first ``routed``, prompt included; parts in order."""
+    routed: int = 0
+    """Number of the prompt's first tokens whose routes an earlier answer of the episode holds."""
     _submission_start: int = 0
     """Index of the first token of the present submission."""
     _submission_version: int = -1
@@ -80,6 +85,21 @@ class Response:
     def remaining(self) -> int:
         """Number of tokens that may still be sampled."""
         return self.max_tokens - len(self.tokens)
+
+    @property
+    def known_routes(self) -> int:
+        """Number of tokens, from the prompt's first on, whose routes are known."""
+        return self.routed + sum(map(len, self.routes))
+
+    def final_routes(self, prompt: int) -> np.ndarray | None:
+        """Return the routes behind ``routed`` of a finished response after ``prompt`` tokens; None without any.
+
+        They are those of all its tokens but the last.
+        """
+        if not self.routes:
+            return None
+        known: np.ndarray = np.concatenate(self.routes)
+        return known[: prompt + len(self.tokens) - 1 - self.routed]
 
     def lost(self, version: int, sleeps: int) -> int:
         """Number of tokens that the engine must compute again: they are of an older version, or from before a sleep.
@@ -182,18 +202,22 @@ class Response:
             elif reason == "length" or self.remaining <= 0:
                 self.finish_reason = "length"
 
-    def cut_submission(self, known: int) -> None:
+    def cut_submission(self, known: int, prompt: int) -> None:
         """End a submission that got no version spans, because the engine died or the call was cancelled.
 
         The first ``known`` tokens of the response arrived before any load, so their version is that of the submission's
         beginning. The tokens after ``known`` are dropped, since it is unknown whether the engine sampled them before or
-        after the load. There are such tokens only if the engine continues requests over a load (on_update = keep).
+        after the load. There are such tokens only if the engine continues requests over a load (on_update = keep), or
+        if their routes were to come with the last delta. ``prompt`` is the number of tokens of the prompt.
         """
         if known < len(self.tokens):
             self.finish_reason = None
             # The dropped tokens are the last of the computed ones.
             self.computed = max(0, self.computed - (len(self.tokens) - known))
             self._cut(known)
+            # Other tokens will follow the first ``known``, and have routes of their own.
+            kept = max(0, prompt + known - self.routed)
+            self.routes = [np.concatenate(self.routes)[:kept]] if self.routes else []
         self.end_submission("abort")
 
 
@@ -270,6 +294,7 @@ class PolicyCall:
                     cache_salt=f"v{version}",
                     key=key,
                     held=len(response.tokens),
+                    routed=response.known_routes,
                 )
                 died = not await self._submit(request, response)
                 self._events.ended(len(response.tokens), response.spans, response.finish_reason, died=died)
@@ -286,9 +311,12 @@ class PolicyCall:
         # A sleep ends every submission, so the number holds for the whole of this one.
         sleeps = self._host.sleeps
         prompt, lost = len(request.prompt_ids) - known, response.lost(self._host.version, sleeps)
+        returns_routes = self._host.engine.returns_routes
         try:
             async with aclosing(self._host.stream(request, self._lease, lost=lost)) as deltas:
                 async for delta in deltas:
+                    if delta.routes is not None:
+                        response.routes.append(delta.routes)
                     if not stopped and delta.tokens:
                         stopped = response.extend(delta.tokens, delta.logprobs, self._tokenizer.decode, delta.sets)
                         version = delta.spans[-1].version if delta.spans else self._host.version
@@ -306,7 +334,10 @@ class PolicyCall:
                         ended = True
         except (EngineDied, asyncio.CancelledError) as error:
             if not ended:
-                response.cut_submission(known)
+                if returns_routes:
+                    # Only the last token may lack a route.
+                    known = max(0, min(known, response.known_routes + 1 - prompt))
+                response.cut_submission(known, prompt)
             if not isinstance(error, EngineDied):
                 raise
             response.computed = 0
@@ -421,6 +452,7 @@ class SingleTurn:
                     logprobs=np.array(response.logprobs, np.float32),
                     spans=response.spans,
                     sets=response.sets,
+                    routes=response.final_routes(len(lease.prompt_ids)),
                 )
             ],
             finish_reason=response.finish_reason,

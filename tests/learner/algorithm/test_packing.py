@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from learner.learner_cases import build_step, make_config, make_group, make_trajectory, only
+from learner.learner_cases import build_step, context_of, make_config, make_group, make_trajectory, only
 
 from asyncrl.learner.algorithm.packing import (
+    MicroBatch,
     SharedPrefixes,
     Sizes,
     cost,
@@ -157,6 +159,34 @@ def test_one_response_of_one_token_and_a_longer_one_share_their_prompt() -> None
     assert (batch.lengths.tolist(), batch.prefixes.tolist()) == ([3, 1, 1], [-1, 0, 0])
     assert (batch.predict.tolist(), batch.targets.tolist()) == ([2, 2, 3, 2, 4], [7, 8, 9, 8, 6])
     assert (batch.segments.tolist(), plan.tokens) == ([0, 1, 1, 2, 2], 5)
+
+
+@given(st.data())
+def test_each_token_of_a_row_has_the_routes_of_its_sequences(data) -> None:
+    """Beginnings are shared where tokens and routes are equal."""
+    prompt, made, every = [1, 2, 3], [], []
+    for _ in range(data.draw(st.integers(2, 5))):
+        tokens = data.draw(st.lists(TOKENS, min_size=2, max_size=8))
+        length = len(prompt) + len(tokens) - 1
+        routes = np.array(data.draw(st.lists(st.integers(0, 1), min_size=2 * length, max_size=2 * length)), np.uint8)
+        made.append(make_trajectory(tokens, reward=float(len(made)), routes=routes.reshape(length, 1, 2)))
+        every.append(made[-1].sequences[0])
+    plan = build_step(
+        [make_group(0, prompt, made)], version=0, config=make_config(budget=200), world_size=1, packed=True, shared=True
+    )
+    [[batch]] = only(plan).ranks
+    routes = batch.routes.reshape(len(batch.input_ids), 1, 2)
+    for at, number in enumerate(batch.sequences.tolist()):
+        last = int(batch.predict[batch.segments == at][-1])
+        found = np.stack(routes_up_to(batch, routes, last))
+        assert np.array_equal(found, every[number].routes)
+        assert context_of(batch, last) == [*prompt, *every[number].tokens[:-1].tolist()]
+
+
+def routes_up_to(batch: MicroBatch, routes: np.ndarray, position: int) -> list[np.ndarray]:
+    """The routes of a sequence's tokens up to the one at ``position`` of its row."""
+    numbered = replace(batch, input_ids=np.arange(len(batch.input_ids), dtype=np.int32))
+    return [routes[at] for at in context_of(numbered, position)]
 
 
 CASES = {

@@ -3,6 +3,8 @@
 import json
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.token_sets import make_sets
 
@@ -165,6 +167,8 @@ class Player:
             # Different in float32, too, and so they name the token.
             self._score -= 2.0**-10
             logprobs.append(self._score)
+        above = max(0, prompt.parent.length - 1) if prompt.parent else 0
+        routes = np.array([*prompt.ids, *tokens], np.uint16)[above:-1].reshape(-1, 1, 1)
         call = Call(prompt.ids, tokens, logprobs, each, untrained, prompt, *self._asked[id(prompt)])
         call.node = self.conversation.commit(
             prompt,
@@ -177,6 +181,8 @@ class Player:
             reasoning=reasoning,
             calls=calls,
             untrained=untrained,
+            # The route of a token is its id.
+            routes=routes,
         )
         self.calls.append(call)
         return call.node

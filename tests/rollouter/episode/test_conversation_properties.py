@@ -173,6 +173,7 @@ def each_sampled_token_is_trained_once_in_its_context(player):
         assert not sequence.prompt_ids.flags.writeable
         whole = [*sequence.prompt_ids.tolist(), *sequence.tokens.tolist()]
         prompt = len(sequence.prompt_ids)
+        assert sequence.routes.ravel().tolist() == whole[:-1], "each token has its own route, which is its id here"
         scores = iter(sequence.logprobs.tolist())
         members = iter(np.split(sequence.sets.ids, np.cumsum(sequence.sets.sizes)[:-1]))
         end = 0

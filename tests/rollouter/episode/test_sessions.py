@@ -29,6 +29,7 @@ async def test_i3_turns_extend_sampled_tokens_exactly(tmp_path):
         assert len(sequence.logprobs) == sum(len(ids) + 1 for ids in answers)
         assert [(s.version, s.role) for s in sequence.spans] == [(0, "sampled"), (-1, "context"), (1, "sampled")]
         assert set(sequence.logprobs[len(answers[0]) + 1 :]) == {-1.0}
+        assert sequence.routes.ravel().tolist() == whole[:-1]
         assert second.prompt_tokens == len(prompt)
         held = [(call.prompt, call.response) for call in session.calls.values()]
         assert held == [(None, None)] * 2, "answered calls hold no history"

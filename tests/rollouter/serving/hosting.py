@@ -27,9 +27,10 @@ class Letters:
         return "".join(chr(0x100 + id) for id in ids)
 
 
-def simulated(**rollout):
+def simulated(*, routes=False, **rollout):
     """Prefill takes no time, each token a second, and a response is as long as allowed."""
     sim = {"prefill_tokens_per_s": 1e9, "decode_step_s": 1.0, "length": "constant", "length_median": 64}
+    sim["routes"] = routes
     return sim_config(rollout={"stream_interval": 1, "sim": sim, **rollout})
 
 

@@ -57,8 +57,8 @@ class Mortal(Engine):
 class World(Hosted):
     """A host with such engines; it replaces them and brings them new weights."""
 
-    def __init__(self, *, poison=None, dies_of_an_abort=False, **rollout):
-        super().__init__(simulated(**rollout), lambda: Mortal(self))
+    def __init__(self, *, poison=None, dies_of_an_abort=False, routes=False, **rollout):
+        super().__init__(simulated(routes=routes, **rollout), lambda: Mortal(self))
         self.poison, self.unloadable, self.dies_of_an_abort = poison or {}, set(), dies_of_an_abort
         self.submitted, self.steps, self.seeds, self.reasons, self.excused = [], [], [], [], []
         self.version, self.one_at_a_time = 0, asyncio.Lock()
@@ -122,6 +122,25 @@ async def test_the_death_of_an_engine_costs_no_delivered_token(mode):
         assert versions(trajectory, "0-1", 8) == [0] * 3 + [4] * 5
         assert [held for _, held, _ in world.submitted] == [0, 3]
         assert trajectory.resumes == 1
+
+
+@modes
+async def test_a_death_costs_the_tokens_whose_routes_were_to_come_at_the_end(mode):
+    """An abort of an update brings them; the simulated engine's route of a token is its id."""
+    async with World(on_update=mode, routes=True) as world:
+        running = asyncio.create_task(world.response("0-1", 12))
+        await world.sampled(3)
+        if mode == "abort_resume":
+            await world.update(4)
+            await world.sampled(6)
+        world.version = 5
+        await world.host.engine.close()
+        trajectory = await running
+        kept = 3 if mode == "abort_resume" else 0
+        assert versions(trajectory, "0-1", 12) == [0] * kept + [5] * (12 - kept)
+        (sequence,) = trajectory.sequences
+        routes = sequence.routes.ravel().tolist()
+        assert routes[-11:] == sequence.tokens[:-1].tolist() and len(routes) > 11
 
 
 async def test_i3_an_engine_death_under_keep_loses_only_tokens_after_a_load():

@@ -154,7 +154,7 @@ def test_the_death_of_an_engine_costs_only_tokens_of_unknown_version(known, reas
     response = response_with("cd")
     assert response.extend([0, 2, 3], [0.0] * 3, decode)
     response.computed = 7 + 3
-    response.cut_submission(known=known)
+    response.cut_submission(known, prompt=7)
     assert response.computed == 7 + known, "forgotten tokens are not lost twice"
     assert (response.finish_reason, response.tokens, len(response.logprobs)) == (reason, tokens, known)
     assert response.spans == [VersionSpan(1, 0, known)]

@@ -53,7 +53,8 @@ class StubEngine:
     """Records its calls; ``loads`` scripts the loads."""
 
     def __init__(self, events: list, loads: list, offs: list | None = None) -> None:
-        self.name, self.workers, self.loaded_by_ipc = "rollouter/0", 1, False
+        self.name, self.workers = "rollouter/0", 1
+        self.returns_routes = self.loaded_by_ipc = False
         self.events, self.loads, self.offs = events, loads, offs or []
         self.off = 0.0
         """Difference of its log-probs from the probe."""

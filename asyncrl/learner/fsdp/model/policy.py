@@ -34,6 +34,7 @@ from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.attention import connect
 from asyncrl.learner.fsdp.model.recurrence import separate
 from asyncrl.learner.fsdp.model.row_sets import RowSets
+from asyncrl.weights.routers import Routers
 
 _LOG = logging.getLogger(__name__)
 OUTSIDE = -1e30
@@ -67,6 +68,8 @@ class PackedRow:
     """Token that each of these positions predicts: int64 [N]."""
     sets: RowSets | None = None
     """Sets from which the targets were sampled; None if all were sampled from the whole vocabulary."""
+    routes: Tensor | None = None
+    """Routes of the tokens (messages/routes.py): [T, layers, chosen]; None if the routers choose for themselves."""
 
 
 Further = Callable[[Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, ...]]
@@ -85,6 +88,9 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.chunked = chunked
+        self.routers = Routers(model)
+        self.follows_routes = True
+        """Whether the routers take a row's routes, and do not only compare them with their own choice."""
         self.entropy_gradient = False
         """Whether entropies have a gradient."""
         self._attention: str = model.config._attn_implementation
@@ -112,6 +118,7 @@ class Policy(nn.Module):
         then the results of ``further``. Raises NotImplementedError for a row with shared beginnings, unless the
         attention is VARLEN or PACKED.
         """
+        self.routers.replay(row.routes, follow=self.follows_routes)
         arguments: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": row.position_ids, "use_cache": False}
         implementation = self.model.config._attn_implementation
         if implementation == attention.VARLEN:
@@ -180,8 +187,12 @@ def make_row(
     *,
     prefixes: Any = None,
     sets: RowSets | None = None,
+    routes: Any = None,
 ) -> PackedRow:
-    """Make a row on ``device`` from the arrays of a MicroBatch; without ``prefixes`` each piece is a whole sequence."""
+    """Make a row on ``device`` from the arrays of a MicroBatch; without ``prefixes`` each piece is a whole sequence.
+
+    ``routes`` has the shape of PackedRow.routes.
+    """
 
     def put(values: Any) -> Tensor:
         return torch.as_tensor(values).to(device=device, dtype=torch.int64)
@@ -200,6 +211,7 @@ def make_row(
         predict=put(predict),
         targets=put(targets),
         sets=sets,
+        routes=None if routes is None else put(routes),
     )
 
 

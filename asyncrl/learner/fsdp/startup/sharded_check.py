@@ -163,7 +163,8 @@ class _Check:
         """
         choice, warnings = self._choice, list(self._choice.warnings)
         tokens = short_tokens(self._policy, self._seed)
-        short = make_batch(tokens, self._ranks.device)
+        experts = self._policy.routers.experts
+        short = make_batch(tokens, self._ranks.device, experts)
         whole = self._score(short.single, choice.single, chunked=False)
         rounding = self._measure_rounding(whole, path)
         bounds = self._bounds(short.single, whole, rounding)
@@ -187,13 +188,13 @@ class _Check:
         long[1][: self._length // 2] = long[0][: self._length // 2]
         # Number of positions in front of the long sequences.
         before = sum(LENGTHS[:BEFORE])
-        rows = make_batch(long, self._ranks.device).single
+        rows = make_batch(long, self._ranks.device, experts).single
         alone = self._score(rows, choice.single, chunked=chunked)
         long_bounds = self._bounds(rows, alone, rounding)
         # The log-probs are in the order of the sequences in the batch below.
         truth = torch.cat([whole[:before], alone, whole[before:]])
         bounds = torch.cat([bounds[:before], long_bounds, bounds[before:]])
-        batch = make_batch([*tokens[:BEFORE], *long, *tokens[BEFORE:]], self._ranks.device)
+        batch = make_batch([*tokens[:BEFORE], *long, *tokens[BEFORE:]], self._ranks.device, experts)
 
         def compare(row: PackedRow, implementation: Attention) -> Distance:
             return self._distance(self._score([row], implementation, chunked=chunked), truth, bounds)

@@ -265,7 +265,7 @@ def _choose(policy: Policy, config: Config, ranks: Ranks, *, adapted: bool) -> A
     if not adapted:
         return choice
     ranks.note_progress()
-    row, _ = make_batch(short_tokens(policy, seed), ranks.device).longest
+    row, _ = make_batch(short_tokens(policy, seed), ranks.device, policy.routers.experts).longest
     if untrained := unreached(policy, row):
         finding = (
             f"the adapters of {len(untrained)} layers got no gradient in the check at start, the first {untrained[0]}"

@@ -33,6 +33,7 @@ from asyncrl.core.numbers import exact
 from asyncrl.learner.algorithm.packing import find_shared_prefixes, lay_out
 from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make_row
 from asyncrl.learner.fsdp.startup.rounding import Distance, distance, measure_rounding, score_rows
+from asyncrl.messages.routes import Experts
 
 LENGTHS = (7, 1, 19, 12, 5)
 """Lengths of the random sequences: short, so that a leak from a neighbour makes a large difference."""
@@ -118,7 +119,7 @@ def choose_scoring(
     All ranks call it together if ``policy`` is sharded. ``policy`` computes in float32 on ``device``, and is left set
     to the fastest way that agrees. ``on_pass`` is called before each pass but the first.
     """
-    batch = make_batch(short_tokens(policy, seed), device)
+    batch = make_batch(short_tokens(policy, seed), device, policy.routers.experts)
     longest, longest_slice = batch.longest
     Scoring(packed=False, attention="plain", chunked=False).apply(policy)
     truth = score_rows(policy, batch.single)
@@ -230,17 +231,56 @@ def short_tokens(policy: Policy, seed: int) -> list[np.ndarray]:
     return tokens
 
 
-def make_batch(tokens: Sequence[np.ndarray], device: torch.device) -> CheckBatch:
+def make_batch(tokens: Sequence[np.ndarray], device: torch.device, experts: Experts | None) -> CheckBatch:
     """Lay these sequences out in rows in three ways; all score the same positions.
 
-    Sequences whose first COMMON tokens are equal share the longest beginning that all of them have.
+    Sequences whose first COMMON tokens are equal share the longest beginning that all of them have. With ``experts``
+    the rows have routes, so that no router chooses another expert by its rounding.
     """
     inputs, targets = [t[:-1] for t in tokens], np.concatenate([t[1:] for t in tokens])
     lengths = [len(t) for t in inputs]
     layout = lay_out(inputs, find_shared_prefixes(inputs, [tuple(t[:COMMON].tolist()) for t in inputs]))
     places = np.concatenate(layout.places)
+
+    def routes(of: Sequence[np.ndarray], length: int) -> np.ndarray | None:
+        return None if experts is None else _routes_by_position(of, length, experts)
+
+    single_places = [np.arange(n) for n in lengths]
+    packed_places = [np.arange(end - n, end) for n, end in zip(lengths, np.cumsum(lengths), strict=True)]
     return CheckBatch(
-        packed=make_row(np.concatenate(inputs), lengths, np.arange(sum(lengths)), targets, device),
-        shared=make_row(layout.input_ids, layout.lengths, places, targets, device, prefixes=layout.prefixes),
-        single=[make_row(t[:-1], [n], np.arange(n), t[1:], device) for t, n in zip(tokens, lengths, strict=True)],
+        packed=make_row(
+            np.concatenate(inputs),
+            lengths,
+            np.arange(sum(lengths)),
+            targets,
+            device,
+            routes=routes(packed_places, sum(lengths)),
+        ),
+        shared=make_row(
+            layout.input_ids,
+            layout.lengths,
+            places,
+            targets,
+            device,
+            prefixes=layout.prefixes,
+            routes=routes(layout.places, len(layout.input_ids)),
+        ),
+        single=[
+            make_row(t[:-1], [n], own, t[1:], device, routes=routes([own], n))
+            for t, n, own in zip(tokens, lengths, single_places, strict=True)
+        ],
     )
+
+
+def _routes_by_position(places: Sequence[np.ndarray], length: int, experts: Experts) -> np.ndarray:
+    """Make random routes for a row of ``length`` tokens that holds sequences at ``places``: int64 [T, layers, chosen].
+
+    They depend on a token's position in its sequence alone, so a common beginning has the same in all sequences.
+    """
+    longest = max(map(len, places))
+    first = np.random.default_rng(0).integers(0, experts.count, (longest, experts.layers, 1))
+    by_position = (first + np.arange(experts.chosen)) % experts.count
+    routes = np.zeros((length, experts.layers, experts.chosen), np.int64)
+    for own in places:
+        routes[own] = by_position[: len(own)]
+    return routes

@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError, BroadcastFailed, ConfigError, EngineDied
 from asyncrl.messages.groups import VersionSpan
@@ -65,7 +67,7 @@ class ReferenceEngine:
         assert config.model.path is not None
         self.name = name
         self.workers = 1
-        self.loaded_by_ipc = False
+        self.returns_routes = self.loaded_by_ipc = False
         self._config = config
         self._folder = config.model.path
         self._timeout_s = config.rollout.engine_timeout_s
@@ -110,6 +112,7 @@ class ReferenceEngine:
 
     async def start(self) -> None:
         self._model = await self._compute("its model", self._make_model, self._config.supervision.start_timeout_s)
+        self.returns_routes = self._model.experts is not None
         longest = self._config.longest_sequence
         if self._model.context is not None and longest > self._model.context:
             raise ConfigError(
@@ -124,7 +127,7 @@ class ReferenceEngine:
         from asyncrl.rollouter.engines.reference.model import Model
 
         ends = model_folder.stop_token_ids(self._folder, required=not self._config.rollout.stops)
-        return Model(self._config.model, ends)
+        return Model(self._config.model, ends, returns_routes=self._config.learner.routes != "ignore")
 
     async def close(self) -> None:
         self._die("it was closed")
@@ -201,6 +204,7 @@ class ReferenceEngine:
             temperature=request.temperature,
             truncation=request.truncation,
             stop=model.stop.union(request.stop_token_ids),
+            routed=request.routed,
             seed=seed_of(self._config.run.seed, self.name, request.id) if seed is None else seed,
         )
 
@@ -230,6 +234,7 @@ class ReferenceEngine:
                 sets=None if sampled is None else _sets(sampled),
                 finish_reason=finish or "abort",
                 spans=request.spans,
+                routes=None if sampled is None else _joined(sampled.routes),
             )
         )
         if request is self._current:
@@ -295,9 +300,15 @@ class ReferenceEngine:
         self._note_version(request, len(sampled.tokens))
         if request.aborted or sampled.finish_reason is not None:
             self._end(request, sampled)
-        elif sampled.tokens:
-            delta = TokenDelta(tokens=sampled.tokens, logprobs=sampled.logprobs, sets=_sets(sampled))
-            request.stream.put(delta)
+        elif sampled.tokens or sampled.routes:
+            request.stream.put(
+                TokenDelta(
+                    tokens=sampled.tokens,
+                    logprobs=sampled.logprobs,
+                    sets=_sets(sampled),
+                    routes=_joined(sampled.routes),
+                )
+            )
 
     def _note_version(self, request: _Request, tokens: int) -> None:
         """Add the ``tokens`` new tokens of a request to its version spans; extends the last span if it fits."""
@@ -433,6 +444,10 @@ def _read(staged: HeldVersion) -> dict[str, Tensor]:
     from asyncrl.weights.tensors import tensors_of
 
     return _copies(tensors_of(staged.manifest))
+
+
+def _joined(routes: list[np.ndarray]) -> np.ndarray | None:
+    return np.concatenate(routes) if routes else None
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -25,6 +26,8 @@ from torch import Tensor
 from asyncrl.config.training import ModelConfig
 from asyncrl.core.errors import ConfigError, WeightsCorrupt
 from asyncrl.core.truncation import Truncation
+from asyncrl.messages.routes import Experts
+from asyncrl.weights.routers import Routers
 
 _BITS = 52
 
@@ -58,6 +61,8 @@ class Continuation:
     seed: int
     stop: frozenset[int]
     """Tokens that end the sequence."""
+    routed: int = 0
+    """Number of the first tokens whose routes are known."""
     cache: Any = None
     """Keys and values of the first ``seen`` tokens."""
     seen: int = 0
@@ -76,12 +81,15 @@ class Sampled:
     sets: list[list[int]] = field(default_factory=list)
     """The set of each token; empty without a truncation."""
     finish_reason: Literal["stop", "length"] | None = None
+    routes: list[np.ndarray] = field(default_factory=list)
+    """Routes (messages/routes.py) of the tokens that were computed for the first time, in parts."""
 
 
 class Model:
     """The model. It has no weights before the first ``load``."""
 
-    def __init__(self, config: ModelConfig, stop_token_ids: Iterable[int]) -> None:
+    def __init__(self, config: ModelConfig, stop_token_ids: Iterable[int], *, returns_routes: bool) -> None:
+        """``returns_routes``: whether ``advance`` returns routes, if the model has experts."""
         import transformers
 
         assert config.path is not None
@@ -111,8 +119,12 @@ class Model:
         self.vocabulary: int = text.vocab_size
         self.stop = frozenset(stop_token_ids)
         """Tokens that end every sequence."""
+        self.experts: Experts | None = Routers(empty).experts if returns_routes else None
+        """The model's experts if it returns routes, else None."""
         self._model: Any = None
         """The model with its weights; None before the first ``load``."""
+        self._routers: Routers | None = None
+        """Routers of ``_model``, if it returns routes."""
         self.fed = 0
         """Number of portions computed so far, by which another thread sees progress."""
 
@@ -139,6 +151,7 @@ class Model:
             if wrong := sorted(map(str, info[what])):
                 raise WeightsCorrupt(f"{what.replace('_', ' ')}: {', '.join(wrong[:3])}", version=version)
         self._model = model.eval().requires_grad_(False)
+        self._routers = Routers(model) if self.experts is not None else None
 
     def checksum(self) -> str:
         """Return a checksum of the names and values of all weights."""
@@ -155,7 +168,7 @@ class Model:
         """Sample up to ``count`` tokens of a sequence; stops early at its end, or if ``interrupted`` returns True."""
         sampled = Sampled()
         while len(sampled.tokens) < count and sampled.finish_reason is None and not interrupted():
-            logits = self._feed(sequence)
+            logits = self._feed(sequence, sampled.routes)
             if logits is None:
                 # Tokens sampled earlier are still to be fed.
                 continue
@@ -173,11 +186,19 @@ class Model:
                 sampled.finish_reason = "length"
         return sampled
 
-    def _feed(self, sequence: Continuation) -> Tensor | None:
-        """Compute the sequence's next portion; returns the next token's logits [V], None if more portions are left."""
+    def _feed(self, sequence: Continuation, routes: list[np.ndarray]) -> Tensor | None:
+        """Compute the sequence's next portion; returns the next token's logits [V], None if more portions are left.
+
+        Adds the routes of the portion to ``routes``, except those that are known.
+        """
         end = sequence.prompt if sequence.seen < sequence.prompt else sequence.seen + 1
         portion = torch.tensor([sequence.ids[sequence.seen : end]])
         output = self._model(input_ids=portion, past_key_values=sequence.cache, use_cache=True, **self._last_only)
+        if self._routers is not None and end > sequence.routed:
+            assert self.experts is not None
+            portion_routes = self._routers.recorded()[sequence.routed - end :]
+            routes.append(portion_routes.numpy().astype(self.experts.dtype))
+            sequence.routed = end
         sequence.cache, sequence.seen = output.past_key_values, end
         self.fed += 1
         logits: Tensor = output.logits[0, -1]

@@ -31,6 +31,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import msgspec
+import numpy as np
 import xxhash
 
 from asyncrl.config import Config
@@ -42,7 +43,13 @@ from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import FIRST, EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.vllm import model_folder
 from asyncrl.rollouter.engines.vllm.model_folder import check_adapters
-from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder, on_cpu, threads_on_cpu
+from asyncrl.rollouter.engines.vllm.options import (
+    environment,
+    make_scratch_folder,
+    on_cpu,
+    returns_routes,
+    threads_on_cpu,
+)
 from asyncrl.rollouter.engines.vllm.processes import ClaimedCores, Processes, Watch
 from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
 
@@ -69,6 +76,7 @@ class VllmEngine:
         assert config.model.path is not None
         self.name = name
         self.workers = max(1, config.rollout.gpus_per_replica or 0)
+        self.returns_routes = False
         self.loaded_by_ipc = False
         self._config = config
         self._model_path = config.model.path
@@ -133,6 +141,7 @@ class VllmEngine:
             os.environ.setdefault(variable, value)
         async with self._watch.guard("its start", self._config.supervision.start_timeout_s):
             model = await asyncio.to_thread(self._read_model)
+            self.returns_routes = returns_routes(self._config, model)
             # Imported before the launch: vLLM's modules keep import errors, which would keep the launch's stack alive.
             self._vllm = await asyncio.to_thread(_import_vllm)
             self._folder, self._folder_lock = make_scratch_folder()
@@ -310,6 +319,7 @@ class VllmEngine:
                         finish_reason=reason,
                         spans=_spans(completion.weight_versions, flight),
                         cached_tokens=cached,
+                        routes=_routes(completion.routed_experts) if self.returns_routes else None,
                     )
         except vllm.VLLMClientError as error:
             raise ValueError(f"request {request.id}: {error}") from error
@@ -495,12 +505,18 @@ def sampling(vllm: Any, request: GenerationRequest, eos_token_ids: list[int], st
         # 0 asks for the log-prob of the sampled token alone.
         logprobs=0,
         flat_logprobs=True,
+        routed_experts_prompt_start=request.routed,
         detokenize=False,
         output_kind=vllm.RequestOutputKind.DELTA,
         stream_interval=stream_interval,
         # Made for this one request, so vLLM need not copy it.
         skip_clone=True,
     )
+
+
+def _routes(experts: np.ndarray | None) -> np.ndarray | None:
+    """Make routes (messages/routes.py) of vLLM's experts, which are in the order of their scores."""
+    return None if experts is None else np.sort(experts, axis=-1)
 
 
 def submission_seed(request: GenerationRequest) -> int | None:

@@ -90,7 +90,8 @@ def launch(
     if config.publishes_adapter:
         _require_lora_support(model)
     try:
-        arguments = AsyncEngineArgs(**options.engine_arguments(config, name, shares))
+        routes = options.returns_routes(config, model)
+        arguments = AsyncEngineArgs(**options.engine_arguments(config, name, shares, routes=routes))
         with _environment(options.scratch_environment(folder)):
             # Without a logger vLLM counts nothing, which is faster.
             loggers: list[Any] | None = [lambda *_: load] if load is not None else None

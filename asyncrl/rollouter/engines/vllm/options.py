@@ -58,6 +58,16 @@ WITHOUT_ADAPTERS = (
 because importing vLLM takes seconds; launch.py also asks vLLM itself."""
 
 
+def has_experts(model: dict[str, Any]) -> bool:
+    """Whether a model, given by its config.json, is a mixture of experts."""
+    return any("experts" in key and isinstance(count, int) and count > 1 for key, count in text_config(model).items())
+
+
+def returns_routes(config: Config, model: dict[str, Any]) -> bool:
+    """Whether the engine returns the routes of tokens (messages/routes.py). ``model`` is the model's config.json."""
+    return config.learner.routes != "ignore" and has_experts(model) and not on_cpu(config)
+
+
 def on_cpu(config: Config) -> bool:
     """Whether engines run on CPU."""
     return not config.rollout.gpus_per_replica
@@ -151,13 +161,16 @@ def max_model_len(config: Config) -> int:
     return config.rollout.vllm.max_model_len or config.longest_sequence
 
 
-def engine_arguments(config: Config, name: str, shares: GpuShares | None = None) -> dict[str, Any]:
+def engine_arguments(
+    config: Config, name: str, shares: GpuShares | None = None, *, routes: bool = False
+) -> dict[str, Any]:
     """Make the arguments of AsyncEngineArgs; ``rollout.vllm.extra`` overrides them.
 
     The engine reads no weights ("dummy"), because the first update brings them before anything is generated. If
     versions are adapters, the engine reads the model's weights, and the first update brings the adapter. ``shares``
     divides the memory of GPUs that the engine shares with ranks; None: it shares none. With ``shares`` vLLM gets the
-    size of its KV cache, because it cannot measure memory that a rank also takes.
+    size of its KV cache, because it cannot measure memory that a rank also takes. With ``routes`` it returns those of
+    the tokens.
     """
     vllm = config.rollout.vllm
     arguments: dict[str, Any] = {
@@ -205,6 +218,8 @@ def engine_arguments(config: Config, name: str, shares: GpuShares | None = None)
         arguments["return_sampling_mask"] = True
     if config.publishes_adapter:
         arguments |= _adapter_arguments(config)
+    if routes:
+        arguments["enable_return_routed_experts"] = True
     return arguments | vllm.extra
 
 
@@ -287,11 +302,8 @@ def judge(config: Config, model: dict[str, Any]) -> Unserved | None:
         )
         fix = f"lower data.max_prompt_tokens and rollout.max_tokens (and those of eval) to {original} together"
         return Unserved(problem, fix)
-    if any("experts" in key and isinstance(count, int) and count > 1 for key, count in text.items()):
-        problem = (
-            "it is a mixture of experts: on CPUs no update reaches the packed experts of vLLM, and elsewhere learner "
-            "and vLLM would choose experts each for themselves, since the routes are not replayed"
-        )
+    if on_cpu(config) and has_experts(model):
+        problem = "it is a mixture of experts: on CPUs no update reaches the packed experts of vLLM"
         fix = 'choose a dense model, or rollout.engine = "reference", which computes with the learner\'s code'
         return Unserved(problem, fix)
     if on_cpu(config) and any(key.startswith(RECURRENT) for key in text):

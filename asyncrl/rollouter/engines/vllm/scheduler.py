@@ -83,11 +83,14 @@ def join(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
         return last
     logprobs = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
     masks = [output.new_sampling_mask for output in outputs if output.new_sampling_mask is not None]
+    # Each output has the experts of the tokens that were computed since the one before.
+    routes = [output.routed_experts for output in outputs if output.routed_experts is not None]
     return msgspec.structs.replace(
         last,
         new_token_ids=[token for output in outputs for token in output.new_token_ids],
         new_logprobs=_join_logprobs(logprobs) if logprobs else None,
         new_sampling_mask=_join_masks(masks) if masks else None,
+        routed_experts=np.concatenate(routes) if routes else None,
         prefill_stats=first.prefill_stats,
         events=[event for output in outputs for event in output.events or ()] or None,
     )
@@ -134,9 +137,6 @@ class BatchedScheduler(Scheduler):
 
     def _hold_or_release(self, client: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
         """Hold an output back (None), or return the joined outputs of its request, which are due."""
-        # Outputs with this field cannot be joined; an engine that returns it does so with each token.
-        if output.routed_experts is not None:
-            return output
         request = self.requests.get(output.request_id)
         # A request that has ended is not in ``requests`` any more; its outputs are due.
         interval = 1 if request is None or request.sampling_params is None else request.sampling_params.stream_interval
