@@ -55,7 +55,8 @@ TABLE: dict[Applies, str] = {
         reward.pools reward.workers reward.timeout_s reward.max_memory_bytes reward.max_output_bytes
         learner.ranks learner.replicas learner.device learner.dtype learner.threads learner.steps
         learner.optimizer learner.lr learner.warmup_steps learner.decay learner.min_lr_ratio learner.betas
-        learner.weight_decay learner.max_grad_norm learner.updates_per_batch learner.loss learner.loss_options
+        learner.weight_decay learner.max_grad_norm learner.balance learner.routes learner.updates_per_batch
+        learner.loss learner.loss_options
         learner.correction.* learner.tis_cap learner.kl.* learner.entropy_bonus learner.teacher
         learner.teacher_server.* learner.advantage learner.advantage_options learner.aggregation
         learner.max_filtered_ratio learner.max_quarantined_fraction learner.on_nonfinite learner.tokens_per_microbatch
