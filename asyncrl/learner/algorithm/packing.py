@@ -401,14 +401,13 @@ def _row(
         teacher=np.concatenate([s.teacher for s in members]),
         set_sizes=sets.sizes,
         set_ids=sets.ids,
+        routes=_row_routes(members, layout),
     )
 
 
 def _whole(count: int) -> TokenSets:
     """Sets of tokens that were sampled from the whole vocabulary."""
     return TokenSets(ids=np.empty(0, np.int32), sizes=np.zeros(count, np.int32))
-        routes=_row_routes(members, layout),
-    )
 
 
 def _row_routes(members: Sequence[Computed], layout: Layout) -> np.ndarray:

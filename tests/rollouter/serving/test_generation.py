@@ -62,7 +62,7 @@ def test_every_token_keeps_its_set_over_resumes_limits_and_deaths(max_tokens, su
             sets = make_sets([[number] * (number % 3 + 1) for number in numbers])
             response.extend(numbers, [-1.0] * size, decode, sets)
         if died:
-            response.cut_submission(max(start, len(response.tokens) - lost))
+            response.cut_submission(max(start, len(response.tokens) - lost), prompt=0)
         else:
             response.end_submission("abort", [VersionSpan(1, 0, sampled)] if len(response.tokens) > start else [])
     sets = response.sets
