@@ -63,6 +63,7 @@ HEAVY = {
         "rollouter/engines/reference",
         "weights/broadcast",
         "weights/device_",
+        "weights/routers",
         "weights/tensors",
     ),
     "transformers": ("learner/", "rollouter/engines/vllm/", "rollouter/engines/reference", "text/tokenizer.py"),
