@@ -88,7 +88,7 @@ class Sampled:
 class Model:
     """The model. It has no weights before the first ``load``."""
 
-    def __init__(self, config: ModelConfig, stop_token_ids: Iterable[int], *, returns_routes: bool) -> None:
+    def __init__(self, config: ModelConfig, stop_token_ids: Iterable[int], *, returns_routes: bool = False) -> None:
         """``returns_routes``: whether ``advance`` returns routes, if the model has experts."""
         import transformers
 

@@ -124,7 +124,7 @@ def _sampled(backend: Any, config: Any, target: Path) -> list[tuple[list[float],
         assert first == logprobs[: len(first)]
         sampled.append(logprobs)
         sequences.append(np.array(ids))
-    scores = backend.policy.score(make_batch(sequences, torch.device("cpu")).shared, TEMPERATURE)[0].detach()
+    scores = backend.policy.score(make_batch(sequences, torch.device("cpu"), None).shared, TEMPERATURE)[0].detach()
     learned = scores.split([len(ids) - 1 for ids in sequences])
     return [(own, theirs[-len(own) :].tolist()) for own, theirs in zip(sampled, learned, strict=True)]
 
@@ -142,9 +142,12 @@ def _with_vision(model: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("family", "has_vision"),
-    [("Qwen3_5", False), ("Qwen3_5", True), *(pytest.param(f, False, marks=pytest.mark.slow) for f in HYBRIDS[1:])],
+    [
+        *(("Qwen3_5", False), ("Qwen3_5", True), ("Glm4Moe", False)),
+        *(pytest.param(f, False, marks=pytest.mark.slow) for f in (*HYBRIDS[1:], "Qwen3Moe", "Mixtral")),
+    ],
 )
-def test_a_hybrid_scores_what_its_engine_samples_and_is_exported(
+def test_the_learner_scores_what_the_reference_engine_samples_and_exports_the_model(
     family: str, has_vision: bool, tmp_path: Path, run
 ) -> None:
     made = make_family(family, tied=False)
