@@ -214,6 +214,13 @@ def cross_check(config: Config) -> Iterator[Problem]:
         yield "learner.updates_per_batch", f"{problem}{learner.groups_per_step})"
     if learner.ranks % learner.replicas:
         yield "learner.replicas", f"is {learner.replicas}, which does not divide learner.ranks = {learner.ranks}"
+    if learner.ranks % learner.context_parallel:
+        problem = f"is {learner.context_parallel}, which does not divide learner.ranks = {learner.ranks}"
+        yield "learner.context_parallel", problem
+    if learner.context_parallel > 1 and learner.packing == "off":
+        yield "learner.packing", 'is "off", but ranks share packed rows (learner.context_parallel); leave it out'
+    if learner.context_parallel > 1 and learner.balance:
+        yield "learner.balance", "is of whole rows, which ranks share (learner.context_parallel); set it to 0"
     if learner.advantage == "reinforce" and learner.dynamic_sampling:
         problem = "drops groups of equal rewards, from which the advantage reinforce learns; set it to false"
         yield "learner.dynamic_sampling", problem

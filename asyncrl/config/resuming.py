@@ -53,7 +53,8 @@ TABLE: dict[Applies, str] = {
         episode.max_request_bytes
         chat.check_timeout_s chat.render_threads
         reward.pools reward.workers reward.timeout_s reward.max_memory_bytes reward.max_output_bytes
-        learner.ranks learner.replicas learner.device learner.dtype learner.threads learner.steps
+        learner.ranks learner.replicas learner.context_parallel learner.device learner.dtype learner.threads
+        learner.steps
         learner.optimizer learner.lr learner.warmup_steps learner.decay learner.min_lr_ratio learner.betas
         learner.weight_decay learner.max_grad_norm learner.balance learner.routes learner.updates_per_batch
         learner.loss learner.loss_options

@@ -180,6 +180,9 @@ class LearnerConfig(Section):
     """Learner processes: one per GPU, or CPU processes with gloo."""
     replicas: Positive = 1
     """Copies of the model among the ranks. Consecutive ranks share a copy."""
+    context_parallel: Positive = 1
+    """Consecutive ranks that share each packed row, for long sequences (docs/learner.md, "Rows over several ranks").
+    Must divide ranks and the attention heads."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device; auto takes CUDA if available. sim only reserves GPUs, under cuda."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -255,7 +258,7 @@ class LearnerConfig(Section):
     signal_tolerance: Annotated[float, Field(ge=0)] = 1e-6
     """Rewards that differ by no more than this count as equal."""
     tokens_per_microbatch: Positive = 8192
-    """Token budget of a packed micro-batch."""
+    """Token budget of a packed micro-batch, for each rank."""
     packing: Literal["auto", "required", "off"] = "auto"
     """Pack several sequences per row. auto packs if the start-up check allows it; required refuses the start if not."""
     activation_checkpointing: Literal["auto", "off", "selective", "full"] = "auto"
@@ -274,6 +277,16 @@ class LearnerConfig(Section):
     def may_use_gpus(self) -> bool:
         """Whether each rank gets a GPU where the hosts have some."""
         return self.device == "cuda" or (self.device == "auto" and self.backend != "sim")
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of ranks that share their rows: the ranks themselves, unless context_parallel joins several."""
+        return self.ranks // self.context_parallel
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Token budget of a packed row, which all ranks of a group share."""
+        return self.tokens_per_microbatch * self.context_parallel
 
     @property
     def teacher_url(self) -> str | None:

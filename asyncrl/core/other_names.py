@@ -214,6 +214,12 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "learner.ranks learner.replicas",
         "FSDP2 shards the model over the ranks",
     ),
+    (
+        "context_parallel_size cp_size cp sequence_parallel_size sp_size ulysses_sequence_parallel_size"
+        " ulysses_degree ring_attn_size",
+        "learner.context_parallel",
+        "",
+    ),
     # data
     (
         "dataset dataset_name dataset_path train_dataset train_file train_files train_data prompt_data data_path"

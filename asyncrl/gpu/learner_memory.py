@@ -8,11 +8,13 @@ fit.
 
 The bytes of a token's activations in a decoder layer follow transformers' Llama. With width h, queries q, keys k, an
 MLP of i and b bytes a number they are: norms in float32, two of 4 h + 2 b h each; attention, b (3 q + 2 k); the gated
-MLP, 4 b i. Norms of queries and keys, as Qwen3 has, add (4 + b) (q + k).
+MLP, 4 b i. Norms of queries and keys, as Qwen3 has, add (4 + b) (q + k). A rank that shares rows with others has its
+tokens for all heads outside of attention, and inside as many bytes: all tokens for its heads.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -62,6 +64,7 @@ class ModelShape:
     """Norms of hidden states in a layer."""
     norms_keys: bool = False
     """Whether queries and keys have norms of their own."""
+    key_heads: int = 1
 
     @property
     def other_parameters(self) -> int:
@@ -103,6 +106,7 @@ def shape_of_settings(settings: Mapping[str, Any], lora_rank: int = 0) -> ModelS
         vocabulary=vocabulary,
         norms=norms,
         norms_keys=norms_keys,
+        key_heads=keys // width,
     )
 
 
@@ -110,8 +114,8 @@ def training_shape(config: Config, shape: ModelShape, compute_bytes: int) -> Tra
     """How ``config`` trains a model on GPUs; "auto" counts as full activation checkpointing."""
     learner = config.learner
     kind = learner.activation_checkpointing
-    # A sequence that is longer than a row has a row of its own.
-    longest = max(config.longest_sequence, config.sft.max_tokens or 0)
+    # A sequence that is longer than a row has a row of its own. Ranks that share rows have a part of it.
+    longest = -(-max(config.longest_sequence, config.sft.max_tokens or 0) // learner.context_parallel)
     return TrainingShape(
         shards=learner.ranks // learner.replicas,
         replicas=learner.replicas,
@@ -122,6 +126,7 @@ def training_shape(config: Config, shape: ModelShape, compute_bytes: int) -> Tra
         checkpointing="full" if kind == "auto" else kind,
         offloaded=learner.offload,
         muon=learner.optimizer == "muon",
+        context_parallel=learner.context_parallel,
     )
 
 
@@ -132,7 +137,8 @@ class TrainingShape:
     shards: int
     """Ranks over which a copy of the model is sharded."""
     tokens: int
-    """Tokens of a row: learner.tokens_per_microbatch, or those of the longest sequence if they are more."""
+    """Tokens of a row that a rank computes: learner.tokens_per_microbatch, or its part of the longest sequence if that
+    has more."""
     chunk: int
     """Positions whose logits are in memory at once."""
     compute_bytes: int
@@ -146,7 +152,9 @@ class TrainingShape:
     """Whether Muon trains the layers. Their few vectors, and stacked experts, are counted as matrices, although AdamW
     trains them."""
     least_tokens: int = 0
-    """Tokens of the longest sequence: a row is at least so long, under any learner.tokens_per_microbatch."""
+    """Tokens of a rank's part of the longest sequence: it has so many under any learner.tokens_per_microbatch."""
+    context_parallel: int = 1
+    """Ranks that share a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +216,9 @@ def _activation_bytes(shape: ModelShape, load: TrainingShape) -> int:
     """Bytes of a token's activations in all layers, by the formulas of the module's docstring."""
     b = load.compute_bytes
     norms = shape.norms * (FLOAT32 * shape.hidden * (b != FLOAT32) + 2 * b * shape.hidden)
-    attention = b * (3 * shape.queries + 2 * shape.keys)
+    # Ranks that share rows repeat keys and values until all have equally many heads of them.
+    shared_keys = shape.keys * load.context_parallel // math.gcd(load.context_parallel, shape.key_heads)
+    attention = b * (3 * shape.queries + 2 * shared_keys)
     if shape.norms_keys:
         attention += (FLOAT32 * (b != FLOAT32) + b) * (shape.queries + shape.keys)
     layer = norms + attention + 4 * b * shape.intermediate

@@ -58,11 +58,12 @@ class Routers:
         """Whether the model has experts, and its code in transformers a load-balance loss."""
         return self.experts is not None and self._balance is not None
 
-    def replay(self, routes: Tensor | None, *, follow: bool = True) -> None:
+    def replay(self, routes: Tensor | None, *, follow: bool = True, counted: int | None = None) -> None:
         """Set the routes of the tokens of the next passes: integers [T, layers, chosen]; None: there are none.
 
         They stay set, because activation checkpointing computes a layer again in the backward pass. Without ``follow``
-        the routers choose for themselves, and only count the differences.
+        the routers choose for themselves, and only count the differences. ``counted`` is the number of tokens whose
+        differences count, the first ones; None counts all.
         """
         if routes is not None:
             assert self.experts is not None, "a model without experts has no routes"
@@ -73,7 +74,7 @@ class Routers:
                 )
         for router in self._routers:
             router.replayed = None if routes is None else routes[:, router.layer].long()
-            router.follow = follow
+            router.follow, router.counted = follow, counted
 
     def recorded(self) -> Tensor:
         """Return the routes of the last pass: int64 [T, layers, chosen], ascending in a layer; 0 without experts."""
@@ -118,6 +119,7 @@ class _Router:
         self.replayed: Tensor | None = None
         """Recorded experts of each token: int64 [T, chosen]; None without."""
         self.follow = True
+        self.counted: int | None = None
         self.own: Tensor | None = None
         """Experts that the router itself chose in the last pass: int64 [T, chosen]."""
         self.logits: Tensor | None = None
@@ -143,7 +145,7 @@ class _Router:
             return best
         if len(self.replayed) != len(scores):
             raise ValueError(f"routes of {len(self.replayed)} tokens for a row of {len(scores)}")
-        known = (self.replayed[:, :, None] == self.own[:, None, :]).any(dim=-1)
+        known = (self.replayed[:, :, None] == self.own[:, None, :]).any(dim=-1)[: self.counted]
         differing = known.numel() - known.sum(dtype=torch.float64)
         self.differing = differing if self.differing is None else self.differing + differing
         self.total += known.numel()

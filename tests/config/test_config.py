@@ -144,6 +144,12 @@ WRONG = [
         "rollout.top_p: a teacher on a server scores under the whole distribution",
     ),
     ({"rollout": SIM | {"episodes": 64}}, "rollout.episodes: is for episodes"),
+    (
+        {"learner": {"ranks": 4, "context_parallel": 3}},
+        "context_parallel: is 3, which does not divide learner.ranks = 4",
+    ),
+    ({"learner": {"ranks": 2, "context_parallel": 2, "packing": "off"}}, 'learner.packing: is "off", but ranks share'),
+    ({"learner": {"ranks": 2, "context_parallel": 2, "balance": 0.1}}, "learner.balance: is of whole rows"),
     ({"learner": {"backend": "sim", "steps": 5, "steps_per_version": 2}}, "learner.steps: must be a multiple"),
     ({"learner": {"backend": "sim", "steps": 5, "warmup_steps": 6}}, "learner.warmup_steps: is more"),
     ({"learner": {"lr": float("nan")}}, "learner.lr: input should be"),

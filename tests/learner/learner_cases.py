@@ -37,11 +37,12 @@ def save_small_model(folder: Path, *, tied: bool = False, seed: int = 0, **setti
         transformers.Qwen2Config(
             vocab_size=VOCABULARY,
             hidden_size=64,
-            num_attention_heads=2,
-            num_key_value_heads=1,
             max_position_embeddings=512,
             tie_word_embeddings=tied,
-            **({"intermediate_size": 96, "num_hidden_layers": 2} | settings),
+            **(
+                {"intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+                | settings
+            ),
         )
     )
     with torch.no_grad():
@@ -229,10 +230,10 @@ def build_step(groups: list[Group], *, config: Config, **given: Any) -> StepPlan
 def plan_of(backend: Any, config: Config, step: int, count: int = 4) -> StepPlan:
     """A step of random groups, as the backend computes it."""
     return build_step(
-        random_groups(step, count),
+        random_groups(step, count, truncated=config.rollout.truncation is not None),
         version=0,
         config=config,
-        world_size=config.learner.ranks,
+        world_size=config.learner.row_groups,
         packed=backend.packed,
         shared=backend.shares_prefixes,
     )

@@ -81,7 +81,7 @@ class SupervisedPlan:
     """The supervised term of an update (supervised.py). Every rank has the same number of micro-batches."""
 
     ranks: list[list[MicroBatch]]
-    """Micro-batches: [world size][micro-batches]; ``MicroBatch.sequences`` are indices in ``places``."""
+    """Micro-batches: [row groups][micro-batches]; ``MicroBatch.sequences`` are indices in ``places``."""
     denominator: float
     """Tokens with a loss over the whole update."""
     coefficient: float
@@ -97,7 +97,10 @@ class OptimizerUpdatePlan:
     """One update of the weights. Every rank has the same number of micro-batches."""
 
     ranks: list[list[MicroBatch]]
-    """Micro-batches of the policy's loss: [world size][micro-batches]."""
+    """Micro-batches of the policy's loss: [row groups][micro-batches].
+
+    A row group is a rank, or the ranks that share rows (fsdp/model/row_group.py).
+    """
     denominator: float
     """Denominator of the sum of weighted token losses over the whole update."""
     sequences: list[SequenceId]
@@ -226,7 +229,7 @@ def build_step(
             shared_prefixes = shared_prefixes_of(sequences, shared=shared)
             rows = pack(
                 [len(sequences[i].input_ids) for i in computed],
-                budget=learner.tokens_per_microbatch,
+                budget=learner.tokens_per_row,
                 world_size=world_size,
                 packed=packed,
                 shared_prefixes=shared_prefixes.among(computed),

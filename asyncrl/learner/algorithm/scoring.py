@@ -49,7 +49,7 @@ class ScoringPlan:
     """A scoring pass. Every rank has the same number of micro-batches."""
 
     ranks: list[list[MicroBatch]]
-    """Micro-batches: [world size][micro-batches]; ``MicroBatch.sequences`` are indices in ``lengths``."""
+    """Micro-batches: [row groups][micro-batches]; ``MicroBatch.sequences`` are indices in ``lengths``."""
     lengths: list[int]
     """Number of sampled tokens of each sequence that has any, in the order of ``sampled_sequences``."""
     temperature: float
@@ -58,7 +58,7 @@ class ScoringPlan:
     def in_order(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Sort results by sequence: float64 [sampled tokens] each, in the order of ``lengths``.
 
-        ``values`` has one array for each rank: all its micro-batches in order, fillers included.
+        ``values`` has one array for each row group: all its micro-batches in order, fillers included.
         """
         by_sequence: list[np.ndarray] = [np.empty(0)] * len(self.lengths)
         for batches, rank_values in zip(self.ranks, values, strict=True):
@@ -85,7 +85,7 @@ def build_scoring(
     """Plan the pass that scores all sampled tokens of ``groups``; ``packed`` and ``shared`` as for build_step."""
     sequences = [SampledSequence.whole(group, sequence) for group, sequence in sampled_sequences(groups)]
     lengths = [len(sequence.input_ids) for sequence in sequences]
-    shared_prefixes, budget = shared_prefixes_of(sequences, shared=shared), config.learner.tokens_per_microbatch
+    shared_prefixes, budget = shared_prefixes_of(sequences, shared=shared), config.learner.tokens_per_row
     rows = pack(lengths, budget=budget, world_size=world_size, packed=packed, shared_prefixes=shared_prefixes)
     return ScoringPlan(
         ranks=make_micro_batches(sequences, [1.0] * len(sequences), rows, shared_prefixes),

@@ -31,7 +31,7 @@ class SupervisedSteps:
     def warm_step(self, number: int) -> StepPlan:
         """Plan of warm step ``number``, counted from 1: one update with conversations and no groups."""
         term = self._term(self._conversations.of_step(number), 1.0)
-        nothing: list[list[MicroBatch]] = [[] for _ in range(self._config.learner.ranks)]
+        nothing: list[list[MicroBatch]] = [[] for _ in range(self._config.learner.row_groups)]
         update = OptimizerUpdatePlan(ranks=nothing, denominator=1.0, sequences=[], tokens=term.tokens, supervised=term)
         metrics = {"sft/tokens": term.denominator, "sft/epochs": self._conversations.epochs(number)}
         return StepPlan(
@@ -67,7 +67,7 @@ class SupervisedSteps:
         sequences = [_Demonstration(sequence) for _, sequence in members]
         lengths = [len(sequence.input_ids) for sequence in sequences]
         learner = self._config.learner
-        rows = pack(lengths, budget=learner.tokens_per_microbatch, world_size=learner.ranks, packed=self._packed)
+        rows = pack(lengths, budget=learner.tokens_per_row, world_size=learner.row_groups, packed=self._packed)
         ranks = make_micro_batches(sequences, [1.0] * len(sequences), rows, nothing_shared(len(sequences)))
         return SupervisedPlan(
             ranks=ranks,

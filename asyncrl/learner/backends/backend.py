@@ -13,7 +13,7 @@ Order of calls, rank 0::
     probe = backend.probe(sequences)
     publishing = backend.publish(0, probe)      # runs in the background; the caller releases its result
     scores = backend.score(scoring)             # where the rewards of a step need it
-    plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed,
+    plan = build_step(groups, ..., world_size=config.learner.row_groups, packed=backend.packed,
                       shared=backend.shares_prefixes)
     metrics = backend.train(plan)               # an optimizer step for each update; the metrics of one line
     saving = backend.save(folder)               # runs in the background; saving.result() raises its error

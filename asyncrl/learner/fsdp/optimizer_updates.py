@@ -8,7 +8,8 @@
 If rewards need the reference, ``refer`` scores with it before the step is planned.
 
 Invariants: the gradient does not depend on how the batch was cut. The denominator is that of the whole update, over all
-ranks. Each local loss is multiplied by the world size, since FSDP takes the mean of gradients. From the sums every rank
+ranks. Each local loss is multiplied by the world size, since FSDP takes the mean of gradients. Ranks that share a row
+compute the loss of the whole row, and each has a part of its gradient (row_group.py). From the sums every rank
 computes the same loss, gradient norm and metrics, and so takes or refuses the same update. An update is refused if a
 loss or the gradient norm is not finite. A refused update changes nothing, and the step ends; earlier updates stay.
 
@@ -247,13 +248,16 @@ class OptimizerUpdates:
             of_ranks = self._ranks.all_gather(values, f"the sums of {name}")
         # The first five columns come before the named sums.
         first_named = 5
+        routed = of_ranks[:, 3:5].sum(axis=0)
+        # Ranks that share rows have the same sums, but for those of their own shards and tokens.
+        squares, of_ranks = of_ranks[: self._ranks.shards, 2], of_ranks[:: self._config.context_parallel]
         totals = _totals(of_ranks[:, first_named + len(names) :].tolist())
         self._on_phase("optimizer")
         # The norm is that of the first replica alone: all replicas have the same gradient.
         loss, nll, norm = (
             math.fsum(of_ranks[:, 0]),
             math.fsum(of_ranks[:, 1]),
-            math.sqrt(math.fsum(of_ranks[: self._ranks.shards, 2])),
+            math.sqrt(math.fsum(squares)),
         )
         try:
             if not math.isfinite(loss):
@@ -277,8 +281,8 @@ class OptimizerUpdates:
             # A refused update leaves no gradient to the next one.
             self._optimizer.zero_grad()
         metrics = {"policy/grad_norm": norm, "learner/lr": rate}
-        if routed := math.fsum(of_ranks[:, 4]):
-            metrics["policy/routes_differ"] = math.fsum(of_ranks[:, 3]) / routed
+        if routed[1]:
+            metrics["policy/routes_differ"] = float(routed[0] / routed[1])
         if members:
             metrics = {"loss/policy": loss} | metrics | totals.metrics()
             for at, each in enumerate(names, start=first_named):

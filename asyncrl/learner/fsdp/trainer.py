@@ -161,6 +161,7 @@ class Trainer:
             device=device,
             timeout_s=self._learner.collective_timeout_s,
             replicas=self._learner.replicas,
+            context_parallel=self._learner.context_parallel,
             store=self._store,
         )
         if self._config.placement.share == "time_slice":
@@ -288,7 +289,7 @@ class Trainer:
         if not plan.updates:
             # An optimizer step without a gradient would still move the weights by momentum.
             return {}
-        buffers = self._pack([of_step(plan, rank) for rank in range(self._learner.ranks)])
+        buffers = self._pack([of_step(plan, group) for group in range(self._learner.row_groups)])
         command = Train(
             buffer_bytes=[len(buffer) for buffer in buffers],
             updates=[shape_of_update(update) for update in plan.updates],
@@ -330,7 +331,9 @@ class Trainer:
         self._send(command)
         self._ranks.scatter(buffers, 0, "a batch to be scored")
         values = self._score_batches(command, plan.ranks[0])
-        return plan.in_order([row[:count] for row, count in zip(values, tokens, strict=True)])
+        # Ranks that share rows have the same values.
+        of_groups = values[:: self._learner.context_parallel]
+        return plan.in_order([row[:count] for row, count in zip(of_groups, tokens, strict=True)])
 
     def _score_batches(self, command: Reference, batches: Sequence[MicroBatch]) -> np.ndarray:
         """All ranks together: score each rank's micro-batches with the reference model.
@@ -463,8 +466,12 @@ class Trainer:
         if result.refused is not None:
             raise NonFiniteStep(result.refused.what, kind=kind, step=step, uids=[])
 
-    def _pack(self, of_ranks: Sequence[Sequence[MicroBatch]]) -> list[np.ndarray]:
-        """Pack each rank's micro-batches into a buffer; rank 0 has its own already, so its buffer is empty."""
+    def _pack(self, of_groups: Sequence[Sequence[MicroBatch]]) -> list[np.ndarray]:
+        """Pack each row group's micro-batches into a buffer for each of its ranks.
+
+        Rank 0 has its own already, so its buffer is empty.
+        """
+        of_ranks = [batches for batches in of_groups for _ in range(self._learner.context_parallel)]
         return [np.empty(0, np.uint8), *map(pack, of_ranks[1:])]
 
     def _receive(self, buffer_bytes: Sequence[int], what: str) -> list[MicroBatch]:

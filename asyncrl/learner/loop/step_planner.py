@@ -135,7 +135,7 @@ def plan_step(
         version=version,
         fresh=fresh,
         config=config,
-        world_size=config.learner.ranks,
+        world_size=config.learner.row_groups,
         packed=backend.packed,
         shared=backend.shares_prefixes,
         skip_zero_advantages=backend.skips_zero_advantages,
@@ -156,7 +156,7 @@ def _penalties(groups: Sequence[Group], step: int, config: Config, backend: Back
     scoring = build_scoring(
         groups,
         config=config,
-        world_size=learner.ranks,
+        world_size=learner.row_groups,
         packed=backend.packed,
         shared=backend.shares_prefixes,
     )

@@ -13,6 +13,8 @@ its forward. It passes them to every attention layer. VARLEN also needs ``cu_seq
 ``max_seqlen``. ``key_index`` copies the keys and values of a shared beginning for each of its sequences, so they
 collect the gradients of all.
 
+If ranks share a row (row_group.py), both are wrapped: they get all tokens of the row, and some of the heads.
+
 PACKED reads the lengths from tensors, outside the graphs of torch.compile. As numbers they would be guards, and each
 count of sequences would need another graph. VARLEN reads no values of a tensor, so a compiled layer stays one graph for
 every packing, and one more for shared beginnings. A layer that asks for more than the kernel can do takes PACKED;
@@ -29,12 +31,15 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import varlen
+
+from asyncrl.learner.fsdp.model.row_group import sharing_heads
 
 PACKED, VARLEN = "asyncrl_packed", "asyncrl_varlen"
 """Values of transformers' ``attn_implementation``."""
@@ -103,8 +108,8 @@ def register() -> None:
     """Make PACKED and VARLEN values of transformers' ``attn_implementation``. Idempotent."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(PACKED, packed_attention)
-    AttentionInterface.register(VARLEN, varlen_attention)
+    AttentionInterface.register(PACKED, sharing_heads(packed_attention))
+    AttentionInterface.register(VARLEN, sharing_heads(varlen_attention))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -138,6 +143,10 @@ def packed_attention(
     else:
         key, value = key.index_select(2, key_index), value.index_select(2, key_index)
     assert key_lengths is not None
+    each = query.shape[1] // key.shape[1]
+    if getattr(module, "num_key_value_groups", each) != each:
+        # Ranks that share rows have repeated the keys. transformers reads the number from the layer.
+        module = cast("nn.Module", SimpleNamespace(num_key_value_groups=each))
     # A run is (number of pieces, length, key length) of neighbouring pieces with equal lengths.
     runs = [
         (len(list(run)), *shape)

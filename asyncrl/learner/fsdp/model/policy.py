@@ -33,6 +33,7 @@ from asyncrl.gpu.learner_memory import CHUNK_BYTES
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.attention import connect
 from asyncrl.learner.fsdp.model.recurrence import separate
+from asyncrl.learner.fsdp.model.row_group import RowGroup, gather, own_slice
 from asyncrl.learner.fsdp.model.row_sets import RowSets
 from asyncrl.weights.routers import Routers
 
@@ -93,6 +94,8 @@ class Policy(nn.Module):
         """Whether the routers take a row's routes, and do not only compare them with their own choice."""
         self.entropy_gradient = False
         """Whether entropies have a gradient."""
+        self.row_group: RowGroup | None = None
+        """The ranks that share rows under VARLEN and PACKED. Under other attention each computes the whole row."""
         self._attention: str = model.config._attn_implementation
         """The attention that transformers chose at loading."""
         self._softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
@@ -118,40 +121,50 @@ class Policy(nn.Module):
         then the results of ``further``. Raises NotImplementedError for a row with shared beginnings, unless the
         attention is VARLEN or PACKED.
         """
-        self.routers.replay(row.routes, follow=self.follows_routes)
+        counted: int | None = None
+        implementation, count = self.model.config._attn_implementation, len(row.predict)
+        group = self.row_group if implementation in (attention.PACKED, attention.VARLEN) else None
+        if group is not None:
+            row, places, counted = own_slice(row, group)
+        self.routers.replay(row.routes, follow=self.follows_routes, counted=counted)
         arguments: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": row.position_ids, "use_cache": False}
-        implementation = self.model.config._attn_implementation
         if implementation == attention.VARLEN:
             longest = attention.round_longest(max(row.key_lengths))
             arguments |= {"cu_seqlens": row.cu_seqlens, "cu_seqlens_k": row.cu_seqlens_k, "max_seqlen": longest}
         if implementation in (attention.PACKED, attention.VARLEN):
             # Created here, since FSDP's root would move tensors among its arguments to the device.
             arguments |= {"sequence_lengths": torch.tensor(row.lengths), "key_lengths": torch.tensor(row.key_lengths)}
-            arguments["key_index"] = row.key_index
+            arguments |= {"key_index": row.key_index} | ({"row_group": group} if group is not None else {})
         elif row.key_index is not None:
             raise NotImplementedError(f"{implementation} attention cannot share what sequences begin with")
         if not self.chunked:
-            logits = _pick(self.model(**arguments).logits[0], row.predict)
+            found = _pick(self.model(**arguments).logits[0], row.predict)
             scores = score_logits(
-                logits, row.targets, temperature, sets=row.sets, entropy_gradient=self.entropy_gradient
+                found, row.targets, temperature, sets=row.sets, entropy_gradient=self.entropy_gradient
             )
-            return scores if further is None else (*scores, *further(scores[1], lambda at: logits[at]))
-        hidden = _pick(self.model.base_model(**arguments).last_hidden_state[0], row.predict)
-        head = self.model.get_output_embeddings()
-        scores = score_hidden(
-            hidden,
-            head.weight,
-            head.bias,
-            row.targets,
-            temperature,
-            softcap=self._softcap,
-            sets=row.sets,
-            entropy_gradient=self.entropy_gradient,
-        )
+        else:
+            found = _pick(self.model.base_model(**arguments).last_hidden_state[0], row.predict)
+            head = self.model.get_output_embeddings()
+            scores = score_hidden(
+                found,
+                head.weight,
+                head.bias,
+                row.targets,
+                temperature,
+                softcap=self._softcap,
+                sets=row.sets,
+                entropy_gradient=self.entropy_gradient,
+            )
+        if group is not None:
+            scores = gather(scores[0], places, count, group), gather(scores[1], places, count, group)
         if further is None:
             return scores
-        found = further(scores[1], lambda at: _capped(F.linear(hidden[at], head.weight, head.bias), self._softcap))
-        return *scores, *found
+        if group is not None:
+            found = gather(found, places, count, group)
+        if not self.chunked:
+            return *scores, *further(scores[1], lambda at: found[at])
+        project = functools.partial(F.linear, weight=head.weight, bias=head.bias)
+        return *scores, *further(scores[1], lambda at: _capped(project(found[at]), self._softcap))
 
     def score(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
         """Call ``forward`` with its hooks. Returns log-probs and entropies, float32 [N] each, nats."""

@@ -33,6 +33,17 @@ class RowSets:
         mask[self.positions[first:last] - chunk.start, self.ids[first:last]] = False
         return mask
 
+    def at(self, places: Tensor) -> RowSets:
+        """Return the sets of these scored positions alone, ascending indices, int64 [n]."""
+        kept = torch.isin(self.positions, places)
+        sizes = np.diff(self.starts)[places.cpu().numpy()]
+        return RowSets(
+            ids=self.ids[kept],
+            positions=torch.searchsorted(places, self.positions[kept]),
+            whole=self.whole[places],
+            starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
+        )
+
 
 def make_row_sets(ids: np.ndarray, sizes: np.ndarray, device: torch.device) -> RowSets | None:
     """Put the sets of a MicroBatch on ``device``; None if there are none."""

@@ -6,6 +6,8 @@ collectives that it announces, and holds everything that a rank needs to take pa
 collective runs between two commands, so the collective timeout does not limit the wait for the next one. A command that
 cannot be decoded ends the rank, since all ranks run one release.
 
+With learner.context_parallel several ranks get the same micro-batches (model/row_group.py). They are consecutive.
+
 Micro-batches travel as buffers of bytes over gloo, which both backends have.
 
 Fails with DeadlineExceeded when ranks do not meet, or do not enter a collective, in time; otherwise with torch's
@@ -34,6 +36,7 @@ from asyncrl.core.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.algorithm.batch import OptimizerUpdatePlan, StepPlan
 from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
+from asyncrl.learner.fsdp.model.row_group import join_row_group
 from asyncrl.learner.fsdp.ranks.hang_watch import HangWatch, in_words
 
 NCCL_AFTER_S = 60.0
@@ -168,10 +171,10 @@ def unpack(buffer: np.ndarray) -> list[MicroBatch]:
     return [MicroBatch(*arrays) for arrays in zip(*columns, strict=True)]
 
 
-def of_step(plan: StepPlan, rank: int) -> list[MicroBatch]:
-    """Return a rank's micro-batches of a step, update by update; in each the policy's, then the supervised ones."""
+def of_step(plan: StepPlan, row_group: int) -> list[MicroBatch]:
+    """Return a row group's micro-batches of a step, update by update; in each the policy's, then the supervised."""
     terms = [term for update in plan.updates for term in (update, update.supervised) if term is not None]
-    return [batch for term in terms for batch in term.ranks[rank]]
+    return [batch for term in terms for batch in term.ranks[row_group]]
 
 
 class Ranks:
@@ -187,12 +190,13 @@ class Ranks:
         device: torch.device,
         timeout_s: float,
         replicas: int = 1,
+        context_parallel: int = 1,
         store: TCPStore | None = None,
     ) -> None:
         """Join the rendezvous at ``host``:``port``. Raises DeadlineExceeded when a rank is late.
 
         ``store`` is given on rank 0 alone: the store that weights.broadcast.open_store has opened there. ``replicas``,
-        the copies of the model, is a divisor of ``world_size``.
+        the copies of the model, and ``context_parallel``, the ranks that share rows, are divisors of ``world_size``.
         """
         assert (store is not None) == (rank == 0)
         self.rank, self.world_size, self.device = rank, world_size, device
@@ -223,6 +227,8 @@ class Ranks:
                 timeout_s,
                 str(error),
             ) from error
+        self.row_group = join_row_group(context_parallel, timeout_s)
+        """The ranks that share this rank's rows; None if it has rows of its own."""
         self.commands = CommandLine(rank, world_size, client=self._command_client, interrupter=self._interrupter)
         """Carries the commands of rank 0; exists until ``close``."""
         self._watch: HangWatch | None = None

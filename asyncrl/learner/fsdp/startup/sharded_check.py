@@ -40,6 +40,7 @@ from asyncrl.learner.fsdp.startup.startup_check import (
     OURS,
     AgreeingWays,
     Scoring,
+    cannot_share,
     make_batch,
     no_packing,
     no_sharing,
@@ -200,7 +201,9 @@ class _Check:
             return self._distance(self._score([row], implementation, chunked=chunked), truth, bounds)
 
         results: dict[Attention, Distance] = {}
-        ways = self._ways_to_try(warnings)
+        ways, group = self._ways_to_try(warnings), self._policy.row_group
+        if group is not None:
+            ways = [way for way in ways if way in ("varlen", OURS)]
         for implementation in ways:
             results[implementation] = result = compare(batch.packed, implementation)
             if not result.agrees:
@@ -212,6 +215,8 @@ class _Check:
                 shared = False
                 warnings.append(no_sharing(f"{shared_result} {self._where}"))
             return Scoring(True, implementation, chunked, warnings, shared)
+        if group is not None:
+            raise cannot_share(group.size, f"{results[OURS]} {self._where}")
         closest = min(results.values(), key=lambda result: result.ratio)
         warnings.append(no_packing(self._config.learner, f"{closest} {self._where}"))
         return Scoring(False, choice.single, chunked, warnings)

@@ -52,6 +52,7 @@ from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.lora import add_adapters, first_adapters, unreached
 from asyncrl.learner.fsdp.model.policy import Policy, local, parts
 from asyncrl.learner.fsdp.model.recurrence import recurrent_modules
+from asyncrl.learner.fsdp.model.row_group import sharing_problem
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.startup.loading import Loaded, load
 from asyncrl.learner.fsdp.startup.sharded_check import confirm_scoring
@@ -137,6 +138,7 @@ def build_policy(
     mesh = make_mesh(ranks, ranks.device.type)
     loaded, choice = _load(config.model, config, ranks, mesh, lora)
     policy = loaded.empty()
+    policy.row_group = ranks.row_group
     if lora is not None:
         add_adapters(policy, lora, seed=config.run.seed)
     for parameter in policy.parameters():
@@ -163,6 +165,7 @@ def build_frozen(
     with _naming_key(key):
         loaded, choice = _load(model, config, ranks, mesh)
         policy = loaded.empty()
+        policy.row_group = ranks.row_group
         policy.requires_grad_(False)
         offload = _offload(ranks) if ranks.device.type == "cuda" else OffloadPolicy()
         # It has no backward pass, so it keeps no activations.
@@ -226,6 +229,10 @@ def _load(
     loaded = load(model, ranks, mesh if mesh.device_type == "cpu" else make_mesh(ranks, "cpu"))
     # This model is for the check alone: float32, not compiled, no activation checkpointing.
     policy = loaded.empty()
+    policy.row_group = ranks.row_group
+    if ranks.row_group is not None and (reason := sharing_problem(policy, ranks.row_group.size)):
+        words = f"{ranks.row_group.size} ranks cannot share the rows of {model.path}: {reason}"
+        raise ConfigError([f"learner.context_parallel: {words}"])
     if lora is not None:
         add_adapters(policy, lora, seed=seed)
         for name, initial in first_adapters(policy, seed=seed):
@@ -365,6 +372,7 @@ def shape_of(policy: Policy) -> ModelShape:
         vocabulary=config.vocab_size,
         norms=len(norms) - of_keys,
         norms_keys=of_keys > 0,
+        key_heads=getattr(config, "num_key_value_heads", None) or heads,
     )
 
 

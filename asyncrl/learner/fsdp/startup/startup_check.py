@@ -15,6 +15,8 @@ every position (rounding.py). The learner takes the fastest way that agrees:
 
 The second part (sharded_check.py) repeats the comparison where the model will run.
 
+With learner.context_parallel ranks share the rows under our attention alone, which must agree then.
+
 Fails with ConfigError under ``packing = "required"`` when no way of packing agrees.
 """
 
@@ -153,6 +155,8 @@ def choose_scoring(
     packed = [attention for attention, result in results.items() if _agrees(result)]
     shared_result = compare(batch.shared, every, OURS, chunked) if OURS in packed else None
 
+    if policy.row_group is not None and OURS not in packed:
+        raise cannot_share(policy.row_group.size, str(results[OURS]))
     warnings = []
     if not chunked:
         warnings.append(
@@ -182,6 +186,12 @@ def no_packing(config: LearnerConfig, found: str) -> str:
     if config.packing == "required":
         raise ConfigError([f'learner.packing: is "required", but with this model {finding}'])
     return f"{finding}; each row holds one sequence"
+
+
+def cannot_share(size: int, found: str) -> ConfigError:
+    """Return the error for a model whose log-probs are not the same if ``size`` ranks share a row."""
+    problem = f"is {size}, but with this model log-probs of a row that ranks share are not those of single sequences"
+    return ConfigError([f"learner.context_parallel: {problem} ({found}); set it to 1"])
 
 
 def no_sharing(found: str) -> str:

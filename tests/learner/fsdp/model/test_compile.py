@@ -9,18 +9,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from learner.learner_cases import make_config, save_small_model, train
 from learner.rank_pool import run_alone
 
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.learner.fsdp import trainer
+from asyncrl.learner.fsdp.model import row_group
 from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make_row
+from asyncrl.learner.fsdp.model.row_group import RowGroup
 from asyncrl.learner.fsdp.startup.loading import load_policy
 from asyncrl.learner.fsdp.startup.sharding import wrap_forward
 
@@ -136,6 +140,27 @@ def test_compiled_layers_recompute_activations(
         distance = (found[name] - gradient).float().norm() / gradient.float().norm()
         assert distance < (1e-5 if attention == "packed" else 0.05), name
     assert (products > least) == again, (products, least)
+
+
+@pytest.mark.slow
+def test_a_layer_whose_row_is_shared_is_compiled_whole(kernel, tmp_path: Path, monkeypatch) -> None:
+    """By a group of one rank, whose exchanges change nothing."""
+    folder, random = save_small_model(tmp_path / "model", num_hidden_layers=1), np.random.default_rng(1)
+    plain, compiled = _load(folder, "varlen"), _load(folder, "varlen")
+    row = _shared_row(random, 3, plain)
+    whole = partial(torch.compile, fullgraph=True)
+    monkeypatch.setattr(torch, "compile", whole)
+    _compiled(compiled, monkeypatch, backend="aot_eager_decomp_partition", activation_checkpointing="selective")
+    expected, _ = _gradients(plain, row)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        compiled.row_group = RowGroup(1, 0, dist.group.WORLD.group_name)
+        monkeypatch.setitem(row_group._GROUPS, compiled.row_group.name, dist.group.WORLD)
+        found, _ = _gradients(compiled, row)
+    finally:
+        dist.destroy_process_group()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).float().norm() < 0.05 * gradient.float().norm(), name
 
 
 COMPILES = """

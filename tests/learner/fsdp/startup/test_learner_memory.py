@@ -25,6 +25,7 @@ from asyncrl.gpu.learner_memory import (
     choose_checkpointing,
     estimate,
     shape_of_settings,
+    training_shape,
 )
 from asyncrl.gpu.memory_shares import SHARED_GPU_VARIABLE, GpuShares
 from asyncrl.learner.fsdp.model.policy import Policy, make_row
@@ -259,6 +260,19 @@ def test_a_sequence_longer_than_a_row_gets_its_own_row(gpus_of_80_gb):
 def test_an_unknown_model_gets_full_activation_checkpointing(family, scoring, gpus_of_80_gb):
     policy = Policy(make_family(family, tied=False))
     assert plan_memory(policy, scoring, make_config(), gpu_ranks(80e9), BF16) == "full"
+
+
+def test_ranks_that_share_rows_compute_a_part_of_the_longest_sequence():
+    config = changed(make_config(budget=1024, ranks=8, context_parallel=4), rollout={"max_tokens": 99_999})
+    one, shape = changed(config, learner={"context_parallel": 1}), replace(QWEN_7B, key_heads=4)
+    load, alone = (training_shape(each, shape, 2) for each in (config, one))
+    assert alone.tokens == alone.least_tokens == config.longest_sequence
+    assert load.tokens == load.least_tokens == -(-config.longest_sequence // 4)
+    assert estimate(shape, load).activations == pytest.approx(estimate(shape, alone).activations / 4, rel=1e-3)
+    # Three ranks repeat the keys of 4 heads, so that there are 12.
+    repeated = replace(load, checkpointing="off", context_parallel=3)
+    more = estimate(shape, repeated).activations - estimate(shape, replace(repeated, context_parallel=1)).activations
+    assert more == repeated.tokens * shape.layers * 2 * 2 * 2 * shape.keys
 
 
 def test_muon_keeps_one_state_of_the_layers():

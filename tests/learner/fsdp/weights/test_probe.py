@@ -53,7 +53,7 @@ def _train_and_publish(backend, config, start: Path) -> list[tuple[list[Any], An
 
 @pytest.mark.parametrize(
     ("ranks", "extra"),
-    [(1, {"packing": "off", "activation_checkpointing": "full"}), (2, {})],
+    [(1, {"packing": "off", "activation_checkpointing": "full"}), (2, {}), (2, {"context_parallel": 2})],
 )
 def test_the_probe_scores_match_the_published_weights_and_do_not_change_training(
     ranks, extra, folder, tmp_path, run_well

@@ -1,4 +1,6 @@
-"""Several copies of the model among the ranks: the same gradient, publication and checkpoint as one rank has."""
+"""Several copies of the model among the ranks, and rows that ranks share: the same gradient, publication and checkpoint
+as one rank has.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,16 @@ from segment_reading import weights_of
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError
 
-ALONE, WHOLE, CUT = (1, 1), (2, 2), (4, 2)
-"""(ranks, replicas): two whole copies; two copies of two shards each."""
+ALONE, WHOLE, CUT = (1, 1, 1), (2, 2, 1), (4, 2, 1)
+SPLIT, ACROSS = (2, 1, 2), (4, 2, 4)
+"""(ranks, replicas, context_parallel): two whole copies; two copies of two shards each; rows shared by the ranks of one
+copy, and of two."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # One row that no two ranks can share.
-    return save_small_model(tmp_path_factory.mktemp("model"), intermediate_size=1)
+    return save_small_model(tmp_path_factory.mktemp("model"), intermediate_size=1, num_attention_heads=4)
 
 
 def _train(backend: Any, config: Any, target: Path, other: Path | None = None) -> dict[str, Any]:
@@ -41,16 +45,20 @@ def _train(backend: Any, config: Any, target: Path, other: Path | None = None) -
     [
         ((WHOLE, ALONE), "adamw"),
         ((WHOLE, ALONE), "muon"),
+        ((SPLIT, ALONE), "adamw"),
+        ((ALONE, SPLIT), "muon"),
         pytest.param((CUT, ALONE), "adamw", marks=pytest.mark.slow),
         pytest.param((ALONE, CUT), "adamw", marks=pytest.mark.slow),
         pytest.param((CUT, ALONE), "muon", marks=pytest.mark.slow),
+        pytest.param((ACROSS, SPLIT), "adamw", marks=pytest.mark.slow),
     ],
 )
-def test_replicas_train_publish_and_save_like_one_rank_and_read_other_layouts(
+def test_ranks_train_publish_and_save_like_one_rank_and_read_other_layouts(
     meshes, optimizer, folder, run_well, tmp_path
 ) -> None:
     first, second = (
-        make_config(folder, ranks=n, replicas=copies, optimizer=optimizer, max_grad_norm=1e9) for n, copies in meshes
+        make_config(folder, ranks=n, replicas=copies, context_parallel=shared, optimizer=optimizer, max_grad_norm=1e9)
+        for n, copies, shared in meshes
     )
     wrote = run_well(first, _train, tmp_path / "first")
     read = run_well(second, _train, tmp_path / "second", tmp_path / "first")

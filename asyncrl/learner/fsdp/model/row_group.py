@@ -1,0 +1,212 @@
+"""Context parallelism: ranks that share each packed row (Ulysses, arXiv 2309.14509).
+
+The ranks of a row group get the same row. Outside of attention each of them computes an equal slice of the row's
+tokens. Inside, an exchange gives each rank all tokens, for its share of the heads, and a second one gives the slices
+back. At the end ``gather`` gives every rank the scores of the whole row, so all compute the same loss.
+
+    tokens      a row is padded to a multiple of the group's size, by a piece of its own that nothing scores
+    heads       keys and values are repeated if there are fewer heads of them than ranks, or the numbers do not divide
+    gradients   an exchange is its own transpose. ``gather`` passes each rank the gradient of its own scores, so the
+                gradients of the group's ranks add up to that of the row
+
+Invariant: a row's tokens see the same keys as on one rank. Works for layers that see other tokens in attention alone;
+``sharing_problem`` says why a model cannot be split, and the check at start compares split rows with whole ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from asyncrl.learner.fsdp.model.recurrence import recurrent_modules
+
+if TYPE_CHECKING:
+    from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
+
+MOVING_ROTATIONS = ("dynamic", "longrope")
+"""Kinds of rotary embeddings that depend on the longest position that a rank computes."""
+_GROUPS: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
+"""Process groups by name, until they are destroyed. torch.compile takes a name for a constant."""
+
+
+class RowGroup(NamedTuple):
+    """The ranks that share this rank's rows."""
+
+    size: int
+    rank: int
+    """This rank's number in the group: it computes slice ``rank`` of each row."""
+    name: str
+    """Name of the process group in torch."""
+
+
+def join_row_group(size: int, timeout_s: float) -> RowGroup | None:
+    """All ranks of the learner together: put each ``size`` consecutive ranks into a group; None for a size of 1."""
+    if size == 1:
+        return None
+    group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=timeout_s))  # type: ignore[no-untyped-call]
+    _GROUPS[group.group_name] = group
+    return RowGroup(size, dist.get_rank(group), group.group_name)
+
+
+def sharing_problem(policy: Policy, size: int) -> str | None:
+    """Return the reason that ``size`` ranks cannot share the rows of a policy; None if they can."""
+    config = policy.model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads % size:
+        return f"it has {heads} attention heads, which {size} does not divide"
+    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+    others = [kind for kind in kinds if "linear" in kind or "attention" not in kind]
+    if others or any(recurrent_modules(layer) for layer in policy.decoder_layers()):
+        return "it has layers with a state (linear attention, convolutions), which need all tokens of a row on one rank"
+    rotations = {str(getattr(module, "rope_type", "")) for module in policy.model.modules()}
+    if any(kind in rotation for rotation in rotations for kind in MOVING_ROTATIONS):
+        return f"its rotary embedding ({' or '.join(MOVING_ROTATIONS)}) depends on the longest position of a row"
+    return None
+
+
+def own_slice(row: PackedRow, group: RowGroup) -> tuple[PackedRow, Tensor, int]:
+    """Return the row as this rank computes it, the indices of its scored positions among those of the row, and how many
+    of its tokens are no padding.
+
+    All of its tokens and positions are those of its slice. The rest, for attention, is of the padded row.
+    """
+    tokens = row.input_ids.shape[1]
+    padding = -tokens % group.size
+    if padding:
+        more = torch.arange(padding, device=row.input_ids.device)
+        keys = sum(row.key_lengths) + padding
+        row = replace(
+            row,
+            input_ids=F.pad(row.input_ids, (0, padding)),
+            position_ids=torch.cat([row.position_ids, more[None]], dim=1),
+            lengths=(*row.lengths, padding),
+            key_lengths=(*row.key_lengths, padding),
+            cu_seqlens=F.pad(row.cu_seqlens, (0, 1), value=tokens + padding),
+            cu_seqlens_k=F.pad(row.cu_seqlens_k, (0, 1), value=keys),
+            key_index=None if row.key_index is None else torch.cat([row.key_index, tokens + more]),
+            routes=None if row.routes is None else torch.cat([row.routes, row.routes[-1:].expand(padding, -1, -1)]),
+        )
+    length = (tokens + padding) // group.size
+    start = group.rank * length
+    end = start + length
+    places = ((row.predict >= start) & (row.predict < end)).nonzero()[:, 0]
+    own = replace(
+        row,
+        input_ids=row.input_ids[:, start:end],
+        position_ids=row.position_ids[:, start:end],
+        predict=row.predict[places] - start,
+        targets=row.targets[places],
+        sets=None if row.sets is None else row.sets.at(places),
+        routes=None if row.routes is None else row.routes[start:end],
+    )
+    return own, places, max(0, min(tokens - start, length))
+
+
+def gather(values: Tensor, places: Tensor, count: int, group: RowGroup) -> Tensor:
+    """All ranks of the group together: put each rank's ``values`` [n, ...] at its ``places``, int64 [n].
+
+    Returns [count, ...], the same on all ranks. The gradient of a rank's values is that of its own result.
+    """
+    whole: Tensor = _Gather.apply(values, places, count, group.name)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor, count: int, name: str) -> Tensor:
+        ctx.save_for_backward(places)
+        # Each place has one rank, so the sum is exact.
+        whole = values.new_zeros(count, *values.shape[1:]).index_copy_(0, places, values)
+        dist.all_reduce(whole, group=_GROUPS[name])
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return gradient[places], None, None, None
+
+
+@torch.library.custom_op("asyncrl::exchange", mutates_args=())
+def exchange(parts: Tensor, name: str) -> Tensor:
+    """All ranks of group ``name`` together: send part i of ``parts`` [size, ...] to rank i; part i of the result is
+    that of rank i.
+    """
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=_GROUPS[name])
+    return received
+
+
+@exchange.register_fake
+def _(parts: Tensor, name: str) -> Tensor:
+    return torch.empty_like(parts, memory_format=torch.contiguous_format)
+
+
+def _keep_name(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    _, ctx.name = inputs
+
+
+exchange.register_autograd(lambda ctx, gradient: (exchange(gradient, ctx.name), None), setup_context=_keep_name)
+
+
+def sharing_heads(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
+    """Let an attention implementation for whole rows work where a group shares them: ``row_group`` is then given.
+
+    It gets this rank's slice of the tokens and all heads, computes all tokens of its share of the heads, and returns
+    its slice. Signature, shapes and result are those that transformers calls.
+    """
+
+    @functools.wraps(attend)
+    def shared(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        row_group: RowGroup | None = None,
+        **named: Any,
+    ) -> tuple[Tensor, None]:
+        if row_group is None:
+            return attend(module, query, key, value, attention_mask, **named)
+        # The smallest number that gives every rank equally many heads; torch.compile cannot trace math.gcd.
+        repeats = 1
+        while key.shape[1] * repeats % row_group.size:
+            repeats += 1
+        if repeats > 1:
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        query, key, value = _all_tokens((query, key, value), row_group)
+        output, _ = attend(module, query, key, value, attention_mask, **named)
+        return _all_heads(output, row_group), None
+
+    return shared
+
+
+def _all_tokens(tensors: tuple[Tensor, ...], group: RowGroup) -> tuple[Tensor, ...]:
+    """[1, heads, T / size, D] each to [1, heads / size, T, D], in one exchange."""
+    # [T / size, size, heads / size * D] each: of every token, a part for each rank.
+    parts = [x[0].transpose(0, 1).reshape(x.shape[2], group.size, -1) for x in tensors]
+    received = exchange(torch.cat(parts, dim=2).transpose(0, 1), group.name).flatten(0, 1)
+    widths = [part.shape[2] for part in parts]
+    split = received.split(widths, dim=1)
+    return tuple(
+        part.unflatten(1, (x.shape[1] // group.size, x.shape[3])).transpose(0, 1)[None]
+        for part, x in zip(split, tensors, strict=True)
+    )
+
+
+def _all_heads(output: Tensor, group: RowGroup) -> Tensor:
+    """[1, T, heads / size, D] to [1, T / size, heads, D]."""
+    _, tokens, heads, width = output.shape
+    received: Tensor = exchange(output.reshape(group.size, tokens // group.size, heads, width), group.name)
+    # [size, T / size, heads / size, D]: the parts are runs of heads.
+    heads_side_by_side: Tensor = received.transpose(0, 1).flatten(1, 2)
+    return heads_side_by_side[None]
