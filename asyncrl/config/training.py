@@ -181,8 +181,7 @@ class LearnerConfig(Section):
     replicas: Positive = 1
     """Copies of the model among the ranks. Consecutive ranks share a copy."""
     context_parallel: Positive = 1
-    """Consecutive ranks that share each packed row, for long sequences (docs/learner.md, "Rows over several ranks").
-    Must divide ranks and the attention heads."""
+    """Consecutive ranks that share each packed row (docs/learner.md); divides ranks and attention heads."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device; auto takes CUDA if available. sim only reserves GPUs, under cuda."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

@@ -77,7 +77,7 @@ def own_slice(row: PackedRow, group: RowGroup) -> tuple[PackedRow, Tensor, int]:
     """Return the row as this rank computes it, the indices of its scored positions among those of the row, and how many
     of its tokens are no padding.
 
-    All of its tokens and positions are those of its slice. The rest, for attention, is of the padded row.
+    Tokens, positions, targets, sets and routes are those of its slice. The rest, for attention, is of the padded row.
     """
     tokens = row.input_ids.shape[1]
     padding = -tokens % group.size
