@@ -72,6 +72,23 @@ def _truncation_problems(config: Config) -> Iterator[Problem]:
         yield key, "a teacher on a server scores under the whole distribution; leave it out, or name a folder"
 
 
+def _quantization_problems(config: Config) -> Iterator[Problem]:
+    """Conflicts of quantized engines with devices, dtypes and further arguments of vLLM."""
+    rollout = config.rollout
+    if rollout.quantization is None:
+        return
+    key = f"rollout.{rollout.traits.quantization_key}"
+    if rollout.gpus_per_replica == 0:
+        yield key, "engines on CPUs have no fast kernels for fp8; leave it out, or use GPUs"
+    if config.learner.dtype == "float32":
+        yield (
+            key,
+            'vLLM quantizes weights in bfloat16, and learner.dtype is "float32"; set that to "auto" or "bfloat16"',
+        )
+    if "quantization" in rollout.vllm.extra:
+        yield key, "rollout.vllm.extra has a quantization too; leave one out"
+
+
 def _lora_problems(config: Config) -> Iterator[Problem]:
     """Conflicts of adapters with engine and transport, and keys of [lora] without an effect."""
     lora, weights = config.lora, config.weights
@@ -243,6 +260,7 @@ def cross_check(config: Config) -> Iterator[Problem]:
         if key in rollout.vllm.extra
     )
     yield from _truncation_problems(config)
+    yield from _quantization_problems(config)
     yield from _update_problems(config)
     yield from _lora_problems(config)
     yield from _chat_problems(config)

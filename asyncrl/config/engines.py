@@ -51,6 +51,8 @@ class EngineTraits:
     """Key of the most calls that it runs together."""
     threads_key: str = ""
     """Key of its number of threads."""
+    quantization_key: str = ""
+    """Key of the quantization of its weights."""
     cpu_cache_key: str = ""
     """Key of the size of its KV cache on CPU."""
     load_key: str = ""
@@ -74,6 +76,7 @@ ENGINES: dict[str, EngineTraits] = {
         context_key="vllm.max_model_len",
         calls_key="vllm.max_num_seqs",
         threads_key="vllm.threads",
+        quantization_key="vllm.quantization",
         cpu_cache_key="vllm.cpu_kv_cache_bytes",
     ),
     "sim": EngineTraits(

@@ -70,7 +70,7 @@ TABLE: dict[Applies, str] = {
         model.path model.trust_remote_code
         data.template data.system data.continue_final_message
         rollout.engine rollout.max_tokens rollout.temperature rollout.top_p rollout.top_k rollout.min_p
-        rollout.stop rollout.stop_token_ids rollout.vllm.max_model_len rollout.vllm.extra
+        rollout.stop rollout.stop_token_ids rollout.vllm.max_model_len rollout.vllm.quantization rollout.vllm.extra
         episode.function episode.env episode.tools episode.command episode.options episode.max_turns
         episode.max_context_tokens
         chat.template_options chat.history chat.tool_parser chat.reasoning_parser chat.renderer chat.date

@@ -61,6 +61,8 @@ class VllmEngineConfig(Section):
     """No CUDA graphs. CPU engines are always eager."""
     threads: NonNegative = 0
     """OpenMP threads of a CPU engine; 0 lets vLLM choose."""
+    quantization: Literal["fp8"] | None = None
+    """Quantize an engine's linear layers at each load, on GPUs (docs/weights.md)."""
     extra: dict[str, Any] = {}
     """Further AsyncEngineArgs, passed on unchanged."""
 
@@ -150,6 +152,12 @@ class RolloutConfig(Section):
     def on_gpu(self) -> bool:
         """Whether engines compute on GPUs; False until the launcher has set gpus_per_replica."""
         return self.traits.gpus and bool(self.gpus_per_replica)
+
+    @property
+    def quantization(self) -> str | None:
+        """The quantization of the engine's weights; None if they have the engine's dtype."""
+        quantization: str | None = self.value_of(self.traits.quantization_key)
+        return quantization
 
     @property
     def truncation(self) -> Truncation | None:

@@ -149,8 +149,9 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("gpu_memory_utilization vllm_gpu_memory_utilization gpu_mem_util", "rollout.vllm.gpu_memory_utilization", ""),
     ("max_num_seqs vllm_max_num_seqs", "rollout.vllm.max_num_seqs", ""),
     ("enforce_eager vllm_enforce_eager", "rollout.vllm.enforce_eager", ""),
+    ("quantization rollout_quantization fp8_rollout", "rollout.vllm.quantization", ""),
     (
-        "max_num_batched_tokens enable_prefix_caching enable_chunked_prefill quantization kv_cache_dtype swap_space",
+        "max_num_batched_tokens enable_prefix_caching enable_chunked_prefill kv_cache_dtype swap_space",
         "rollout.vllm.extra",
         "it holds further arguments of vLLM's engine",
     ),

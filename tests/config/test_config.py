@@ -118,7 +118,8 @@ def test_an_unknown_key_does_not_hide_problems_of_keys_that_begin_with_its_lette
 
 
 SIM = {"engine": "sim"}
-ON_CPU = {"engine": "vllm", "gpus_per_replica": 0}
+VLLM, FP8 = {"engine": "vllm"}, {"vllm": {"quantization": "fp8"}}
+ON_CPU = VLLM | {"gpus_per_replica": 0}
 WRONG = [
     ({"rollout": SIM | {"concurrency": 4}}, "rollout.concurrency: is 4, less than one prompt group"),
     ({"rollout": {"engine": "reference", "concurrency": "auto"}}, "rollout.concurrency: auto needs the engine's"),
@@ -131,6 +132,12 @@ WRONG = [
     (
         {"rollout": ON_CPU | {"min_p": 0.1}},
         "rollout.min_p: on CPUs vLLM does not return the tokens",
+    ),
+    ({"rollout": ON_CPU | FP8}, "rollout.vllm.quantization: engines on CPUs have no fast kernels for fp8"),
+    ({"rollout": VLLM | FP8, "learner": {"dtype": "float32"}}, "rollout.vllm.quantization: vLLM quantizes weights in"),
+    (
+        {"rollout": VLLM | {"vllm": {"quantization": "fp8", "extra": {"quantization": "mxfp8"}}}},
+        "rollout.vllm.quantization: rollout.vllm.extra has a quantization too",
     ),
     ({"rollout": {"engine": "reference", "top_p": 0.0}}, "rollout.top_p: input should be greater than 0"),
     ({"rollout": {"engine": "reference", "top_k": 1025}}, "rollout.top_k: input should be less than or equal to 1024"),

@@ -186,12 +186,17 @@ without an error, with noise of 1 % on each weight of the engine, and with tempe
 In bfloat16 the limits are those of a real model, because the effects of rounding and noise grow with depth."""
 
 
-def find_limits(config: DriftConfig, *, float32: bool) -> DriftLimits:
-    """Return the configured limits, with those of ROUNDING for "auto"; ``float32`` is the key of ROUNDING.
+QUANTIZED = DriftLimits(warn=0.45, stop=0.6)
+"""Default limits of an engine with quantized weights. In fp8, with vLLM on CPU, SmolLM2-135M drifted by 0.40. A made-up
+model drifted by 0.15, and by 0.76 with noise of 10 % on each weight. A temperature of 0.9 stays below."""
+
+
+def find_limits(config: DriftConfig, *, float32: bool, quantized: bool = False) -> DriftLimits:
+    """Return the configured limits; for "auto" those of ROUNDING, whose key is ``float32``, or QUANTIZED.
 
     An automatic ``stop`` is raised to a configured ``warn`` above it; else ``warn`` is lowered to ``stop``.
     """
-    auto = ROUNDING[float32]
+    auto = QUANTIZED if quantized else ROUNDING[float32]
     stop = auto.stop if config.stop == "auto" else config.stop
     warn = auto.warn if config.warn == "auto" else config.warn
     if config.stop == "auto":

@@ -432,7 +432,8 @@ class UpdateFollower:
         float32 = learner | {engine_dtype(self._config)} == {"float32"}
         # On GPUs float32 kernels may multiply with fewer bits.
         on_cpu = not self._config.rollout.gpus_per_replica
-        return find_limits(self._config.drift, float32=float32 and on_cpu)
+        quantized = self._config.rollout.quantization is not None
+        return find_limits(self._config.drift, float32=float32 and on_cpu, quantized=quantized)
 
     def _judge(self, drift: Drift, limits: DriftLimits, version: int) -> None:
         """Record a drift; at drift.warn or more notify the user. Raises ActorFailed at drift.stop or more."""

@@ -24,6 +24,7 @@ from asyncrl.rollouter.serving.drift import (
     FAR,
     MIN_SAMPLES,
     NORMAL,
+    QUANTIZED,
     ROUNDING,
     Drift,
     DriftLimits,
@@ -105,6 +106,9 @@ def test_a_drift_warns_or_ends_the_run_by_its_size(nats, verdict):
 def test_missing_limits_follow_from_the_dtype_and_never_contradict_given_ones(configured, warn, stop):
     assert find_limits(DriftConfig(**configured), float32=False) == DriftLimits(warn=warn, stop=stop)
     assert find_limits(DriftConfig(), float32=True) == ROUNDING[True]
+    quantized = find_limits(DriftConfig(), float32=False, quantized=True)
+    assert quantized == QUANTIZED and quantized.warn > 2 * ROUNDING[False].warn
+    assert find_limits(DriftConfig(stop=0.2), float32=False, quantized=True) == DriftLimits(warn=0.2, stop=0.2)
 
 
 def test_a_run_does_not_stop_before_it_warns():

@@ -15,6 +15,7 @@ from run_settings import sim_config
 from services import services
 from virtual import LoopClock, run_virtual
 
+from asyncrl.config.rollout import RolloutConfig
 from asyncrl.core.errors import ActorFailed, BroadcastFailed, DeadlineExceeded, EngineDied, WeightsCorrupt
 from asyncrl.gpu.memory_shares import SHARED_GPU_VARIABLE
 from asyncrl.messages import Done, Request
@@ -566,6 +567,17 @@ def test_limits_are_lower_if_everything_is_in_float32(publish, dtype, rollout, s
             follow(Server(offers), offs=[0.02], rollout=rollout)
     else:
         assert follow(Server(offers), offs=[0.02], rollout=rollout)[1].told == []
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_limits_are_higher_if_engines_are_quantized(publish, quantized, monkeypatch):
+    offers = [by_shm(retyped(publish(0, probe=True), "bfloat16"))]
+    if quantized:
+        monkeypatch.setattr(RolloutConfig, "quantization", "fp8")
+        assert follow(Server(offers), offs=[0.3])[1].told == []
+    else:
+        with pytest.raises(ActorFailed, match=r"drift\.stop = 0\.15"):
+            follow(Server(offers), offs=[0.3])
 
 
 def test_a_version_fetched_for_the_host_is_held_until_a_newer_one_is_served(publish):

@@ -40,6 +40,8 @@ CPU_BATCHED_TOKENS = 4096
 """Most tokens that a CPU engine processes in one step, unless one prompt is longer."""
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """Variable by which a user chooses vLLM's model runner."""
+QUANTIZATIONS = {"fp8": "fp8_per_channel"}
+"""Names of vLLM for rollout.vllm.quantization. Its own "fp8" takes checkpoints that are quantized already."""
 ALWAYS_TIED = ("gemma2",)
 """Values of model_type for which vLLM loads no head, only the embedding."""
 ALWAYS_ALIBI = ("bloom", "step1")
@@ -213,6 +215,8 @@ def engine_arguments(
             arguments["enable_sleep_mode"] = True
         if shares is not None:
             arguments |= {"gpu_memory_utilization": shares.engine, "kv_cache_memory_bytes": shares.cache_bytes}
+    if vllm.quantization is not None:
+        arguments["quantization"] = QUANTIZATIONS[vllm.quantization]
     if config.rollout.truncation is not None:
         # Returns the set that each token was sampled from.
         arguments["return_sampling_mask"] = True

@@ -159,7 +159,10 @@ def test_arguments_follow_the_configuration():
     set_by_user = arguments(rollout={"gpus_per_replica": 1}, vllm={"gpu_memory_utilization": 0.5})
     assert set_by_user["gpu_memory_utilization"] == 0.5
     assert arguments(learner={"dtype": "bfloat16"})["dtype"] == "bfloat16"
-    assert "return_sampling_mask" not in on_cpu | on_gpu
+    assert not {"return_sampling_mask", "quantization"} & {*on_cpu, *on_gpu}
+    # vLLM's own "fp8" quantizes no weights in bfloat16.
+    fp8 = arguments(rollout={"gpus_per_replica": 1}, vllm={"quantization": "fp8"})
+    assert fp8.items() >= {"quantization": "fp8_per_channel", "dtype": "bfloat16"}.items()
     truncated = arguments(rollout={"gpus_per_replica": 1, "top_p": 0.9})
     assert truncated.items() >= {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}.items()
     # An adapter is added to the model's own weights.

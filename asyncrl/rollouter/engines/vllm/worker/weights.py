@@ -23,7 +23,9 @@ from typing import Any
 import msgspec
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -81,8 +83,9 @@ class VersionLoader:
 
     def __init__(self, model: Any, model_config: Any, device: torch.device, rank: int) -> None:
         self.model, self.model_config, self._device, self._rank = model, model_config, device, rank
-        # Names of all parameters. Read before the first load, because during a load tied parameters appear as two.
-        self._names = frozenset(name for name, _ in self.model.named_parameters())
+        # Names of all parameters that a version has. Read before the first load, because during a load tied parameters
+        # appear as two.
+        self._names = frozenset(name for name, _ in self.model.named_parameters()) - _computed_names(self.model)
         self._pending = False
         """Whether a reload has begun and not finished; a failed one stays pending until the next reload succeeds."""
         self._receiver = Receiver()
@@ -159,8 +162,9 @@ class VersionLoader:
     def _require_complete(self, loaded: set[str] | None) -> None:
         """Raise RuntimeError if a parameter got no value or a layer only a part; ``loaded``: parameters, if known."""
         # vLLM keeps the old values of a layer that received nothing, and leaves memory uninitialised where a fused
-        # layer received a part, both without an error. Quantised layers have parameters that no checkpoint holds.
-        if self.model_config.quantization is not None:
+        # layer received a part, both without an error. Quantizations that are not online pad and pack, so that their
+        # layers count elements that no version has.
+        if self.model_config.quantization not in (None, *ONLINE_QUANT_SHORTHAND_NAMES):
             return
         absent = sorted(self._names - loaded) if loaded is not None else []
         partial = []
@@ -179,3 +183,14 @@ class VersionLoader:
         for name, layer in self.model.named_modules():
             if isinstance(layer, ParallelLMHead) and f"{name}.weight" not in self._names:
                 layer.quant_method.process_weights_after_loading(layer)
+
+
+def _computed_names(model: Any) -> set[str]:
+    """Names of the parameters of quantized layers that vLLM computes from a version's weights, such as scales."""
+    names = set()
+    for place, layer in model.named_modules():
+        if isinstance(getattr(layer, "quant_method", None), OnlineLinearBase):
+            # ``restore_metadata`` has the layer as it was before its weights came; a bias is never in it.
+            loadable = {*get_layerwise_info(layer).restore_metadata[0], "bias"}
+            names |= {f"{place}.{name}" for name, _ in layer.named_parameters(recurse=False) if name not in loadable}
+    return names
