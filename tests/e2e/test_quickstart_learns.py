@@ -1,18 +1,16 @@
 """Whole runs of the quickstart's task in other ways of training: the reward rises, from a real engine and learner."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 from quick import needs_vllm
 from run_files import metrics
 
 from tools.quickstart.__main__ import CACHE
 from tools.quickstart.assets import ensure_assets
+from tools.quickstart.experts import upcycle
 from tools.quickstart.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -45,39 +43,6 @@ def run(folder, settings):
     )
     assert done.returncode == 0, done.stdout[-4000:]
     return folder / "learns"
-
-
-def upcycle(dense, folder):
-    """Save the model of a folder as a mixture of 4 experts, each nearly the dense layer; returns the new folder."""
-    source = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32, local_files_only=True)
-    sizes = source.config.to_dict()
-    kept = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    kept = (*kept, "max_position_embeddings", "tie_word_embeddings", "rms_norm_eps", "eos_token_id", "rope_parameters")
-    width = {
-        "intermediate_size": source.config.intermediate_size,
-        "moe_intermediate_size": source.config.intermediate_size,
-    }
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "shared_expert_intermediate_size": 8}
-    config = transformers.Qwen2MoeConfig(**{name: sizes[name] for name in kept if name in sizes}, **width, **experts)
-    torch.manual_seed(0)
-    model = transformers.Qwen2MoeForCausalLM(config).to(torch.float32)
-    with torch.no_grad():
-        missing, unexpected = model.load_state_dict(source.state_dict(), strict=False)
-        assert all(".mlp." in name for name in (*missing, *unexpected)), (missing, unexpected)
-        for layer, old in zip(model.model.layers, source.model.layers, strict=True):
-            mlp = layer.mlp
-            for expert in range(4):
-                mlp.experts.gate_up_proj[expert] = torch.cat([old.mlp.gate_proj.weight, old.mlp.up_proj.weight])
-                mlp.experts.down_proj[expert] = old.mlp.down_proj.weight
-            for weight in (mlp.experts.gate_up_proj, mlp.experts.down_proj):
-                weight.mul_(1 + 0.03 * torch.randn_like(weight))
-            mlp.gate.weight.normal_(0, 0.05)
-            mlp.shared_expert.down_proj.weight.zero_()
-    model.save_pretrained(folder)
-    for file in dense.iterdir():
-        if "token" in file.name or file.name == "generation_config.json":
-            shutil.copy(file, folder)
-    return folder
 
 
 def test_a_mixture_of_experts_learns_from_the_routes_of_its_engine(tmp_path):

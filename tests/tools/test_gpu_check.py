@@ -32,12 +32,14 @@ from tools.gpu_check.results import (
     as_json,
     exit_code,
     judge_cost,
+    judge_experts,
     judge_learning,
     judge_rate,
     judge_updates,
     put,
 )
 from tools.live_run import RunEnded
+from tools.quickstart import experts
 
 
 def update(drift=None, way="shm", **values):
@@ -161,6 +163,8 @@ class Run:
     def lines(self, kind):
         if kind == "eval":
             return [{"eval/heldout/mean": 0.3}, {"eval/heldout_greedy/mean": 0.5}, {"eval/heldout/mean": 0.8}]
+        if kind == "train":
+            return [{"step": step, "policy/routes_differ": 0.001, "policy/engine_kl": 1e-5} for step in range(12)]
         return [update(0.01, self.transport)] * 11
 
     def close(self):
@@ -184,12 +188,13 @@ def made_up(monkeypatch, run):
 def test_the_configurations_of_all_runs_are_valid(tmp_path, monkeypatch):
     made_up(monkeypatch, Run)
     monkeypatch.setattr(checks, "model_of", lambda host: "/0.6B")
+    monkeypatch.setattr(experts, "upcycle", lambda dense, folder: folder)
     host = host_of(tmp_path, ["H100", "H100"])
     names = [name for name in checks.checks() if not name.startswith(("learner", "two ranks"))]
     found = {name: run_check(host, name, *checks.checks()[name]) for name in names}
     assert {name: each.result for name, each in found.items()} == dict.fromkeys(names, "pass")
     assert [(each.placement.share, each.weights.transport) for each in Run.trees] == [
-        *[("always", "auto")] * 5,
+        *[("always", "auto")] * 6,
         ("never", "nccl"),
     ]
     assert {each.rollout.on_update for each in Run.trees[:3]} == {"abort_resume", "keep", "drain"}
@@ -261,6 +266,29 @@ def test_the_profile_lists_the_kernels_with_most_time(monkeypatch):
     assert found == [{"name": name, "share": share} for name, share in (("b", 0.4), ("d", 0.3), ("e", 0.2))]
 
 
+def test_a_run_with_experts_needs_the_routes_of_every_step():
+    updates, line = [update(0.01, "ipc")] * 11, {"step": 1, "policy/routes_differ": 0.02, "policy/engine_kl": 1e-5}
+    found = judge_experts("experts", [line, line | {"policy/routes_differ": 0.01}], updates, 0.15)
+    assert found.result == "pass" and "2.0% of experts" in found.detail and found.figures["engine_kl"] == 1e-5
+    assert judge_experts("experts", [line, {"step": 2}], updates, 0.15).detail == "steps without routes: [2]"
+    assert judge_experts("experts", [], updates, 0.15).result == "fail"
+    assert judge_experts("experts", [line], [update(0.2, "ipc")] * 11, 0.15).result == "fail"
+
+
+@pytest.mark.parametrize(("name", "layers"), [("experts", "Router"), ("hybrid", "GatedDeltaNet")])
+def test_models_with_experts_and_with_states_are_made_too(name, layers, tmp_path, monkeypatch):
+    tiny = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    monkeypatch.setattr(checks, "SIZES", tiny | heads | {"tie_word_embeddings": True})
+    family, sizes = checks.MODELS[name]
+    few = {key: min(value, 4) for key, value in sizes.items()}
+    monkeypatch.setitem(checks.MODELS, name, (family, few | {"moe_intermediate_size": 16, "num_experts_per_tok": 2}))
+    policy = load_policy(ModelConfig(path=str(checks.model_of(host_of(tmp_path), name))))
+    assert any(layers in type(module).__name__ for module in policy.modules())
+    whole, active = (sum(p.numel() for p in policy.parameters()), policy.count_active(trained=False))
+    assert active == whole if name == "hybrid" else active < whole
+
+
 def test_the_model_of_the_checks_is_made_once_and_whole(tmp_path, monkeypatch):
     tiny = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
@@ -277,7 +305,7 @@ def test_the_model_of_the_checks_is_made_once_and_whole(tmp_path, monkeypatch):
 
 
 def test_the_learner_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "model_of", lambda host: tmp_path)
+    monkeypatch.setattr(checks, "model_of", lambda host, name: tmp_path)
     host = host_of(tmp_path, ["H100"])
     if not torch.cuda.is_available():
         found = checks.check_rate(host, 16_384, compiled=True)

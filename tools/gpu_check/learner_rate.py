@@ -52,9 +52,12 @@ def configuration(folder: str, length: int, *, compiled: bool, device: str = "cu
     )
 
 
-def causal_mfu(shape: Any, tokens: int, length: int, seconds: float, device_name: str) -> float:
-    """MFU with attention: 6 operations per parameter and token, and 12 per layer, query width and key seen (half)."""
-    operations = 6 * shape.parameters + 12 * shape.layers * shape.queries * length / 2
+def causal_mfu(shape: Any, active: int, tokens: int, length: int, seconds: float, device_name: str) -> float:
+    """MFU with attention: 6 operations per active parameter and token, and 12 per layer, query width and key seen.
+
+    Half of the keys are seen. Every layer counts as one of attention, also in a hybrid.
+    """
+    operations = 6 * active + 12 * shape.layers * shape.queries * length / 2
     return float(operations * tokens / seconds / (peak_flops(device_name) or float("inf")))
 
 
@@ -91,7 +94,7 @@ def measure(folder: str, length: int, *, compiled: bool, device: str = "cuda") -
     torch.cuda.reset_peak_memory_stats()
     seconds = min(seconds_of(step) for step in range(1, 1 + STEPS))
     used = torch.cuda.max_memory_allocated()
-    tokens = GROUPS * SAMPLES * length
+    tokens, active = GROUPS * SAMPLES * length, trainer.policy.count_active(trained=False)
     kernels = kernels_of(lambda: seconds_of(1 + STEPS)) if trainer.on_gpu else []
     estimated = estimated_bytes(config, shape, trainer.checkpointing)
     trainer.stop()
@@ -102,7 +105,7 @@ def measure(folder: str, length: int, *, compiled: bool, device: str = "cuda") -
         "first_step_s": first_s,
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
-        "mfu": causal_mfu(shape, tokens, length, seconds, torch.cuda.get_device_name()),
+        "mfu": causal_mfu(shape, active, tokens, length, seconds, torch.cuda.get_device_name()),
         "used_bytes": used,
         "estimated_bytes": estimated,
         "kernels": kernels,

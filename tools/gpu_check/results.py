@@ -78,6 +78,18 @@ def judge_learning(name: str, accuracies: Sequence[float], gpus: str) -> Result:
     return Result(name, "pass" if last - first >= RISE else "fail", detail, figures)
 
 
+def judge_experts(name: str, steps: Sequence[Line], updates: Sequence[Line], limit: float) -> Result:
+    """Judge a run with replayed experts: every step has routes, and updates agree as for ``judge_updates``."""
+    without = [line["step"] for line in steps if "policy/routes_differ" not in line]
+    if without or not steps:
+        return Result(name, "fail", f"steps without routes: {without or 'all'}")
+    found = judge_updates(name, updates, limit)
+    differ = max(line["policy/routes_differ"] for line in steps)
+    kl = max(line.get("policy/engine_kl", 0.0) for line in steps)
+    detail = f"{found.detail}; at most {differ:.1%} of experts differ, and engine_kl is at most {kl:.2g} nats"
+    return Result(name, found.result, detail, {**found.figures, "routes_differ": differ, "engine_kl": kl})
+
+
 def judge_cost(name: str, updates: Sequence[Line]) -> Result:
     """Report the time to load a version and the generation time that an update costs; the first load is left out."""
     later = updates[1:]

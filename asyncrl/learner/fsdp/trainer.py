@@ -362,8 +362,8 @@ class Trainer:
         if not self.on_gpu:
             return {}
         share = mfu(
-            parameters=sum(parameter.numel() for parameter in self._parameters),
-            trained=sum(parameter.numel() for parameter in self._parameters if parameter.requires_grad),
+            parameters=self.policy.count_active(trained=False),
+            trained=self.policy.count_active(trained=True),
             tokens=tokens,
             seconds=seconds,
             devices=self._ranks.world_size,

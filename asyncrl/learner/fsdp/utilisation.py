@@ -1,8 +1,8 @@
 """Model FLOPs utilisation (MFU): the share of its devices' peak operations that a step has used. Pure.
 
 A token counts 6 floating-point operations per trained parameter (Kaplan et al. 2020, arXiv:2001.08361) and 4 per frozen
-one, which needs no gradient. Attention and recomputed activations are left out, as is usual. Without a known peak there
-is no MFU.
+one, which needs no gradient. Of a mixture of experts, those count that a token takes. Attention and recomputed
+activations are left out, as is usual. Without a known peak there is no MFU.
 """
 
 from __future__ import annotations

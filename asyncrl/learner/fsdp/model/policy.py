@@ -177,6 +177,20 @@ class Policy(nn.Module):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def count_active(self, *, trained: bool) -> int:
+        """Count the parameters that compute a token: of the experts of a layer only those that it takes.
+
+        With ``trained``, frozen ones do not count.
+        """
+        experts = self.routers.experts
+        share = experts.chosen / experts.count if experts is not None else 1.0
+        counts = [
+            parameter.numel() * (share if ".experts." in name else 1.0)
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad or not trained
+        ]
+        return round(sum(counts))
+
     def decoder_layers(self) -> list[nn.Module]:
         """Find the repeated blocks of the model, which are sharded, compiled and checkpointed as units."""
         kinds = set(self.model._no_split_modules or ())
