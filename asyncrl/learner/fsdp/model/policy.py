@@ -184,7 +184,7 @@ class Policy(nn.Module):
         """
         experts = self.routers.experts
         share = experts.chosen / experts.count if experts is not None else 1.0
-        counts = [
+        counts: list[float] = [
             parameter.numel() * (share if ".experts." in name else 1.0)
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad or not trained
