@@ -4,9 +4,11 @@ rounding depends on the batch, the tokens of the first steps are equal.
 """
 
 import hashlib
+import json
 
 import pytest
-from parity import EXACT, configuration, counter, figures, run_live, run_plainly, trained, weights
+from model_matrix import make_family
+from parity import EXACT, configuration, counter, figures, run_live, run_plainly, trained, weights, write_assets
 from quick import needs_vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -72,3 +74,18 @@ def test_i8_on_vllm_the_first_steps_have_equal_tokens_and_losses_within_rounding
         assert figures(live, "loss/policy")[step][0] == pytest.approx(loss, abs=1e-5), f"step {step}"
     prompts = [group["prompt"] for of_step in expected.values() for group in of_step]
     assert arrivals != list(dict.fromkeys(prompts))
+
+
+def test_i8_a_run_of_a_hybrid_equals_the_plain_loop_and_the_engine_agrees(tmp_path):
+    write_assets(tmp_path)
+    settings = json.loads((tmp_path / "model" / "config.json").read_text())
+    sizes = {name: settings[name] for name in ("vocab_size", "eos_token_id")}
+    make_family("Qwen3_5", tied=False, **sizes).save_pretrained(tmp_path / "model")
+    tree = configuration(tmp_path, learner={"steps": 5})
+    plain, live = (run(tmp_path, tree, name) for run, name in ((run_plainly, "plain"), (run_live, "live")))
+    assert trained(live) == trained(plain)
+    assert figures(live, *EXACT) == figures(plain, *EXACT)
+    assert weights(live) == weights(plain)
+    found = figures(live, "policy/engine_kl")
+    assert len(found) == 5
+    assert all(kl < 1e-8 for (kl,) in found.values())

@@ -86,7 +86,7 @@ def _differences(ranks: Ranks, mesh: Any, folder: Path, ours: Path | None = None
 @pytest.mark.parametrize(("ranks", "replicas"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_each_rank_loads_its_rows_of_the_model_bit_for_bit(ranks: int, replicas: int, tmp_path: Path, pools) -> None:
     # Rows, and experts, that do not divide; weights that transformers joins.
-    for family, tied in (("Phi3", True), ("Gemma3", True), ("Qwen3Moe", False)):
+    for family, tied in (("Phi3", True), ("Gemma3", True), ("Qwen3Moe", False), ("Qwen3_5", True)):
         folder = save_family(tmp_path / family, make_family(family, tied=tied).to(torch.bfloat16))
         assert _play(pools, _differences, folder, world=ranks, replicas=replicas) == [([], False)] * ranks
 
