@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from learner.learner_cases import build_step, make_config, make_group, make_sequence, make_trajectory
+from learner.learner_cases import build_step, changed, make_config, make_group, make_sequence, make_trajectory
 from model_matrix import VOCABULARY, make_family, save_family
 from safetensors.torch import load_file
 
-from asyncrl.messages.groups import Group
+from asyncrl.messages.groups import Group, VersionSpan
+from asyncrl.messages.routes import check_routes
+from asyncrl.rollouter.engines.base import GenerationRequest
+from asyncrl.rollouter.engines.reference.engine import ReferenceEngine
 from asyncrl.rollouter.engines.reference.model import Continuation, Model
 
 TEMPERATURE = 0.8
 SAMPLES, GROUPS, TOKENS = 4, 3, 24
+TOLERANCE = 1e-6
+"""Nats of KL, in float32."""
 
 
 def _sample(folder: Path, noise: float) -> list[Group]:
@@ -86,3 +92,76 @@ def test_replayed_routes_keep_the_log_probs_of_the_engine(ranks: int, tmp_path: 
     assert replay["policy/routes_differ"] == pytest.approx(compare["policy/routes_differ"], rel=0.3)
     assert 0 < compare["policy/routes_differ"] < 0.1
     assert replay["policy/engine_kl"] < 1e-4 < compare["policy/engine_kl"]
+
+
+UPDATES = 20
+
+
+async def _interrupted(engine: Any, prompt: list[int], name: str, update: Any) -> Any:
+    """A response that an update interrupts: its tokens are of two versions, and each has its first route."""
+    tokens, logprobs, routes, spans = list[int](), list[float](), list[np.ndarray](), list[VersionSpan]()
+    for part in range(2):
+        request = GenerationRequest(
+            id=f"{name}/{part}",
+            prompt_ids=[*prompt, *tokens],
+            max_tokens=TOKENS - len(tokens),
+            temperature=TEMPERATURE,
+            seed=None,
+            held=len(tokens),
+            routed=sum(map(len, routes)),
+        )
+        start = len(tokens)
+        async for delta in engine.generate(request):
+            tokens += delta.tokens
+            logprobs += delta.logprobs
+            routes += [] if delta.routes is None else [delta.routes]
+            if part == 0 and len(tokens) >= TOKENS // 3 and delta.finish_reason is None:
+                await engine.abort([request.id])
+        spans += [VersionSpan(span.version, start + span.start, start + span.end) for span in delta.spans]
+        if part == 0:
+            await update()
+    own = make_sequence(tokens, logprobs=np.array(logprobs, np.float32), routes=np.concatenate(routes), spans=spans)
+    return make_trajectory(sequences=[own], reward=float(np.mean(tokens)))
+
+
+async def _play(backend: Any, config: Any) -> list[dict[str, float]]:
+    engine, found, version = ReferenceEngine(config, "rollouter/0"), [], 0
+
+    async def update() -> None:
+        await engine.pause("abort")
+        with backend.publish(version).result() as published:
+            await engine.load(published, recompute_kv=True)
+        await engine.resume()
+
+    await engine.start()
+    try:
+        await update()
+        for _ in range(UPDATES):
+            random = np.random.default_rng(version)
+            groups = []
+            for index in range(2):
+                prompt = random.integers(0, VOCABULARY - 1, 7).tolist()
+                # The weights have moved since the first token; the last ones are of the weights that are trained.
+                version += 1
+                made = [await _interrupted(engine, prompt, f"{version}/{n}", update) for n in range(2)]
+                groups.append(make_group(index, prompt, made))
+            assert all(check_routes(group, backend.experts) is None for group in groups)
+            plan = build_step(groups, version=version, config=config, world_size=1, packed=True, shared=True)
+            found.append(backend.train(plan))
+    finally:
+        await engine.close()
+    return found
+
+
+def test_engine_and_learner_agree_over_updates_that_interrupt_each_response(tmp_path: Path, run) -> None:
+    folder = save_family(tmp_path / "model", make_family("Mixtral", tied=False))
+    config = changed(
+        make_config(folder, lr=3e-3, dynamic_sampling=False),
+        rollout={"engine": "reference", "gpus_per_replica": 0, "stream_interval": 3, "stop_token_ids": []},
+    )
+    found, _ = run(config, lambda backend, given: asyncio.run(_play(backend, given)))
+    assert len(found) == UPDATES
+    for metrics in found:
+        assert metrics["policy/engine_kl_tokens"] > 0
+        assert metrics["policy/engine_kl"] < TOLERANCE
+    assert any(metrics["policy/routes_differ"] > 0 for metrics in found), "older weights chose other experts"
