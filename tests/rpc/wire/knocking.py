@@ -245,7 +245,7 @@ def sample(kind: Any) -> Any:
     """A small valid value of an annotation, arrays included."""
     info = msgspec.inspect.type_info(kind) if not isinstance(kind, msgspec.inspect.Type) else kind
     match info:
-        case msgspec.inspect.StructType(cls=cls, fields=fields):
+        case msgspec.inspect.StructType(cls=cls, fields=fields) | msgspec.inspect.DataclassType(cls=cls, fields=fields):
             return cls(**{one.name: sample(one.type) for one in fields if one.name != "failure"})
         case msgspec.inspect.CustomType():
             return np.arange(6, dtype=np.int32)
