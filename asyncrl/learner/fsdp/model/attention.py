@@ -108,7 +108,9 @@ def register() -> None:
     """Make PACKED and VARLEN values of transformers' ``attn_implementation``. Idempotent."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(PACKED, sharing_heads(packed_attention))
+    # Not compiled either: a graph would break in the wrapper, around the call.
+    whole: Any = torch.compiler.disable(sharing_heads(packed_attention))  # type: ignore[no-untyped-call]
+    AttentionInterface.register(PACKED, whole)
     AttentionInterface.register(VARLEN, sharing_heads(varlen_attention))
 
 
