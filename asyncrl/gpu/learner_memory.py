@@ -9,7 +9,7 @@ fit.
 The bytes of a token's activations in a decoder layer follow transformers' Llama. With width h, queries q, keys k, an
 MLP of i and b bytes a number they are: norms in float32, two of 4 h + 2 b h each; attention, b (3 q + 2 k); the gated
 MLP, 4 b i. Norms of queries and keys, as Qwen3 has, add (4 + b) (q + k). A rank that shares rows with others has its
-tokens for all heads outside of attention, and inside as many bytes: all tokens for its heads.
+own tokens for all heads outside of attention. Inside it has all tokens for its own heads, which are as many bytes.
 """
 
 from __future__ import annotations

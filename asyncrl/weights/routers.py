@@ -87,8 +87,16 @@ class Routers:
             routes[:, router.layer] = router.own.sort(dim=-1).values
         return routes
 
+    def keep_logits(self) -> None:
+        """Keep the scores of all experts after each pass, which ``balance_loss`` needs. They take memory."""
+        for router in self._routers:
+            router.keeps_logits = True
+
     def balance_loss(self) -> Tensor:
-        """Return the load-balance loss of the last pass, with its gradient: a number. Call it if ``has_balance``."""
+        """Return the load-balance loss of the last pass, with its gradient: a number.
+
+        Call it if ``has_balance``, after ``keep_logits``.
+        """
         assert self.experts is not None
         assert self._balance is not None
         loss: Tensor = self._balance(
@@ -122,8 +130,9 @@ class _Router:
         self.counted: int | None = None
         self.own: Tensor | None = None
         """Experts that the router itself chose in the last pass: int64 [T, chosen]."""
+        self.keeps_logits = False
         self.logits: Tensor | None = None
-        """Scores of all experts in the last pass, before any softmax: [T, count]."""
+        """If kept: scores of all experts in the last pass, before any softmax: [T, count]."""
         self.differing: Tensor | None = None
         """Number of recorded experts that the router did not choose itself; None before the first."""
         self.total = 0
@@ -135,7 +144,8 @@ class _Router:
     def _route(self, *args: Any, **kwargs: Any) -> Any:
         with self._choice:
             results = self._forward(*args, **kwargs)
-        self.logits = results[0]
+        if self.keeps_logits:
+            self.logits = results[0]
         return results
 
     def choose(self, scores: Tensor, best: Any) -> Any:

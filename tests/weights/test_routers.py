@@ -103,6 +103,7 @@ def test_the_balance_loss_is_that_of_the_model(family: str) -> None:
     truth = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
     routers = Routers(model)
+    routers.keep_logits()
     model.base_model(input_ids=IDS, use_cache=False)
     found = routers.balance_loss()
     torch.testing.assert_close(found, expected)

@@ -409,7 +409,7 @@ def shared_prefixes_of(sequences: Sequence[SampledSequence], *, shared: bool) ->
 
 
 def _identity(sequence: SampledSequence) -> np.ndarray:
-    """What a token needs to be computed once for several sequences: its id and its routes. int32 [L, 1 + routes]."""
+    """Join the ids and routes of tokens, which must be equal to compute a token once: int32 [L, 1 + routes]."""
     if sequence.routes is None:
         return sequence.input_ids
     routes = sequence.routes.reshape(len(sequence.input_ids), -1).astype(np.int32)

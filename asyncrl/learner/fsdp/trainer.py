@@ -173,10 +173,12 @@ class Trainer:
         self.packed, self.shares_prefixes = scoring.packed, scoring.shared
         self._note_warnings(scoring, "model.path")
         self.experts = self.policy.routers.experts if self._learner.routes != "ignore" else None
-        self.policy.follows_routes = self._learner.routes == "replay"
-        if self._learner.balance and not self.policy.routers.has_balance:
-            problem = "the model has no experts, or transformers has no load-balance loss for it"
-            raise ConfigError([f"learner.balance: {problem}; set it to 0"])
+        self.policy.routes = self._learner.routes
+        if self._learner.balance:
+            if not self.policy.routers.has_balance:
+                problem = "the model has no experts, or transformers has no load-balance loss for it"
+                raise ConfigError([f"learner.balance: {problem}; set it to 0"])
+            self.policy.routers.keep_logits()
         self._parameters = list(self.policy.parameters())
         self._optimizer = make_optimizer(self.policy, self._config)
         self._residence = Residence(self._state_tensors, device)
@@ -259,7 +261,9 @@ class Trainer:
             # The frozen model scores the policy's rows, so prefixes are shared only if both models support it.
             self.shares_prefixes = self.shares_prefixes and scoring.shared
             self._note_warnings(scoring, key)
-            policy.follows_routes = self.policy.follows_routes
+            # The routes are those of the policy. A teacher has learned to choose experts for itself.
+            same_experts = policy.routers.experts == self.policy.routers.experts
+            policy.routes = self._learner.routes if key == "learner.kl.path" and same_experts else "ignore"
             return policy
 
         kl, teacher = self._learner.kl, self._learner.teacher

@@ -13,6 +13,7 @@ from learner.learner_cases import build_step, changed, make_config, make_group, 
 from model_matrix import VOCABULARY, make_family, save_family
 from safetensors.torch import load_file
 
+from asyncrl.config.algorithm import KLConfig
 from asyncrl.messages.groups import Group, VersionSpan
 from asyncrl.messages.routes import check_routes
 from asyncrl.rollouter.engines.base import GenerationRequest
@@ -92,6 +93,19 @@ def test_replayed_routes_keep_the_log_probs_of_the_engine(ranks: int, tmp_path: 
     assert replay["policy/routes_differ"] == pytest.approx(compare["policy/routes_differ"], rel=0.3)
     assert 0 < compare["policy/routes_differ"] < 0.1
     assert replay["policy/engine_kl"] < 1e-4 < compare["policy/engine_kl"]
+
+
+def test_a_teacher_without_these_experts_chooses_for_itself_and_the_reference_replays(tmp_path: Path, run) -> None:
+    folder = save_family(tmp_path / "model", make_family("Qwen3Moe", tied=False))
+    dense = save_family(tmp_path / "dense", make_family("Qwen3", tied=False))
+    groups = _sample(tmp_path, noise=0.0)
+    distilled, _ = run(make_config(folder, loss="distill", teacher=str(dense)), _metrics, groups)
+    assert np.isfinite(distilled["loss/policy"]) and "policy/routes_differ" in distilled
+    config = make_config(folder, kl=KLConfig(coefficient=0.1, path=str(folder)))
+    metrics, _ = run(
+        config, lambda backend, given: (_metrics(backend, given, groups), backend._scorers.reference.routes)
+    )
+    assert metrics[0]["loss/reference_kl"] == pytest.approx(0.0, abs=1e-9) and metrics[1] == "replay"
 
 
 UPDATES = 20

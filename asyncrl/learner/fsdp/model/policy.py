@@ -90,8 +90,8 @@ class Policy(nn.Module):
         self.model = model
         self.chunked = chunked
         self.routers = Routers(model)
-        self.follows_routes = True
-        """Whether the routers take a row's routes, and do not only compare them with their own choice."""
+        self.routes: Literal["replay", "compare", "ignore"] = "replay"
+        """What the routers do with the routes of a row, as learner.routes."""
         self.entropy_gradient = False
         """Whether entropies have a gradient."""
         self.row_group: RowGroup | None = None
@@ -126,7 +126,8 @@ class Policy(nn.Module):
         group = self.row_group if implementation in (attention.PACKED, attention.VARLEN) else None
         if group is not None:
             row, places, counted = own_slice(row, group)
-        self.routers.replay(row.routes, follow=self.follows_routes, counted=counted)
+        routes = None if self.routes == "ignore" else row.routes
+        self.routers.replay(routes, follow=self.routes == "replay", counted=counted)
         arguments: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": row.position_ids, "use_cache": False}
         if implementation == attention.VARLEN:
             longest = attention.round_longest(max(row.key_lengths))

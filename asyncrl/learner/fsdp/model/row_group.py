@@ -74,10 +74,10 @@ def sharing_problem(policy: Policy, size: int) -> str | None:
 
 
 def own_slice(row: PackedRow, group: RowGroup) -> tuple[PackedRow, Tensor, int]:
-    """Return the row as this rank computes it, the indices of its scored positions among those of the row, and how many
-    of its tokens are no padding.
+    """Return the row as this rank computes it, the indices of its scored positions, and its number of tokens.
 
-    Tokens, positions, targets, sets and routes are those of its slice. The rest, for attention, is of the padded row.
+    The indices are among the scored positions of the whole row, and padding is not counted. Tokens, positions, targets,
+    sets and routes are those of its slice. The rest, for attention, is of the padded row.
     """
     tokens = row.input_ids.shape[1]
     padding = -tokens % group.size
