@@ -20,7 +20,8 @@ from asyncrl.config import resuming
 from asyncrl.config.load import validate_config
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.gpu.learner_memory import ModelShape, TrainingShape, estimate, shape_of_settings
+from asyncrl.gpu.engine_memory import EngineShape, estimate_engine
+from asyncrl.gpu.learner_memory import USABLE, Estimate, TrainingShape, estimate, shape_of_settings
 from asyncrl.gpu.memory_shares import plan_sharing
 from asyncrl.learner.algorithm import advantages, losses
 from asyncrl.learner.algorithm.losses import TokenBatch
@@ -30,8 +31,12 @@ from asyncrl.reward.reward_worker import ARGUMENTS
 
 DOCS = Path(__file__).parent.parent / "docs"
 BFLOAT16_BYTES = 2
-SHARDS = (1, 2, 8)
-"""Numbers of GPUs in the table of memory."""
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of GPUs in the table of hardware."""
+CARD_BYTES = 80 << 30
+"""Memory of each."""
+STEP_TOKENS, SEQUENCES, CACHED_TOKENS = 8192, 256, 65_536
+"""Tokens of an engine's step, sequences it decodes together, and tokens in its KV cache, in the table of hardware."""
 CARDS = {"24 GB (L4)": 23_034, "48 GB (L40S)": 46_068, "80 GB (H100)": 81_559}
 """GPUs in the table of sharing, with the memory that the driver reports (MiB)."""
 
@@ -65,25 +70,47 @@ def token_batch() -> str:
     return "\n".join(rows)
 
 
-def memory() -> str:
-    """Estimated memory of each GPU of the learner by model, of docs/learner.md."""
-    columns = [f"{count} GPU{'s' if count > 1 else ''}" for count in SHARDS]
-    rows = [f"| sizes of | {' | '.join(columns)} | 1 GPU, `learner.offload` |", "|---|" + "---|" * (len(SHARDS) + 1)]
+def hardware() -> str:
+    """GPUs that the learner and an engine need at least, by model, of docs/models.md."""
+    rows = ["| sizes of | all weights | LoRA | all weights, `learner.offload` | an engine |", "|---|---|---|---|---|"]
     for name, settings in MODELS.items():
-        shape = shape_of_settings(settings)
-        sizes = [estimate(shape, _load(shape, shards, offloaded=False)).device for shards in SHARDS]
-        offloaded = estimate(shape, _load(shape, 1, offloaded=True))
-        cells = [f"{size / 1e9:.0f} GB" for size in sizes]
-        cells.append(f"{offloaded.device / 1e9:.0f} GB, and {offloaded.host / 1e9:.0f} GB of host memory")
+        weights, adapters, offloaded = (
+            {count: _rank(settings, count, **kind) for count in COUNTS}
+            for kind in ({}, {"lora": 32}, {"offloaded": True})
+        )
+        cells = [
+            _fewest({count: each.device for count, each in kind.items()}) for kind in (weights, adapters, offloaded)
+        ]
+        cells[-1] += f", and {offloaded[1].host / 1e9:.0f} GB of host memory"
+        cells.append(_fewest({count: _engine_bytes(settings, count) for count in COUNTS}))
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def _fewest(sizes: Mapping[int, int]) -> str:
+    """The least number of GPUs on which the size on each fits."""
+    return next((str(count) for count, size in sizes.items() if size <= USABLE * CARD_BYTES), f"over {COUNTS[-1]}")
+
+
+def _rank(settings: Mapping[str, Any], ranks: int, lora: int = 0, offloaded: bool = False) -> Estimate:
+    """The memory of one of ``ranks`` with the default keys on CUDA and full checkpointing."""
+    shape = shape_of_settings(settings, lora)
+    tokens = LearnerConfig().tokens_per_microbatch
+    chunk = min(tokens, chunk_size(shape.vocabulary))
+    return estimate(shape, TrainingShape(ranks, tokens, chunk, BFLOAT16_BYTES, "full", offloaded))
+
+
+def _engine_bytes(settings: Mapping[str, Any], gpus: int) -> int:
+    engine = EngineShape(gpus, STEP_TOKENS, SEQUENCES, 0, BFLOAT16_BYTES)
+    need = estimate_engine(shape_of_settings(settings), engine)
+    return need.without_cache + CACHED_TOKENS * need.token
 
 
 def sharing() -> str:
     """The table of docs/first-run.md: for each model and size of one shared GPU, the weights that can be trained."""
     rows = [f"| sizes of | {' | '.join(CARDS)} |", "|---|" + "---|" * len(CARDS)]
-    for name, settings in MODELS.items():
-        cells = [_trainable(settings, size << 20) for size in CARDS.values()]
+    for name in SHARED:
+        cells = [_trainable(MODELS[name], size << 20) for size in CARDS.values()]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -99,38 +126,42 @@ def _trainable(settings: Mapping[str, Any], total: int) -> str:
     return ", ".join(kinds) or "neither"
 
 
-def _qwen(hidden: int, layers: int, heads: int, keys: int, intermediate: int, *, tied: bool) -> dict[str, Any]:
-    """The sizes in the config.json of a Qwen2.5."""
+def _qwen(hidden: int, layers: int, heads: int, intermediate: int, **more: Any) -> dict[str, Any]:
+    """The sizes in the config.json of a Qwen3."""
     return {
+        "model_type": "qwen3",
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
         "intermediate_size": intermediate,
-        "vocab_size": 151_936 if tied else 152_064,
-        "tie_word_embeddings": tied,
-    }
+        "vocab_size": 151_936,
+        "tie_word_embeddings": False,
+    } | more
+
+
+def _experts(count: int, chosen: int, width: int, **more: Any) -> dict[str, Any]:
+    return {"num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": width} | more
 
 
 MODELS = {
-    "Qwen2.5-0.5B": _qwen(896, 24, 14, 2, 4864, tied=True),
-    "Qwen2.5-1.5B": _qwen(1536, 28, 12, 2, 8960, tied=True),
-    "Qwen2.5-3B": _qwen(2048, 36, 16, 2, 11008, tied=True),
-    "Qwen2.5-7B": _qwen(3584, 28, 28, 4, 18944, tied=False),
+    "Qwen3-0.6B": _qwen(1024, 28, 16, 3072, tie_word_embeddings=True),
+    "Qwen3-1.7B": _qwen(2048, 28, 16, 6144, tie_word_embeddings=True),
+    "Qwen3-4B": _qwen(2560, 36, 32, 9728, tie_word_embeddings=True),
+    "Qwen3-8B": _qwen(4096, 36, 32, 12_288),
+    "Qwen3-14B": _qwen(5120, 40, 40, 17_408),
+    "Qwen3-32B": _qwen(5120, 64, 64, 25_600),
+    "Qwen3-30B-A3B": _qwen(2048, 48, 32, 6144, num_key_value_heads=4, **_experts(128, 8, 768)),
+    "Mixtral-8x7B": _qwen(4096, 32, 32, 14_336, vocab_size=32_000, model_type="mixtral", **_experts(8, 2, 14_336)),
+    "GLM-4.5-Air": _qwen(
+        *(4096, 46, 96, 10_944),
+        **_experts(128, 8, 1408, n_shared_experts=1, first_k_dense_replace=1),
+        vocab_size=151_552,
+    ),
 }
-
-
-def _load(shape: ModelShape, shards: int, *, offloaded: bool) -> TrainingShape:
-    """The defaults on CUDA."""
-    tokens = LearnerConfig().tokens_per_microbatch
-    return TrainingShape(
-        shards=shards,
-        tokens=tokens,
-        chunk=min(tokens, chunk_size(shape.vocabulary)),
-        compute_bytes=BFLOAT16_BYTES,
-        checkpointing="full",
-        offloaded=offloaded,
-    )
+SHARED = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")
+"""Models in the table of sharing."""
 
 
 def _option(parameter: inspect.Parameter) -> str:
@@ -153,7 +184,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "resume": ("runs.md", resuming.document),
     "rewards": ("first-run.md", rewards),
     "token batch": ("algorithms.md", token_batch),
-    "memory": ("learner.md", memory),
+    "hardware": ("models.md", hardware),
     "sharing": ("first-run.md", sharing),
 }
 

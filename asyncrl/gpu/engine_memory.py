@@ -53,8 +53,12 @@ class EngineEstimate:
 def estimate_engine(shape: ModelShape, engine: EngineShape) -> EngineEstimate:
     """Estimate the bytes that an engine with a model of this ``shape`` needs on each of its GPUs."""
     b = engine.compute_bytes
-    # Hidden states before and after; queries, keys and values; the MLP's two products and their result.
-    layer = 2 * shape.hidden + (shape.queries + 2 * shape.keys + 3 * shape.intermediate) // engine.gpus
+    # Hidden states before and after, and for each chosen expert; queries, keys and values; the MLP's two products and
+    # their result.
+    layer = (
+        2 * (1 + shape.chosen_experts) * shape.hidden
+        + (shape.queries + 2 * shape.keys + 3 * shape.intermediate) // engine.gpus
+    )
     return EngineEstimate(
         weights=b * shape.parameters // engine.gpus,
         activations=b * engine.step_tokens * layer + LOGITS_KEPT * FLOAT32 * engine.sequences * shape.vocabulary,

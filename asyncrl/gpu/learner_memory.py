@@ -8,14 +8,16 @@ fit.
 
 The bytes of a token's activations in a decoder layer follow transformers' Llama. With width h, queries q, keys k, an
 MLP of i and b bytes a number they are: norms in float32, two of 4 h + 2 b h each; attention, b (3 q + 2 k); the gated
-MLP, 4 b i. Norms of queries and keys, as Qwen3 has, add (4 + b) (q + k). A rank that shares rows with others has its
-own tokens for all heads outside of attention. Inside it has all tokens for its own heads, which are as many bytes.
+MLP, 4 b i. Norms of queries and keys, as Qwen3 has, add (4 + b) (q + k). In a mixture of experts i is the width of all
+experts that compute a token, c of them, and 2 b c h are added for its copies before and after them. A rank that shares
+rows with others has its own tokens for all heads outside of attention. Inside it has all tokens for its own heads,
+which are as many bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -41,11 +43,13 @@ MOST_NORMS = (4, True)
 """The same for other models: the estimate is rather too high for them."""
 TOKENS, FEWEST_TOKENS = "learner.tokens_per_microbatch", 1024
 """Configuration key of a row's length, and the smallest value to advise: below it a GPU is mostly idle."""
+SHARED_ROWS = "learner.context_parallel"
+"""Configuration key of the ranks that share a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a dense causal LM."""
+    """Sizes of a causal LM of attention layers, dense or a mixture of experts."""
 
     parameters: int
     trained: int
@@ -59,12 +63,15 @@ class ModelShape:
     keys: int
     """Key heads times their dimension."""
     intermediate: int
+    """Width of a layer's MLPs that compute a token: one, or the chosen experts and those that all tokens share."""
     vocabulary: int
     norms: int = 2
     """Norms of hidden states in a layer."""
     norms_keys: bool = False
     """Whether queries and keys have norms of their own."""
     key_heads: int = 1
+    chosen_experts: int = 0
+    """Experts that the router of a layer chooses for a token; 0 in a dense model."""
 
     @property
     def other_parameters(self) -> int:
@@ -73,40 +80,100 @@ class ModelShape:
 
 
 def shape_of_settings(settings: Mapping[str, Any], lora_rank: int = 0) -> ModelShape:
-    """Compute the sizes of a dense model, with adapters of ``lora_rank``, from its config.json alone.
+    """Compute a model's sizes, with adapters of ``lora_rank``, from its config.json alone.
 
-    Biases and norms, about a thousandth of the parameters, are left out. Raises ValueError for a model that is not
-    dense or is quantized, KeyError or TypeError if the file lacks a size.
+    Biases and norms, about a thousandth of the parameters, are left out. Raises ValueError for a model that compresses
+    its keys or is quantized, KeyError or TypeError if the file lacks a size.
     """
     text = settings.get("text_config") or settings
-    for name in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "quantization_config"):
+    for name in ("kv_lora_rank", "quantization_config"):
         if text.get(name) or settings.get(name):
             raise ValueError(f"config.json has {name}")
     norms, norms_keys = NORMS.get(text.get("model_type", ""), MOST_NORMS)
     hidden, heads, layers = text["hidden_size"], text["num_attention_heads"], text["num_hidden_layers"]
     width = text.get("head_dim") or hidden // heads
     queries, keys = heads * width, (text.get("num_key_value_heads") or heads) * width
-    intermediate, vocabulary = text["intermediate_size"], text["vocab_size"]
-    # Attention: query, key, value, output. MLP: gate and up, down.
-    matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
-    matrices += 2 * [(hidden, intermediate)] + [(intermediate, hidden)]
-    layer = sum(rows * columns for rows, columns in matrices)
+    vocabulary = text["vocab_size"]
+    experts = experts_of(text)
+    # Query, key, value, output.
+    attention = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
+    dense = _mlp(hidden, text["intermediate_size"]) if experts is None or experts.dense_layers else []
+    shared = _mlp(hidden, experts.shared) if experts is not None and experts.shared else []
+    sizes = [_parameters(attention + dense)] * (layers if experts is None else experts.dense_layers)
+    adapted = [attention + dense] * len(sizes)
+    if experts is not None:
+        of_experts = experts.count * (hidden + _parameters(_mlp(hidden, experts.width)))
+        sizes += [_parameters(attention + shared) + of_experts] * (layers - len(sizes))
+        # Experts, which are one tensor, have no adapters.
+        adapted += [attention + shared] * (layers - len(adapted))
     tied = settings.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    parameters = layers * layer + (1 if tied else 2) * vocabulary * hidden
-    adapters = layers * lora_rank * sum(rows + columns for rows, columns in matrices)
+    parameters = sum(sizes) + (1 if tied else 2) * vocabulary * hidden
+    adapters = lora_rank * sum(rows + columns for layer in adapted for rows, columns in layer)
     return ModelShape(
         parameters=parameters + adapters,
         trained=adapters or parameters,
-        layer_parameters=layer,
+        layer_parameters=max(sizes),
         layers=layers,
         hidden=hidden,
         queries=queries,
         keys=keys,
-        intermediate=intermediate,
+        intermediate=text["intermediate_size"] if experts is None else experts.computed,
         vocabulary=vocabulary,
         norms=norms,
         norms_keys=norms_keys,
         key_heads=keys // width,
+        chosen_experts=0 if experts is None else experts.chosen,
+    )
+
+
+def _mlp(hidden: int, intermediate: int) -> list[tuple[int, int]]:
+    """Rows and columns of a gated MLP: gate, up, down."""
+    return [(hidden, intermediate), (hidden, intermediate), (intermediate, hidden)]
+
+
+def _parameters(matrices: Sequence[tuple[int, int]]) -> int:
+    return sum(rows * columns for rows, columns in matrices)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """The experts of a model's layers."""
+
+    count: int
+    """Experts of a layer that the router chooses from."""
+    chosen: int
+    width: int
+    """Intermediate width of one expert."""
+    shared: int
+    """Intermediate width of the experts that compute every token, all together."""
+    dense_layers: int
+    """Layers with an MLP instead of experts."""
+
+    @property
+    def computed(self) -> int:
+        """Width of the experts that compute a token."""
+        return self.chosen * self.width + self.shared
+
+
+def experts_of(text: Mapping[str, Any]) -> ExpertSizes | None:
+    """Read the experts' sizes from a text model's config.json, by the names of Qwen, Mixtral, GLM and DeepSeek.
+
+    Returns None for a dense model. Raises KeyError if a size is missing.
+    """
+    counts = (text.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    count = next((each for each in counts if each), 0)
+    if not count:
+        return None
+    width = text.get("moe_intermediate_size") or text["intermediate_size"]
+    every = text.get("decoder_sparse_step") or 1
+    skipped = text.get("mlp_only_layers") or []
+    by_step = sum((each + 1) % every != 0 or each in skipped for each in range(text["num_hidden_layers"]))
+    return ExpertSizes(
+        count=count,
+        chosen=text["num_experts_per_tok"],
+        width=width,
+        shared=text.get("shared_expert_intermediate_size") or (text.get("n_shared_experts") or 0) * width,
+        dense_layers=max(by_step, text.get("first_k_dense_replace") or 0),
     )
 
 
@@ -127,6 +194,7 @@ def training_shape(config: Config, shape: ModelShape, compute_bytes: int) -> Tra
         offloaded=learner.offload,
         muon=learner.optimizer == "muon",
         context_parallel=learner.context_parallel,
+        truncated=config.rollout.truncation is not None,
     )
 
 
@@ -155,6 +223,8 @@ class TrainingShape:
     """Tokens of a rank's part of the longest sequence: it has so many under any learner.tokens_per_microbatch."""
     context_parallel: int = 1
     """Ranks that share a row."""
+    truncated: bool = False
+    """Whether tokens are sampled from sets, so that logits have a mask of one byte each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +277,7 @@ def estimate(shape: ModelShape, load: TrainingShape) -> Estimate:
         # Trained parameters count twice: their gradient is also whole, until it is reduced.
         gathered=load.compute_bytes * gathered * (shape.parameters + shape.trained) // shape.parameters,
         activations=load.tokens * _activation_bytes(shape, load),
-        logits=LOGITS_KEPT * FLOAT32 * load.chunk * shape.vocabulary,
+        logits=(LOGITS_KEPT * FLOAT32 + load.truncated) * load.chunk * shape.vocabulary,
         offloaded=load.offloaded,
     )
 
@@ -221,7 +291,7 @@ def _activation_bytes(shape: ModelShape, load: TrainingShape) -> int:
     attention = b * (3 * shape.queries + 2 * shared_keys)
     if shape.norms_keys:
         attention += (FLOAT32 * (b != FLOAT32) + b) * (shape.queries + shape.keys)
-    layer = norms + attention + 4 * b * shape.intermediate
+    layer = norms + attention + 4 * b * shape.intermediate + 2 * b * shape.chosen_experts * shape.hidden
     if load.checkpointing == "off":
         return shape.layers * layer
     # One layer at a time is computed again.
@@ -236,8 +306,10 @@ def _activation_bytes(shape: ModelShape, load: TrainingShape) -> int:
 def choose_checkpointing(shape: ModelShape, load: TrainingShape, available: int) -> Checkpointing:
     """Choose the activation checkpointing that recomputes least and fits into a CAUTIOUS share of ``available`` bytes.
 
-    Returns "full" if none fits.
+    Returns "full" if none fits, and for experts: what their products keep differs between versions of transformers.
     """
+    if shape.chosen_experts:
+        return "full"
     kinds: tuple[Checkpointing, ...] = ("off", "selective")
     for kind in kinds:
         if estimate(shape, replace(load, checkpointing=kind)).device <= int(CAUTIOUS * available):
@@ -264,6 +336,13 @@ def advise(shape: ModelShape, load: TrainingShape, available: int) -> str | None
             load = replace(load, tokens=tokens)
             # A smaller number takes the place of the one before.
             changes = [*(change for change in changes if TOKENS not in change), f"{TOKENS} = {tokens}"]
+    for each in wider_rows(shape, load):
+        if not fits():
+            load = each
+            changes = [
+                *(change for change in changes if SHARED_ROWS not in change),
+                f"{SHARED_ROWS} = {load.context_parallel}",
+            ]
     if not fits() and load.replicas > 1:
         load = replace(load, shards=load.shards * load.replicas, replicas=1)
         changes.append("learner.replicas = 1")
@@ -286,6 +365,21 @@ def fewer_tokens(load: TrainingShape) -> list[int]:
         tokens = max(tokens // 2, least)
         values.append(tokens)
     return values
+
+
+def wider_rows(shape: ModelShape, load: TrainingShape) -> list[TrainingShape]:
+    """Return the settings under which twice, four times and so on as many ranks share each row.
+
+    They are none while rows can be shorter: only a sequence that needs more than FEWEST_TOKENS of a rank needs them.
+    The number of ranks has to divide all ranks and the attention heads.
+    """
+    ranks, heads = load.shards * load.replicas, shape.queries * shape.key_heads // shape.keys
+    found, joined = list[TrainingShape](), 2 * load.context_parallel
+    while load.least_tokens > FEWEST_TOKENS and ranks % joined == 0 and heads % joined == 0:
+        part = -(-load.least_tokens * load.context_parallel // joined)
+        found.append(replace(load, context_parallel=joined, tokens=max(part, FEWEST_TOKENS), least_tokens=part))
+        joined *= 2
+    return found
 
 
 def in_gigabytes(size: int) -> str:

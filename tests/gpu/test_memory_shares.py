@@ -58,6 +58,37 @@ def configured(rank=0, **tables):
     return validate_config(tree | {"rollout": {"gpus_per_replica": 1}} | tables)
 
 
+def test_config_json_of_a_mixture_of_experts_gives_what_a_token_passes():
+    sizes = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128}
+    shape = shape_of_settings(qwen(2048, 48, 32, 4, 6144, tied=False, vocab_size=151_936, **sizes))
+    # Qwen3-30B-A3B.
+    assert shape.parameters == pytest.approx(30_532_122_624, rel=1e-3)
+    assert (shape.intermediate, shape.chosen_experts) == (8 * 768, 8)
+    # Mixtral-8x7B has experts of the width of an MLP.
+    mixtral = {"num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32_000}
+    shape = shape_of_settings(qwen(4096, 32, 32, 8, 14336, tied=False, **mixtral))
+    assert shape.parameters == pytest.approx(46_702_792_704, rel=1e-3)
+    # Experts have no adapters: only q, k, v and o have.
+    adapted = shape_of_settings(qwen(4096, 32, 32, 8, 14336, tied=False, **mixtral), 16)
+    assert adapted.trained == 16 * 32 * 2 * (4096 + 4096 + 4096 + 1024)
+
+
+def test_layers_without_experts_are_counted_as_dense():
+    """GLM-4-MoE begins with dense layers and has shared experts, and Qwen3-MoE may have dense layers in between."""
+    sizes = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    glm = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    first = shape_of_settings(qwen(64, 4, 4, 2, 256, **sizes, **glm))
+    every = shape_of_settings(qwen(64, 4, 4, 2, 256, **sizes, **glm | {"first_k_dense_replace": 0}))
+    expert = 3 * 64 * 32
+    assert every.parameters - first.parameters == 5 * expert + 4 * 64 - 3 * 64 * 256
+    assert first.intermediate == every.intermediate == 3 * 32
+    between = shape_of_settings(qwen(64, 4, 4, 2, 256, **sizes, num_experts=4, decoder_sparse_step=2))
+    listed = shape_of_settings(qwen(64, 4, 4, 2, 256, **sizes, num_experts=4, mlp_only_layers=[0, 2]))
+    assert between == listed
+    all_sparse = shape_of_settings(qwen(64, 4, 4, 2, 256, **sizes, num_experts=4))
+    assert all_sparse.parameters - listed.parameters == 2 * (4 * expert + 4 * 64 - 3 * 64 * 256)
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [("0.5B", 494_032_768), ("1.5B", 1_543_714_304), ("3B", 3_085_938_688), ("7B", 7_615_616_512)],

@@ -43,6 +43,7 @@ from asyncrl.gpu.learner_memory import (
     advise,
     choose_checkpointing,
     estimate,
+    experts_of,
     in_gigabytes,
     training_shape,
 )
@@ -357,6 +358,8 @@ def shape_of(policy: Policy) -> ModelShape:
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     layers = policy.decoder_layers()
+    dense = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    experts = experts_of(config.to_dict())
     norms = [name for name, module in layers[0].named_modules() if type(module).__name__.endswith("Norm")]
     # Some layers also normalise queries and keys, inside the attention.
     of_keys = sum("attn" in name for name in norms if not name.endswith("layernorm"))
@@ -368,11 +371,12 @@ def shape_of(policy: Policy) -> ModelShape:
         hidden=config.hidden_size,
         queries=heads * width,
         keys=(getattr(config, "num_key_value_heads", None) or heads) * width,
-        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        intermediate=experts.computed if experts else dense,
         vocabulary=config.vocab_size,
         norms=len(norms) - of_keys,
         norms_keys=of_keys > 0,
         key_heads=getattr(config, "num_key_value_heads", None) or heads,
+        chosen_experts=experts.chosen if experts else 0,
     )
 
 
@@ -388,9 +392,9 @@ def plan_memory(
 
     On a CPU "auto" is off. On a GPU rank 0 also logs the memory that a rank will need, and the keys to change if a
     device has too little. The memory of a model without attention, or with layers of different sizes, is not estimated,
-    which is logged; "auto" is then full. "auto" is also full for experts, recurrent layers, whole logits, and attention
-    that is not ours or is soft-capped: the estimate does not know their activations. ``shares`` divides this rank's
-    GPU, if an engine uses it too.
+    which is logged; "auto" is then full. "auto" is also full for experts, and for recurrent layers, whole logits, and
+    attention that is not ours or is soft-capped: the estimate does not know their activations. ``shares`` divides this
+    rank's GPU, if an engine uses it too.
     """
     learner = config.learner
     asked: Checkpointing | None = None
@@ -425,14 +429,13 @@ def plan_memory(
 
 
 def is_estimated(policy: Policy, scoring: Scoring) -> bool:
-    """Whether the estimate knows all activations: a dense model, attention of ours without caps, logits in chunks."""
+    """Whether the estimate knows all activations: attention of ours without caps, no states, logits in chunks."""
     text = policy.model.config.get_text_config()
-    has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     # Soft caps of attention need the products of all queries and keys.
     has_caps = getattr(text, "attn_logit_softcapping", None) is not None
     has_states = any(recurrent_modules(layer) for layer in policy.decoder_layers())
     is_ours = scoring.chunked and scoring.attention in ("varlen", "packed")
-    return is_ours and not (has_experts or has_caps or has_states)
+    return is_ours and not (has_caps or has_states)
 
 
 def checkpoint_contexts(kind: Checkpointing) -> dict[str, Any]:

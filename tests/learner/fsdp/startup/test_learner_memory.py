@@ -137,9 +137,9 @@ def gpu_ranks(*memories):
         ({"num_attention_heads": 4, "intermediate_size": [64, 64]}, "TypeError: "),
     ],
 )
-def test_only_dense_models_are_estimated(sizes, problem, gpus_of_80_gb, caplog):
+def test_only_models_of_attention_are_estimated(sizes, problem, gpus_of_80_gb, caplog):
     policy = Policy(make_family("Mistral", tied=False))
-    told = SimpleNamespace(hidden_size=32, vocab_size=64, **sizes)
+    told = SimpleNamespace(hidden_size=32, vocab_size=64, to_dict=lambda: sizes, **sizes)
     policy.model.config.get_text_config = lambda: told
     ranks = gpu_ranks(80e9)
     with caplog.at_level(logging.INFO, "asyncrl"):
@@ -180,6 +180,29 @@ def test_the_cheapest_change_is_advised_first():
     small = advise(QWEN_7B, TrainingShape(1, 8192, 441, 2, "full", False), 80 * 10**9)
     assert small == "learner.tokens_per_microbatch = 1024 and learner.offload = true"
     assert "more ranks" in advise(QWEN_7B, TrainingShape(1, 1024, 441, 2, "full", True), 4 * 10**9)
+
+
+def test_more_ranks_share_rows_if_the_longest_sequence_needs_it():
+    """32 ranks share a row of 7B at most 4 at a time: 28 attention heads."""
+    shape, room = replace(QWEN_7B, key_heads=4), 80 * 10**9
+    load = TrainingShape(32, 262_144, 441, 2, "full", False, least_tokens=262_144)
+    assert advise(shape, load, room) == "learner.context_parallel = 2"
+    longer = replace(load, tokens=524_288, least_tokens=524_288)
+    assert advise(shape, longer, room) == "learner.context_parallel = 4"
+    already = replace(longer, tokens=262_144, least_tokens=262_144, context_parallel=2)
+    assert advise(shape, already, room) == "learner.context_parallel = 4"
+    longest = replace(load, tokens=2_097_152, least_tokens=2_097_152)
+    assert "learner.context_parallel = 4 and learner.offload = true and more ranks" in advise(shape, longest, room)
+    # Shorter rows are enough, or a rank is alone.
+    assert "context_parallel" not in advise(shape, replace(load, least_tokens=1024), room)
+    assert "context_parallel" not in advise(shape, replace(load, shards=1), room)
+
+
+def test_masks_of_truncated_sampling_are_counted():
+    free = make_config()
+    truncated = changed(free, rollout={"top_k": 20, "engine": "reference"})
+    plain, masked = (estimate(QWEN_7B, training_shape(each, QWEN_7B, 2)).logits for each in (free, truncated))
+    assert masked == plain * 13 // 12
 
 
 QWEN_HALF_B = ModelShape(
@@ -280,7 +303,7 @@ def test_muon_keeps_one_state_of_the_layers():
     assert adamw - muon == pytest.approx(4 * 28 * QWEN_7B.layer_parameters / 8, rel=1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *EXPERTS])
 @pytest.mark.parametrize("kind", ["off", "selective", "full"])
 def test_the_estimate_from_config_json_is_no_lower_than_that_of_the_model(family, kind):
     model = make_family(family, tied=False, intermediate_size=192)
