@@ -236,8 +236,6 @@ def cross_check(config: Config) -> Iterator[Problem]:
         yield "learner.context_parallel", problem
     if learner.context_parallel > 1 and learner.packing == "off":
         yield "learner.packing", 'is "off", but ranks share packed rows (learner.context_parallel); leave it out'
-    if learner.context_parallel > 1 and learner.balance:
-        yield "learner.balance", "is of whole rows, which ranks share (learner.context_parallel); set it to 0"
     if learner.advantage == "reinforce" and learner.dynamic_sampling:
         problem = "drops groups of equal rewards, from which the advantage reinforce learns; set it to false"
         yield "learner.dynamic_sampling", problem

@@ -92,16 +92,17 @@ class Routers:
         for router in self._routers:
             router.keeps_logits = True
 
-    def balance_loss(self) -> Tensor:
+    def balance_loss(self, complete: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return the load-balance loss of the last pass, with its gradient: a number.
 
-        Call it if ``has_balance``, after ``keep_logits``.
+        ``complete`` makes a layer's scores of a whole row, [T, count], of those that were computed here. Call it if
+        ``has_balance``, after ``keep_logits``.
         """
         assert self.experts is not None
         assert self._balance is not None
-        loss: Tensor = self._balance(
-            tuple(router.logits for router in self._routers), self.experts.count, self.experts.chosen
-        )
+        kept = tuple(router.logits for router in self._routers if router.logits is not None)
+        whole = kept if complete is None else tuple(complete(each) for each in kept)
+        loss: Tensor = self._balance(whole, self.experts.count, self.experts.chosen)
         return loss
 
     def take_differing(self) -> tuple[float, float]:

@@ -156,7 +156,6 @@ WRONG = [
         "context_parallel: is 3, which does not divide learner.ranks = 4",
     ),
     ({"learner": {"ranks": 2, "context_parallel": 2, "packing": "off"}}, 'learner.packing: is "off", but ranks share'),
-    ({"learner": {"ranks": 2, "context_parallel": 2, "balance": 0.1}}, "learner.balance: is of whole rows"),
     ({"learner": {"backend": "sim", "steps": 5, "steps_per_version": 2}}, "learner.steps: must be a multiple"),
     ({"learner": {"backend": "sim", "steps": 5, "warmup_steps": 6}}, "learner.warmup_steps: is more"),
     ({"learner": {"lr": float("nan")}}, "learner.lr: input should be"),

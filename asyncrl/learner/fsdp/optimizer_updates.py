@@ -311,8 +311,9 @@ class OptimizerUpdates:
         if self._config.balance:
             # A filler keeps the graph, so that all ranks meet in the same layers.
             is_row = float(batch.sequences[0] >= 0)
-            balance = self._policy.routers.balance_loss() * is_row
-            total = total + balance * (self._config.balance / shape.micro_batches)
+            balance = self._policy.balance_loss(row) * is_row
+            # FSDP divides by all ranks, and those that share a row have one loss together.
+            total = total + balance * (self._config.balance * self._config.context_parallel / shape.micro_batches)
             named["balance"] = balance.detach() * len(batch.predict)
         torch.autograd.backward(total)
         self._ranks.note_progress()

@@ -33,7 +33,7 @@ from asyncrl.gpu.learner_memory import CHUNK_BYTES
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.attention import connect
 from asyncrl.learner.fsdp.model.recurrence import separate
-from asyncrl.learner.fsdp.model.row_group import RowGroup, gather, own_slice
+from asyncrl.learner.fsdp.model.row_group import RowGroup, gather, own_slice, own_tokens
 from asyncrl.learner.fsdp.model.row_sets import RowSets
 from asyncrl.weights.routers import Routers
 
@@ -123,7 +123,7 @@ class Policy(nn.Module):
         """
         counted: int | None = None
         implementation, count = self.model.config._attn_implementation, len(row.predict)
-        group = self.row_group if implementation in (attention.PACKED, attention.VARLEN) else None
+        group = self._sharers()
         if group is not None:
             row, places, counted = own_slice(row, group)
         routes = None if self.routes == "ignore" else row.routes
@@ -171,6 +171,24 @@ class Policy(nn.Module):
         """Call ``forward`` with its hooks. Returns log-probs and entropies, float32 [N] each, nats."""
         logprobs, entropies = self(row, temperature)
         return logprobs, entropies
+
+    def _sharers(self) -> RowGroup | None:
+        """The ranks that share rows under the present attention."""
+        return (
+            self.row_group if self.model.config._attn_implementation in (attention.PACKED, attention.VARLEN) else None
+        )
+
+    def balance_loss(self, row: PackedRow) -> Tensor:
+        """Return the load-balance loss of ``row``, which was scored last, with its gradient: a number.
+
+        Ranks that share the row compute the same loss, and each the gradient of its own tokens.
+        """
+        group, tokens = self._sharers(), row.input_ids.shape[1]
+        if group is None:
+            return self.routers.balance_loss()
+        start, length = own_tokens(tokens, group)
+        places = torch.arange(start, min(start + length, tokens), device=row.input_ids.device)
+        return self.routers.balance_loss(lambda scores: gather(scores[: len(places)], places, tokens, group))
 
     def reshard(self) -> None:
         """Shard again the parameters that FSDP has left gathered for a backward pass, if none will come."""

@@ -73,6 +73,12 @@ def sharing_problem(policy: Policy, size: int) -> str | None:
     return None
 
 
+def own_tokens(tokens: int, group: RowGroup) -> tuple[int, int]:
+    """Return where this rank's slice of a row of so many ``tokens`` begins, and its length with padding."""
+    length = -(-tokens // group.size)
+    return group.rank * length, length
+
+
 def own_slice(row: PackedRow, group: RowGroup) -> tuple[PackedRow, Tensor, int]:
     """Return the row as this rank computes it, the indices of its scored positions, and its number of tokens.
 
@@ -95,8 +101,7 @@ def own_slice(row: PackedRow, group: RowGroup) -> tuple[PackedRow, Tensor, int]:
             key_index=None if row.key_index is None else torch.cat([row.key_index, tokens + more]),
             routes=None if row.routes is None else torch.cat([row.routes, row.routes[-1:].expand(padding, -1, -1)]),
         )
-    length = (tokens + padding) // group.size
-    start = group.rank * length
+    start, length = own_tokens(tokens, group)
     end = start + length
     places = ((row.predict >= start) & (row.predict < end)).nonzero()[:, 0]
     own = replace(
