@@ -13,9 +13,9 @@ import torch
 VOCABULARY = 97
 WINDOW = 16
 FAMILIES = ("Qwen2", "Qwen3", "Llama", "Gemma2", "Gemma3", "Phi3", "Mistral", "Olmo2")
-EXPERTS = ("Qwen3Moe", "Mixtral", "Glm4Moe")
+EXPERTS = ("Qwen3Moe", "Mixtral", "Glm4Moe", "DeepseekV3")
 """Families whose layers send each token to 2 of 4 experts. Glm4Moe also has a shared expert and a dense first layer."""
-HYBRIDS = ("Qwen3_5", "Lfm2", "FalconH1")
+HYBRIDS = ("Qwen3_5", "Lfm2", "FalconH1", "Qwen3Next")
 """Families with a state from token to token: of a gated delta rule, of a short convolution, of a state space."""
 HALF = [(family, bool(at % 2)) for at, family in enumerate(FAMILIES + EXPERTS + HYBRIDS)]
 """Every second one is tied: the code for it is the same in all families."""
@@ -23,6 +23,22 @@ MIXED_LAYERS = ["sliding_attention", "full_attention"]
 CLASSES = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
 """Configurations that are not named after their family."""
 _OWN: dict[str, dict[str, Any]] = {
+    "DeepseekV3": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 2,
+        "num_key_value_heads": 2,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 24,
+        "head_dim": 16,
+    },
     "FalconH1": {
         "mamba_d_ssm": 64,
         "mamba_n_heads": 4,
@@ -63,6 +79,17 @@ _OWN: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Phi3": {"pad_token_id": None},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "Qwen3Next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
     "Qwen3_5": {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,

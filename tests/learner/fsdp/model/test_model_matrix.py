@@ -144,7 +144,7 @@ def _with_vision(model: Any) -> Any:
     ("family", "has_vision"),
     [
         *(("Qwen3_5", False), ("Qwen3_5", True), ("Glm4Moe", False)),
-        *(pytest.param(f, False, marks=pytest.mark.slow) for f in (*HYBRIDS[1:], "Qwen3Moe", "Mixtral")),
+        *(pytest.param(f, False, marks=pytest.mark.slow) for f in (*HYBRIDS[1:], "Qwen3Moe", "Mixtral", "DeepseekV3")),
     ],
 )
 def test_the_learner_scores_what_the_reference_engine_samples_and_exports_the_model(

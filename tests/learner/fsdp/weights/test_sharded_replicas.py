@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from learner.learner_cases import make_config, read_checkpoint, same, save_small_model, train
+from model_matrix import make_family, save_family
 from segment_reading import weights_of
 
 from asyncrl.config.load import validate_config
@@ -74,6 +75,28 @@ def test_ranks_train_publish_and_save_like_one_rank_and_read_other_layouts(
         assert np.linalg.norm(numbers[name] - expected[name]) <= 1e-5 * np.linalg.norm(expected[name]), name
     for name, weight in wrote["weights"].items():
         assert np.array_equal(numbers[f"weights/model.{name}"], weight), name
+    assert same(read["again"], wrote["weights"])
+    assert same(read_checkpoint(tmp_path / "again"), numbers)
+
+
+@pytest.mark.parametrize("meshes", [(SPLIT, ALONE), pytest.param((CUT, SPLIT), marks=pytest.mark.slow)])
+def test_experts_train_publish_and_save_on_any_ranks(meshes, run_well, tmp_path) -> None:
+    """Three experts, which ranks share unequally."""
+    folder = save_family(tmp_path / "model", make_family("Qwen3Moe", tied=False, num_experts=3))
+    first, second = (
+        make_config(folder, ranks=n, replicas=copies, context_parallel=shared, routes="ignore")
+        for n, copies, shared in meshes
+    )
+    wrote = run_well(first, _train, tmp_path / "first")
+    read = run_well(second, _train, tmp_path / "second", tmp_path / "first")
+    numbers, expected = read_checkpoint(tmp_path / "first"), read_checkpoint(tmp_path / "second")
+    assert same(wrote["before"], read["before"])
+    for name in ("loss/policy", "policy/grad_norm"):
+        assert wrote["metrics"][name] == pytest.approx(read["metrics"][name], rel=1e-5), name
+    moments = [name for name in expected if name.startswith("exp_avg/")]
+    assert any(".experts." in name for name in moments)
+    for name in moments:
+        assert np.linalg.norm(numbers[name] - expected[name]) <= 1e-5 * np.linalg.norm(expected[name]), name
     assert same(read["again"], wrote["weights"])
     assert same(read_checkpoint(tmp_path / "again"), numbers)
 
