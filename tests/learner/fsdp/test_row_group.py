@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from learner import rank_pool
 from learner.learner_cases import (
     VOCABULARY,
     build_step,
@@ -34,6 +37,7 @@ from asyncrl.learner.fsdp.model import attention, row_group
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
 from asyncrl.learner.fsdp.model.row_group import RowGroup, sharing_problem
 from asyncrl.learner.fsdp.startup.startup_check import LENGTHS
+from asyncrl.learner.fsdp.trainer import compile_seconds
 from asyncrl.text.sft.conversations import Conversations, TokenizedRow
 from asyncrl.text.sft.encoding import Encoded
 
@@ -186,16 +190,21 @@ def _learn_with_kernel(rank: int, addresses: Any, config: Config) -> Any:
     from learner import varlen_kernel
 
     varlen_kernel.install()
-    with mock.patch.object(attention, "DEVICE", "cpu"):
+    # Inductor would write C++ for minutes.
+    compiled = functools.partial(torch.compile, backend="aot_eager")
+    with mock.patch.object(attention, "DEVICE", "cpu"), mock.patch.object(torch, "compile", compiled):
         return play_backend(rank, addresses, config, _learn_and_name, ())
 
 
 def _learn_and_name(backend: Any, config: Config) -> tuple[str, dict[str, float]]:
+    assert (compile_seconds() > 0.0) == config.learner.compile
     return backend.policy.model.config._attn_implementation, _learn(backend, config)[2]
 
 
-def test_attention_in_one_kernel_works_on_shared_rows(folder, pools, run_well) -> None:
-    settings = {"dtype": "bfloat16", "activation_checkpointing": "selective", "lr": 0.0}
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_attention_in_one_kernel_works_on_shared_rows(compiled, folder, pools, run_well, monkeypatch) -> None:
+    monkeypatch.setattr(rank_pool, "RANK_WAIT_S", 280.0)
+    settings = {"dtype": "bfloat16", "activation_checkpointing": "selective", "lr": 0.0, "compile": compiled}
     config = make_config(folder, ranks=2, budget=BUDGET, context_parallel=2, **settings)
     (done, found), follower = pools.play(2, _learn_with_kernel, config)
     assert (done, follower) == (True, None), (found, follower)

@@ -6,8 +6,8 @@ back. At the end ``gather`` gives every rank the scores of the whole row, so all
 
     tokens      a row is padded to a multiple of the group's size, by a piece of its own that nothing scores
     heads       keys and values are repeated if there are fewer heads of them than ranks, or the numbers do not divide
-    gradients   an exchange is its own transpose. ``gather`` passes each rank the gradient of its own scores, so the
-                gradients of the group's ranks add up to that of the row
+    gradients   the two exchanges are each other's transpose. ``gather`` passes each rank the gradient of its own
+                scores, so the gradients of the group's ranks add up to that of the row
 
 Invariant: a row's tokens see the same keys as on one rank. Works for layers that see other tokens in attention alone;
 ``sharing_problem`` says why a model cannot be split, and the check at start compares split rows with whole ones.
@@ -140,27 +140,55 @@ class _Gather(torch.autograd.Function):
         return gradient[places], None, None, None
 
 
-@torch.library.custom_op("asyncrl::exchange", mutates_args=())
-def exchange(parts: Tensor, name: str) -> Tensor:
+def _exchange(parts: Tensor, name: str) -> Tensor:
     """All ranks of group ``name`` together: send part i of ``parts`` [size, ...] to rank i; part i of the result is
     that of rank i.
     """
-    parts = parts.contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=_GROUPS[name])
     return received
 
 
-@exchange.register_fake
-def _(parts: Tensor, name: str) -> Tensor:
-    return torch.empty_like(parts, memory_format=torch.contiguous_format)
+# Operators of torch, so that torch.compile need not see what they do.
 
 
-def _keep_name(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-    _, ctx.name = inputs
+@torch.library.custom_op("asyncrl::all_tokens", mutates_args=())
+def all_tokens(parts: Tensor, size: int, name: str) -> Tensor:
+    """All ranks of a group together: from a part for each rank of own tokens, [n, size, W], to the own part of all
+    tokens, [n * size, W].
+    """
+    return _exchange(parts.transpose(0, 1).contiguous(), name).flatten(0, 1)
 
 
-exchange.register_autograd(lambda ctx, gradient: (exchange(gradient, ctx.name), None), setup_context=_keep_name)
+@torch.library.custom_op("asyncrl::all_parts", mutates_args=())
+def all_parts(tokens: Tensor, size: int, name: str) -> Tensor:
+    """All ranks of a group together: from the own part of all tokens, [n * size, W], to all parts of own tokens,
+    [n, size, W].
+    """
+    parts = tokens.contiguous().view(size, -1, tokens.shape[1])
+    return _exchange(parts, name).transpose(0, 1).contiguous()
+
+
+@all_tokens.register_fake
+def _(parts: Tensor, size: int, name: str) -> Tensor:
+    return parts.new_empty(parts.shape[0] * size, parts.shape[2])
+
+
+@all_parts.register_fake
+def _(tokens: Tensor, size: int, name: str) -> Tensor:
+    return tokens.new_empty(tokens.shape[0] // size, size, tokens.shape[1])
+
+
+def _keep_group(ctx: Any, inputs: tuple[Tensor, int, str], output: Tensor) -> None:
+    _, ctx.size, ctx.name = inputs
+
+
+# Each is the transpose of the other.
+for _operator, _transpose in ((all_tokens, all_parts), (all_parts, all_tokens)):
+    _operator.register_autograd(
+        lambda ctx, gradient, transpose=_transpose: (transpose(gradient, ctx.size, ctx.name), None, None),
+        setup_context=_keep_group,
+    )
 
 
 def sharing_heads(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
@@ -195,23 +223,19 @@ def sharing_heads(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., t
     return shared
 
 
-def _all_tokens(tensors: tuple[Tensor, ...], group: RowGroup) -> tuple[Tensor, ...]:
+def _all_tokens(tensors: tuple[Tensor, ...], group: RowGroup) -> list[Tensor]:
     """[1, heads, T / size, D] each to [1, heads / size, T, D], in one exchange."""
     # [T / size, size, heads / size * D] each: of every token, a part for each rank.
     parts = [x[0].transpose(0, 1).reshape(x.shape[2], group.size, -1) for x in tensors]
-    received = exchange(torch.cat(parts, dim=2).transpose(0, 1), group.name).flatten(0, 1)
-    widths = [part.shape[2] for part in parts]
-    split = received.split(widths, dim=1)
-    return tuple(
-        part.unflatten(1, (x.shape[1] // group.size, x.shape[3])).transpose(0, 1)[None]
-        for part, x in zip(split, tensors, strict=True)
-    )
+    received: Tensor = all_tokens(torch.cat(parts, dim=2), group.size, group.name)
+    split = torch.split(received, [part.shape[2] for part in parts], dim=1)
+    shapes = [(len(received), x.shape[1] // group.size, x.shape[3]) for x in tensors]
+    return [part.reshape(shape).transpose(0, 1)[None] for part, shape in zip(split, shapes, strict=True)]
 
 
 def _all_heads(output: Tensor, group: RowGroup) -> Tensor:
     """[1, T, heads / size, D] to [1, T / size, heads, D]."""
     _, tokens, heads, width = output.shape
-    received: Tensor = exchange(output.reshape(group.size, tokens // group.size, heads, width), group.name)
-    # [size, T / size, heads / size, D]: the parts are runs of heads.
-    heads_side_by_side: Tensor = received.transpose(0, 1).flatten(1, 2)
-    return heads_side_by_side[None]
+    # [T / size, size, heads / size * D]: the parts are runs of heads.
+    received: Tensor = all_parts(output.reshape(tokens, -1), group.size, group.name)
+    return received.reshape(1, len(received), heads * group.size, width)

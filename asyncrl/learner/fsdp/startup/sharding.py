@@ -22,7 +22,7 @@ import gc
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.fx.experimental.sym_node import DynamicInt
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from asyncrl.config import Config
@@ -343,10 +344,35 @@ def wrap_forward(
     if compiled and kind == "selective" and device.type == attention.DEVICE:
         # Compiling replaces the operators that are to be kept, so checkpointing must be inside of the compiled graph.
         # That works where attention does not break the graph.
-        return torch.compile(recomputed(forward, kind), dynamic=True)
+        return compile_layer(recomputed(forward, kind))
     if compiled:
-        forward = torch.compile(forward, dynamic=True)
+        forward = compile_layer(forward)
     return forward if kind == "off" else recomputed(forward, kind)
+
+
+def compile_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a layer's ``forward`` for rows of any length: its arguments' sizes and integers may change, nothing else.
+
+    ``dynamic=True`` would do more. In a module of FSDP it also takes the layer's own numbers for variable, as the size
+    of a head, so compiling takes many times as long, and kernels divide by numbers that they could know.
+    """
+    compiled = torch.compile(forward)
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **named: Any) -> Any:
+        _mark_tokens([*args, *named.values()])
+        return compiled(*args, **{name: DynamicInt(x) if type(x) is int else x for name, x in named.items()})
+
+    return call
+
+
+def _mark_tokens(values: Sequence[Any]) -> None:
+    """Tell torch.compile which sizes vary: dimension 0 of vectors, and dimension 1 of tensors [1, T, ...]."""
+    for value in values:
+        if isinstance(value, tuple | list):
+            _mark_tokens(value)
+        elif isinstance(value, torch.Tensor) and value.ndim:
+            torch._dynamo.maybe_mark_dynamic(value, min(1, value.ndim - 1))
 
 
 def shape_of(policy: Policy) -> ModelShape:
