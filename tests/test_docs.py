@@ -77,7 +77,8 @@ def test_the_citation_names_this_version():
 def test_the_workflow_runs_the_commands_of_a_clone():
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
-    assert any(command.endswith(" .ci/run") for command in commands) and "make docs" in commands
+    assert any(command.endswith(" .ci/run") for command in commands)
+    assert {"make docs", "make setup test-slow DRAWS=3"} < {*commands}
     assert all(job["timeout-minutes"] for job in jobs.values())
 
 
