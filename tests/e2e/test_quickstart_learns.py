@@ -16,11 +16,13 @@ from tools.quickstart.settings import Settings
 ROOT = Path(__file__).parents[2]
 SMALL = {
     "learner.groups_per_step": 8,
-    "learner.steps": 20,
     "rollout.concurrency": 64,
     "checkpoint.export_at_end": "false",
 }
-TIME_SLICES = {"rollout.engine": "reference", "placement.share": "time_slice"}
+FEW_STEPS = {"rollout.engine": "reference", "learner.steps": 6}
+"""The reference engine takes many times as long as vLLM."""
+TIME_SLICES = {"placement.share": "time_slice", **FEW_STEPS}
+MUON = {"learner.optimizer": "muon", "learner.steps": 40}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -47,8 +49,7 @@ def run(folder, settings):
 
 def test_a_mixture_of_experts_learns_from_the_routes_of_its_engine(tmp_path):
     folder = upcycle(ensure_assets(Settings(), CACHE).model, tmp_path / "experts")
-    settings = {"rollout.engine": "reference", "model.path": folder, "learner.steps": 6, "learner.groups_per_step": 6}
-    settings["learner.balance"] = 0.01
+    settings = {"model.path": folder, "learner.groups_per_step": 6, "learner.balance": 0.01, **FEW_STEPS}
     lines = metrics(run(tmp_path, settings), "train")
     rewards = [line["reward/mean"] for line in lines]
     assert rewards[-1] + rewards[-2] > rewards[0] + rewards[1] + 0.1, rewards
@@ -57,16 +58,14 @@ def test_a_mixture_of_experts_learns_from_the_routes_of_its_engine(tmp_path):
     assert [line for line in lines if "policy/engine_kl" in line]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [pytest.param({"learner.optimizer": "muon"}, marks=needs_vllm), TIME_SLICES],
-    ids=["muon", "time slices"],
-)
+@pytest.mark.parametrize("settings", [pytest.param(MUON, marks=needs_vllm), TIME_SLICES], ids=["muon", "time slices"])
 def test_the_reward_rises(tmp_path, settings):
     lines = metrics(run(tmp_path, settings), "train")
     rewards = [line["reward/mean"] for line in lines]
-    assert len(rewards) == SMALL["learner.steps"]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05, rewards
+    assert len(rewards) == settings["learner.steps"]
+    print(rewards)
+    quarter = len(rewards) // 3
+    assert sum(rewards[-quarter:]) > sum(rewards[:quarter]) + 0.05 * quarter, rewards
     if settings is TIME_SLICES:
         # The rank gave the GPU away after most steps, and waited to have it again.
         assert sum(line["time/take_gpu_s"] > 0.0 for line in lines) > len(lines) / 2
