@@ -209,7 +209,7 @@ def _audit(run: LiveRun, world: World, promised: Expected, unstruck: int) -> Fin
 def _configuration(
     chosen: argparse.Namespace, seed: int, faults: Sequence[Fault], folder: Path
 ) -> tuple[dict[str, Any], Expected]:
-    steps = steps_of_run(faults, in_updates=chosen.in_updates)
+    steps = steps_of_run(faults, in_phases=chosen.in_updates or chosen.time_slices)
     if chosen.engine == "sim":
         data = folder / "data.jsonl"
         made = list(rows(SIM_PROMPTS))

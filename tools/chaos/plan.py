@@ -39,8 +39,9 @@ MOST_AHEAD_S = 10.0
 """Most by which a clock differs, either way."""
 STEPS_PER_FAULT = 6
 """Steps between two faults, so that the run also trains undisturbed."""
-REST_IN_UPDATES = 40
-"""Steps after the last of the faults in updates. They take longer than a replica needs to serve again."""
+REST_IN_PHASES = 40
+"""Steps after the last of the faults that wait for phases. Some wait for many steps, and a replica needs some to serve
+again."""
 CHECKPOINT = "checkpoint"
 BROADCAST_PHASES, ROLLING_PHASES = ("announced", "paused", "receiving"), ("staging", "waiting", "loading")
 """Phases of a weight update by broadcast, and by the other transports."""
@@ -170,9 +171,12 @@ def draw(
     return found
 
 
-def steps_of_run(faults: Sequence[Fault], *, in_updates: bool = False) -> int:
-    """Return the number of steps that hold all faults and a rest for the recovery."""
-    rest = REST_IN_UPDATES if in_updates else 2 * STEPS_PER_FAULT
+def steps_of_run(faults: Sequence[Fault], *, in_phases: bool = False) -> int:
+    """Return the number of steps that hold all faults and a rest for the recovery.
+
+    ``in_phases``: most faults wait for a phase of an update or of a turn.
+    """
+    rest = REST_IN_PHASES if in_phases else 2 * STEPS_PER_FAULT
     return max((fault.after_step for fault in faults), default=0) + rest
 
 
