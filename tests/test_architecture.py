@@ -25,7 +25,7 @@ FOR_ACTORS = {
     "gpu",
     "weights",
 }
-VIEWERS = {"top", "observe/report", "observe/explain"}
+VIEWERS = {"top", "view", "observe/report", "observe/explain"}
 
 MAY_IMPORT = {
     "core": set(),
@@ -44,6 +44,7 @@ MAY_IMPORT = {
     # It calls a controller from outside.
     "top": {"core", "messages", "observe", "rpc", "rpc/wire"},
     "observe/report": {"core", "messages", "observe"},
+    "view": {"core", "observe"},
     # They read the user's data, call the user's reward function and find their episodes, as those actors do.
     "launcher/checks": FOR_ACTORS | {"dataloader", "reward", "episodes", "learner/groups/teacher"},
     "launcher": FOR_ACTORS | {"launcher/checks"},

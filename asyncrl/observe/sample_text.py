@@ -1,7 +1,7 @@
 """Shows a group of samples/ as text: its prompt, then each response or conversation with its score. Pure.
 
-Every view of samples draws these lines: ``asyncrl-top --samples``, the samples screen of asyncrl-top, and
-``asyncrl-launch --dry-run --generate``.
+Every text view of samples draws these lines: ``asyncrl-top --samples``, the samples screen of asyncrl-top, and
+``asyncrl-launch --dry-run --generate``. The page of ``asyncrl-view`` shows a message by its parts.
 
 Invariant: a line is printable and holds no newline. Each text, the number of responses and messages, a group and a
 page are bounded, and a line says how much is left out. It never fails: a message that does not have the form of
@@ -40,6 +40,22 @@ class SampleLine(NamedTuple):
     text: str
     style: SampleStyle = "text"
     indent: int = 0
+
+
+class MessagePart(NamedTuple):
+    """A part of a message, with a title unless it is its text."""
+
+    kind: Literal["text", "reasoning", "call"]
+    text: str
+    title: str = ""
+
+
+class ShownMessage(NamedTuple):
+    """A message in parts, for any view."""
+
+    role: str
+    name: str
+    parts: list[MessagePart]
 
 
 def sample_lines(group: SampleGroup) -> list[SampleLine]:
@@ -151,18 +167,28 @@ def _message(message: Any, indent: int) -> list[SampleLine]:
     """Make the lines of one message: role and name, then reasoning, content and tool calls."""
     if not isinstance(message, Mapping):
         return _text(_json(message), indent)
-    name = message.get("name") or message.get("tool_call_id")
-    heading = _role(message) + (f" {_short(name)}" if isinstance(name, str) else "")
-    lines, inner = [SampleLine(heading, "role", indent)], indent + INDENT
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    if reasoning:
-        lines += [SampleLine("reasoning", "note", inner), *_text(_content(reasoning), inner + INDENT)]
-    if message.get("content") not in (None, ""):
-        lines += _text(_content(message["content"]), inner)
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else []:
-        lines += _call(call, inner)
+    shown, inner = message_parts(message), indent + INDENT
+    lines = [SampleLine(shown.role + (f" {shown.name}" if shown.name else ""), "role", indent)]
+    for part in shown.parts:
+        if part.kind != "text":
+            lines.append(SampleLine(part.title, "note", inner))
+        lines += _text(part.text, inner + (INDENT if part.kind != "text" else 0))
     return lines
+
+
+def message_parts(message: Any) -> ShownMessage:
+    """Split a message into its role and name, and its parts: reasoning, content and tool calls. Never fails."""
+    if not isinstance(message, Mapping):
+        return ShownMessage(_role(message), "", [MessagePart("text", _json(message))])
+    name = message.get("name") or message.get("tool_call_id")
+    parts: list[MessagePart] = []
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        parts.append(MessagePart("reasoning", _content(reasoning), "reasoning"))
+    if message.get("content") not in (None, ""):
+        parts.append(MessagePart("text", _content(message["content"])))
+    calls = message.get("tool_calls")
+    parts += [_call(call) for call in calls] if isinstance(calls, list) else []
+    return ShownMessage(_role(message), _short(name) if isinstance(name, str) else "", parts)
 
 
 def _role(message: Any) -> str:
@@ -179,13 +205,13 @@ def _content(content: Any) -> str:
     return "\n".join(part if isinstance(part, str) else _json(part) for part in texts)
 
 
-def _call(call: Any, indent: int) -> list[SampleLine]:
+def _call(call: Any) -> MessagePart:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
-        return _text(f"calls {_json(call)}", indent)
+        return MessagePart("text", f"calls {_json(call)}")
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else _json(arguments)
-    return [SampleLine(f"calls {_short(str(function.get('name')))}", "note", indent), *_text(text, indent + INDENT)]
+    return MessagePart("call", text, f"calls {_short(str(function.get('name')))}")
 
 
 def _json(value: Any) -> str:

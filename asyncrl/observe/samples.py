@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -60,6 +60,32 @@ class SampleGroup(msgspec.Struct, frozen=True):
     """Number of the learner's start (process) that wrote the group; a restarted learner has a higher one."""
 
 
+class SampleSequence(msgspec.Struct, frozen=True):
+    """The tokens of a sequence, as in a line of samples/."""
+
+    tokens: list[int] = []
+    logprobs: list[float | None] = []
+    """Of the sampled tokens, in order; null for a number that JSON lacks."""
+    spans: list[tuple[int, int, int, str]] = []
+    """(version, start, end, role)."""
+
+
+class TokenTrajectory(SampleTrajectory, frozen=True):
+    """A trajectory with its tokens."""
+
+    sequences: list[SampleSequence] = []
+    resumes: int = 0
+
+
+class TokenGroup(SampleGroup, frozen=True, kw_only=True):
+    """A prompt group with the tokens of its trajectories. Reading it takes longer."""
+
+    trajectories: list[TokenTrajectory]  # type: ignore[assignment]
+
+
+AnyGroup = TypeVar("AnyGroup", bound=SampleGroup)
+
+
 @dataclass(frozen=True, slots=True)
 class SampleChoice:
     """The groups to read: of kind ``kind``, of step ``step``, of steps up to ``until``. None selects all."""
@@ -83,20 +109,21 @@ def sample_file(kind: SampleKind, step: int, name: str = "") -> str:
 def newest_samples(run_dir: Path, choice: SampleChoice, count: int) -> list[SampleGroup]:
     """Returns at most ``count`` groups, the newest first; an empty list if the run has no samples. Raises OSError."""
     newest: list[SampleGroup] = []
-    for path in _files(run_dir / FOLDER, choice):
-        groups = list(_groups(path).values())
-        # All groups of a step or an evaluation are equally new; filtered groups were appended one by one.
-        newest += reversed(groups) if groups and groups[0].kind == "filtered" else groups
+    for path in sample_files(run_dir, choice):
+        newest += groups_in(path)
         if len(newest) >= count:
             break
     return newest[:count]
 
 
-def _files(folder: Path, choice: SampleChoice) -> list[Path]:
-    """List the files of a choice, the newest first. Groups filtered or evaluated after a step are newer than it."""
+def sample_files(run_dir: Path, choice: SampleChoice) -> list[Path]:
+    """List the files of a choice, the newest first. Groups filtered or evaluated after a step are newer than it.
+
+    An empty list if the run has no samples. Raises OSError.
+    """
     chosen: list[tuple[int, int, Path]] = []
     try:
-        entries = list(folder.iterdir())
+        entries = list((run_dir / FOLDER).iterdir())
     except FileNotFoundError:
         return []
     for path in entries:
@@ -114,22 +141,24 @@ def _files(folder: Path, choice: SampleChoice) -> list[Path]:
     return [path for _, _, path in sorted(chosen, reverse=True)]
 
 
-def _groups(path: Path) -> dict[str, SampleGroup]:
-    """Read the groups of a file by uid, in order; for a repeated uid, only its last group.
+def groups_in(path: Path, kind: type[AnyGroup] = SampleGroup) -> list[AnyGroup]:  # type: ignore[assignment]
+    """Read the groups of a file, the newest first; for a repeated uid, only its last group. Raises OSError.
 
     If a restarted learner trained the step again, only the groups of its newest start stay.
     """
-    groups: dict[str, SampleGroup] = {}
-    for group in _lines(path):
+    groups: dict[str, AnyGroup] = {}
+    for group in _lines(path, kind):
         if group.kind == TRAINED and any(other.start < group.start for other in groups.values()):
             groups.clear()
         groups.pop(group.uid, None)
         groups[group.uid] = group
-    return groups
+    found = list(groups.values())
+    # All groups of a step or an evaluation are equally new; filtered groups were appended one by one.
+    return found[::-1] if found and found[0].kind == "filtered" else found
 
 
-def _lines(path: Path) -> Iterator[SampleGroup]:
-    decoder = msgspec.json.Decoder(SampleGroup)
+def _lines(path: Path, kind: type[AnyGroup]) -> Iterator[AnyGroup]:
+    decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as file:
         while line := file.readline(MOST_LINE_BYTES):
             try:

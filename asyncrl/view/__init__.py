@@ -1,0 +1,1 @@
+"""The page of ``asyncrl-view``: the rollouts of runs, read in a browser. It changes nothing in a run."""

@@ -1,0 +1,170 @@
+"""The steps of metrics.jsonl, found by their offsets.
+
+The file of a long run is large, mostly lines of weight updates. ``StepIndex`` keeps the place of each train line, so a
+page of steps reads only its own lines. ``refresh`` reads what was appended. The places are saved in
+``metrics.jsonl.index`` beside the file, where this user may write; otherwise the next viewer reads the file again.
+
+Invariant: the steps ascend, and each has one line: that of the newest start of the learner (metrics_line.is_voided).
+A line that is torn or invalid is not a step. A file that was replaced or cut is read anew. Raises OSError if
+metrics.jsonl cannot be read. Several threads may use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from array import array
+from bisect import bisect_left
+from itertools import pairwise
+from pathlib import Path
+from threading import Lock
+from typing import BinaryIO
+
+import xxhash
+
+from asyncrl.core.files import replace_file
+from asyncrl.observe.metrics_line import Line, number_in, parse_line
+
+METRICS = "metrics.jsonl"
+INDEX = "metrics.jsonl.index"
+FORMAT = 0x6173_796E_6372_0001
+"""First number of the index file; another format has another one."""
+HEAD = 4
+"""Numbers before the places: format, bytes of metrics.jsonl that were read, checksum of their end, newest start."""
+MOST_LINE_BYTES = 1 << 20
+MARK_BYTES = 4096
+"""Bytes before the place up to which metrics.jsonl was read; the checksum over them recognises the file."""
+SAVE_EACH_BYTES = 8 << 20
+"""The index is saved after so many bytes; a viewer reads fewer in an instant."""
+
+
+class StepIndex:
+    """The steps of the run in ``run_dir``."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / METRICS
+        self._index = run_dir / INDEX
+        self._lock = Lock()
+        self._forget()
+        self._is_loaded = False
+
+    def _forget(self) -> None:
+        self._steps, self._offsets = array("q"), array("q")
+        self._read = self._saved = self._mark = 0
+        self._start = 0
+
+    def refresh(self) -> None:
+        """Read the lines that were appended. Without a file there is no step. Raises OSError."""
+        with self._lock, contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            if not self._is_loaded:
+                self._is_loaded = True
+                self._load()
+            size = os.fstat(file.fileno()).st_size
+            if size < self._read or self._mark != self._mark_of(file):
+                self._forget()
+            if size > self._read:
+                self._read_on(file)
+            if self._read - self._saved >= SAVE_EACH_BYTES:
+                self._save()
+
+    def count(self) -> int:
+        """Number of steps."""
+        return len(self._steps)
+
+    def place(self, step: int) -> int:
+        """Number of steps before ``step``."""
+        return bisect_left(self._steps, step)
+
+    def lines(self, first: int, end: int) -> list[Line]:
+        """The train lines of the steps number ``first`` to ``end``, which is excluded. Raises OSError."""
+        with self._lock:
+            offsets = self._offsets[max(first, 0) : max(end, 0)]
+        if not offsets:
+            return []
+        lines = []
+        with self._path.open("rb") as file:
+            for offset in offsets:
+                file.seek(offset)
+                if line := parse_line(file.readline(MOST_LINE_BYTES)):
+                    lines.append(line)
+        return lines
+
+    def line(self, step: int) -> Line | None:
+        """The train line of a step; None without one. Raises OSError."""
+        at = self.place(step)
+        found = self.lines(at, at + 1)
+        return found[0] if found and found[0].get("step") == step else None
+
+    def _read_on(self, file: BinaryIO) -> None:
+        file.seek(self._read)
+        offset = self._read
+        while text := file.readline(MOST_LINE_BYTES):
+            if not text.endswith(b"\n") and len(text) < MOST_LINE_BYTES:
+                # The writer has not finished it.
+                break
+            # Most lines are of updates, and need no parser.
+            if b'"train"' in text and (line := parse_line(text)) and line.get("kind") == "train" and "step" in line:
+                self._add(line["step"], line.get("start", 0), offset)
+            offset += len(text)
+        self._read = offset
+        self._mark = self._mark_of(file)
+
+    def _add(self, step: int, start: int, offset: int) -> None:
+        if start > self._start:
+            self._start = start
+            at = self.place(step)
+            del self._steps[at:], self._offsets[at:]
+        if self._steps and self._steps[-1] >= step:
+            # A line that the learner wrote again after an error of the disk.
+            at = self.place(step)
+            if self._steps[at] == step:
+                self._offsets[at] = offset
+            return
+        self._steps.append(step)
+        self._offsets.append(offset)
+
+    def _mark_of(self, file: BinaryIO) -> int:
+        """Checksum of the end of what was read, as a number of 63 bits."""
+        begin = max(0, self._read - MARK_BYTES)
+        file.seek(begin)
+        return xxhash.xxh3_64_intdigest(file.read(self._read - begin)) >> 1 if self._read else 0
+
+    def _load(self) -> None:
+        """Take over a saved index. A damaged one, or that of another file, is not used."""
+        numbers = array("q")
+        try:
+            data = self._index.read_bytes()
+            numbers.frombytes(data)
+        except (OSError, ValueError):
+            return
+        places = numbers[HEAD:]
+        half = len(places) // 2
+        steps, offsets = places[:half], places[half:]
+        ascending = all(one < next_one for one, next_one in pairwise(steps))
+        if len(numbers) < HEAD or numbers[0] != FORMAT or len(places) % 2 or not ascending:
+            return
+        _, self._read, self._mark, self._start = numbers[:HEAD]
+        if self._read < 0 or any(not 0 <= offset < self._read for offset in offsets):
+            self._forget()
+            return
+        self._saved, self._steps, self._offsets = self._read, steps, offsets
+
+    def _save(self) -> None:
+        numbers = array("q", [FORMAT, self._read, self._mark, self._start]) + self._steps + self._offsets
+        # A run may be on a disk that is full or that this user may only read.
+        with contextlib.suppress(OSError):
+            aside = self._index.with_name(f".{secrets.token_hex(8)}.new")
+            replace_file(self._index, numbers.tobytes(), aside=aside)
+        self._saved = self._read
+
+
+def trained_version(line: Line) -> int | None:
+    """The policy version that the step of a train line trained; None if unknown.
+
+    ``weights/version`` of the line is the version after the step, which may have published one.
+    """
+    version = line.get("weights/version")
+    if not isinstance(version, int) or version < 0:
+        return None
+    return version - ((number_in(line, "time/publish_s") or 0.0) > 0)

@@ -1,0 +1,96 @@
+"""The steps of metrics.jsonl by their offsets: live, restarted, torn, and read once."""
+
+import json
+
+import pytest
+from view.viewed_run import train_line, write_steps
+
+from asyncrl.observe.metrics_line import read_metrics
+from asyncrl.view import steps
+from asyncrl.view.steps import StepIndex, trained_version
+
+
+def numbers(index):
+    index.refresh()
+    return [line["step"] for line in index.lines(0, index.count())]
+
+
+def test_a_live_run_grows_and_a_torn_line_waits_for_its_end(tmp_path):
+    index = StepIndex(tmp_path)
+    assert numbers(index) == [] and index.line(1) is None
+    write_steps(tmp_path, train_line(1), {"kind": "update", "step": 1, "weights/version": 2}, train_line(2))
+    assert numbers(index) == [1, 2]
+    text = json.dumps(train_line(3))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(text[:20])
+        file.flush()
+        assert numbers(index) == [1, 2]
+        file.write(text[20:] + '\n\x00 "train"\n{"kind": "train", "step": "4"}\n')
+    assert numbers(index) == [1, 2, 3]
+    assert index.line(3)["reward/mean"] == 0.3 and index.line(4) is None
+    assert [line["step"] for line in index.lines(-1, 2)] == [1, 2]
+
+
+def test_a_restarted_learner_voids_the_steps_that_it_trains_again(tmp_path):
+    write_steps(tmp_path, *(train_line(step) for step in range(1, 6)), train_line(4, 2, **{"reward/mean": 9.0}))
+    index = StepIndex(tmp_path)
+    assert numbers(index) == [1, 2, 3, 4] and index.line(4)["reward/mean"] == 9.0
+    write_steps(tmp_path, train_line(5, 2), train_line(5, 2, **{"reward/mean": 8.0}))
+    assert numbers(index) == [1, 2, 3, 4, 5] and index.line(5)["reward/mean"] == 8.0
+
+
+def test_the_steps_are_those_of_the_reader_of_whole_files(tmp_path):
+    for start, first in ((1, 1), (2, 7), (3, 3), (4, 20)):
+        write_steps(tmp_path, *(train_line(step, start) for step in range(first, first + 10)))
+    assert numbers(StepIndex(tmp_path)) == [
+        line["step"] for line in read_metrics(tmp_path / "metrics.jsonl", ["train"])
+    ]
+
+
+def test_ten_thousand_steps_are_read_once_and_a_page_reads_its_own_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "SAVE_EACH_BYTES", 1)
+    write_steps(tmp_path, *(train_line(step) for step in range(1, 10_001)))
+    assert len(numbers(StepIndex(tmp_path))) == 10_000
+    assert (tmp_path / "metrics.jsonl.index").stat().st_size < 200_000
+    parsed = []
+    parse = steps.parse_line
+    monkeypatch.setattr(steps, "parse_line", lambda text: parsed.append(text) or parse(text))
+    index = StepIndex(tmp_path)
+    index.refresh()
+    at = index.place(5000)
+    assert [line["step"] for line in index.lines(at, at + 3)] == [5000, 5001, 5002] and len(parsed) == 3
+    write_steps(tmp_path, train_line(10_001))
+    index.refresh()
+    assert index.count() == 10_001 and len(parsed) == 4
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 64, b"\x00" * 8, b"\xff" * 800])
+def test_a_damaged_index_and_one_of_another_file_are_not_used(tmp_path, monkeypatch, damage):
+    monkeypatch.setattr(steps, "SAVE_EACH_BYTES", 1)
+    write_steps(tmp_path, *(train_line(step) for step in range(1, 4)))
+    assert numbers(StepIndex(tmp_path)) == [1, 2, 3]
+    saved = tmp_path / "metrics.jsonl.index"
+    whole = saved.read_bytes()
+    saved.write_bytes(damage)
+    assert numbers(StepIndex(tmp_path)) == [1, 2, 3]
+    saved.write_bytes(whole)
+    (tmp_path / "metrics.jsonl").unlink()
+    write_steps(tmp_path, *(train_line(step) for step in range(11, 19)))
+    assert numbers(StepIndex(tmp_path)) == list(range(11, 19))
+
+
+def test_a_file_that_is_cut_is_read_again_and_a_folder_may_refuse_the_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "SAVE_EACH_BYTES", 1)
+    (tmp_path / "metrics.jsonl.index").mkdir()
+    write_steps(tmp_path, *(train_line(step) for step in range(1, 4)))
+    index = StepIndex(tmp_path)
+    assert numbers(index) == [1, 2, 3]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    assert numbers(index) == [1]
+
+
+def test_the_version_that_a_step_trained_is_the_one_before_its_publication():
+    assert trained_version({"weights/version": 5, "time/publish_s": 0.2}) == 4
+    assert trained_version({"weights/version": 5, "time/publish_s": 0.0}) == 5
+    assert trained_version({}) is None
