@@ -110,7 +110,7 @@ def newest_samples(run_dir: Path, choice: SampleChoice, count: int) -> list[Samp
     """Returns at most ``count`` groups, the newest first; an empty list if the run has no samples. Raises OSError."""
     newest: list[SampleGroup] = []
     for path in sample_files(run_dir, choice):
-        newest += groups_in(path)
+        newest += groups_in(path, SampleGroup)
         if len(newest) >= count:
             break
     return newest[:count]
@@ -141,7 +141,7 @@ def sample_files(run_dir: Path, choice: SampleChoice) -> list[Path]:
     return [path for _, _, path in sorted(chosen, reverse=True)]
 
 
-def groups_in(path: Path, kind: type[AnyGroup] = SampleGroup) -> list[AnyGroup]:  # type: ignore[assignment]
+def groups_in(path: Path, kind: type[AnyGroup]) -> list[AnyGroup]:
     """Read the groups of a file, the newest first; for a repeated uid, only its last group. Raises OSError.
 
     If a restarted learner trained the step again, only the groups of its newest start stay.

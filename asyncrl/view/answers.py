@@ -92,7 +92,7 @@ class Answers:
     def newest_step(self, run: int = 0) -> int:
         """The newest step with recorded groups. Raises NotFound without any."""
         for path in sample_files(self._runs[run], SampleChoice(kind=TRAINED)):
-            if groups := groups_in(path):
+            if groups := groups_in(path, SampleGroup):
                 return groups[0].step or 0
         raise NotFound(f"{self._runs[run]}: no groups are recorded")
 
@@ -212,11 +212,12 @@ class Answers:
         paths = sample_files(self._runs[run], SampleChoice())
         names = [path.name for path in paths]
         begin = names.index(after) if after in names else 0
-        until, found = time.monotonic() + SEARCH_S, []
+        until = time.monotonic() + SEARCH_S
+        found: list[Answer] = []
         for path in paths[begin:]:
             if (len(found) >= MOST_HITS or time.monotonic() > until) and path.name != after:
                 return {"hits": found, "next": path.name}
-            for group in groups_in(path):
+            for group in groups_in(path, SampleGroup):
                 place = {
                     "run": run,
                     "step": group.step or 0,
