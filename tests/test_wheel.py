@@ -87,7 +87,9 @@ def test_the_installed_wheel_does_not_import_the_source_tree(bin_folder, tmp_pat
     assert Path(file).is_relative_to(bin_folder.parent) and others == ["None", "None"]
 
 
-@pytest.mark.parametrize("command", ["asyncrl-launch", "asyncrl-doctor", "asyncrl-top", "asyncrl-view", "asyncrl-export"])
+@pytest.mark.parametrize(
+    "command", ["asyncrl-launch", "asyncrl-doctor", "asyncrl-top", "asyncrl-view", "asyncrl-export"]
+)
 def test_each_command_prints_its_help(bin_folder, tmp_path, command):
     assert f"usage: {command}" in run(bin_folder / command, "--help", cwd=tmp_path)
 

@@ -47,6 +47,8 @@ def _main(argv: Sequence[str] | None) -> int:
     given = parser.parse_args(argv)
     if given.step is not None and given.export is None:
         parser.error("--step belongs to --export")
+    if given.step is not None and given.step < 0:
+        parser.error(f"--step is 0 or more, got {given.step}")
     if given.export is not None and (given.other is not None or given.port is not None):
         parser.error("--export takes one RUN, and excludes --port")
     if given.port is not None and not 0 <= given.port <= 65535:

@@ -1,7 +1,7 @@
-"""What the page asks for: steps, groups, trajectories, tokens, and the places of a text. No sockets.
+"""Answers of the server to its page: steps, groups, trajectories, tokens, and the places of a text. No sockets.
 
 ``Answers.answer`` takes a name and the parameters of the URL, and returns an object for JSON. Invariant: an answer is
-bounded (MOST_* below), says what it leaves out, and its text holds no control character except newlines and tabs
+bounded (MOST_* below) and says what it leaves out. Its text holds no control character except newlines and tabs
 (core/printable.py), so that the page shows a hostile rollout as text. Nothing in the run changes, except that the index
 of its steps is saved (steps.py).
 

@@ -1,7 +1,7 @@
 """The server of ``asyncrl-view``: its page and the answers as JSON, on loopback.
 
-Invariant: it answers GET alone, and only requests whose Host is a name of this machine, so that a website whose name
-was pointed at loopback reads nothing. The browser may load only this server's own files, and runs no inline script. An
+Invariant: it answers GET alone, and only requests whose Host is a name of this machine. So a website whose name was
+pointed at loopback reads nothing. The browser may load only this server's own files, and runs no inline script. An
 answer above MOST_BYTES is refused.
 """
 

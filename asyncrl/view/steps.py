@@ -2,10 +2,10 @@
 
 The file of a long run is large, mostly lines of weight updates. ``StepIndex`` keeps the place of each train line, so a
 page of steps reads only its own lines. ``refresh`` reads what was appended. The places are saved in
-``metrics.jsonl.index`` beside the file, where this user may write; otherwise the next viewer reads the file again.
+``metrics.jsonl.index`` next to the file. If this user may not write there, the next viewer reads the file again.
 
 Invariant: the steps ascend, and each has one line: that of the newest start of the learner (metrics_line.is_voided).
-A line that is torn or invalid is not a step. A file that was replaced or cut is read anew. Raises OSError if
+A line that is torn or invalid is not a step. A file that was replaced or cut is read again. Raises OSError if
 metrics.jsonl cannot be read. Several threads may use it.
 """
 

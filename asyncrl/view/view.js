@@ -65,11 +65,12 @@ async function drawSteps(at) {
     const page = await get("steps", { run: at.run, until: at.until, count: PAGE });
     if (!changed("steps", [page, at.run, at.step, at.until])) return page;
     const head = make("tr", null, ...["step", "reward", "stale", "length", "failed"].map(name => make("th", { scope: "col" }, name)));
-    const rows = page.steps.map(each => make("tr", { class: String(each.step) === at.step ? "chosen" : undefined },
+    const chosen = step => String(step) === at.step && { class: "chosen", "aria-current": "true" };
+    const rows = page.steps.map(each => make("tr", chosen(each.step),
         make("td", null, make("a", { href: link({ step: each.step, uid: null, sample: null }) }, each.step)),
         make("td", null, number(each.reward)), make("td", null, number(each.staleness)), make("td", null, number(each.length)),
         make("td", { class: each.failures > 0 ? "bad" : undefined }, number(each.failures))));
-    if (page.before === 0 && !embedded) rows.push(make("tr", { class: at.step === "0" ? "chosen" : undefined },
+    if (page.before === 0 && !embedded) rows.push(make("tr", chosen(0),
         make("td", null, make("a", { href: link({ step: 0, uid: null, sample: null }) }, 0)), make("td", { class: "weak", colspan: 4 }, "before training")));
     const jump = make("input", { type: "number", min: 0, placeholder: "step", "aria-label": "go to step", size: 6 });
     jump.addEventListener("change", () => go({ step: jump.value, until: Number(jump.value) + PAGE / 2, uid: null, sample: null }));
@@ -103,8 +104,8 @@ async function drawGroups(at) {
         ...sorted(group.trajectories, sort).map(each => make("a", {
             class: "row" + (each.uid === at.uid && String(each.sample) === at.sample ? " chosen" : ""),
             href: link({ uid: each.uid, sample: each.sample }) },
-        `${number(each.reward)}  ${number(each.length)} tokens  ${each.finish_reason}`,
-        each.staleness > 0 ? `  ${each.staleness} stale` : "", each.surprise !== null ? `  ${number(each.surprise, 2)} nats` : "",
+        [`reward ${number(each.reward)}`, `${number(each.length)} tokens`, each.finish_reason, each.staleness > 0 ? `${each.staleness} stale` : "",
+            each.surprise === null ? "" : `${number(each.surprise, 2)} nats`].filter(Boolean).join(" · "),
         make("span", { class: "excerpt" }, each.excerpt || "[empty]")))));
     fill($("groups"), make("div", { class: "bar" }, make("h2", null, "step " + answer.step), make("label", null, "sort ", chosen)),
         groups.length ? null : make("p", { class: "weak" }, "This step has no recorded groups (run.samples_per_step)."),
@@ -181,14 +182,20 @@ async function drawTrajectory(part, at, suffix) {
     }
     const view = at.view === "tokens" ? "tokens" : "";
     if (!changed("trajectory" + suffix, [place, view, at.colour, at.q])) return;
-    const each = await get("trajectory", place);
+    let each;
+    try {
+        each = await get("trajectory", place);
+    } catch (error) {
+        fill($(part));
+        throw error;
+    }
     const fact = (name, value) => value === null || value === undefined || value === "" ? null : make("span", null, make("span", { class: "weak" }, name + " "), value);
     const spans = each.sequences.flatMap(sequence => sequence.spans).filter(span => span[0] >= 0).map(([version, start, end]) => `v${version}: ${start}–${end}`);
     const others = make("div", { class: "bar" }, ...each.samples.map(sample => make("a", { href: link({ ["sample" + suffix]: sample }), class: sample === each.sample ? "chosen" : undefined }, "#" + sample)));
     const body = view ? await tokens(each, place, at) : conversation(each, at.q);
     const buttons = suffix ? [make("a", { href: link({ run2: null, step2: null, uid2: null, sample2: null }) }, "close")]
         : [make("a", { href: link({ view: view ? null : "tokens" }) }, view ? "conversation" : "tokens"),
-            make("a", { href: beside(at) }, "put beside"), embedded ? null : make("button", { onclick: () => samePrompt(state()) }, "same prompt")];
+            make("a", { href: beside(at) }, "compare"), embedded ? null : make("button", { onclick: () => samePrompt(state()) }, "same prompt")];
     $(part).hidden = false;
     fill($(part), make("h2", null, `${each.run}: ${each.title}`), make("div", { class: "bar" }, ...buttons.filter(Boolean)), others,
         make("div", { class: "bar" }, fact("reward", number(each.reward, 5)), ...Object.entries(each.components).map(([name, value]) => fact(name, number(value, 4))),
@@ -275,22 +282,30 @@ async function report(work) {
     }
 }
 
-async function draw() {
+async function draw(polling) {
     const at = state();
     drawSearch(at);
     await drawRuns(at);
     const page = await drawSteps(at);
     // A live run goes on, so the newest step is chosen by a link that names it.
     if (at.step === undefined && page.steps.length) return location.replace(link({ step: page.steps[0].step }));
-    if (at.step !== undefined) await drawGroups(at);
+    // Groups of the newest step may still be added.
+    const settled = at.until || (page.steps.length && Number(at.step) < page.steps[0].step);
+    if (at.step !== undefined && !(polling && settled && shown.groups)) await drawGroups(at);
     await drawTrajectory("first", at, "");
     await drawTrajectory("second", at, "2");
     document.body.dataset.drawn = location.hash;
 }
 
-// A part that could not be drawn is drawn again at the next change of the state.
 let drawing = Promise.resolve();
-function redraw(again) { drawing = drawing.then(() => { if (again) shown = { hits: shown.hits }; return report(draw()); }); }
+
+function redraw(polling) {
+    drawing = drawing.then(() => report(draw(polling).catch(error => {
+        // What could not be drawn is drawn the next time.
+        shown = { hits: shown.hits };
+        throw error;
+    })));
+}
 
 function move(list, by) {
     const rows = [...$(list).querySelectorAll(list === "steps" ? "td a" : "a.row")];
@@ -301,7 +316,7 @@ function move(list, by) {
 
 const KEYS = {
     j: () => move("groups", 1), k: () => move("groups", -1), "]": () => move("steps", -1), "[": () => move("steps", 1),
-    t: () => go({ view: state().view ? null : "tokens" }), p: () => { if (state().uid) location.hash = beside(state()); },
+    t: () => go({ view: state().view ? null : "tokens" }), c: () => { if (state().uid) location.hash = beside(state()); },
     s: () => { if (!embedded) report(samePrompt(state())); }, "/": () => $("query").focus(),
     Escape: () => $("hits").hidden ? go({ run2: null, step2: null, uid2: null, sample2: null }) : closeHits(),
 };
@@ -314,7 +329,7 @@ addEventListener("keydown", event => {
     if (event.key in KEYS) { event.preventDefault(); KEYS[event.key](); }
 });
 $("search").addEventListener("submit", event => { event.preventDefault(); $("query").blur(); go({ q: $("query").value }); });
-addEventListener("hashchange", () => redraw(false));
+addEventListener("hashchange", () => redraw());
 if (embedded) $("search").hidden = true;
-else setInterval(() => { if (!document.hidden) redraw(false); }, POLL_MS);
-redraw(true);
+else setInterval(() => { if (!document.hidden) redraw(true); }, POLL_MS);
+redraw();

@@ -79,7 +79,7 @@ async def browser(folder):
             while b"DevTools listening on " not in (line := await process.stderr.readline()):
                 assert line, "the browser ended at its start"
         url = line.decode().split()[-1]
-        # What it prints later must not fill the pipe.
+        # Its later output must not fill the pipe.
         reading = asyncio.ensure_future(process.stderr.read())
         async with aiohttp.ClientSession() as client, client.ws_connect(url, max_msg_size=0) as socket:
             driven = Browser(socket)

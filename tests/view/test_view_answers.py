@@ -42,7 +42,7 @@ def test_steps_come_in_pages_the_newest_first(run_dir):
 def test_groups_of_a_step_have_what_trajectories_are_sorted_by(run_dir):
     groups = ask(run_dir, "groups", step=5)["groups"]
     assert [each["kind"] for each in groups] == ["evaluation", "filtered", "trained", "trained"]
-    shown = [each for each in groups if each["uid"] == "0-2"][0]["trajectories"]
+    shown = next(each for each in groups if each["uid"] == "0-2")["trajectories"]
     assert [(each["reward"], each["length"], each["staleness"]) for each in shown] == [
         (0, 2, 0),
         (1, 9, 2),

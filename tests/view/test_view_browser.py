@@ -72,8 +72,8 @@ def test_two_runs_stand_side_by_side_for_the_same_prompt(run_dir, tmp_path):
     async def compare():
         async with opened(tmp_path, run_dir, other, at="#step=4&uid=0-1&sample=0") as page:
             await page.press("s")
-            link = "[...document.querySelectorAll('#hits a')].find(each => each.href.includes('run2=1') && each.href.includes('uid2=0-2'))"
-            await page.until(f"{link} !== undefined")
+            link = "document.querySelector(`#hits a[href*='run2=1'][href*='uid2=0-2']`)"
+            await page.until(link)
             await page.run(f"{link}.click()")
             await page.until(f"{SECOND}.includes('alpha')")
             assert "other: trained" in await page.run(SECOND) and "trial: trained" in await page.run(FIRST)
@@ -114,8 +114,7 @@ def test_a_hostile_rollout_is_text(run_dir, tmp_path):
     async def attack():
         async with opened(tmp_path, run_dir) as page:
             for sample, view in ((0, ""), (1, ""), (0, "tokens")):
-                find = f"[...document.querySelectorAll('#groups a.row')].filter(each => each.href.includes('script'))[{sample}]"
-                await page.run(f"{find}.click()")
+                await page.run(f"document.querySelectorAll('#groups a[href*=script]')[{sample}].click()")
                 await page.until(f"{DRAWN} && {FIRST}.includes('owned')")
                 if view:
                     await page.press("t")

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 
 import aiohttp
 import msgspec
@@ -14,6 +15,7 @@ from view.viewed_run import make_run
 from asyncrl.cli import view as command
 from asyncrl.view import server as module
 from asyncrl.view.answers import Answers
+from asyncrl.view.page import resource_text
 from asyncrl.view.server import ViewServer
 
 VIEW = (sys.executable, "-m", "asyncrl.cli.view")
@@ -53,6 +55,12 @@ def test_the_page_and_its_files_are_served_with_a_policy_that_allows_only_them(r
         assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
         assert headers["X-Content-Type-Options"] == "nosniff"
     assert asked(run_dir, "..%2f..%2fconfig.json")[0] == 404
+
+
+def test_the_script_takes_no_markup():
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(", resource_text("view.js")
+    )
 
 
 def test_answers_are_json_and_refusals_say_why(run_dir, monkeypatch):
@@ -97,10 +105,8 @@ def test_the_command_serves_until_it_is_interrupted(run_dir):
         try:
             url = process.stdout.readline().strip()
             assert url.startswith("http://127.0.0.1:")
-            shown = subprocess.run(
-                ["curl", "-s", f"{url}api/runs"], capture_output=True, text=True, timeout=60, check=True
-            )
-            assert shown.stdout == '{"runs":["trial"]}'
+            with urllib.request.urlopen(f"{url}api/runs", timeout=60) as answer:
+                assert answer.read() == b'{"runs":["trial"]}'
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 130
         finally:
@@ -122,6 +128,7 @@ def test_a_step_is_written_as_a_page_and_tokens_have_their_text(run_dir, tmp_pat
     [
         (["nowhere"], "nowhere: no such folder"),
         (["trial", "--step", "3"], "--step belongs to --export"),
+        (["trial", "--export", "x.html", "--step", "-1"], "--step is 0 or more"),
         (["trial", "trial", "--export", "x.html"], "--export takes one RUN"),
         (["--port", "70000"], "--port is 0 to 65535"),
         (["trial", "--export", "no/such/x.html"], "there is no folder"),

@@ -12,6 +12,7 @@ import html
 import json
 import os
 import secrets
+import shlex
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -84,8 +85,10 @@ def _page(run_dir: Path, *, lives: bool) -> str:
         ("Throughput", charts.tokens(train), no_lines, "Tokens sampled a second, by all engines together."),
         ("Ledger", charts.ledger(train), no_lines, "Prompt groups by outcome, since the start of the run."),
     ]
+    command = html.escape(f"asyncrl-view {shlex.quote(run_dir.resolve().name)}")
+    rollouts = f"<p class=note>Its rollouts: {command}</p>"
     body = [
-        f"<header><h1>{name}</h1><p class=phase>{_phase(last, train, config)}</p>{_figures(train)}</header>",
+        f"<header><h1>{name}</h1><p class=phase>{_phase(last, train, config)}</p>{rollouts}{_figures(train)}</header>",
         *(_section(*section) for section in sections),
         _events(last.events if last is not None else []),
         _config(config, problem),

@@ -118,6 +118,7 @@ def test_the_report_of_a_whole_run(run_dir, tmp_path):
     assert [(curve["name"], curve["y"]) for curve in turns] == [("mean", [3.0] * 8)]
     assert {curve["name"]: curve["y"][0] for curve in stages} == {"engine": 0.75, "user": 0.25}
     shown = " ".join(page.text)
+    assert "Its rollouts: asyncrl-view trial" in shown
     assert "done · step 8 of 8" in shown and "0.100 → 0.800" in shown and "90%" in shown
     assert "learner.lr" in shown
 
