@@ -164,7 +164,7 @@ def trained_version(line: Line) -> int | None:
 
     ``weights/version`` of the line is the version after the step, which may have published one.
     """
-    version = line.get("weights/version")
-    if not isinstance(version, int) or version < 0:
+    version, publish_s = line.get("weights/version"), number_in(line, "time/publish_s")
+    if not isinstance(version, int) or version < 0 or publish_s is None:
         return None
-    return version - ((number_in(line, "time/publish_s") or 0.0) > 0)
+    return version - (publish_s > 0)

@@ -93,4 +93,4 @@ def test_a_file_that_is_cut_is_read_again_and_a_folder_may_refuse_the_index(tmp_
 def test_the_version_that_a_step_trained_is_the_one_before_its_publication():
     assert trained_version({"weights/version": 5, "time/publish_s": 0.2}) == 4
     assert trained_version({"weights/version": 5, "time/publish_s": 0.0}) == 5
-    assert trained_version({}) is None
+    assert trained_version({}) is None and trained_version({"weights/version": 5}) is None
