@@ -22,7 +22,6 @@ from asyncrl.observe.metrics_line import Line, number_in
 from asyncrl.observe.sample_text import message_parts, title_of
 from asyncrl.observe.samples import (
     TRAINED,
-    AnyGroup,
     SampleChoice,
     SampleGroup,
     SampleSequence,
@@ -73,6 +72,8 @@ class Answers:
         self._decoders = decoders or [None] * len(runs)
         """By run: the text of a token; None if its tokenizer is not here."""
         self._steps = [StepIndex(run) for run in runs]
+        self._last: tuple[list[tuple[Path, int, int]], list[TokenGroup]] = ([], [])
+        """The files of the step that was read last, each with its size and time, and their groups."""
         self._answers: dict[str, Callable[[Parameters], Answer]] = {
             "runs": self._all_runs,
             "steps": self._page_of_steps,
@@ -116,7 +117,7 @@ class Answers:
     def _groups(self, parameters: Parameters) -> Answer:
         run, step = self._run(parameters), _number(parameters, "step")
         version = self._trained_version(run, step)
-        groups = self._groups_of(run, step, TokenGroup)
+        groups = self._groups_of(run, step)
         shown = [
             {
                 "title": printable(title_of(group)),
@@ -195,7 +196,7 @@ class Answers:
     def _same(self, parameters: Parameters) -> Answer:
         """The groups of run ``other`` that have the prompt of a group of ``run``, the newest first."""
         run, step, uid = self._run(parameters), _number(parameters, "step"), parameters.get("uid", "")
-        group = self._find_group(run, step, uid, SampleGroup)
+        group = self._find_group(run, step, uid)
 
         def hits(other: SampleGroup) -> Iterator[Answer]:
             if other.prompt == group.prompt:
@@ -240,19 +241,24 @@ class Answers:
         line = self._steps[run].line(step)
         return None if line is None else trained_version(line)
 
-    def _groups_of(self, run: int, step: int, kind: type[AnyGroup]) -> list[AnyGroup]:
-        files = sample_files(self._runs[run], SampleChoice(step=step))
-        return [group for path in files for group in groups_in(path, kind)]
+    def _groups_of(self, run: int, step: int) -> list[TokenGroup]:
+        """Read the groups of a step. A reader asks about one step several times, so the last one is kept."""
+        paths = sample_files(self._runs[run], SampleChoice(step=step))
+        state = [(path, stat.st_size, stat.st_mtime_ns) for path in paths for stat in (path.stat(),)]
+        known, groups = self._last
+        if known != state:
+            groups = [group for path in paths for group in groups_in(path, TokenGroup)]
+            self._last = state, groups
+        return groups
 
-    def _find_group(self, run: int, step: int, uid: str, kind: type[AnyGroup]) -> AnyGroup:
-        groups = self._groups_of(run, step, kind)
-        found = next((group for group in groups if printable(group.uid) == uid), None)
+    def _find_group(self, run: int, step: int, uid: str) -> TokenGroup:
+        found = next((group for group in self._groups_of(run, step) if printable(group.uid) == uid), None)
         if found is None:
             raise NotFound(f"step {step} has no recorded group {printable(uid[:EXCERPT])}")
         return found
 
     def _find(self, run: int, step: int, parameters: Parameters) -> tuple[TokenGroup, TokenTrajectory]:
-        group = self._find_group(run, step, parameters.get("uid", ""), TokenGroup)
+        group = self._find_group(run, step, parameters.get("uid", ""))
         sample = _number(parameters, "sample", -1)
         if sample < 0 and group.trajectories:
             return group, group.trajectories[0]
@@ -313,9 +319,12 @@ def _summary(trajectory: TokenTrajectory, group: SampleGroup, version: int | Non
 def _token_rows(sequence: SampleSequence) -> list[tuple[int, float | None, int, str]]:
     """(id, log-prob, version, role) of each token. Context has no log-prob and version -1."""
     logprobs = iter(sequence.logprobs)
-    rows = []
+    rows: list[tuple[int, float | None, int, str]] = []
     for version, start, end, role in sequence.spans:
-        for token in sequence.tokens[max(start, 0) : max(end, 0)]:
+        # Contiguous spans begin where the last one ended; others are damaged.
+        if start != len(rows):
+            break
+        for token in sequence.tokens[start : max(end, start)]:
             logprob = next(logprobs, None) if role == "sampled" else None
             rows.append((token, logprob, version, printable(role[:EXCERPT])))
     return rows
