@@ -74,7 +74,8 @@ class StepIndex:
 
     def place(self, step: int) -> int:
         """Number of steps before ``step``."""
-        return bisect_left(self._steps, step)
+        with self._lock:
+            return bisect_left(self._steps, step)
 
     def lines(self, first: int, end: int) -> list[Line]:
         """The train lines of the steps number ``first`` to ``end``, which is excluded. Raises OSError."""
@@ -113,11 +114,11 @@ class StepIndex:
     def _add(self, step: int, start: int, offset: int) -> None:
         if start > self._start:
             self._start = start
-            at = self.place(step)
+            at = bisect_left(self._steps, step)
             del self._steps[at:], self._offsets[at:]
         if self._steps and self._steps[-1] >= step:
             # A line that the learner wrote again after an error of the disk.
-            at = self.place(step)
+            at = bisect_left(self._steps, step)
             if self._steps[at] == step:
                 self._offsets[at] = offset
             return

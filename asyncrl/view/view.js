@@ -57,7 +57,8 @@ function fill(part, ...children) {
     if (focus) [...part.querySelectorAll("a")].find(each => each.getAttribute("href") === focus)?.focus();
 }
 
-const number = (value, digits = 3) => value === null || value === undefined ? "–" : Number(Number(value).toPrecision(digits)).toString();
+// Whole digits are never cut.
+const number = (value, digits = 3) => value === null || value === undefined ? "–" : String(Math.abs(value) >= 1000 ? Math.round(value) : Number(value.toPrecision(digits)));
 
 // --- steps ---
 
@@ -104,7 +105,7 @@ async function drawGroups(at) {
         ...sorted(group.trajectories, sort).map(each => make("a", {
             class: "row" + (each.uid === at.uid && String(each.sample) === at.sample ? " chosen" : ""),
             href: link({ uid: each.uid, sample: each.sample }) },
-        [`reward ${number(each.reward)}`, `${number(each.length)} tokens`, each.finish_reason, each.staleness > 0 ? `${each.staleness} stale` : "",
+        [`reward ${number(each.reward)}`, `${each.length ?? "–"} tokens`, each.finish_reason, each.staleness > 0 ? `${each.staleness} stale` : "",
             each.surprise === null ? "" : `${number(each.surprise, 2)} nats`].filter(Boolean).join(" · "),
         make("span", { class: "excerpt" }, each.excerpt || "[empty]")))));
     fill($("groups"), make("div", { class: "bar" }, make("h2", null, "step " + answer.step), make("label", null, "sort ", chosen)),
@@ -195,7 +196,7 @@ async function drawTrajectory(part, at, suffix) {
     const body = view ? await tokens(each, place, at) : conversation(each, at.q);
     const buttons = suffix ? [make("a", { href: link({ run2: null, step2: null, uid2: null, sample2: null }) }, "close")]
         : [make("a", { href: link({ view: view ? null : "tokens" }) }, view ? "conversation" : "tokens"),
-            make("a", { href: beside(at) }, "compare"), embedded ? null : make("button", { onclick: () => samePrompt(state()) }, "same prompt")];
+            make("a", { href: beside(at) }, "compare"), embedded ? null : make("button", { onclick: () => report(samePrompt(state())) }, "same prompt")];
     $(part).hidden = false;
     fill($(part), make("h2", null, `${each.run}: ${each.title}`), make("div", { class: "bar" }, ...buttons.filter(Boolean)), others,
         make("div", { class: "bar" }, fact("reward", number(each.reward, 5)), ...Object.entries(each.components).map(([name, value]) => fact(name, number(value, 4))),
@@ -287,7 +288,7 @@ async function draw(polling) {
     drawSearch(at);
     await drawRuns(at);
     const page = await drawSteps(at);
-    // A live run goes on, so the newest step is chosen by a link that names it.
+    // A live run has new steps all the time, so the link names the newest step of now.
     if (at.step === undefined && page.steps.length) return location.replace(link({ step: page.steps[0].step }));
     // Groups of the newest step may still be added.
     const settled = at.until || (page.steps.length && Number(at.step) < page.steps[0].step);
