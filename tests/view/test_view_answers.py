@@ -169,3 +169,15 @@ def test_long_and_odd_rollouts_are_bounded(run_dir, monkeypatch):
 def test_a_wrong_question_is_refused_with_its_reason(run_dir, name, parameters, error, says):
     with pytest.raises(error, match=says):
         ask(run_dir, name, **parameters)
+
+
+def test_a_step_that_grows_is_read_again(run_dir):
+    answers = Answers([run_dir])
+
+    def uids(step):
+        return [group["uid"] for group in answers.answer("groups", {"step": step})["groups"]]
+
+    assert uids("4") == ["0-1"] == uids("4") and len(uids("5")) == 4
+    write_groups(run_dir, "filtered_000004.jsonl", group("0-4", 4, kind="filtered"))
+    write_groups(run_dir, "filtered_000004.jsonl", group("0-5", 4, kind="filtered"))
+    assert uids("4") == ["0-5", "0-4", "0-1"]
