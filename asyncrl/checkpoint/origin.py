@@ -27,6 +27,7 @@ import msgspec
 
 from asyncrl.checkpoint import DIGESTS
 from asyncrl.config import Config
+from asyncrl.config.hub import localized, named
 from asyncrl.config.resuming import Applies, Change, applies, changes
 from asyncrl.core.files import find_source, replace_file
 
@@ -43,14 +44,14 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration, and digests of the files that it names, at one time."""
 
     settings: dict[str, Any] = {}
-    """The resolved configuration, as in config.json."""
+    """The resolved configuration, with the pinned names of the hub (config/hub.py)."""
     files: dict[str, str] = {}
     """Digest of the files that a configuration key names, by key."""
 
     @classmethod
     def of(cls, config: Config) -> Origin:
         """Make the origin of groups that are generated with ``config`` from now on. Reads files."""
-        return cls(settings=config.model_dump(mode="json"), files=digests(config))
+        return cls(settings=_settings(config), files=digests(config))
 
     @classmethod
     def recorded(cls, config: Config, run_dir: Path) -> Origin:
@@ -62,7 +63,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
             recorded_digests = msgspec.json.decode((run_dir / DIGESTS).read_bytes(), type=dict[str, str])
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return cls.of(config)
-        return cls(settings=config.model_dump(mode="json"), files=recorded_digests)
+        return cls(settings=_settings(config), files=recorded_digests)
 
     def compare(self, config: Config, now: Origin | None = None) -> Comparison:
         """Compare this origin with ``config``. Returns the changes that matter to a resume.
@@ -71,7 +72,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         in either origin is not compared by files.
         """
         now = Origin.of(config) if now is None else now
-        changed = changes(self.settings, config)
+        changed = changes(self.settings, named(config))
         changed_keys = {change.key for change in changed}
         # The default "" equals no digest: two models without digests do not count as the same.
         if self.files.get(MODEL, "") == now.files.get(MODEL):
@@ -112,12 +113,18 @@ class Comparison:
 
 def digests(config: Config) -> dict[str, str]:
     """Compute the digests of the files that ``config`` names, by key. Reads files."""
-    return {key: digest for key in (*CODE, MODEL) if (digest := _digest(_files_of(key, config)))}
+    local = localized(config)
+    return {key: digest for key in (*CODE, MODEL) if (digest := _digest(_files_of(key, local)))}
 
 
 def record(run_dir: Path, found: dict[str, str]) -> None:
     """Write the digests at the start of an attempt to the run folder. Raises OSError."""
     replace_file(run_dir / DIGESTS, msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    # Pinned names of the hub stand for the same files everywhere, unlike the folders that actors get.
+    return named(config).model_dump(mode="json")
 
 
 def _of_same_model(change: Change) -> Change:

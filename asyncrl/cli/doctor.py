@@ -107,10 +107,12 @@ def _main(argv: list[str]) -> int:
 def _show_chat(configs: Sequence[str], overrides: dict[str, str], *, as_json: bool) -> int:
     """Check the model's chat template, show the report, and return the exit code. Raises ConfigError."""
     from asyncrl.config.load import load_config
+    from asyncrl.launcher.checks.hub import local_config
     from asyncrl.text.chat.renderer import make_renderer
     from asyncrl.text.tokenizer import tokenizer_of
 
     config = load_config(configs, ({} if configs else {"data.source": "synthetic"}) | overrides)
+    config = local_config(config, with_weights=False)
     tokenizer = tokenizer_of(config)
     renderer = make_renderer(config, tokenizer)
     if as_json:
@@ -154,10 +156,11 @@ def _show_agent(
 
     from asyncrl.config.load import load_config
     from asyncrl.launcher.checks.findings import FAILED_EXIT_CODE
+    from asyncrl.launcher.checks.hub import local_config
     from asyncrl.launcher.doctor.lone_episode import CannotPlay, for_script, play_scripted
 
     defaults = {} if configs else {"data.source": "synthetic", "rollout.engine": "sim", "learner.backend": "sim"}
-    config = load_config(configs, defaults | overrides)
+    config = local_config(load_config(configs, defaults | overrides), with_weights=False)
     try:
         played = asyncio.run(play_scripted(for_script(config, command, longest_s), with_data=bool(configs)))
     except CannotPlay as error:

@@ -16,6 +16,7 @@ from asyncrl.config.episode import ChatConfig, EpisodeConfig
 from asyncrl.config.monitor import DriftConfig, LogConfig, MonitorConfig, SinksConfig, TraceConfig
 from asyncrl.config.operation import (
     CheckpointConfig,
+    HubConfig,
     NetworkConfig,
     PlacementConfig,
     PreemptConfig,
@@ -74,6 +75,8 @@ class Config(Section):
     """Checkpoints and export."""
     resume: ResumeConfig = ResumeConfig()
     """Resuming a run."""
+    hub: HubConfig = HubConfig()
+    """Names of the Hugging Face hub."""
     preempt: PreemptConfig = PreemptConfig()
     """Preemption."""
     watchdog: WatchdogConfig = WatchdogConfig()

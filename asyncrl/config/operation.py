@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from asyncrl.config.section import NonNegative, OptionalPath, Positive, Seconds, Section
+from asyncrl.config.section import EXPAND_PATHS, NonNegative, OptionalPath, Positive, Seconds, Section
 
 LAST_GROUPS_SHARE = 0.3
 """Share of preempt.grace_s for which a preempted run waits at most for the last groups of the rollouters."""
@@ -40,6 +40,22 @@ class ResumeConfig(Section):
     allow: list[Literal["data", "seed", "batch"]] = []
     """Differences that a resume accepts: other prompts (they start a new epoch), another seed, another batch geometry.
     The flags --allow-changed-data, -seed and -batch set it."""
+
+
+class HubConfig(Section):
+    """Repositories of the Hugging Face hub that the run reads."""
+
+    pinned: dict[str, str] = {}
+    """By key, as model.path, its name with the commit. The launcher sets it, and a resume keeps it."""
+    timeout_s: Seconds = 7200.0
+    """Longest download of all repositories to a host."""
+
+    @field_validator("pinned")
+    @classmethod
+    def _refuse_given(cls, pinned: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        if pinned and info.context == EXPAND_PATHS:
+            raise ValueError("is set by the launcher; to choose a commit, write ORG/NAME@COMMIT into the key itself")
+        return pinned
 
 
 class PreemptConfig(Section):

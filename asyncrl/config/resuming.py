@@ -63,8 +63,8 @@ TABLE: dict[Applies, str] = {
         learner.max_filtered_ratio learner.max_quarantined_fraction learner.on_nonfinite learner.tokens_per_microbatch
         learner.packing learner.activation_checkpointing learner.offload learner.compile learner.collective_timeout_s
         learner.sim.*
-        lora.publish sft.* staleness.* weights.* drift.* eval.* checkpoint.* preempt.* watchdog.* placement.* network.*
-        security.* supervision.* monitor.* log.* sinks.* trace.*
+        lora.publish sft.* staleness.* weights.* drift.* eval.* checkpoint.* hub.timeout_s preempt.* watchdog.*
+        placement.* network.* security.* supervision.* monitor.* log.* sinks.* trace.*
     """,
     Applies.GENERATED: """
         model.path model.trust_remote_code
@@ -84,7 +84,7 @@ TABLE: dict[Applies, str] = {
     Applies.SEED: "run.seed",
     Applies.BATCH: "learner.groups_per_step learner.steps_per_version rollout.samples_per_prompt",
     Applies.REFUSED: "learner.backend lora.rank lora.alpha lora.targets",
-    Applies.COMMAND: "run.name run.dir resume.allow",
+    Applies.COMMAND: "run.name run.dir resume.allow hub.pinned",
 }
 """Every key of the configuration, by what a change of it applies to; SECTION.* are all keys of a section."""
 CONDITIONS: dict[Applies, str] = {

@@ -14,13 +14,15 @@ import glob
 import re
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 from asyncrl.core.errors import DataError
 
 Kind = Literal["jsonl", "parquet", "hf"]
 PARQUET_MAGIC = b"PAR1"
+DEPTH = 2
+"""Levels of a folder that are searched for files: its own, and that of its direct subfolders."""
 LISTED = 5
 """Most paths that an error names."""
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
@@ -92,23 +94,27 @@ def _kind_of(file: str) -> Kind:
 
 
 def _of_folder(folder: Path, kind: Kind | None, split: str) -> list[str]:
-    """Find the files of one split in a folder and its direct subfolders.
+    """Find the files of one split in a folder and its direct subfolders, as ``of_split`` chooses them."""
+    candidates = [file.relative_to(folder) for file in [*folder.glob("*"), *folder.glob("*/*")]]
+    return [str(folder / file) for file in of_split(str(folder), candidates, kind, split)]
 
-    If no file is named like any split, all files count. Raises DataError without a file, for a missing split, and if
-    the files lie in several folders.
+
+def of_split(place: str, candidates: Sequence[PurePath], kind: Kind | None, split: str) -> list[PurePath]:
+    """Choose the files of one split from those of a folder or a repository, given relative to ``place``. Pure.
+
+    Only files in the folder itself and in its direct subfolders count. If no file is named like any split, all of them
+    are chosen. Raises DataError without a file, for a missing split, and if the files lie in several folders.
     """
-    path = str(folder)
-    candidates = [*folder.glob("*"), *folder.glob("*/*")]
-    files = [file.relative_to(folder) for file in sorted(candidates) if _holds_rows(file.relative_to(folder), kind)]
+    files = [file for file in sorted(candidates) if len(file.parts) <= DEPTH and _holds_rows(file, kind)]
     if not files:
         suffixes = ", ".join(suffix for suffix, of in _KINDS.items() if kind in (None, of))
-        raise DataError(f"is a folder without a file of rows ({suffixes})", path=path, fix="give a file or a glob")
+        raise DataError(f"is a folder without a file of rows ({suffixes})", path=place, fix="give a file or a glob")
     chosen = [file for file in files if _is_of_split(file, split)]
     if not chosen:
         if any(_is_of_split(file, other) for file in files for other in _SPLITS):
             raise DataError(
                 f"has no file of the split {split!r}; it has {_listed(files)}",
-                path=path,
+                path=place,
                 fix="set data.split, or give a file or a glob",
             )
         chosen = files
@@ -116,13 +122,13 @@ def _of_folder(folder: Path, kind: Kind | None, split: str) -> list[str]:
     if len(parents) > 1:
         raise DataError(
             f"holds several data sets: {_listed(parents)}",
-            path=path,
-            fix=f"give one of them, as {folder / parents[0]}",
+            path=place,
+            fix=f"give one of them, as {PurePath(place) / parents[0]}",
         )
-    return [str(folder / file) for file in chosen]
+    return chosen
 
 
-def _holds_rows(file: Path, kind: Kind | None) -> bool:
+def _holds_rows(file: PurePath, kind: Kind | None) -> bool:
     """Whether a file, by its name, can hold rows of this kind, or of any kind if None.
 
     ``file`` is relative to the data set's folder.
@@ -132,11 +138,11 @@ def _holds_rows(file: Path, kind: Kind | None) -> bool:
     return found is not None and kind in (None, found) and not is_hidden and file.name not in _DESCRIPTIONS
 
 
-def _is_of_split(file: Path, split: str) -> bool:
+def _is_of_split(file: PurePath, split: str) -> bool:
     return re.search(rf"(^|[-_./ ]){re.escape(split)}([-_./ ]|$)", file.as_posix(), re.IGNORECASE) is not None
 
 
-def _listed(paths: Sequence[Path]) -> str:
+def _listed(paths: Sequence[PurePath]) -> str:
     names = [str(path) for path in paths]
     return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
 
@@ -152,8 +158,14 @@ def fetch_command(path: str, *, is_dataset: bool = False) -> str:
         name = path
     else:
         return ""
+    return download_command(name, is_dataset=is_dataset)
+
+
+def download_command(name: str, revision: str = "", *, is_dataset: bool = False) -> str:
+    """Return the command that downloads the hub's repository ``name``, OWNER/NAME, to a folder NAME."""
     kind = "--repo-type dataset " if is_dataset else ""
-    return f"hf download {kind}{shlex.quote(name)} --local-dir {shlex.quote(name.rpartition('/')[2])}"
+    at = f"--revision {shlex.quote(revision)} " if revision else ""
+    return f"hf download {kind}{at}{shlex.quote(name)} --local-dir {shlex.quote(name.rpartition('/')[2])}"
 
 
 def fetch_advice(path: str, key: str = "the path", *, is_dataset: bool = False) -> str:
@@ -164,5 +176,4 @@ def fetch_advice(path: str, key: str = "the path", *, is_dataset: bool = False) 
     command = fetch_command(path, is_dataset=is_dataset)
     if not command:
         return ""
-    folder = command.rpartition(" ")[2]
-    return f"run `{command}` (asyncrl downloads nothing) and set {key} to {folder}"
+    return f"run `{command}` and set {key} to {command.rpartition(' ')[2]}"

@@ -22,7 +22,8 @@ from asyncrl.config import Config
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_to_json
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.common.agent_messages import AgentSpec, HostOffer, HostSpec
+from asyncrl.launcher.checks.findings import Pin
+from asyncrl.launcher.common.agent_messages import AgentSpec, FetchOrder, HostOffer, HostSpec
 from asyncrl.launcher.common.placement import INTERFACE_VARIABLES, Placed, PlacementHost
 from asyncrl.launcher.hosts.addresses import interface_of
 from asyncrl.launcher.hosts.contact import LONGEST_LINE_BYTES, Contact
@@ -74,6 +75,11 @@ def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[s
         env=passed_on(),
         files={DIGESTS: (folder.path / DIGESTS).read_text()},
     )
+
+
+def fetch_order(config: Config, pins: Sequence[Pin]) -> FetchOrder:
+    """Return the order to download the files of these pins."""
+    return FetchOrder(pins=list(pins), limit_s=config.hub.timeout_s, folder=os.getcwd(), env=passed_on())
 
 
 def start_agent(contact: Contact, folder: RunFolder, spec: AgentSpec) -> AgentHandle:

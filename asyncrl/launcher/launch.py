@@ -29,15 +29,18 @@ from typing import Any, Literal
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.origin import digests, record
 from asyncrl.config import Config
+from asyncrl.config.hub import with_pins
 from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.config.operation import NetworkConfig
 from asyncrl.core.errors import ConfigError, UsageError
 from asyncrl.core.printable import say
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.checks.findings import CheckOrder, Finding, errors_of, on_host, rows, warnings_of
+from asyncrl.launcher.checks.findings import CheckOrder, Finding, Pin, errors_of, on_host, rows, warnings_of
+from asyncrl.launcher.checks.hub import FETCH_SLACK_S, fetch, for_actors, pin
 from asyncrl.launcher.common.agent_messages import (
     KILL,
     Checked,
+    Fetched,
     HostOffer,
     Prepared,
     RouteQuery,
@@ -58,6 +61,7 @@ from asyncrl.launcher.host_part import (
     GUARD_ARGV,
     LocalGuard,
     agent_spec,
+    fetch_order,
     host_of,
     host_row,
     host_spec,
@@ -79,6 +83,7 @@ from asyncrl.launcher.run_folder.folders import (
     named_in_utf8,
     private_folder,
     with_date,
+    with_pins_of,
 )
 from asyncrl.launcher.run_folder.private import RUN_ID, in_use, is_live, remove_abandoned
 from asyncrl.launcher.run_folder.resume import Resumption, find_resumption
@@ -147,6 +152,10 @@ class Launch:
     hosts: list[PlacementHost] = field(default_factory=list)
     """The hosts, the head first; ``_place`` sets them, without those that get no actor."""
     placed: list[Placed] = field(default_factory=list)
+    pins: list[Pin] = field(default_factory=list)
+    """The names of the Hugging Face hub in the configuration, pinned."""
+    unpinned: list[Finding] = field(default_factory=list)
+    """A failure for each name that the hub does not have, which may be a folder on other hosts."""
     findings: list[Finding] = field(default_factory=list)
     """Findings of the checks before the start."""
     progress: TerminalProgress = field(init=False)
@@ -165,7 +174,7 @@ class Launch:
         return Path(self.config.run.dir).absolute()
 
     def look_here(self, resume: str | None, *, shared: bool, everywhere: bool) -> None:
-        """Find the head and the run to resume, set chat.date, and examine this host if it is the head.
+        """Find the head and the run to resume, set chat.date and pins, and examine this host if it is the head.
 
         Raises UsageError, and the errors of ``find_resumption``.
         """
@@ -183,7 +192,8 @@ class Launch:
             named_in_utf8(self.resumption.folder.path, "--resume")
         else:
             named_in_utf8(self.run_dir, "run.dir")
-        self.config = with_date(self.config, self.resumption.folder.path if self.resumption is not None else None)
+        resumed = self.resumption.folder.path if self.resumption is not None else None
+        self.config = with_pins_of(with_date(self.config, resumed), resumed)
         if self.head_is_here:
             self.facts[self.head] = facts = find_facts()
             if facts.gpu_problem:
@@ -202,6 +212,8 @@ class Launch:
         await self.reached.reach([line.name for line in self.lines[self.head_is_here :]])
         self.facts |= {name: contact.facts for name, contact in self.reached.contacts.items()}
         finished = self.resumption is not None and self.resumption.is_finished
+        if not finished:
+            await self._pin()
         await self._place(with_checks=not finished)
         if self.dry_run:
             self._show_plan(as_json=self.dry_run == "json")
@@ -213,6 +225,44 @@ class Launch:
         return await self.run()
 
     # --- hosts ---
+
+    async def _pin(self) -> None:
+        """Pin the names of the hub. Raises ConfigError for a name that is not found, unless other hosts may have it."""
+        found = await pin(self.config)
+        self.pins, self.unpinned = found.pins, found.findings
+        if self.unpinned and not self.reached.contacts:
+            raise ConfigError(errors_of(self.unpinned), found=True)
+        self.config = with_pins(self.config, found.by_key())
+
+    async def _fetch(self) -> None:
+        """Let every host download what its actors read. Raises ConfigError with the problems of all hosts."""
+        pins = {name: for_actors(self.pins, actors) for name, actors in self._actors_of_hosts().items()}
+        for each in self.pins:
+            self.progress.say(f"{each.key}: {each.asked} is {each.name}")
+        own = fetch_order(self.config, pins.get(self.head, [])) if self.head_is_here else None
+        fetching = asyncio.create_task(fetch(own)) if own is not None else None
+        # Hosts without a download get an order too, because they wait longer for the next one after it.
+        orders = {name: fetch_order(self.config, pins.get(name, [])) for name in self.reached.contacts}
+        try:
+            limit_s = self.config.hub.timeout_s + FETCH_SLACK_S
+            answers = await self.reached.ask(orders, Fetched, "downloaded", limit_s, "hub.timeout_s")
+            found = (await fetching).findings if fetching is not None else []
+        finally:
+            if fetching is not None:
+                fetching.cancel()
+                await asyncio.gather(fetching, return_exceptions=True)
+        if self.start is not None:
+            found = on_host(self.head, found)
+        found += [finding for name, answer in answers.items() for finding in on_host(name, answer.findings)]
+        if found:
+            raise ConfigError(errors_of(found), found=True)
+
+    def _actors_of_hosts(self) -> dict[str, list[str]]:
+        """Return the names of the actors by host. Without a placement, the head has all actors."""
+        actors: dict[str, list[str]] = {}
+        for actor in self.placed:
+            actors.setdefault(actor.host, []).append(actor.name)
+        return actors or {self.head: list(self.config.actors)}
 
     async def _place(self, *, with_checks: bool) -> None:
         """Find the hosts' addresses, place the actors, run the checks, and release hosts without an actor.
@@ -229,9 +279,11 @@ class Launch:
         except ConfigError as error:
             problems = error.problems
         if with_checks:
+            if self.pins:
+                await self._fetch()
             self.findings = await self._check(address_of)
         if found := errors_of(self.findings):
-            raise ConfigError([*problems, *found], found=not problems)
+            raise ConfigError([*problems, *errors_of(self.unpinned), *found], found=not problems)
         if problems:
             raise ConfigError(problems)
         for finding in self.findings:
@@ -254,11 +306,7 @@ class Launch:
         """
         resumed = self.resumption.folder.path if self.resumption is not None else None
         run = resumed or free_run_folder(self.config)
-        actors: dict[str, list[str]] = {}
-        for actor in self.placed:
-            actors.setdefault(actor.host, []).append(actor.name)
-        # Without a placement, the head checks for all actors.
-        actors = actors or {self.head: list(self.config.actors)}
+        actors = self._actors_of_hosts()
         orders = {
             name: CheckOrder(
                 config=config_to_json(self.config),
@@ -270,6 +318,7 @@ class Launch:
                 known=self.resumption.prompts if self.resumption is not None else None,
                 resumed=str(resumed or ""),
                 folder=os.getcwd(),
+                pins=for_actors(self.pins, actors[name]),
                 shared_gpus={gpu: " and ".join(who) for gpu, who in shared_gpus(self.placed, name).items()},
                 env=passed_on(),
             )

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from asyncrl.config.hub import localized
 from asyncrl.config.load import config_from_json
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.observe.logging import configure_logging, listen, write_text
@@ -58,7 +59,7 @@ def run_actor(
     sys.setswitchinterval(SWITCH_S)
     # Each weight bucket that is held takes one or two descriptors, and the usual soft limit is 1,024.
     raise_descriptor_limit()
-    config = config_from_json((run_dir / "config.json").read_text())
+    config = localized(config_from_json((run_dir / "config.json").read_text()))
     configure_logging(config.log.level)
     credentials = load_credentials(run_dir / private, name, attempt)
 

@@ -336,9 +336,7 @@ def test_a_name_of_the_hub_gets_the_command_that_downloads_it(tmp_path: Path, mo
         "https://huggingface.co/datasets/openai/gsm8k/tree/main",
         "hf://datasets/openai/gsm8k",
     ):
-        assert f"run `{command}` (asyncrl downloads nothing) and set the path to gsm8k" in str(
-            fails("no such file", path=path)
-        )
+        assert f"run `{command}` and set the path to gsm8k" in str(fails("no such file", path=path))
     assert command in str(fails("no such folder", source="hf", path="openai/gsm8k"))
     (tmp_path / "openai").mkdir()
     for path in ("openai/gsm8k", "data/prompts.jsonl", "./openai/gsm8k", "a/b/c", "gsm8k"):

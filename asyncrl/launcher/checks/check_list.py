@@ -20,6 +20,7 @@ from pathlib import Path
 
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
+from asyncrl.config.hub import localized
 from asyncrl.config.learnable import obstacles
 from asyncrl.config.load import config_from_json
 from asyncrl.core.errors import ConfigError
@@ -27,6 +28,7 @@ from asyncrl.core.roles import ROLES, role_of
 from asyncrl.gpu.learner_memory import in_gigabytes
 from asyncrl.gpu.shared_gpus import read_shares
 from asyncrl.launcher.checks.findings import CheckOrder, Finding, fail, ok, warn
+from asyncrl.launcher.checks.hub import describe, missing_bytes
 from asyncrl.launcher.checks.inputs import Inputs, check_inputs
 from asyncrl.launcher.checks.model import check_model, check_served, check_window
 from asyncrl.launcher.checks.needs import (
@@ -76,7 +78,12 @@ class CheckedHost:
     @cached_property
     def config(self) -> Config | None:
         """The run's configuration; None if asyncrl-doctor has none. Checks that need one then return no findings."""
-        return config_from_json(self.order.config) if self.order.config else None
+        return localized(config_from_json(self.order.config)) if self.order.config else None
+
+    @property
+    def awaits_files(self) -> bool:
+        """Whether files of the hub are still to be downloaded, without which the run's inputs cannot be checked."""
+        return any(missing_bytes(pin) for pin in self.order.pins)
 
     def has(self, role: str) -> bool:
         """Whether an actor of this role is on the host."""
@@ -96,7 +103,8 @@ class CheckedHost:
         return asyncio.create_task(self._read_model())
 
     async def _read_model(self) -> tuple[Finding | None, ModelSize | None]:
-        if self.config is None or not any(ROLES[role_of(actor)].reads_model for actor in self.order.actors):
+        reads = any(ROLES[role_of(actor)].reads_model for actor in self.order.actors)
+        if self.config is None or not reads or self.awaits_files:
             return None, None
         return await asyncio.to_thread(check_model, self.config.model.path, self.config.lora)
 
@@ -107,7 +115,7 @@ class CheckedHost:
 
     async def _read_inputs(self) -> Inputs:
         config = self.config
-        if config is None:
+        if config is None or self.awaits_files:
             return Inputs()
         for_learner = "learner/0" in self.order.actors and learner_reads_more(config)
         if not for_learner and not any(ROLES[role_of(actor)].reads_tokenizer for actor in self.order.actors):
@@ -128,7 +136,7 @@ async def _nccl(host: CheckedHost) -> list[Finding]:
 
 
 async def _sharing(host: CheckedHost) -> list[Finding]:
-    if host.config is None or not host.order.shared_gpus:
+    if host.config is None or not host.order.shared_gpus or host.awaits_files:
         return []
     return await asyncio.to_thread(check_sharing, host.config, host.order.shared_gpus)
 
@@ -165,6 +173,10 @@ async def _ports(host: CheckedHost) -> list[Finding]:
     return [
         check_ports(host.order.address, network.ports, controller_port, ports_needed(host.config, host.order.actors))
     ]
+
+
+async def _hub(host: CheckedHost) -> list[Finding]:
+    return [describe(pin) for pin in host.order.pins]
 
 
 async def _model(host: CheckedHost) -> list[Finding | None]:
@@ -308,6 +320,7 @@ ORDER = (
         "nccl",
         "ports",
         "reach",
+        "hub",
         "model",
     ),
     *("tokenizer", "teacher", "chat", "data", "prompt", "reward", "algorithm", "learning", "episode", "sinks", "grace"),
@@ -318,7 +331,7 @@ ORDER = (
 Only asyncrl-doctor runs the checks that compare hosts, and the search for leftovers.
 """
 CHECKS: Sequence[Callable[[CheckedHost], Awaitable[Iterable[Finding | None]]]] = (
-    *(_sharing, _nccl, _ports, _model, _inputs, _reward, _algorithm, _learning, _episode),
+    *(_sharing, _nccl, _ports, _hub, _model, _inputs, _reward, _algorithm, _learning, _episode),
     *(_sinks, _grace, _folders, _memory, _shm, _descriptors),
 )
 """The checks that run on one host."""

@@ -50,6 +50,21 @@ class KnownPrompts(msgspec.Struct, frozen=True):
     """Number of prompts; 0 if unknown."""
 
 
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """A name of the Hugging Face hub, pinned to a commit."""
+
+    key: str
+    """The configuration key."""
+    asked: str
+    """The name as configured."""
+    revision: str
+    """The revision that was asked for."""
+    name: str
+    """The name with the commit."""
+    files: dict[str, int]
+    """Size of each file that the run needs (bytes)."""
+
+
 class CheckOrder(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
     """Message to a host: run the list of checks (check_list.py) for the actors that the run places on you."""
 
@@ -71,6 +86,8 @@ class CheckOrder(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
     """Folder of the run that is resumed; empty for a new run."""
     folder: str = ""
     """Folder in which the launcher was called. Relative paths start there, if the host has such a folder."""
+    pins: list[Pin] = []
+    """The names of the hub whose files this host needs."""
     shared_gpus: dict[str, str] = {}
     """GPUs of this host that a rank of the learner and an engine share, each with their names."""
     env: dict[str, str] = {}

@@ -2,9 +2,9 @@
 
 A host's entry point (hosts/remote.py) first sends a HostOffer. The command reads it field by field, because the host
 may have another version of asyncrl. The command then sends orders, and the host answers each in turn. A RouteQuery asks
-how the host reaches the head, which is the first host of the run, with the controller. A CheckOrder runs the list of
-checks. A HostSpec hands over the host's part of a run, and an EndOrder makes sure that nothing of a run is left. The
-orders of asyncrl-doctor are in doctor/orders.py.
+how the host reaches the head, which is the first host of the run, with the controller. A FetchOrder downloads files of
+the Hugging Face hub. A CheckOrder runs the list of checks. A HostSpec hands over the host's part of a run, and an
+EndOrder makes sure that nothing of a run is left. The orders of asyncrl-doctor are in doctor/orders.py.
 
 After a HostSpec the entry point becomes the guard of the host's node agent, on the same connection. The agent first
 reads an AgentSpec, and then commands: ``stop``, ``preempt CAUSE`` and ``kill``. An agent that is not on the head also
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from asyncrl.launcher.checks.findings import Finding
+from asyncrl.launcher.checks.findings import Finding, Pin
 
 # --- before the agent lives ---
 
@@ -56,6 +56,24 @@ class Routes(Struct, frozen=True, kw_only=True, tag="routes"):
     """Addresses to which the head's name resolves on this host; empty if it does not resolve."""
     via: dict[str, str]
     """Address of the head → this host's own address on the route to it. Only addresses with a route."""
+
+
+class FetchOrder(Struct, frozen=True, kw_only=True, tag="fetch"):
+    """Asks a host to download the files of these pins to its cache."""
+
+    pins: list[Pin]
+    limit_s: float
+    """Deadline of the download (s)."""
+    folder: str = ""
+    """Folder in which the launcher was called. Relative paths start there, if the host has such a folder."""
+    env: dict[str, str] = {}
+    """Variables that the host sets in its own environment."""
+
+
+class Fetched(Struct, frozen=True, kw_only=True, tag="fetched"):
+    """The answer to FetchOrder: a failure for each pin that could not be downloaded."""
+
+    findings: list[Finding] = []
 
 
 class Checked(Struct, frozen=True, kw_only=True, tag="checked"):

@@ -15,13 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
+from asyncrl.config.hub import with_pins
 from asyncrl.config.load import config_to_json
 from asyncrl.core.errors import ConfigError, HostFailed, UsageError
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.launcher.checks.check_list import in_order
 from asyncrl.launcher.checks.findings import CheckOrder, Finding, fail, ok, on_host, warn
+from asyncrl.launcher.checks.hub import Pins, for_actors, pin
 from asyncrl.launcher.common.agent_messages import Checked, RouteQuery, Routes
 from asyncrl.launcher.common.placement import Placed, PlacementHost, place, shared_gpus, with_episode_hosts, with_gpus
 from asyncrl.launcher.doctor.between_hosts import (
@@ -284,6 +288,14 @@ class Examination:
 
         A host that sees the head's folder of runs does not look through it again.
         """
+        pins = Pins()
+        if self.config is not None:
+            pins = await pin(self.config)
+            # On several hosts, the name may be a folder of each.
+            self._findings += [
+                replace(finding, result="warn") if self._several else finding for finding in pins.findings
+            ]
+            self.config = with_pins(self.config, pins.by_key())
         config, head, token = self.config, self._head, secrets.token_hex(8)
         runs = Path(config.run.dir if config is not None else DEFAULT_RUNS)
         # A run whose name is taken gets another folder, on the same disk.
@@ -297,6 +309,7 @@ class Examination:
                 run=str(run),
                 is_head=host == head,
                 several=self._several,
+                pins=for_actors(pins.pins, self._actors_on(host)),
                 shared_gpus={gpu: " and ".join(who) for gpu, who in shared_gpus(self._placed, host).items()},
             )
 

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from asyncrl.config import Config
+from asyncrl.config.hub import localized
 from asyncrl.config.load import config_from_json, config_to_json, validate_config
 from asyncrl.core.errors import AsyncRLError, ConfigError, EngineDied
 from asyncrl.core.printable import say
@@ -373,7 +374,7 @@ def main() -> None:
         # Engines, users' modules and their processes may print. Their output goes into a file, not into the answer.
         for stream in (1, 2):
             os.dup2(printed.fileno(), stream)
-        answer = asyncio.run(generate(config_from_json(order.config), order.count))
+        answer = asyncio.run(generate(localized(config_from_json(order.config)), order.count))
         sys.stdout.flush()
         sys.stderr.flush()
         if answer.problems:

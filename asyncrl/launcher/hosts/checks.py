@@ -1,4 +1,4 @@
-"""Answers a CheckOrder on the host that receives it from the launcher or asyncrl-doctor: runs the list of checks."""
+"""Answers orders on the host that receives them: the list of checks (CheckOrder), and downloads (FetchOrder)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,33 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 from asyncrl.launcher.checks.check_list import CheckedHost, check_host
 from asyncrl.launcher.checks.findings import CheckOrder
+from asyncrl.launcher.checks.hub import fetch
 from asyncrl.launcher.checks.model import digest
-from asyncrl.launcher.common.agent_messages import Checked, HostOffer
+from asyncrl.launcher.common.agent_messages import Checked, Fetched, FetchOrder, HostOffer
 from asyncrl.launcher.hosts.addresses import interface_of
 
 LOOK_S = 0.2
+A = TypeVar("A")
 
 
 def answer_check(order: CheckOrder, facts: HostOffer, *, is_cut: Callable[[], bool] = lambda: False) -> Checked:
-    """Run the checks in the launcher's working directory, with its variables; this process keeps both afterwards.
+    """Run the checks, as ``_answer`` runs the work of an order."""
+    return _answer(order, check_part(order, facts), is_cut)
+
+
+def answer_fetch(order: FetchOrder, *, is_cut: Callable[[], bool]) -> Fetched:
+    """Download the files, as ``_answer`` runs the work of an order."""
+    return _answer(order, fetch(order), is_cut)
+
+
+def _answer(order: CheckOrder | FetchOrder, work: Coroutine[Any, Any, A], is_cut: Callable[[], bool]) -> A:
+    """Do the work in the launcher's working directory, with its variables; this process keeps both afterwards.
 
     Every LOOK_S ``is_cut`` is called; if it returns True, because the caller is gone, the process exits.
     """
@@ -27,17 +40,17 @@ def answer_check(order: CheckOrder, facts: HostOffer, *, is_cut: Callable[[], bo
         os.chdir(order.folder or ".")
     os.environ.update(order.env)
 
-    async def check_until_cut() -> Checked:
-        checking = asyncio.create_task(check_part(order, facts))
-        while not checking.done():
-            await asyncio.wait([checking], timeout=LOOK_S)
-            if not checking.done() and is_cut():
-                checking.cancel()
-                await asyncio.wait([checking])
+    async def work_until_cut() -> A:
+        working = asyncio.create_task(work)
+        while not working.done():
+            await asyncio.wait([working], timeout=LOOK_S)
+            if not working.done() and is_cut():
+                working.cancel()
+                await asyncio.wait([working])
                 sys.exit(1)
-        return checking.result()
+        return working.result()
 
-    return asyncio.run(check_until_cut())
+    return asyncio.run(work_until_cut())
 
 
 async def check_part(order: CheckOrder, facts: HostOffer) -> Checked:

@@ -205,7 +205,7 @@ class Contact:
 class ReachedHosts:
     """The contacts, by name, to those of a command's ``count`` hosts that ``start`` leads to.
 
-    Each method has ``limit_s`` (supervision.start_timeout_s) for all hosts together.
+    Each method has ``limit_s`` (supervision.start_timeout_s) for all hosts together, or the limit that it is given.
     """
 
     start: StartCommand
@@ -222,11 +222,20 @@ class ReachedHosts:
         work = {name: contact.reach() for name, contact in self.contacts.items()}
         await self._wait_for_all(work, "reached", self.progress.reaching)
 
-    async def ask(self, orders: Mapping[str, msgspec.Struct], answer: type[A], what: str) -> dict[str, A]:
-        """Send each host its order and return the answers. A late host fails as "not ``what``". Raises HostFailed."""
-        return await self._wait_for_all(
-            {name: self.contacts[name].ask(order, answer) for name, order in orders.items()}, what
-        )
+    async def ask(
+        self,
+        orders: Mapping[str, msgspec.Struct],
+        answer: type[A],
+        what: str,
+        limit_s: float | None = None,
+        key: str = "supervision.start_timeout_s",
+    ) -> dict[str, A]:
+        """Send each host its order and return the answers. A late host fails as "not ``what``". Raises HostFailed.
+
+        ``key`` is the configuration key of ``limit_s``.
+        """
+        work = {name: self.contacts[name].ask(order, answer) for name, order in orders.items()}
+        return await self._wait_for_all(work, what, limit_s=limit_s, key=key)
 
     async def close(self) -> None:
         """Close all connections. Agents that run already continue."""
@@ -237,6 +246,9 @@ class ReachedHosts:
         work: Mapping[str, Awaitable[Any]],
         what: str,
         show_waiting: Callable[[list[str]], None] = lambda _: None,
+        *,
+        limit_s: float | None = None,
+        key: str = "supervision.start_timeout_s",
     ) -> dict[str, Any]:
         """Wait for the work of all hosts and return the results. ``show_waiting`` receives the hosts without one.
 
@@ -244,7 +256,8 @@ class ReachedHosts:
         failures. Without a failure, hosts that take longer than ``limit_s`` fail. Raises HostFailed.
         """
         loop = asyncio.get_running_loop()
-        until = loop.time() + self.limit_s
+        limit_s = self.limit_s if limit_s is None else limit_s
+        until = loop.time() + limit_s
         tasks = {name: asyncio.ensure_future(awaitable) for name, awaitable in work.items()}
         failures: dict[str, HostFailed] = {}
         waiting: list[str] = []
@@ -266,7 +279,7 @@ class ReachedHosts:
         if not failures:
             for name in waiting:
                 last_error = self.contacts[name].last_error
-                late = f"not {what} within {self.limit_s:g} s (supervision.start_timeout_s)"
+                late = f"not {what} within {limit_s:g} s ({key})"
                 failures[name] = HostFailed(name, late + (f": {last_error}" if last_error else ""))
         if failures:
             raise self._show_and_combine(failures)

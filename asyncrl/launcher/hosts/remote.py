@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -33,6 +33,8 @@ from asyncrl.launcher.checks.findings import CheckOrder
 from asyncrl.launcher.common.agent_messages import (
     Checked,
     EndOrder,
+    Fetched,
+    FetchOrder,
     HostEnded,
     HostOffer,
     HostSpec,
@@ -69,6 +71,7 @@ def main() -> int:
     answers: dict[type[Any], Callable[[Any], Any]] = {
         RouteQuery: find_routes,
         CheckOrder: lambda order: check(order, facts),
+        FetchOrder: fetch,
         EndOrder: end,
         HostSpec: _become_guard,
     }
@@ -84,9 +87,12 @@ def serve(facts: HostOffer, answers: Mapping[type[Any], Callable[[Any], Any]], o
     orders = msgspec.json.Decoder(Union[tuple(answers)])  # noqa: UP007
     try:
         _send(facts, output)
-        while line := _read_line():
+        next_order_s = ORDER_S
+        while line := _read_line(next_order_s):
             order = orders.decode(line)
             _send(answers[type(order)](order), output)
+            # Other hosts may still download.
+            next_order_s = max(ORDER_S, order.limit_s) if isinstance(order, FetchOrder) else ORDER_S
     except BrokenPipeError:
         return 1
     # This clause comes before OSError, because some of these errors are an OSError too.
@@ -108,11 +114,25 @@ def check(order: CheckOrder, facts: HostOffer) -> Checked:
     # Imported late, because it imports the configuration, which would delay the host's first line.
     from asyncrl.launcher.hosts.checks import answer_check
 
-    # Output of other code goes to standard error, so that it does not come between the answers.
+    with _output_to_error():
+        return answer_check(order, facts, is_cut=_launcher_hung_up)
+
+
+def fetch(order: FetchOrder) -> Fetched:
+    """Answer a FetchOrder. Exits the process if the launcher closes the connection meanwhile."""
+    from asyncrl.launcher.hosts.checks import answer_fetch
+
+    with _output_to_error():
+        return answer_fetch(order, is_cut=_launcher_hung_up)
+
+
+@contextlib.contextmanager
+def _output_to_error() -> Iterator[None]:
+    """Let output of other code go to standard error, so that it does not come between the answers."""
     output = os.dup(1)
     os.dup2(2, 1)
     try:
-        return answer_check(order, facts, is_cut=_launcher_hung_up)
+        yield
     finally:
         os.dup2(output, 1)
         os.close(output)
@@ -245,13 +265,13 @@ def pids_with(module: str, private: str) -> list[int]:
     return pids
 
 
-def _read_line() -> bytes:
-    """Return the next line of standard input; empty at its end, after ORDER_S, and for a line that is too long.
+def _read_line(within_s: float) -> bytes:
+    """Return the next line of standard input; empty at its end, after ``within_s``, and for a line that is too long.
 
     Reads one byte at a time, because the agent reads what follows the line.
     """
     line = bytearray()
-    until = time.monotonic() + ORDER_S
+    until = time.monotonic() + within_s
     while len(line) < LONGEST_ORDER_BYTES:
         ready, _, _ = select.select([0], [], [], max(0.0, until - time.monotonic()))
         byte = os.read(0, 1) if ready else b""

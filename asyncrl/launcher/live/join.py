@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.load import config_to_json
-from asyncrl.core.errors import ActorFailed, AsyncRLError, NotKept, RemoteError, UsageError
+from asyncrl.core.errors import ActorFailed, AsyncRLError, ConfigError, NotKept, RemoteError, UsageError
 from asyncrl.launcher.agent_handle import (
     SLACK_S,
     AgentHandle,
@@ -35,9 +35,12 @@ from asyncrl.launcher.agent_handle import (
     kill_members,
     watch_silence,
 )
+from asyncrl.launcher.checks.findings import errors_of, on_host
+from asyncrl.launcher.checks.hub import FETCH_SLACK_S, Pins, for_actors, pin
 from asyncrl.launcher.common.agent_messages import (
     CONTROLLER_AT,
     EndedEvent,
+    Fetched,
     Prepared,
     RouteQuery,
     Routes,
@@ -45,7 +48,7 @@ from asyncrl.launcher.common.agent_messages import (
     agent_name,
 )
 from asyncrl.launcher.common.placement import PlacementHost, place_replicas, replicas_of
-from asyncrl.launcher.host_part import agent_spec, host_of, host_row, host_spec, start_agent
+from asyncrl.launcher.host_part import agent_spec, fetch_order, host_of, host_row, host_spec, start_agent
 from asyncrl.launcher.hosts import addresses
 from asyncrl.launcher.hosts.contact import ReachedHosts
 from asyncrl.launcher.hosts.hostfile import HostLine
@@ -114,6 +117,7 @@ class JoinedHosts:
             if dry_run:
                 self._show_plan()
                 return 0
+            await self._fetch()
             with LiveController(self.run) as self.controller:
                 await self._begin()
                 return await self.follow()
@@ -133,6 +137,21 @@ class JoinedHosts:
         if small:
             each = config.rollout.gpus_per_replica
             raise UsageError(f"an engine of this run takes {each} GPUs (rollout.gpus_per_replica): {', '.join(small)}")
+
+    async def _fetch(self) -> None:
+        """Let the hosts download the run's model of the Hugging Face hub, if it has one. Raises ConfigError."""
+        config = self.run.config
+        found = await pin(config) if config.hub.pinned else Pins()
+        pins = for_actors(found.pins, ["rollouter/0"])
+        problems = errors_of(found.findings)
+        if pins:
+            orders = dict.fromkeys(self._reached.contacts, fetch_order(config, pins))
+            limit_s = config.hub.timeout_s + FETCH_SLACK_S
+            answers = await self._reached.ask(orders, Fetched, "downloaded", limit_s, "hub.timeout_s")
+            for name, answer in answers.items():
+                problems += errors_of(on_host(name, answer.findings))
+        if problems:
+            raise ConfigError(problems, found=True)
 
     def _show_plan(self) -> None:
         self.progress.end()

@@ -22,6 +22,7 @@ from typing import Any
 
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
+from asyncrl.config.hub import kept_pins, with_pins
 from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.core.errors import UsageError
 from asyncrl.core.files import replace_file
@@ -67,6 +68,15 @@ def with_date(config: Config, resumed: Path | None) -> Config:
     tree = config.model_dump(mode="json")
     tree["chat"]["date"] = date or datetime.date.today().isoformat()
     return validate_config(tree)
+
+
+def with_pins_of(config: Config, resumed: Path | None) -> Config:
+    """Return the configuration with the pins of the run folder ``resumed`` for names of the hub that did not change."""
+    was: dict[str, Any] = {}
+    if resumed is not None:
+        with contextlib.suppress(OSError, ValueError):
+            was = json.loads((resumed / CONFIG).read_bytes())
+    return with_pins(config, kept_pins(config, was))
 
 
 def named_in_utf8(path: Path, key: str) -> Path:

@@ -57,7 +57,7 @@ def test_a_name_of_the_hub_gets_the_command_that_downloads_the_model(tmp_path, m
     for path in ("Qwen/Qwen2.5-0.5B-Instruct", "https://huggingface.co/Qwen/Qwen2.5-0.5B-Instruct"):
         found, _ = check_model(path)
         assert found.result == "fail" and f"{path} is not a folder here" in found.detail
-        assert found.fix == f"run `{command}` (asyncrl downloads nothing) and set model.path to Qwen2.5-0.5B-Instruct"
+        assert found.fix == f"run `{command}` and set model.path to Qwen2.5-0.5B-Instruct"
     for path in ("/models/x", "models", "./Qwen/x", "../Qwen"):
         assert "hf download" not in check_model(path)[0].fix
 
