@@ -30,8 +30,8 @@ class ModelConfig(Section):
     """The policy."""
 
     path: OptionalPath = None
-    """Folder of a Hugging Face causal LM with its tokenizer. Optional if everything is simulated and
-    no GPU is shared."""
+    """Folder of a Hugging Face causal LM with its tokenizer, or its name on the hub, as ORG/NAME or ORG/NAME@REVISION
+    (docs/models.md). Optional if everything is simulated and no GPU is shared."""
     trust_remote_code: bool = False
     """Let the model's own Python code run."""
 
@@ -47,7 +47,8 @@ class DataConfig(Section):
     """JSON files (.jsonl, .json, .gz), Parquet files, a folder of datasets.save_to_disk (hf), a reasoning-gym task, or
     synthetic prompts. auto derives one of the first three from path."""
     path: OptionalPath = None
-    """File, glob or folder. In a folder of JSON or Parquet files, those whose names contain the split are read."""
+    """File, glob or folder, on the host or in a data set of the hub: ORG/NAME or ORG/NAME@REVISION, then /PATH
+    (docs/first-run.md). In a folder of JSON or Parquet files, those whose names contain the split are read."""
     split: str = "train"
     """Split to read from a folder that has several."""
     task: str | None = None
@@ -231,7 +232,7 @@ class LearnerConfig(Section):
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Weight of each token's entropy (nats) in the objective."""
     teacher: OptionalPath = None
-    """Teacher of loss = "distill", with the policy's tokenizer: a folder, or http://HOST:PORT/v1 of a server that
+    """Teacher of loss = "distill", with the policy's tokenizer: as model.path, or http://HOST:PORT/v1 of a server that
     returns log-probs of prompts, such as vLLM. A server needs rollout.temperature = 1 and no truncation."""
     teacher_server: TeacherServerConfig = TeacherServerConfig()
     """The server of a teacher that is a URL."""

@@ -22,8 +22,8 @@ from asyncrl.config import Config
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_to_json
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.checks.findings import Pin
-from asyncrl.launcher.common.agent_messages import AgentSpec, FetchOrder, HostOffer, HostSpec
+from asyncrl.launcher.checks.findings import FetchOrder, Pin
+from asyncrl.launcher.common.agent_messages import AgentSpec, HostOffer, HostSpec
 from asyncrl.launcher.common.placement import INTERFACE_VARIABLES, Placed, PlacementHost
 from asyncrl.launcher.hosts.addresses import interface_of
 from asyncrl.launcher.hosts.contact import LONGEST_LINE_BYTES, Contact

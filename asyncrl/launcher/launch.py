@@ -35,12 +35,11 @@ from asyncrl.config.operation import NetworkConfig
 from asyncrl.core.errors import ConfigError, UsageError
 from asyncrl.core.printable import say
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.checks.findings import CheckOrder, Finding, Pin, errors_of, on_host, rows, warnings_of
+from asyncrl.launcher.checks.findings import CheckOrder, Fetched, Finding, Pin, errors_of, on_host, rows, warnings_of
 from asyncrl.launcher.checks.hub import FETCH_SLACK_S, fetch, for_actors, pin
 from asyncrl.launcher.common.agent_messages import (
     KILL,
     Checked,
-    Fetched,
     HostOffer,
     Prepared,
     RouteQuery,

@@ -94,6 +94,24 @@ class CheckOrder(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
     """Variables that the host sets in its own environment."""
 
 
+class FetchOrder(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
+    """Asks a host to download the files of these pins to its cache."""
+
+    pins: list[Pin]
+    limit_s: float
+    """Deadline of the download (s)."""
+    folder: str = ""
+    """Folder in which the launcher was called. Relative paths start there, if the host has such a folder."""
+    env: dict[str, str] = {}
+    """Variables that the host sets in its own environment."""
+
+
+class Fetched(msgspec.Struct, frozen=True, kw_only=True, tag="fetched"):
+    """The answer to FetchOrder: a failure for each pin that could not be downloaded."""
+
+    findings: list[Finding] = []
+
+
 def ok(check: str, detail: str, host: str = ALL_HOSTS, *, key: str = "") -> Finding:
     """Make a finding that needs no action."""
     return Finding(host, check, "ok", detail, key=key)

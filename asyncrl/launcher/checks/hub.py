@@ -31,10 +31,9 @@ from asyncrl.core.disk import in_bytes
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.data.files import Kind, download_command, of_split
-from asyncrl.launcher.checks.findings import Finding, Pin, errors_of, fail, listed, ok
+from asyncrl.launcher.checks.findings import Fetched, FetchOrder, Finding, Pin, errors_of, fail, listed, ok
 from asyncrl.launcher.checks.needs import count
 from asyncrl.launcher.checks.process import ask_process
-from asyncrl.launcher.common.agent_messages import Fetched, FetchOrder
 
 if TYPE_CHECKING:
     from asyncrl.config.training import DataConfig

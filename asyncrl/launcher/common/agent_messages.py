@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from asyncrl.launcher.checks.findings import Finding, Pin
+from asyncrl.launcher.checks.findings import Finding
 
 # --- before the agent lives ---
 
@@ -56,24 +56,6 @@ class Routes(Struct, frozen=True, kw_only=True, tag="routes"):
     """Addresses to which the head's name resolves on this host; empty if it does not resolve."""
     via: dict[str, str]
     """Address of the head → this host's own address on the route to it. Only addresses with a route."""
-
-
-class FetchOrder(Struct, frozen=True, kw_only=True, tag="fetch"):
-    """Asks a host to download the files of these pins to its cache."""
-
-    pins: list[Pin]
-    limit_s: float
-    """Deadline of the download (s)."""
-    folder: str = ""
-    """Folder in which the launcher was called. Relative paths start there, if the host has such a folder."""
-    env: dict[str, str] = {}
-    """Variables that the host sets in its own environment."""
-
-
-class Fetched(Struct, frozen=True, kw_only=True, tag="fetched"):
-    """The answer to FetchOrder: a failure for each pin that could not be downloaded."""
-
-    findings: list[Finding] = []
 
 
 class Checked(Struct, frozen=True, kw_only=True, tag="checked"):

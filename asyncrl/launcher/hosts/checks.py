@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.launcher.checks.check_list import CheckedHost, check_host
-from asyncrl.launcher.checks.findings import CheckOrder
+from asyncrl.launcher.checks.findings import CheckOrder, Fetched, FetchOrder
 from asyncrl.launcher.checks.hub import fetch
 from asyncrl.launcher.checks.model import digest
-from asyncrl.launcher.common.agent_messages import Checked, Fetched, FetchOrder, HostOffer
+from asyncrl.launcher.common.agent_messages import Checked, HostOffer
 from asyncrl.launcher.hosts.addresses import interface_of
 
 LOOK_S = 0.2

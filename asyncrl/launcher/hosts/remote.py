@@ -29,12 +29,10 @@ from typing import Any, NoReturn, Union
 import msgspec
 
 from asyncrl.core.errors import AsyncRLError, UsageError
-from asyncrl.launcher.checks.findings import CheckOrder
+from asyncrl.launcher.checks.findings import CheckOrder, Fetched, FetchOrder
 from asyncrl.launcher.common.agent_messages import (
     Checked,
     EndOrder,
-    Fetched,
-    FetchOrder,
     HostEnded,
     HostOffer,
     HostSpec,

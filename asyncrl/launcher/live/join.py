@@ -35,12 +35,11 @@ from asyncrl.launcher.agent_handle import (
     kill_members,
     watch_silence,
 )
-from asyncrl.launcher.checks.findings import errors_of, on_host
+from asyncrl.launcher.checks.findings import Fetched, errors_of, on_host
 from asyncrl.launcher.checks.hub import FETCH_SLACK_S, Pins, for_actors, pin
 from asyncrl.launcher.common.agent_messages import (
     CONTROLLER_AT,
     EndedEvent,
-    Fetched,
     Prepared,
     RouteQuery,
     Routes,

@@ -10,9 +10,8 @@ from hub_server import TOKEN, HubServer
 from asyncrl.config.hub import HubName, with_pins
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import DataError
-from asyncrl.launcher.checks.findings import Pin, errors_of
+from asyncrl.launcher.checks.findings import FetchOrder, Pin, errors_of
 from asyncrl.launcher.checks.hub import cached, data_files, fetch, missing_bytes, model_files, name_of, pin
-from asyncrl.launcher.common.agent_messages import FetchOrder
 
 MODEL = {
     "config.json": "{}",
