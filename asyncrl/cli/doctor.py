@@ -112,7 +112,7 @@ def _show_chat(configs: Sequence[str], overrides: dict[str, str], *, as_json: bo
     from asyncrl.text.tokenizer import tokenizer_of
 
     config = load_config(configs, ({} if configs else {"data.source": "synthetic"}) | overrides)
-    config = local_config(config, with_weights=False)
+    config = local_config(config, ["model.path"], with_weights=False)
     tokenizer = tokenizer_of(config)
     renderer = make_renderer(config, tokenizer)
     if as_json:

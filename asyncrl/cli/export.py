@@ -6,9 +6,12 @@ Importing this module, ``--help`` and wrong usage load nothing beyond the standa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,8 +29,12 @@ DESCRIPTION = "Write the weights of a run's checkpoint, adapters added in, as a 
 EPILOG = """\
 RUN is a run folder, or a name under runs/. OUT must be missing or empty. It appears once the whole model is written.
 
-Exit codes: 0 done; 1 the checkpoint is damaged or OUT cannot be written; 2 wrong usage, no such run or no such
-checkpoint; 78 the model of the configuration is missing or is another one; 130 Ctrl-C.
+--push-to-hub ORG/NAME uploads the folder to a model's repository of the Hugging Face hub, which is made if it is
+missing. A README.md is added: a model card with data, configuration, metrics and version. HF_TOKEN must have a token
+that may write there. Without OUT, the folder is removed afterwards.
+
+Exit codes: 0 done; 1 the checkpoint is damaged, OUT cannot be written, or the upload failed; 2 wrong usage, no such run
+or no such checkpoint; 78 the model of the configuration is missing or is another one; 130 Ctrl-C.
 """
 
 
@@ -39,23 +46,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     from asyncrl.core.errors import AsyncRLError, ConfigError, UsageError
 
-    given = _parser().parse_args(argv)
+    parser = _parser()
+    given = parser.parse_args(argv)
+    _check_flags(parser, given)
     try:
-        version = _export(given)
+        version, where = _export_and_push(given)
     except KeyboardInterrupt:
         return complain(PROGRAM, "ended by SIGINT", 130)
     except (ConfigError, UsageError) as error:
         return complain(PROGRAM, str(error), error.exit_code)
     except (AsyncRLError, OSError) as error:
         return complain(PROGRAM, str(error), 1)
-    say(f"version {version}: {given.out}", sys.stdout)
+    say(f"version {version}: {where}", sys.stdout)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(PROGRAM, DESCRIPTION, EPILOG)
     parser.add_argument("run", metavar="RUN", help="folder or name of a run, live or not")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    parser.add_argument("out", metavar="OUT", type=Path, nargs="?", help="folder to write")
     parser.add_argument("--version", metavar="N", type=int, help="of this version of the weights (the newest there is)")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], help="of the weights (learner.dtype; auto: float32)"
@@ -64,11 +73,62 @@ def _parser() -> argparse.ArgumentParser:
         "--adapter", action="store_true", help="of a run with lora.rank: the adapter alone, as PEFT has it"
     )
     parser.add_argument("--model", metavar="PATH", help="the model that the run began with, if model.path has moved")
+    parser.add_argument("--push-to-hub", metavar="ORG/NAME", help="upload the model, with a model card")
+    parser.add_argument("--private", action="store_true", help="make the repository of --push-to-hub private")
     return parser
 
 
-def _export(given: argparse.Namespace) -> int:
-    """Check the arguments, write the model, and return its version. Raises AsyncRLError or OSError."""
+def _check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """End the program on wrong usage."""
+    if given.out is None and given.push_to_hub is None:
+        parser.error("name the folder OUT, or a repository by --push-to-hub ORG/NAME")
+    if given.private and given.push_to_hub is None:
+        parser.error("--private belongs to --push-to-hub")
+    if given.push_to_hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", given.push_to_hub):
+        parser.error(f"--push-to-hub {given.push_to_hub}: is not ORG/NAME")
+
+
+def _export_and_push(given: argparse.Namespace) -> tuple[int, str]:
+    """Write the model, and push it if the flag is given. Returns its version, and where it is.
+
+    Raises AsyncRLError or OSError.
+    """
+    with contextlib.ExitStack() as stack:
+        if given.out is None:
+            # Beside the checkpoint, where there is room for a model.
+            folder = tempfile.TemporaryDirectory(prefix=".push-", dir=run_folder(given.run, PROGRAM))
+            given.out = Path(stack.enter_context(folder)) / "model"
+        config, found = _export(given)
+        if given.push_to_hub is None:
+            return found.version, str(given.out)
+        from asyncrl.launcher.checks.hub import push
+
+        (given.out / "README.md").write_text(_card(given, config, found))
+        address = push(given.out, given.push_to_hub, is_private=given.private, message=f"Version {found.version}")
+    return found.version, address
+
+
+def _card(given: argparse.Namespace, config: Config, found: Found) -> str:
+    """Return the model card."""
+    from asyncrl.cli.model_card import model_card
+    from asyncrl.observe.metrics_line import read_metrics
+
+    base = Path(given.model or config.model.path or "") / "README.md"
+    return model_card(
+        config,
+        read_metrics(run_folder(given.run, PROGRAM) / "metrics.jsonl", ("train", "eval")),
+        step=found.step,
+        version_=found.version,
+        base=base.read_text(errors="replace") if base.exists() else "",
+        is_adapter=given.adapter,
+    )
+
+
+def _export(given: argparse.Namespace) -> tuple[Config, Found]:
+    """Check the arguments, and write the model. Returns the run's configuration and the checkpoint.
+
+    Raises AsyncRLError or OSError.
+    """
     from asyncrl.core.errors import UsageError
 
     # Resolved, because the last part of a path may be ``..``.
@@ -82,12 +142,15 @@ def _export(given: argparse.Namespace) -> int:
     if given.adapter and not config.lora.is_on:
         raise UsageError(f"--adapter: {given.run} trains the whole model; it has lora.rank = 0")
 
+    from asyncrl.launcher.checks.hub import local_config
     from asyncrl.learner.checkpoint.export_checkpoint import export_checkpoint
 
+    if given.model is None:
+        config = local_config(config, ["model.path"])
     model = config.model if given.model is None else config.model.model_copy(update={"path": given.model})
     chosen = given.dtype or ("bfloat16" if config.learner.dtype == "bfloat16" else "float32")
     export_checkpoint(checkpoints, found, model, config, out, chosen, adapter_alone=given.adapter)
-    return found.version
+    return config, found
 
 
 def _find(run: str, version: int | None) -> tuple[Config, CheckpointFolder, Found]:

@@ -123,6 +123,12 @@ def named(config: Config) -> Config:
     return _with_paths(config, config.hub.pinned)
 
 
+def model_name(config: Config) -> str:
+    """Return the model's name for readers on other machines: its repository on the hub, or else its path."""
+    pinned = pinned_names(config).get("model.path")
+    return pinned.repo if pinned is not None else str(config.model.path)
+
+
 def cache_folder(environment: Mapping[str, str]) -> Path:
     """Return the cache of huggingface_hub, found as that package does, whose import is slow."""
     home = environment.get("HF_HOME") or str(

@@ -69,6 +69,12 @@ class DataError(AsyncRLError, ValueError):
         super().__init__(f"{self.detail}. To do: {fix}" if fix else self.detail)
 
 
+class HubRefused(AsyncRLError, OSError):
+    """A model cannot be uploaded to the Hugging Face hub."""
+
+    restartable = False
+
+
 class UsageError(AsyncRLError, ValueError):
     """The command line is wrong."""
 

@@ -189,7 +189,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "model_name model_name_or_path model_path model_id base_model pretrained_model_name_or_path pretrain"
         " actor_model policy_model checkpoint_path",
         "model.path",
-        "a folder; asyncrl downloads nothing",
+        "a folder, or ORG/NAME of the hub",
     ),
     ("tokenizer tokenizer_path tokenizer_name tokenizer_name_or_path", "", "the tokenizer is that of model.path"),
     ("torch_dtype dtype bf16 fp16 precision mixed_precision param_dtype", "learner.dtype", ""),

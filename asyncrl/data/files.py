@@ -4,8 +4,8 @@ The kind follows from a file's name, or from its first bytes if the name has no 
 ``datasets.save_to_disk``, or it holds JSON or Parquet files, as a download from the hub does. Then the files of one
 split are taken. Fails with DataError if there is no file, or if the folder holds several data sets.
 
-Nothing is downloaded, so that a run reads the same files each time and on each host. An error about a name of the
-Hugging Face hub gives the command that downloads it.
+Nothing is downloaded here. Where a name of the Hugging Face hub comes this far, for example as an address, the error
+gives the command that downloads it.
 """
 
 from __future__ import annotations

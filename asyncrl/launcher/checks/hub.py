@@ -1,7 +1,7 @@
 """Pins the names of the Hugging Face hub in a configuration to commits, and downloads the files of these commits.
 
 The launcher pins each name once. Then every host downloads the files that it lacks to its own cache. Models come
-without weights in other formats than safetensors. Of a data set, only the chosen files are downloaded.
+without weights that are not read. Of a data set, only the chosen files are downloaded.
 
 ``huggingface_hub`` imports slowly, starts threads and cannot be cancelled. So it runs in a process of its own
 (``python -m asyncrl.launcher.checks.hub``), which HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN reach through the
@@ -17,7 +17,7 @@ import asyncio
 import glob
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -28,7 +28,7 @@ from asyncrl.config import Config
 from asyncrl.config.hub import COMMIT, MAIN, HubName, asked_names, localized, parse_pinned, pinned_names, with_pins
 from asyncrl.config.load import config_from_json, config_to_json
 from asyncrl.core.disk import in_bytes
-from asyncrl.core.errors import ConfigError, DataError
+from asyncrl.core.errors import ConfigError, DataError, HubRefused
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.data.files import Kind, download_command, of_split
 from asyncrl.launcher.checks.findings import Fetched, FetchOrder, Finding, Pin, errors_of, fail, listed, ok
@@ -47,11 +47,11 @@ FETCH_SLACK_S = 30.0
 """Time for the answer of a host whose download reached its deadline (s)."""
 HUB = "https://huggingface.co"
 CONVERSATIONS = "sft.data"
-OTHER_WEIGHTS = (
-    *(".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".tflite"),
-    *(".mlmodel", ".mlpackage", ".npz"),
+WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".onnx_data"),
+    *(".ot", ".tflite", ".mlmodel", ".npz"),
 )
-"""Suffixes of weights that nothing here loads."""
+"""Suffixes of files of weights."""
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 A = TypeVar("A")
 
@@ -60,6 +60,7 @@ class PinOrder(msgspec.Struct, frozen=True, tag="pin"):
     """Input of the process: pin the names of a configuration (JSON). The answer is Pins."""
 
     config: str
+    keys: list[str]
 
 
 class Pins(msgspec.Struct, frozen=True):
@@ -77,12 +78,15 @@ class Unavailable(Exception):
     """The hub does not give a repository or its files; the text is the reason."""
 
 
-async def pin(config: Config) -> Pins:
-    """Pin the names of ``config`` in a process. Those in ``hub.pinned`` keep their commits. Never raises."""
-    asked = asked_names(config)
+async def pin(config: Config, keys: Collection[str] | None = None) -> Pins:
+    """Pin the names of ``config`` in a process, by default those of all keys. Never raises.
+
+    Names in ``hub.pinned`` keep their commits.
+    """
+    asked = {key: name for key, name in asked_names(config).items() if keys is None or key in keys}
     if not asked:
         return Pins()
-    answer, reason = await _ask(PinOrder(config_to_json(config)), Pins, PIN_S)
+    answer, reason = await _ask(PinOrder(config_to_json(config), list(asked)), Pins, PIN_S)
     return answer or Pins(findings=[_failure(key, str(name), name, reason) for key, name in asked.items()])
 
 
@@ -117,25 +121,26 @@ def describe(pin: Pin) -> Finding:
     return ok("hub", f"{pin.asked} is {pin.name}: {state}", key=pin.key)
 
 
-def local_config(config: Config, *, with_weights: bool = True) -> Config:
+def local_config(config: Config, keys: Collection[str] | None = None, *, with_weights: bool = True) -> Config:
     """Return the configuration with this host's folders, and download what they lack, for a command without a run.
 
-    Without ``with_weights``, a model's weights are left out. Raises ConfigError.
+    ``keys`` are those that the command needs, by default all. Without ``with_weights``, weights are left out. Raises
+    ConfigError.
     """
-    return asyncio.run(_local_config(config, with_weights=with_weights))
+    return asyncio.run(_local_config(config, keys, with_weights=with_weights))
 
 
-async def _local_config(config: Config, *, with_weights: bool) -> Config:
-    found = await pin(config)
+async def _local_config(config: Config, keys: Collection[str] | None, *, with_weights: bool) -> Config:
+    found = await pin(config, keys)
     pins = found.pins if with_weights else [_without_weights(pin) for pin in found.pins]
     fetched = await fetch(FetchOrder(pins=pins, limit_s=config.hub.timeout_s))
     if problems := errors_of([*found.findings, *fetched.findings]):
         raise ConfigError(problems, found=True)
-    return localized(with_pins(config, found.by_key()))
+    return localized(with_pins(config, config.hub.pinned | found.by_key()))
 
 
 def _without_weights(pin: Pin) -> Pin:
-    files = {file: size for file, size in pin.files.items() if not file.endswith(".safetensors")}
+    files = {file: size for file, size in pin.files.items() if not file.endswith(WEIGHTS)}
     return msgspec.structs.replace(pin, files=files)
 
 
@@ -174,7 +179,9 @@ def main() -> int:
     answers = os.dup(1)
     os.dup2(2, 1)
     order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=PinOrder | FetchOrder)
-    answer = pin_here(config_from_json(order.config)) if isinstance(order, PinOrder) else fetch_here(order.pins)
+    answer = (
+        pin_here(config_from_json(order.config), order.keys) if isinstance(order, PinOrder) else fetch_here(order.pins)
+    )
     with open(answers, "wb") as file:
         file.write(msgspec.msgpack.encode(answer))
     sys.stderr.flush()
@@ -182,11 +189,13 @@ def main() -> int:
     os._exit(0)
 
 
-def pin_here(config: Config) -> Pins:
-    """Look up each name at its commit in ``hub.pinned``, or else at its revision."""
+def pin_here(config: Config, keys: Collection[str]) -> Pins:
+    """Look up the name of each key at its commit in ``hub.pinned``, or else at its revision."""
     kept, repositories = pinned_names(config), dict[tuple[str, str, bool], tuple[str, dict[str, int]]]()
     pins, findings = list[Pin](), list[Finding]()
-    for key, name in asked_names(config).items():
+    asked = asked_names(config)
+    for key in keys:
+        name = asked[key]
         looked_up = kept.get(key, name)
         # Two keys that name one branch get one commit.
         place = (looked_up.repo, looked_up.revision, looked_up.is_data)
@@ -257,6 +266,23 @@ def download(name: HubName, files: Mapping[str, int]) -> None:
         raise Unavailable(reason_of(name, error)[0]) from error
 
 
+def push(folder: Path, repo: str, *, is_private: bool, message: str) -> str:
+    """Upload a folder to the model repository ``repo``, which is made if it is missing, and return its address.
+
+    Unlike all else here, this runs in the caller's process. Raises HubRefused.
+    """
+    try:
+        from huggingface_hub import HfApi
+
+        hub = HfApi()
+        address = hub.create_repo(repo, private=is_private, exist_ok=True)
+        hub.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+    except Exception as error:
+        reason = reason_of(HubName(repo), error)[0]
+        raise HubRefused(f"{repo}: {reason}; set HF_TOKEN to a token that may write there") from error
+    return str(address)
+
+
 def reason_of(name: HubName, error: Exception) -> tuple[str, bool]:
     """Return why the hub gives no files, and whether it cannot be reached at all."""
     if isinstance(error, ImportError):
@@ -320,13 +346,17 @@ def choose(key: str, name: HubName, files: Mapping[str, int], config: Config) ->
 
 
 def model_files(name: HubName, files: Mapping[str, int]) -> dict[str, int]:
-    """Leave out weights in other formats than safetensors, and weights in subfolders. Raises DataError without any."""
-    if not any(file.endswith(".safetensors") and "/" not in file for file in files):
-        raise DataError(
-            "has no weights in safetensors", path=str(name), fix="take a release of this model in Hugging Face format"
-        )
-    unused = [file for file in files if file.endswith((*OTHER_WEIGHTS, ".safetensors" if "/" in file else "//"))]
-    return {file: size for file, size in files.items() if file not in unused}
+    """Leave out weights that are not read: those in subfolders, and in other formats. Raises DataError without any."""
+    top = [file for file in files if "/" not in file]
+    read = next((end for end in (".safetensors", ".bin") if any(file.endswith(end) for file in top)), None)
+    if read is None:
+        fix = "take a release of this model in Hugging Face format"
+        raise DataError("has no weights in safetensors or pytorch_model.bin", path=str(name), fix=fix)
+    return {
+        file: size
+        for file, size in files.items()
+        if not file.endswith(WEIGHTS) or (file in top and file.endswith(read))
+    }
 
 
 def data_files(name: HubName, files: Mapping[str, int], kind: Kind | None, split: str) -> list[str]:

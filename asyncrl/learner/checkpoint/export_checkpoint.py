@@ -18,6 +18,7 @@ import torch
 from asyncrl.checkpoint.contents import TRAINER
 from asyncrl.checkpoint.folder import CheckpointFolder, Found
 from asyncrl.config import Config
+from asyncrl.config.hub import model_name
 from asyncrl.config.training import ModelConfig
 from asyncrl.learner.fsdp.model.lora import add_adapters, target_names
 from asyncrl.learner.fsdp.startup.loading import load_policy, model_folder
@@ -55,5 +56,6 @@ def export_checkpoint(
     if not adapter_alone:
         export(whole_buckets(model_units(policy), dtype=torch_dtype), source, target, torch_dtype)
         return
-    settings = adapter_settings(lora, model=str(model.path), targets=target_names(policy.model, lora))
+    name = model_name(config) if model.path == config.model.path else str(model.path)
+    settings = adapter_settings(lora, model=name, targets=target_names(policy.model, lora))
     export_adapter(whole_buckets(adapter_units(policy), dtype=torch_dtype), source, target, settings)

@@ -24,6 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
+from asyncrl.config.hub import model_name
 from asyncrl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint, NonFiniteStep
 from asyncrl.gpu.learner_memory import Checkpointing
 from asyncrl.gpu.shared_gpus import NO_ENGINE, RETURN_SHARE, rank_slices, shared_engine
@@ -396,7 +397,7 @@ class Trainer:
         source, model, lora = model_folder(self._config.model), self.policy.model, self._config.lora
         settings = None
         if lora.is_on:
-            settings = adapter_settings(lora, model=str(self._config.model.path), targets=target_names(model, lora))
+            settings = adapter_settings(lora, model=model_name(self._config), targets=target_names(model, lora))
         self._assembly.begin(
             "export", lambda gathered: export(gathered, source, folder, self._dtype, adapter=settings)
         ).result()

@@ -67,8 +67,10 @@ def problems(**tables):
 def test_a_model_comes_without_weights_that_nothing_loads():
     files = {name: len(text) for name, text in MODEL.items()}
     assert list(model_files(HubName("a/b"), files)) == ["config.json", "tokenizer.json", "model.safetensors"]
-    with pytest.raises(DataError, match="a/b: has no weights in safetensors"):
-        model_files(HubName("a/b"), {"config.json": 1, "pytorch_model.bin": 2})
+    older = {"config.json": 1, "pytorch_model.bin": 2, "x/model.safetensors": 3, "tf_model.h5": 4}
+    assert list(model_files(HubName("a/b"), older)) == ["config.json", "pytorch_model.bin"]
+    with pytest.raises(DataError, match=r"a/b: has no weights in safetensors or pytorch_model\.bin"):
+        model_files(HubName("a/b"), {"config.json": 1, "model.gguf": 2})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from disks import flip
+from hub_server import TOKEN, HubServer
 from learner.learner_cases import make_config, make_state, save_small_model, train
 from learner.rank_pool import run_alone
 from safetensors.torch import load_file
@@ -173,3 +176,83 @@ def test_help_loads_nothing_heavy():
     code += "print([name for name in ('torch', 'transformers', 'vllm', 'pydantic') if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.fixture
+def on_hub(adapted, tmp_path, monkeypatch):
+    """The hub with the base model, and a copy of the run that began with it."""
+    monkeypatch.chdir(tmp_path)
+    with HubServer().running() as hub:
+        card = "---\nlicense: apache-2.0\n---\n# The base\n"
+        files = {file.name: file.read_bytes() for file in (adapted.parent / "model").iterdir() if file.is_file()}
+        commit = hub.put("models", "org/base", files | {"README.md": card})
+        run = tmp_path / "runs" / "trial"
+        shutil.copytree(adapted, run)
+        tree = json.loads((run / "config.json").read_text())
+        tree["model"]["path"], tree["data"] = "org/base", {"path": "org/rows"}
+        tree["hub"]["pinned"] = {"model.path": f"org/base@{commit}", "data.path": f"org/rows@{commit}"}
+        tree["reward"] |= {"function": "my_rewards:reward", "options": {"api_key": "sk-hidden", "base": 2.0}}
+        (run / "config.json").write_text(json.dumps(tree))
+        hub.put("models", "org/base", {"config.json": "moved"})
+        lines = [
+            {"kind": "train", "step": 3, "start": 1, "weights/version": 3, "reward/mean": 0.5},
+            {"kind": "eval", "step": 3, "start": 1, "eval/heldout/mean": 0.75, "eval/heldout/pass_at/4": 0.9},
+            {"kind": "train", "step": 4, "start": 1, "weights/version": 4, "reward/mean": 0.625},
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        yield hub
+
+
+def test_a_model_is_pushed_to_the_hub_with_a_card(on_hub, tmp_path):
+    def export(*arguments, token=TOKEN):
+        environment = os.environ | on_hub.environment(tmp_path / "cache", HF_TOKEN=token)
+        argv = [sys.executable, "-m", "asyncrl.cli.export", "trial", *map(str, arguments)]
+        return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300)
+
+    ended = export("--push-to-hub", "org/trained", "--private")
+    assert (ended.returncode, ended.stdout) == (0, f"version 3: {on_hub.endpoint}/org/trained\n"), ended.stderr
+    repository = on_hub.repositories["models", "org/trained"]
+    files = repository.files("main")
+    assert repository.is_private and {"config.json", "model.safetensors", "README.md"} <= files.keys()
+    assert files["config.json"] != b"moved"
+    card = files["README.md"].decode()
+    _, metadata, text = card.split("---\n", 2)
+    assert {line.partition(": ")[0]: json.loads(line.partition(": ")[2]) for line in metadata.splitlines()} == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": "org/base",
+        "datasets": ["org/rows"],
+        "license": "apache-2.0",
+        "tags": ["asyncrl", "reinforcement-learning", "lora"],
+    }
+    for part in ("Version 3 of the weights, after step 3 of", "reward 0.5", "heldout 0.75", "pass@4 0.9"):
+        assert part in text
+    for part in ("lora.rank = 4", 'reward.function = "my_rewards:reward"', "reward.options = { base = 2.0 }"):
+        assert part in text
+    assert "0.625" not in text and "hidden" not in text and str(tmp_path) not in text and TOKEN not in card
+    assert not list((tmp_path / "runs" / "trial").glob(".push-*"))
+
+    ended = export(tmp_path / "alone", "--adapter", "--push-to-hub", "org/alone")
+    assert ended.returncode == 0, ended.stderr
+    settings = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "org/base"
+    assert 'library_name: "peft"' in (tmp_path / "alone" / "README.md").read_text()
+    assert not on_hub.repositories["models", "org/alone"].is_private
+
+    ended = export("--push-to-hub", "org/refused", token="hf_wrong")
+    assert ended.returncode == 1 and "org/refused: 127.0.0.1 answers 401; set HF_TOKEN to a token" in ended.stderr
+    assert "hf_wrong" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "name the folder OUT, or a repository by --push-to-hub ORG/NAME"),
+        (["out", "--private"], "--private belongs to --push-to-hub"),
+        (["--push-to-hub", "name"], "--push-to-hub name: is not ORG/NAME"),
+    ],
+)
+def test_wrong_usage_of_the_push(capsys, words, problem):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *words])
+    assert ended.value.code == 2 and problem in capsys.readouterr().err
