@@ -1,17 +1,23 @@
 """Names of the hub: the choice of files, and pins and downloads by the real huggingface_hub from a local server."""
 
 import asyncio
+import io
 import os
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 from hub_server import TOKEN, HubServer
 
 from asyncrl.config.hub import HubName, with_pins
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import DataError
-from asyncrl.launcher.checks.findings import FetchOrder, Pin, errors_of
-from asyncrl.launcher.checks.hub import cached, data_files, fetch, missing_bytes, model_files, name_of, pin
+from asyncrl.launcher.checks.findings import Fetched, FetchOrder, Pin, errors_of
+from asyncrl.launcher.checks.hub import cached, data_files, fetch, for_actors, missing_bytes, model_files, name_of, pin
+from asyncrl.launcher.host_part import fetch_order
+from asyncrl.launcher.hosts.contact import ReachedHosts
+from asyncrl.launcher.hosts.start import LocalStart
+from asyncrl.launcher.terminal.progress import TerminalProgress
 
 MODEL = {
     "config.json": "{}",
@@ -219,7 +225,48 @@ def test_a_folder_of_a_host_is_no_name_of_the_hub(here, hub):
     (here / "org" / "model").mkdir(parents=True)
     assert pinned(model={"path": "org/model"}).pins == []
     (problem,) = fetched(pins)
-    assert problem.startswith("model.path: org/model is a folder here, and a name of the hub for the launcher; give")
+    assert problem.startswith("model.path: org/model is a folder here, and a name of the hub for the launcher; fix: ")
+
+
+def test_hosts_download_to_their_own_caches(here, hub, monkeypatch):
+    """Each host's entry point gets the order with the launcher's variables, the token among them."""
+    hub.put("models", "org/model", MODEL)
+    hub.gate("models", "org/model")
+    pins = pinned(model={"path": "org/model"}).pins
+
+    def order(name, token):
+        monkeypatch.setenv("HF_TOKEN", token)
+        config = configured()
+        made = fetch_order(config, pins)
+        return msgspec.structs.replace(made, env=made.env | {"HF_HOME": str(here / name)})
+
+    async def asked():
+        reached = ReachedHosts(LocalStart(), 60.0, TerminalProgress(io.StringIO(), 1), count=2)
+        try:
+            await reached.reach(["a", "b"])
+            orders = {"a": order("a", TOKEN), "b": order("b", "hf_wrong")}
+            return await reached.ask(orders, Fetched, "downloaded", 60.0, "hub.timeout_s")
+        finally:
+            await reached.close()
+
+    answers = asyncio.run(asked())
+    assert answers["a"].findings == [] and "is gated" in answers["b"].findings[0].text
+    folder = here / "a" / "hub" / "models--org--model"
+    assert (folder / "snapshots" / pins[0].name.partition("@")[2] / "model.safetensors").read_text() == "weights"
+    assert missing_bytes(pins[0]) == sum(pins[0].files.values())
+
+
+def test_each_host_gets_the_files_that_its_actors_read():
+    keys = ("model.path", "learner.teacher", "sft.data", "data.path", "eval.a.data.path")
+    pins = [Pin(key=key, asked="o/n", revision="main", name="o/n@" + "a" * 40, files={}) for key in keys]
+
+    def read(*actors):
+        return [pin.key for pin in for_actors(pins, actors)]
+
+    assert read("rollouter/0", "episodes/0") == ["model.path"]
+    assert read("learner/1") == ["model.path", "learner.teacher", "sft.data"]
+    assert read("controller/0", "dataloader/0") == ["model.path", "data.path", "eval.a.data.path"]
+    assert read("reward/0", "sinks/0") == []
 
 
 def test_a_file_that_is_missing_in_the_cache_counts(here):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from hub_server import HubServer
+from model_files import write_model
 
 from asyncrl.cli import doctor
 from asyncrl.launcher.checks.check_list import ORDER
@@ -106,3 +108,26 @@ def test_each_problem_has_its_own_line(config, tmp_path):
     assert "there is no module 'nowhere'" in failed["reward"] and "fix: " in failed["reward"]
     assert "NCCL_SOCKET_IFNAME=ib7 names no interface" in failed["nccl"]
     assert "203.0.113.9 cannot be bound" in failed["ports"]
+
+
+def test_a_model_of_the_hub_shows_what_a_run_would_download_and_downloads_nothing(config, tmp_path):
+    folder = write_model(tmp_path / "model")
+    with HubServer().running() as hub:
+        commit = hub.put("models", "org/model", {file.name: file.read_bytes() for file in folder.iterdir()})
+        env = hub.environment(tmp_path / "cache")
+
+        def examine(name):
+            done = run(config, "--model.path", name, "--json", cwd=tmp_path, **env)
+            found = json.loads(done.stdout)
+            return done.returncode, {each["check"]: each for each in found if each["key"] == "model.path"}
+
+        code, found = examine("org/model")
+        assert code == 0 and set(found) == {"hub"} and "to download" in found["hub"]["detail"]
+        assert found["hub"]["detail"].startswith(f"org/model is org/model@{commit}: ")
+        assert not any("/resolve/" in request for request in hub.requests)
+        code, found = examine("org/none")
+        assert code == 1 and found["hub"]["result"] == found["model"]["result"] == "fail"
+        chat = run("--chat", "--model.path", "org/model", cwd=tmp_path, **env)
+        assert "chat template" in chat.stdout + chat.stderr
+        downloaded = [request for request in hub.requests if request.startswith("GET") and "/resolve/" in request]
+        assert downloaded and not any(request.endswith(".safetensors") for request in downloaded)
