@@ -1,7 +1,8 @@
 """A host's part of a run: the specifications for the host and its node agent, and the start of the agent.
 
 The agent starts on this host below a guard, or on another host over a connection. Fails with UsageError for a host that
-has fewer GPUs than its line of the hostfile says, and with OSError.
+has fewer GPUs than its line of the hostfile says, with ConfigError for keys that several hosts cannot have, and with
+OSError.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import msgspec
 from asyncrl.checkpoint import DIGESTS
 from asyncrl.config import Config
 from asyncrl.config.engines import ENGINES
-from asyncrl.config.load import config_to_json
+from asyncrl.config.load import config_to_json, validate_config
+from asyncrl.config.operation import NetworkConfig
+from asyncrl.core.errors import ConfigError
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.checks.findings import FetchOrder, Pin
 from asyncrl.launcher.common.agent_messages import AgentSpec, HostOffer, HostSpec
 from asyncrl.launcher.common.placement import INTERFACE_VARIABLES, Placed, PlacementHost
 from asyncrl.launcher.hosts.addresses import interface_of
@@ -39,6 +41,27 @@ PASSED_ON = (
     *(variable for traits in ENGINES.values() for variable in traits.environment),
 )
 """Prefixes of the environment variables that the launcher copies to the other hosts."""
+
+
+def for_hosts(config: Config, count: int) -> Config:
+    """Return the configuration for ``count`` hosts: with several, security.curve = "auto" becomes "required".
+
+    Raises ConfigError if ``network.host`` is set for several hosts.
+    """
+    if count == 1:
+        return config
+    if config.network.host != NetworkConfig().host:
+        raise ConfigError(
+            [
+                "network.host: is for a run on one host; several take the address of network.interface, or by default "
+                "that of the route to the head"
+            ]
+        )
+    if config.security.curve != "auto":
+        return config
+    tree = config.model_dump(mode="json")
+    tree["security"]["curve"] = "required"
+    return validate_config(tree)
 
 
 def host_of(line: HostLine, facts: HostOffer, address: str) -> PlacementHost:
@@ -75,11 +98,6 @@ def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[s
         env=passed_on(),
         files={DIGESTS: (folder.path / DIGESTS).read_text()},
     )
-
-
-def fetch_order(config: Config, pins: Sequence[Pin]) -> FetchOrder:
-    """Return the order to download the files of these pins."""
-    return FetchOrder(pins=list(pins), limit_s=config.hub.timeout_s, folder=os.getcwd(), env=passed_on())
 
 
 def start_agent(contact: Contact, folder: RunFolder, spec: AgentSpec) -> AgentHandle:

@@ -30,13 +30,12 @@ from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.origin import digests, record
 from asyncrl.config import Config
 from asyncrl.config.hub import with_pins
-from asyncrl.config.load import config_to_json, validate_config
-from asyncrl.config.operation import NetworkConfig
+from asyncrl.config.load import config_to_json
 from asyncrl.core.errors import ConfigError, UsageError
 from asyncrl.core.printable import say
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.checks.findings import CheckOrder, Fetched, Finding, Pin, errors_of, on_host, rows, warnings_of
-from asyncrl.launcher.checks.hub import FETCH_SLACK_S, fetch, for_actors, pin
+from asyncrl.launcher.checks.findings import CheckOrder, Finding, Pin, errors_of, on_host, rows, warnings_of
+from asyncrl.launcher.checks.hub import describe, for_actors, pin
 from asyncrl.launcher.common.agent_messages import (
     KILL,
     Checked,
@@ -55,12 +54,13 @@ from asyncrl.launcher.common.placement import (
     with_episode_hosts,
     with_gpus,
 )
+from asyncrl.launcher.downloads import download
 from asyncrl.launcher.follower import Follower
 from asyncrl.launcher.host_part import (
     GUARD_ARGV,
     LocalGuard,
     agent_spec,
-    fetch_order,
+    for_hosts,
     host_of,
     host_row,
     host_spec,
@@ -183,7 +183,7 @@ class Launch:
         self.head_is_here = bool(here) and not everywhere
         self.lines = [*here, *(line for line in self.lines if line not in here)]
         self.head = self.lines[0].name
-        self.config = _for_hosts(self.config, len(self.lines))
+        self.config = for_hosts(self.config, len(self.lines))
         if resume is not None:
             if not self.head_is_here and not shared:
                 raise UsageError(f"--resume: call it on {self.head}, the head, where the checkpoints are")
@@ -234,27 +234,11 @@ class Launch:
         self.config = with_pins(self.config, found.by_key())
 
     async def _fetch(self) -> None:
-        """Let every host download what its actors read. Raises ConfigError with the problems of all hosts."""
-        pins = {name: for_actors(self.pins, actors) for name, actors in self._actors_of_hosts().items()}
+        """Show the pins, and let every host download what its actors read. Raises ConfigError."""
         for each in self.pins:
-            self.progress.say(f"{each.key}: {each.asked} is {each.name}")
-        own = fetch_order(self.config, pins.get(self.head, [])) if self.head_is_here else None
-        fetching = asyncio.create_task(fetch(own)) if own is not None else None
-        # Hosts without a download get an order too, because they wait longer for the next one after it.
-        orders = {name: fetch_order(self.config, pins.get(name, [])) for name in self.reached.contacts}
-        try:
-            limit_s = self.config.hub.timeout_s + FETCH_SLACK_S
-            answers = await self.reached.ask(orders, Fetched, "downloaded", limit_s, "hub.timeout_s")
-            found = (await fetching).findings if fetching is not None else []
-        finally:
-            if fetching is not None:
-                fetching.cancel()
-                await asyncio.gather(fetching, return_exceptions=True)
-        if self.start is not None:
-            found = on_host(self.head, found)
-        found += [finding for name, answer in answers.items() for finding in on_host(name, answer.findings)]
-        if found:
-            raise ConfigError(errors_of(found), found=True)
+            self.progress.say(describe(each).text)
+        pins = {name: for_actors(self.pins, actors) for name, actors in self._actors_of_hosts().items()}
+        await download(self.config, pins, self.reached, self.head if self.head_is_here else "")
 
     def _actors_of_hosts(self) -> dict[str, list[str]]:
         """Return the names of the actors by host. Without a placement, the head has all actors."""
@@ -278,7 +262,7 @@ class Launch:
         except ConfigError as error:
             problems = error.problems
         if with_checks:
-            if self.pins:
+            if self.pins and not problems:
                 await self._fetch()
             self.findings = await self._check(address_of)
         if found := errors_of(self.findings):
@@ -445,27 +429,6 @@ class Launch:
             argv = [*GUARD_ARGV, "PRIVATE_FOLDER", "LOCK"] if here else self.reached.start.argv(host.name)
             rows.append(host_row(host, argv))
         return rows
-
-
-def _for_hosts(config: Config, count: int) -> Config:
-    """Return the configuration for ``count`` hosts: with several, security.curve = "auto" becomes "required".
-
-    Raises ConfigError if ``network.host`` is set for several hosts.
-    """
-    if count == 1:
-        return config
-    if config.network.host != NetworkConfig().host:
-        raise ConfigError(
-            [
-                "network.host: is for a run on one host; several take the address of network.interface, or by default "
-                "that of the route to the head"
-            ]
-        )
-    if config.security.curve != "auto":
-        return config
-    tree = config.model_dump(mode="json")
-    tree["security"]["curve"] = "required"
-    return validate_config(tree)
 
 
 def begin(

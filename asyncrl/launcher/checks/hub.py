@@ -43,8 +43,6 @@ LOOK_UP_S = 10.0
 """Deadline of a request for the files of a repository."""
 PIN_S = 120.0
 """Deadline for all requests of ``pin``."""
-FETCH_SLACK_S = 30.0
-"""Time for the answer of a host whose download reached its deadline (s)."""
 HUB = "https://huggingface.co"
 CONVERSATIONS = "sft.data"
 WEIGHTS = (
@@ -346,17 +344,13 @@ def choose(key: str, name: HubName, files: Mapping[str, int], config: Config) ->
 
 
 def model_files(name: HubName, files: Mapping[str, int]) -> dict[str, int]:
-    """Leave out weights that are not read: those in subfolders, and in other formats. Raises DataError without any."""
+    """Leave out weights that are not read: in subfolders, by other names and in other formats. Raises DataError."""
     top = [file for file in files if "/" not in file]
-    read = next((end for end in (".safetensors", ".bin") if any(file.endswith(end) for file in top)), None)
-    if read is None:
-        fix = "take a release of this model in Hugging Face format"
-        raise DataError("has no weights in safetensors or pytorch_model.bin", path=str(name), fix=fix)
-    return {
-        file: size
-        for file, size in files.items()
-        if not file.endswith(WEIGHTS) or (file in top and file.endswith(read))
-    }
+    for start, end in (("model", ".safetensors"), ("", ".safetensors"), ("pytorch_model", ".bin")):
+        if read := [file for file in top if file.startswith(start) and file.endswith(end)]:
+            return {file: size for file, size in files.items() if not file.endswith(WEIGHTS) or file in read}
+    fix = "take a release of this model in Hugging Face format"
+    raise DataError("has no weights in safetensors or pytorch_model.bin", path=str(name), fix=fix)
 
 
 def data_files(name: HubName, files: Mapping[str, int], kind: Kind | None, split: str) -> list[str]:

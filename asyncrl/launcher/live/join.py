@@ -35,8 +35,8 @@ from asyncrl.launcher.agent_handle import (
     kill_members,
     watch_silence,
 )
-from asyncrl.launcher.checks.findings import Fetched, errors_of, on_host
-from asyncrl.launcher.checks.hub import FETCH_SLACK_S, Pins, for_actors, pin
+from asyncrl.launcher.checks.findings import errors_of
+from asyncrl.launcher.checks.hub import pin
 from asyncrl.launcher.common.agent_messages import (
     CONTROLLER_AT,
     EndedEvent,
@@ -47,7 +47,8 @@ from asyncrl.launcher.common.agent_messages import (
     agent_name,
 )
 from asyncrl.launcher.common.placement import PlacementHost, place_replicas, replicas_of
-from asyncrl.launcher.host_part import agent_spec, fetch_order, host_of, host_row, host_spec, start_agent
+from asyncrl.launcher.downloads import download
+from asyncrl.launcher.host_part import agent_spec, host_of, host_row, host_spec, start_agent
 from asyncrl.launcher.hosts import addresses
 from asyncrl.launcher.hosts.contact import ReachedHosts
 from asyncrl.launcher.hosts.hostfile import HostLine
@@ -139,18 +140,12 @@ class JoinedHosts:
 
     async def _fetch(self) -> None:
         """Let the hosts download the run's model of the Hugging Face hub, if it has one. Raises ConfigError."""
-        config = self.run.config
-        found = await pin(config) if config.hub.pinned else Pins()
-        pins = for_actors(found.pins, ["rollouter/0"])
-        problems = errors_of(found.findings)
-        if pins:
-            orders = dict.fromkeys(self._reached.contacts, fetch_order(config, pins))
-            limit_s = config.hub.timeout_s + FETCH_SLACK_S
-            answers = await self._reached.ask(orders, Fetched, "downloaded", limit_s, "hub.timeout_s")
-            for name, answer in answers.items():
-                problems += errors_of(on_host(name, answer.findings))
-        if problems:
-            raise ConfigError(problems, found=True)
+        if not self.run.config.hub.pinned:
+            return
+        found = await pin(self.run.config, ["model.path"])
+        if found.findings:
+            raise ConfigError(errors_of(found.findings), found=True)
+        await download(self.run.config, dict.fromkeys(self._reached.contacts, found.pins), self._reached)
 
     def _show_plan(self) -> None:
         self.progress.end()

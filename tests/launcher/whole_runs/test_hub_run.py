@@ -27,7 +27,7 @@ def test_a_resumed_run_keeps_the_commits_although_the_branches_have_moved(launch
     run = launch(*names, "--learner.steps", "6", "--reward.function", "constant", "--reward.options", "{}")
     code, shown = run.end()
     assert code == 0, shown
-    assert f"model.path: org/model is org/model@{model}" in shown
+    assert any(line.startswith(f"model.path: org/model is org/model@{model}: ") for line in shown)
     config = json.loads((run.run_dir / "config.json").read_text())
     pinned = {"model.path": f"org/model@{model}", "data.path": f"org/rows@{rows}"}
     assert (config["model"]["path"], config["hub"]["pinned"]) == ("org/model", pinned)
