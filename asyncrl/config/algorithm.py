@@ -50,7 +50,7 @@ class KLConfig(Section):
     """k1 is log r, k2 (log r)^2 / 2, k3 1/r - 1 + log r; r is the policy's probability over the reference's. auto is k3
     in the loss, k1 in the reward."""
     path: OptionalPath = None
-    """The reference, given as model.path is, which is the default. The learner loads it while it scores."""
+    """The reference, as model.path, which is the default. The learner loads it while it scores."""
 
     @property
     def in_loss(self) -> bool:
@@ -109,9 +109,9 @@ class SftConfig(Section):
     """Supervised training on conversations: steps before the first version, and a term of each later step's loss."""
 
     data: OptionalPath = None
-    """JSON lines: a file or a glob, on the host or in a data set of the hub. Rows are {"messages": [...]}, with "tools"
-    if the chat template has them, or {"prompt": ..., "completion": ...}, tokenized as data.template says. Assistant
-    messages are trained, except those with "weight": 0."""
+    """JSON lines, a file or a glob, also of the hub: rows of {"messages": [...]}, with "tools" if the chat template has
+    them, or of {"prompt": ..., "completion": ...}, tokenized as data.template says. Assistant messages are trained,
+    except those with "weight": 0."""
     warm_steps: NonNegative = 0
     """Supervised steps before version 0 is published."""
     weight: Annotated[float, Field(ge=0)] = 0.0

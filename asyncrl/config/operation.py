@@ -43,12 +43,12 @@ class ResumeConfig(Section):
 
 
 class HubConfig(Section):
-    """Repositories of the Hugging Face hub that the run reads."""
+    """The Hugging Face hub (docs/models.md)."""
 
     pinned: dict[str, str] = {}
-    """By key, as model.path, its name with the commit. The launcher sets it, and a resume keeps it."""
+    """Names with their commits, by key; set by the launcher."""
     timeout_s: Seconds = 7200.0
-    """Longest download of all repositories to a host."""
+    """Longest download to a host."""
 
     @field_validator("pinned")
     @classmethod

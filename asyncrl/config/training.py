@@ -30,8 +30,8 @@ class ModelConfig(Section):
     """The policy."""
 
     path: OptionalPath = None
-    """Folder of a Hugging Face causal LM with its tokenizer, or its name on the hub, as ORG/NAME or ORG/NAME@REVISION
-    (docs/models.md). Optional if everything is simulated and no GPU is shared."""
+    """Folder of a Hugging Face causal LM with its tokenizer, or its name on the hub: ORG/NAME[@REVISION]. Optional if
+    everything is simulated and no GPU is shared."""
     trust_remote_code: bool = False
     """Let the model's own Python code run."""
 
@@ -47,8 +47,8 @@ class DataConfig(Section):
     """JSON files (.jsonl, .json, .gz), Parquet files, a folder of datasets.save_to_disk (hf), a reasoning-gym task, or
     synthetic prompts. auto derives one of the first three from path."""
     path: OptionalPath = None
-    """File, glob or folder, on the host or in a data set of the hub: ORG/NAME or ORG/NAME@REVISION, then /PATH
-    (docs/first-run.md). In a folder of JSON or Parquet files, those whose names contain the split are read."""
+    """File, glob or folder, or a name of the hub: ORG/NAME[@REVISION][/PATH]. In a folder of JSON or Parquet files,
+    those whose names contain the split are read."""
     split: str = "train"
     """Split to read from a folder that has several."""
     task: str | None = None
