@@ -118,7 +118,7 @@ def _card(given: argparse.Namespace, config: Config, found: Found) -> str:
         config,
         read_metrics(run_folder(given.run, PROGRAM) / "metrics.jsonl", ("train", "eval")),
         step=found.step,
-        version_=found.version,
+        version=found.version,
         base=base.read_text(errors="replace") if base.exists() else "",
         is_adapter=given.adapter,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import version as version_of
 from pathlib import PurePath
 from typing import Any
 
@@ -29,8 +29,8 @@ SECTIONS = (
 LEFT_OUT = ("episode.command", "learner.teacher_server")
 
 
-def model_card(config: Config, lines: Sequence[Line], *, step: int, version_: int, base: str, is_adapter: bool) -> str:
-    """Return the card of the weights of ``version_``, made by ``step``.
+def model_card(config: Config, lines: Sequence[Line], *, step: int, version: int, base: str, is_adapter: bool) -> str:
+    """Return the card of the weights of ``version``, made by ``step``.
 
     ``lines`` are the training and evaluation lines of metrics.jsonl, ``base`` the text of the base model's own card.
     """
@@ -40,8 +40,8 @@ def model_card(config: Config, lines: Sequence[Line], *, step: int, version_: in
             "",
             f"# {config.run.name}",
             "",
-            f"Version {version_} of the weights, after step {step} of {config.learner.steps}. Trained by reinforcement "
-            f"learning with asyncrl {version('asyncrl')}.",
+            f"Version {version} of the weights, after step {step} of {config.learner.steps}. Trained by reinforcement "
+            f"learning with asyncrl {version_of('asyncrl')}.",
             "",
             "## Results",
             "",

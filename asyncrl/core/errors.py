@@ -69,7 +69,7 @@ class DataError(AsyncRLError, ValueError):
         super().__init__(f"{self.detail}. To do: {fix}" if fix else self.detail)
 
 
-class HubRefused(AsyncRLError, OSError):
+class HubRefused(AsyncRLError, RuntimeError):
     """A model cannot be uploaded to the Hugging Face hub."""
 
     restartable = False

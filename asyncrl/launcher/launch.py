@@ -236,7 +236,8 @@ class Launch:
     async def _fetch(self) -> None:
         """Show the pins, and let every host download what its actors read. Raises ConfigError."""
         for each in self.pins:
-            self.progress.say(describe(each).text)
+            # Only a host of the run knows what its cache lacks.
+            self.progress.say(describe(each).text if self.head_is_here else f"{each.key}: {each.asked} is {each.name}")
         pins = {name: for_actors(self.pins, actors) for name, actors in self._actors_of_hosts().items()}
         await download(self.config, pins, self.reached, self.head if self.head_is_here else "")
 
