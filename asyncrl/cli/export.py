@@ -29,9 +29,9 @@ DESCRIPTION = "Write the weights of a run's checkpoint, adapters added in, as a 
 EPILOG = """\
 RUN is a run folder, or a name under runs/. OUT must be missing or empty. It appears once the whole model is written.
 
---push-to-hub ORG/NAME uploads the folder to a model's repository of the Hugging Face hub, which is made if it is
-missing. A README.md is added: a model card with data, configuration, metrics and version. HF_TOKEN must have a token
-that may write there. Without OUT, the folder is removed afterwards.
+--push-to-hub ORG/NAME uploads the folder to a repository of the Hugging Face hub, and makes it if necessary. A
+README.md is added: a model card with data, configuration, metrics and version. HF_TOKEN must have a token that may
+write there. Without OUT, the folder is removed afterwards.
 
 Exit codes: 0 done; 1 the checkpoint is damaged, OUT cannot be written, or the upload failed; 2 wrong usage, no such run
 or no such checkpoint; 78 the model of the configuration is missing or is another one; 130 Ctrl-C.
@@ -95,7 +95,7 @@ def _export_and_push(given: argparse.Namespace) -> tuple[int, str]:
     """
     with contextlib.ExitStack() as stack:
         if given.out is None:
-            # Beside the checkpoint, where there is room for a model.
+            # The disk of the run has room for a model.
             folder = tempfile.TemporaryDirectory(prefix=".push-", dir=run_folder(given.run, PROGRAM))
             given.out = Path(stack.enter_context(folder)) / "model"
         config, found = _export(given)

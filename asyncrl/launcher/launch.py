@@ -35,7 +35,7 @@ from asyncrl.core.errors import ConfigError, UsageError
 from asyncrl.core.printable import say
 from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.checks.findings import CheckOrder, Finding, Pin, errors_of, on_host, rows, warnings_of
-from asyncrl.launcher.checks.hub import describe, for_actors, pin
+from asyncrl.launcher.checks.hub import describe_pin, for_actors, pin
 from asyncrl.launcher.common.agent_messages import (
     KILL,
     Checked,
@@ -237,7 +237,9 @@ class Launch:
         """Show the pins, and let every host download what its actors read. Raises ConfigError."""
         for each in self.pins:
             # Only a host of the run knows what its cache lacks.
-            self.progress.say(describe(each).text if self.head_is_here else f"{each.key}: {each.asked} is {each.name}")
+            self.progress.say(
+                describe_pin(each).text if self.head_is_here else f"{each.key}: {each.asked} is {each.name}"
+            )
         pins = {name: for_actors(self.pins, actors) for name, actors in self._actors_of_hosts().items()}
         await download(self.config, pins, self.reached, self.head if self.head_is_here else "")
 

@@ -415,7 +415,10 @@ def test_each_name_of_another_framework_is_listed_once_with_a_key_or_a_reason():
         ),
         ({"learner": {"beta": 0.1}}, "learner.beta: unknown key; asyncrl has learner.kl.coefficient for it"),
         ({"seed": 3}, "seed: unknown key; asyncrl has run.seed for it"),
-        ({"model": {"name": "m"}}, "model.name: unknown key; asyncrl has model.path for it (a folder;"),
+        (
+            {"model": {"name": "m"}},
+            "model.name: unknown key; asyncrl has model.path for it (a folder, or ORG/NAME of the hub",
+        ),
         ({"lora": {"r": 8}}, "lora.r: unknown key; asyncrl has lora.rank for it"),
         (
             {"eval": {"held": {"data": {"source": "synthetic"}, "num_generations": 2}}},

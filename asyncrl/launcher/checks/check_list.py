@@ -28,7 +28,7 @@ from asyncrl.core.roles import ROLES, role_of
 from asyncrl.gpu.learner_memory import in_gigabytes
 from asyncrl.gpu.shared_gpus import read_shares
 from asyncrl.launcher.checks.findings import CheckOrder, Finding, fail, ok, warn
-from asyncrl.launcher.checks.hub import describe, missing_bytes
+from asyncrl.launcher.checks.hub import describe_pin, missing_bytes
 from asyncrl.launcher.checks.inputs import Inputs, check_inputs
 from asyncrl.launcher.checks.model import check_model, check_served, check_window
 from asyncrl.launcher.checks.needs import (
@@ -176,7 +176,7 @@ async def _ports(host: CheckedHost) -> list[Finding]:
 
 
 async def _hub(host: CheckedHost) -> list[Finding]:
-    return [describe(pin) for pin in host.order.pins]
+    return [describe_pin(pin) for pin in host.order.pins]
 
 
 async def _model(host: CheckedHost) -> list[Finding | None]:

@@ -3,9 +3,9 @@
 The launcher pins each name once. Then every host downloads the files that it lacks to its own cache. Models come
 without weights that are not read. Of a data set, only the chosen files are downloaded.
 
-``huggingface_hub`` imports slowly, starts threads and cannot be cancelled. So it runs in a process of its own
-(``python -m asyncrl.launcher.checks.hub``), which HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN reach through the
-environment. If the hub cannot be reached, names are looked up in the cache of this host.
+``huggingface_hub`` imports slowly, starts threads and cannot be cancelled. So it runs in a process of its own (``python
+-m asyncrl.launcher.checks.hub``). Its environment has HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN. If the hub
+cannot be reached, names are looked up in the cache of this host.
 
 Every failure becomes a problem for the user, which names the key and the way to use a folder. No problem shows a token:
 it has no text of an answer and no address, only the host of the hub.
@@ -112,7 +112,7 @@ def for_actors(pins: Sequence[Pin], actors: Sequence[str]) -> list[Pin]:
     return [pin for pin in pins if reads(pin.key)]
 
 
-def describe(pin: Pin) -> Finding:
+def describe_pin(pin: Pin) -> Finding:
     """Return the finding that shows what is pinned, and what a download to this host's cache would take."""
     missing, size = missing_bytes(pin), sum(pin.files.values())
     state = f"{in_bytes(missing)} of {in_bytes(size)} to download" if missing else f"{in_bytes(size)}, in the cache"
@@ -267,7 +267,7 @@ def download(name: HubName, files: Mapping[str, int]) -> None:
 def push(folder: Path, repo: str, *, is_private: bool, message: str) -> str:
     """Upload a folder to the model repository ``repo``, which is made if it is missing, and return its address.
 
-    Unlike all else here, this runs in the caller's process. Raises HubRefused.
+    This runs in the caller's process. Raises HubRefused.
     """
     try:
         from huggingface_hub import HfApi
@@ -327,7 +327,7 @@ def cached(name: HubName) -> tuple[str, dict[str, int]] | None:
 def choose(key: str, name: HubName, files: Mapping[str, int], config: Config) -> tuple[str, dict[str, int]]:
     """Choose the files that ``key`` needs, and return the path in the repository that it reads. Pure.
 
-    Raises DataError, with the files in it, for a data set of which no file can be chosen.
+    Raises DataError with the files of a data set if none can be chosen.
     """
     if not name.is_data:
         return "", model_files(name, files)
