@@ -53,7 +53,7 @@ class HubServer:
         return found | {"HF_HUB_OFFLINE": "0", "HF_TOKEN": ""} | more
 
     @contextlib.contextmanager
-    def running(self):
+    def running(self, address="127.0.0.1"):
         app = web.Application(middlewares=[self._note], client_max_size=1 << 30)
         app.add_routes(
             [
@@ -73,9 +73,9 @@ class HubServer:
         async def serve():
             runner = web.AppRunner(app)
             await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
+            site = web.TCPSite(runner, address, 0)
             await site.start()
-            self.endpoint = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+            self.endpoint = f"http://{address}:{site._server.sockets[0].getsockname()[1]}"
             self._stop = asyncio.Event()
             ready.set()
             await self._stop.wait()

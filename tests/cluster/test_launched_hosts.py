@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster.launches import SECRET, Command, Launch, left, process
+from hub_server import TOKEN
 from model_files import write_model
 
 from asyncrl.observe.metrics_line import read_metrics
@@ -377,6 +379,47 @@ def test_a_fault_of_a_host_is_reported_in_one_message(cluster, folder, hosts, fl
     assert message.format(run=host.trial) in shown[-1], shown
     assert any(line.startswith("asyncrl-launch: ") for line in shown)
     assert not list((folder / "runs").glob("*"))
+
+
+SERVE = """
+import pathlib, sys
+from hub_server import HubServer
+hub = HubServer()
+hub.put("models", "org/model", {file.name: file.read_bytes() for file in pathlib.Path(sys.argv[1]).iterdir()})
+hub.gate("models", "org/model")
+with hub.running("10.77.0.1"):
+    print(hub.endpoint, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_each_host_downloads_the_model_to_its_own_cache(cluster, folder, monkeypatch):
+    """The hub is on the head. Only the launcher has the token, and no host has it in a command line or in a file."""
+    model = write_model(folder / "model")
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY / 'tests'}:{REPOSITORY}"}
+    argv = [sys.executable, "-c", SERVE, str(model)]
+    pipe = subprocess.PIPE
+    hub = cluster.head.popen(argv, cwd=REPOSITORY, env=environment, stdin=pipe, stdout=pipe, text=True)
+    try:
+        variables = {"HF_ENDPOINT": hub.stdout.readline().strip(), "HF_HOME": str(folder / "cache")}
+        for key, value in (variables | {"HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}).items():
+            monkeypatch.setenv(key, value)
+        launch = Launch(cluster, folder, "head\na\nb\n", "--model.path", "org/model")
+        launch.wait_to_show("run folder:")
+        words = [line for host in cluster.all_hosts for line in host.processes().values()]
+        code, shown = launch.end()
+    finally:
+        hub.communicate()
+    assert code == 0, shown
+    assert launch.steps_trained == list(range(1, STEPS + 1))
+    pinned = json.loads((launch.run_dir / "config.json").read_text())["hub"]["pinned"]["model.path"]
+    snapshot = folder / "cache" / "hub" / "models--org--model" / "snapshots" / pinned.partition("@")[2]
+    for host in (cluster.head, cluster["a"], cluster["b"]):
+        assert (host.path(snapshot) / "model.safetensors").exists()
+        written = [file for file in host.path(folder / "runs").rglob("*") if file.is_file()]
+        assert not [file for file in written if TOKEN.encode() in file.read_bytes()]
+    assert words and not [line for line in words if TOKEN in line]
+    assert not left(cluster, folder)
 
 
 def test_missing_files_and_ports_of_hosts_are_found_before_the_start(cluster, folder):
