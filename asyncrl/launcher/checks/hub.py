@@ -3,8 +3,8 @@
 The launcher pins each name once. Then every host downloads the files that it lacks to its own cache. Models come
 without weights that are not read. Of a data set, only the chosen files are downloaded.
 
-``huggingface_hub`` imports slowly, starts threads and cannot be cancelled. So it runs in a process of its own (``python
--m asyncrl.launcher.checks.hub``). Its environment has HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN. If the hub
+``huggingface_hub`` imports slowly, starts threads and cannot be cancelled. So it runs in a process of its own
+(``python -m asyncrl.launcher.checks.hub``), with HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN. If the hub
 cannot be reached, names are looked up in the cache of this host.
 
 Every failure becomes a problem for the user, which names the key and the way to use a folder. No problem shows a token:
