@@ -1,4 +1,6 @@
-"""asyncrl-view: serves a page in which the rollouts of a run are read, live or afterwards, and changes nothing in it.
+"""asyncrl-view: serves a page in which the rollouts of a run are read, live or afterwards.
+
+It changes nothing in the run's records. For a long run it adds metrics.jsonl.index, which finds a step at once.
 
 Importing this module, ``--help`` and wrong usage load nothing beyond the standard library. Torch is never loaded.
 """
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "asyncrl-view"
 DESCRIPTION = (
-    "Read the rollouts of a run in a browser: steps, groups, conversations, tokens. It does not change the run."
+    "Read the rollouts of a run in a browser: steps, groups, conversations, tokens. It changes none of a run's records."
 )
 EPILOG = """\
 RUN is a run folder, or a name under runs/; the default is the newest run under runs/. OTHER is a second run to compare
@@ -131,11 +133,15 @@ def _answers(runs: Sequence[Path]) -> Answers:
 
 def _decoder(run_dir: Path) -> Decode | None:
     """Return a function from a token to its text, by the tokenizer of the run's model; None if that is not here."""
+    from asyncrl.config.hub import parse_pinned
     from asyncrl.core.files import read_json_object
 
     try:
-        path = read_json_object(run_dir / "config.json")["model"]["path"]
-    except (OSError, ValueError, KeyError, TypeError):
+        settings = read_json_object(run_dir / "config.json")
+        path = settings["model"]["path"]
+        if "model.path" in settings.get("hub", {}).get("pinned", {}):
+            path = str(parse_pinned("model.path", settings["hub"]["pinned"]["model.path"]).folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
         return None
     # Another tokenizer would need transformers.
     if path is not None and not (isinstance(path, str) and (Path(path) / "tokenizer.json").is_file()):

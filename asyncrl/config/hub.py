@@ -21,6 +21,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
+from asyncrl.core.files import FILE_SUFFIX
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MAIN = "main"
@@ -31,7 +32,6 @@ _NAME = re.compile(
     r"(?:@(?P<revision>refs/pr/\d+|refs/convert/[\w.-]+|[^/@\s]+))?"
     r"(?:/(?P<path>[^/@][^@]*))?"
 )
-_FILE_SUFFIX = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|gz|zst|safetensors|bin|gguf|pt)$", re.IGNORECASE)
 _GENERATED = ("reasoning_gym", "synthetic")
 """Sources of data without a path."""
 
@@ -74,7 +74,7 @@ def parse(text: str, *, is_data: bool) -> HubName | None:
     if match is None or (match["path"] and not is_data):
         return None
     # A file next to the configuration, as data/prompts.jsonl, looks like ORG/NAME.
-    is_file = match["revision"] is None and match["path"] is None and _FILE_SUFFIX.search(text)
+    is_file = match["revision"] is None and match["path"] is None and FILE_SUFFIX.search(text)
     if is_file or Path(text.partition("/")[0]).exists():
         return None
     return HubName(match["repo"], match["revision"] or MAIN, match["path"] or "", is_data)

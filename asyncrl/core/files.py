@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,9 @@ from typing import Any
 
 import msgspec
 import xxhash
+
+FILE_SUFFIX = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|gz|zst|safetensors|bin|gguf|pt)$", re.IGNORECASE)
+"""End of the name of a file: what has one is no name of a repository."""
 
 CHUNK_BYTES = 4 << 20
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -18,6 +18,7 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 from asyncrl.core.errors import DataError
+from asyncrl.core.files import FILE_SUFFIX
 
 Kind = Literal["jsonl", "parquet", "hf"]
 PARQUET_MAGIC = b"PAR1"
@@ -31,7 +32,6 @@ _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json",
 """Files that describe a data set and hold no rows."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_ADDRESS = re.compile(r"(?:hf://|https?://(?:huggingface\.co|hf\.co)/)(?:datasets/)?([^/\s]+/[^/\s?#]+)")
-_FILE_SUFFIX = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|gz|zst|safetensors|bin|gguf|pt)$", re.IGNORECASE)
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -154,7 +154,7 @@ def fetch_command(path: str, *, is_dataset: bool = False) -> str:
     """
     if address := _HUB_ADDRESS.match(path):
         name = address[1]
-    elif _HUB_NAME.fullmatch(path) and not _FILE_SUFFIX.search(path) and not Path(path).parent.exists():
+    elif _HUB_NAME.fullmatch(path) and not FILE_SUFFIX.search(path) and not Path(path).parent.exists():
         name = path
     else:
         return ""

@@ -59,7 +59,7 @@ class Routers:
         return self.experts is not None and self._balance is not None
 
     def replay(self, routes: Tensor | None, *, follow: bool = True, counted: int | None = None) -> None:
-        """Set the routes of the tokens of the next passes: integers [T, layers, chosen]; None: there are none.
+        """Set the routes of the tokens of the next passes: integers [T, layers, chosen], or None.
 
         They stay set, because activation checkpointing computes a layer again in the backward pass. Without ``follow``
         the routers choose for themselves, and only count the differences. ``counted`` is the number of tokens whose

@@ -169,3 +169,15 @@ def test_without_aiohttp_the_command_says_what_to_install(run_dir, monkeypatch, 
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert command.main([str(run_dir)]) == 1
     assert "pip install 'asyncrl[episodes]'" in capsys.readouterr().err
+
+
+def test_tokens_of_a_model_of_the_hub_get_the_text_of_its_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    commit = "0" * 40
+    settings = {"model": {"path": "org/name"}, "hub": {"pinned": {"model.path": f"org/name@{commit}"}}}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(settings))
+    assert command._decoder(tmp_path) is None
+    folder = tmp_path / "cache" / "models--org--name" / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text("{}")
+    assert command._decoder(tmp_path) is not None

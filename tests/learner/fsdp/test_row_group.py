@@ -266,7 +266,7 @@ def test_a_model_with_too_few_heads_is_refused_on_all_ranks(folder, run) -> None
 
 
 def _play_wrong(rank: int, addresses: Any, config: Config, least: int) -> Any:
-    """In rows of at least so many tokens each rank begins to count positions anew."""
+    """In rows of at least so many tokens each rank gives all tokens position 0."""
     right: Callable[..., tuple[PackedRow, Any, int]] = row_group.own_slice
 
     def wrong(row: PackedRow, group: RowGroup) -> tuple[PackedRow, Any, int]:

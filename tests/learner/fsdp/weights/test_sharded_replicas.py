@@ -41,6 +41,22 @@ def _train(backend: Any, config: Any, target: Path, other: Path | None = None) -
     return found
 
 
+def _compare(run_well: Any, first: Any, second: Any, folder: Path) -> tuple[dict[str, Any], Any, Any]:
+    """Train in both layouts, and read the checkpoint of the first in the second: nothing differs.
+
+    Returns what the first one ``_train``-ed, and both checkpoints.
+    """
+    wrote = run_well(first, _train, folder / "first")
+    read = run_well(second, _train, folder / "second", folder / "first")
+    numbers, expected = read_checkpoint(folder / "first"), read_checkpoint(folder / "second")
+    assert same(wrote["before"], read["before"])
+    for name in ("loss/policy", "policy/grad_norm"):
+        assert wrote["metrics"][name] == pytest.approx(read["metrics"][name], rel=1e-5), name
+    assert same(read["again"], wrote["weights"])
+    assert same(read_checkpoint(folder / "again"), numbers)
+    return wrote, numbers, expected
+
+
 @pytest.mark.parametrize(
     ("meshes", "optimizer"),
     [
@@ -61,12 +77,7 @@ def test_ranks_train_publish_and_save_like_one_rank_and_read_other_layouts(
         make_config(folder, ranks=n, replicas=copies, context_parallel=shared, optimizer=optimizer, max_grad_norm=1e9)
         for n, copies, shared in meshes
     )
-    wrote = run_well(first, _train, tmp_path / "first")
-    read = run_well(second, _train, tmp_path / "second", tmp_path / "first")
-    numbers, expected = read_checkpoint(tmp_path / "first"), read_checkpoint(tmp_path / "second")
-    assert same(wrote["before"], read["before"])
-    for name in ("loss/policy", "policy/grad_norm"):
-        assert wrote["metrics"][name] == pytest.approx(read["metrics"][name], rel=1e-5), name
+    wrote, numbers, expected = _compare(run_well, first, second, tmp_path)
     assert numbers.keys() == expected.keys()
     moments = [name for name in expected if name.startswith(("exp_avg/", "momentum_buffer/"))]
     assert any(name.startswith("momentum_buffer/") for name in moments) == (optimizer == "muon")
@@ -75,8 +86,6 @@ def test_ranks_train_publish_and_save_like_one_rank_and_read_other_layouts(
         assert np.linalg.norm(numbers[name] - expected[name]) <= 1e-5 * np.linalg.norm(expected[name]), name
     for name, weight in wrote["weights"].items():
         assert np.array_equal(numbers[f"weights/model.{name}"], weight), name
-    assert same(read["again"], wrote["weights"])
-    assert same(read_checkpoint(tmp_path / "again"), numbers)
 
 
 @pytest.mark.parametrize("meshes", [(SPLIT, ALONE), pytest.param((CUT, SPLIT), marks=pytest.mark.slow)])
@@ -87,18 +96,11 @@ def test_experts_train_publish_and_save_on_any_ranks(meshes, run_well, tmp_path)
         make_config(folder, ranks=n, replicas=copies, context_parallel=shared, routes="ignore")
         for n, copies, shared in meshes
     )
-    wrote = run_well(first, _train, tmp_path / "first")
-    read = run_well(second, _train, tmp_path / "second", tmp_path / "first")
-    numbers, expected = read_checkpoint(tmp_path / "first"), read_checkpoint(tmp_path / "second")
-    assert same(wrote["before"], read["before"])
-    for name in ("loss/policy", "policy/grad_norm"):
-        assert wrote["metrics"][name] == pytest.approx(read["metrics"][name], rel=1e-5), name
+    _, numbers, expected = _compare(run_well, first, second, tmp_path)
     moments = [name for name in expected if name.startswith("exp_avg/")]
     assert any(".experts." in name for name in moments)
     for name in moments:
         assert np.linalg.norm(numbers[name] - expected[name]) <= 1e-5 * np.linalg.norm(expected[name]), name
-    assert same(read["again"], wrote["weights"])
-    assert same(read_checkpoint(tmp_path / "again"), numbers)
 
 
 def test_replicas_that_do_not_divide_the_ranks_are_refused() -> None:
