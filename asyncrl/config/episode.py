@@ -74,8 +74,8 @@ class ChatConfig(Section):
     template_options: dict[str, Any] = {}
     """Extra arguments of the chat template, for example enable_thinking = false."""
     history: Literal["sampled", "template"] = "sampled"
-    """How a later context shows an earlier answer: as the sampled tokens, or as the chat template renders it. A
-    template that drops reasoning then starts a new sequence. Set it as the model will be served."""
+    """How a later context shows an earlier answer: as the sampled tokens, or as the chat template renders it. Set it
+    as the model will be served (docs/episodes.md)."""
     tool_parser: str = "auto"
     """Parser of tool calls: auto, json (<tool_call>{...}</tool_call>), none, or a parser of vLLM by name."""
     reasoning_parser: str = "auto"

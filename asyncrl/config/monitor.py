@@ -66,16 +66,15 @@ class MonitorConfig(Section):
 class DriftConfig(Section):
     """Detection of engines that compute other log-probs than the learner.
 
-    After each update every replica scores real prompts and responses, and samples some tokens as the run does. The
-    drift compares their log-probs with the learner's (docs/weights.md).
+    The drift compares log-probs of both after each update (docs/weights.md).
     """
 
     warn: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Drift above which the terminal and the log warn. auto is 0.003 in float32 with the engine on CPU, 0.45 with
     quantized engines, else 0.12."""
     stop: Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"] = "auto"
-    """Drift that ends the run as failed; under weights.verify = "full" the engine loads again first. auto is
-    0.01 in float32 on CPU, 0.6 with quantized engines, else 0.15. 1e6 stops only for non-finite log-probs."""
+    """Drift that ends the run as failed. auto is 0.01 in float32 on CPU, 0.6 with quantized engines, else 0.15. 1e6
+    stops only for non-finite log-probs."""
 
 
 class LogConfig(Section):

@@ -116,9 +116,8 @@ class WatchdogConfig(Section):
     stall_s: Seconds = 300.0
     """Time without a trained group, a version or a token after which the waits of all actors are reported."""
     policy: Literal["report", "stop"] | None = None
-    """The consequence of a stall. By default the run ends when a stall has outlasted stall_s and the deadlines of an
-    engine call, an episode, a reward, a weight update and a collective operation together. "stop" ends it with the
-    first report, "report" never. A stall restarts no actor."""
+    """The consequence of a stall (docs/failures.md). By default the run ends when a stall has outlasted stall_s and
+    the longest deadlines of its work together. "stop" ends it with the first report, "report" never."""
     budgets_s: dict[ActorState, Seconds] = BUDGETS_S
     """Longer times for single states of an actor, by name of the state. States that are not named keep their times."""
 
@@ -145,7 +144,7 @@ class PlacementConfig(Section):
 
     share: Literal["auto", "never", "always", "time_slice"] = "auto"
     """Whether an engine may use GPUs of the learner's ranks: if there are too few GPUs otherwise, never, or always.
-    time_slice is always, with the memory of the GPU in turn: the engine sleeps while the rank computes."""
+    With time_slice both have the memory in turn (docs/learner.md)."""
 
 
 class NetworkConfig(Section):

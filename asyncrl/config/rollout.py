@@ -181,10 +181,9 @@ class WeightsConfig(Section):
     """Weight updates."""
 
     transport: Literal["auto", "nccl", "gloo", "shm", "stream"] = "auto"
-    """Path of weights to the engines: broadcast (nccl on GPU, gloo on CPU), shared memory, or chunks over the wire
-    (stream). auto is nccl if learner and engines are on GPUs and publish whole weights. Otherwise auto is shm on the
-    learner's host, and stream on others. stream also serves engines that miss a broadcast. One engine fetches for its
-    host, unless the transport is stream."""
+    """Path of weights to the engines (docs/weights.md): broadcast (nccl on GPU, gloo on CPU), shared memory, or chunks
+    over the wire (stream). auto is nccl if learner and engines are on GPUs and publish whole weights; otherwise shm on
+    the learner's host, and stream on others."""
     max_paused_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the replicas that may pause at once for an update by shm or stream; at least one may."""
     bucket_bytes: Positive = 256 << 20
