@@ -28,11 +28,9 @@ A configuration is TOML with a table for each section below. Files are merged fr
 keys come last: `asyncrl-launch base.toml mine.toml --learner.lr 3e-6`. Lists replace each other. `--help-config` shows
 the keys on a terminal, and `--dry-run --json` a whole configuration as it is resolved.
 
-An unknown key is an error. The error names the key that is meant: by its spelling, or by its meaning for names of TRL,
-verl, OpenRLHF, prime-rl, transformers and vLLM (`learning_rate`, `num_generations`, `train_batch_size`).
-
-All errors are printed at once, each with its key, before anything starts (exit code 78): bounds of single values, which
-stand here, and conditions between values. A key that is *unset* has no value until one is given.
+An unknown key is an error, which names the key that is meant, also for names of TRL, verl, OpenRLHF, prime-rl,
+transformers and vLLM (`learning_rate`, `num_generations`). All errors are printed at once, before anything starts (exit
+code 78). A key that is *unset* has no value until one is given.
 """
 ENDINGS = {"_s": "s", "_bytes": "bytes", "_tokens": "tokens", "_versions": "versions", "_steps": "steps"}
 """Units by the end of a key's name."""

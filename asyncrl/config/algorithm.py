@@ -109,9 +109,8 @@ class SftConfig(Section):
     """Supervised training on conversations: steps before the first version, and a term of each later step's loss."""
 
     data: OptionalPath = None
-    """JSON lines, a file or a glob, also of the hub: rows of {"messages": [...]}, with "tools" if the chat template has
-    them, or of {"prompt": ..., "completion": ...}, tokenized as data.template says. Assistant messages are trained,
-    except those with "weight": 0."""
+    """JSON lines of conversations (docs/algorithms.md), a file or a glob, also of the hub; tokenized as data.template
+    says."""
     warm_steps: NonNegative = 0
     """Supervised steps before version 0 is published."""
     weight: Annotated[float, Field(ge=0)] = 0.0

@@ -214,8 +214,8 @@ class LearnerConfig(Section):
     balance: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the load-balance loss of a mixture of experts, as transformers defines it for the model."""
     routes: Literal["replay", "compare", "ignore"] = "replay"
-    """Experts of a mixture of experts, token by token. replay computes with those that the engine chose. compare lets
-    the learner choose, and measures how often both differ (policy/routes_differ). ignore asks the engine for none."""
+    """Experts of a mixture of experts, token by token: as the engine chose them (replay), or as the learner chooses,
+    with a count of differences (compare) or without one (ignore)."""
     updates_per_batch: Positive = 1
     """Optimizer updates of a step, each on its share of the groups. The weights before the first are the proximal
     policy of the others."""
@@ -263,7 +263,7 @@ class LearnerConfig(Section):
     """Pack several sequences per row. auto packs if the start-up check allows it; required refuses the start if not."""
     activation_checkpointing: Literal["auto", "off", "selective", "full"] = "auto"
     """Recompute activations in the backward pass: all of a layer (full), all but its matrix products (selective), or
-    none. auto is off on CPU; on CUDA it keeps as much as fits well by the estimate of memory."""
+    none. auto is off on CPU, and on CUDA what fits by estimate (docs/learner.md)."""
     offload: bool = False
     """Keep shards of weights, gradients and optimizer states in host memory, and step there."""
     compile: bool = False

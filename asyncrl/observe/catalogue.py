@@ -213,13 +213,11 @@ class Histograms:
 HEAD = """\
 # Metrics
 
-This page lists every number that asyncrl measures, for example `reward/mean` in a `train` line of `metrics.jsonl`.
-`python -m asyncrl.observe.catalogue > docs/metrics.md` writes it from the declarations; do not edit it.
+Made by `python -m asyncrl.observe.catalogue > docs/metrics.md` from the declarations; do not edit.
 
-Actors send counters, gauges and histograms to the controller with their heartbeats. Counters and histograms count from
-the start of the process. `asyncrl-top` shows them, and snapshots in `monitor/` record them. A metric of kind `line` is
-a key of `metrics.jsonl`. An unknown value is absent, never 0. `*` stands for a name from the configuration or the
-reward function, or for a name that the description lists.
+A metric of kind `line` is a key of `metrics.jsonl`, for example `reward/mean` in a `train` line. `asyncrl-top` shows
+the others. Counters and histograms count from the start of the process. An unknown value is absent, never 0. `*` stands
+for a name from the configuration or the reward function, or for a name that the description lists.
 
 | name | kind | unit | where | description |
 |---|---|---|---|---|"""

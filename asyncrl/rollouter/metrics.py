@@ -59,8 +59,8 @@ rollouter.counter("rollout/malformed_calls", "calls", "tool calls in answers tha
 rollouter.counter(
     "rollout/reprefill_tokens",
     "tokens",
-    "tokens that engines computed again because of updates and sleeps: prompts and partial responses, and shared "
-    "context of a conversation; without what the prefix cache held, where that is known",
+    "tokens that engines computed again because of updates and sleeps, without those that the prefix cache held, "
+    "where that is known",
     lines="train",
 )
 rollouter.counter(

@@ -139,7 +139,7 @@ train.line("rollout/turns_p95", "turns", "likewise, 95th percentile")
 train.line(
     "rollout/episode_share/*",
     "share",
-    "share of episode time by stage: start, queue, engine, paused, user, tool, close, score; the shares add up to 1",
+    "share of episode time by stage, as in rollout/episodes_at",
 )
 train.line(
     "rollout/tokens",
