@@ -3,15 +3,17 @@
 import mmap
 import os
 
+import xxhash
+
 from asyncrl.core.errors import WeightsCorrupt
-from asyncrl.weights.segments import open_segment, size_of, verify_bytes
+from asyncrl.weights.segments import compare_checksums, open_segment, size_of
 
 
 def map_segment(bucket, *, version, index):
     descriptor = open_segment(bucket, version=version, index=index)
     try:
         view = memoryview(mmap.mmap(descriptor, bucket.size, prot=mmap.PROT_READ))
-        verify_bytes(view, bucket.checksum, version=version, index=index)
+        compare_checksums(xxhash.xxh3_64_intdigest(view), bucket.checksum, version=version, index=index)
         return view
     finally:
         os.close(descriptor)

@@ -39,11 +39,12 @@ import torch
 import torch.distributed
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from xxhash import xxh3_64_intdigest
 
 from asyncrl.core.errors import BroadcastFailed, ConfigError, WeightsCorrupt
 from asyncrl.core.threads import on_daemon
 from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, CollectiveBackend
-from asyncrl.weights.segments import verify_bytes
+from asyncrl.weights.segments import compare_checksums
 from asyncrl.weights.tensors import mapped, sum_of_words
 
 c10d: Any = torch.distributed
@@ -434,7 +435,7 @@ class Receiver:
         # numpy allocates huge pages, torch does not: a page fault for each 4 KiB costs more than the transfer.
         memory = torch.from_numpy(np.empty(size, np.uint8))
         epoch.broadcast(memory, what)
-        verify_bytes(memory.numpy().data, checksum, version=version, index=index)
+        compare_checksums(xxh3_64_intdigest(memory.numpy().data), checksum, version=version, index=index)
         return memory
 
     def close(self) -> None:

@@ -25,11 +25,12 @@ from asyncrl.messages.weights import Bucket, Manifest, TensorSpec
 from asyncrl.weights.segments import (
     ALIGNMENT,
     ITEM_BYTES,
+    checksum_of,
+    compare_checksums,
     map_segment,
     open_segment,
     path_of,
     size_of,
-    verify_bytes,
 )
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -82,30 +83,30 @@ class HeldVersion:
         Raises InvalidRequest for an unknown bucket, VersionGone once closed.
         """
         with self._lock:
-            view = self._views[bucket] = self._view(bucket)
-            return view
-
-    def _view(self, bucket: int) -> memoryview:
-        """Return the kept view of a bucket; without one, a new view, which is not kept.
-
-        Mapped pages count as memory of this process, so ``verify`` does not keep its view.
-        """
-        with self._lock:
-            if not self._finalizer.alive:
-                raise VersionGone(self.version)
-            if bucket >= len(self.descriptors):
-                raise InvalidRequest(f"version {self.version} has no bucket {bucket}")
-            if bucket in self._views:
-                return self._views[bucket]
-            return memoryview(map_segment(self.descriptors[bucket], self.manifest.buckets[bucket].size))
+            if bucket not in self._views:
+                self._views[bucket] = memoryview(map_segment(self._descriptor(bucket), self._size(bucket)))
+            return self._views[bucket]
 
     def verify(self, bucket: int) -> None:
-        """Compare a bucket with its checksum, and map it only for that time; blocks.
+        """Compare a bucket with its checksum; blocks. Raises as ``bytes_of``, and WeightsCorrupt."""
+        # The bytes are read by a descriptor of this thread, because another thread may close the version meanwhile.
+        with self._lock:
+            descriptor = os.dup(self._descriptor(bucket))
+        try:
+            found = checksum_of(descriptor, self._size(bucket))
+        finally:
+            os.close(descriptor)
+        compare_checksums(found, self.manifest.buckets[bucket].checksum, version=self.version, index=bucket)
 
-        Raises WeightsCorrupt, VersionGone.
-        """
-        checksum = self.manifest.buckets[bucket].checksum
-        verify_bytes(self._view(bucket), checksum, version=self.version, index=bucket)
+    def _descriptor(self, bucket: int) -> int:
+        if not self._finalizer.alive:
+            raise VersionGone(self.version)
+        if bucket >= len(self.descriptors):
+            raise InvalidRequest(f"version {self.version} has no bucket {bucket}")
+        return self.descriptors[bucket]
+
+    def _size(self, bucket: int) -> int:
+        return self.manifest.buckets[bucket].size
 
     def close(self) -> None:
         """Close the segments; may be repeated. Takes about 0.1 s for each GiB that no other process holds."""

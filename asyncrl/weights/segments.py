@@ -15,7 +15,6 @@ import mmap
 import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,58 +46,49 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-CHUNK_BYTES = 16 << 20
-"""Bytes that are added to a checksum in one step, in a few milliseconds."""
-
-MADV_POPULATE_READ = 22
-"""Value of MADV_POPULATE_READ, since Linux 5.14; older kernels refuse it, which does no harm."""
+CHUNK_BYTES = 512 << 10
+"""Bytes that a checksum reads in one step. They fit in a core's cache."""
 
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 
 class Segment:
-    """A new segment, to be written to ``memory`` (or with ``write``) and then sealed.
-
-    Delete all views of ``memory`` (tensors, arrays) before ``seal``.
-    """
+    """A new segment, to be written and then sealed. Bytes that are never written are zeros."""
 
     def __init__(self, name: str, size: int) -> None:
         self.size = size
         self.fd = os.memfd_create(name, os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         try:
-            # An empty mapping is not possible.
+            # An empty segment cannot be mapped.
             os.ftruncate(self.fd, max(size, 1))
-            self.memory = mmap.mmap(self.fd, max(size, 1))
         except BaseException:
             os.close(self.fd)
             raise
 
     def write(self, offset: int, data: Buffer) -> None:
-        """Write ``data`` at byte ``offset``; releases the interpreter's lock. Raises OSError when memory runs out."""
+        """Write ``data`` at byte ``offset``; releases the interpreter's lock. Raises OSError when memory runs out.
+
+        In a mapping, each new page would cost a page fault, which takes longer than the copy.
+        """
         left = memoryview(data).cast("B")
         assert offset + left.nbytes <= self.size, "past the end"
         while left:
             written = os.pwrite(self.fd, left, offset)
             left, offset = left[written:], offset + written
 
-    def seal(self, tensors: Sequence[TensorSpec]) -> Bucket:
-        """Compute the checksum, unmap and seal. Returns the bucket; the caller must close ``fd`` from here on."""
-        checksum = xxhash.xxh3_64_intdigest(self.memory)
-        # The kernel refuses F_SEAL_WRITE while a writable mapping is left.
-        self.memory.close()
+    def seal(self, tensors: Sequence[TensorSpec], checksum: int | None = None) -> Bucket:
+        """Seal the segment and return the bucket; the caller must close ``fd`` from here on.
+
+        ``checksum`` is that of all bytes, if the caller has it; else they are read again.
+        """
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-        return Bucket(
-            path=path_of(self.fd),
-            size=max(self.size, 1),
-            checksum=checksum,
-            tensors=list(tensors),
-        )
+        size = max(self.size, 1)
+        if checksum is None:
+            checksum = checksum_of(self.fd, size)
+        return Bucket(path=path_of(self.fd), size=size, checksum=checksum, tensors=list(tensors))
 
     def discard(self) -> None:
         """Free the segment, instead of ``seal`` or after ``seal`` has failed."""
-        # A view that still exists keeps the pages until it is dropped.
-        with suppress(BufferError):
-            self.memory.close()
         os.close(self.fd)
 
 
@@ -201,19 +191,21 @@ def map_segment(descriptor: int, size: int) -> mmap.mmap:
     return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
 
 
-def verify_bytes(view: memoryview, checksum: int, *, version: int, index: int) -> None:
-    """Compare the bytes of a bucket with their checksum. Raises WeightsCorrupt."""
-    digest, mapping = xxhash.xxh3_64(), view.obj
-    for start in range(0, len(view), CHUNK_BYTES):
-        if isinstance(mapping, mmap.mmap):
-            # Map all pages of a step at once: page faults for a few pages each would take a sixth of the whole time.
-            with suppress(OSError):
-                mapping.madvise(MADV_POPULATE_READ, start, min(CHUNK_BYTES, len(view) - start))
-        with view[start : start + CHUNK_BYTES] as chunk:
-            digest.update(chunk)
-    # Otherwise the traceback of the error below would keep the memory mapped.
-    del view, mapping
-    found = digest.intdigest()
+def checksum_of(descriptor: int, size: int) -> int:
+    """Compute the checksum of a segment's first ``size`` bytes.
+
+    Reads into a small buffer, which is faster than a mapping of all pages. Raises OSError.
+    """
+    digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(min(CHUNK_BYTES, size)))
+    done = 0
+    while done < size and (count := os.preadv(descriptor, [buffer[: size - done]], done)):
+        digest.update(buffer[:count])
+        done += count
+    return digest.intdigest()
+
+
+def compare_checksums(found: int, checksum: int, *, version: int, index: int) -> None:
+    """Raise WeightsCorrupt if the checksum of a bucket's bytes is another than that of its manifest."""
     if found != checksum:
         raise WeightsCorrupt(
             f"its checksum is {found:#018x} instead of {checksum:#018x}", version=version, bucket=index

@@ -51,7 +51,7 @@ def publication():
         values[:1] += np.uint16(version)
         specs, size = layout([("weights", "bfloat16", (WORDS,))])
         segment = Segment(f"test-v{version}", size)
-        segment.memory[:size] = values.tobytes()
+        segment.write(0, values.tobytes())
         segments.append(segment)
         return Manifest(version=version, buckets=[segment.seal(specs)])
 

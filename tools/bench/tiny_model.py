@@ -54,7 +54,7 @@ def publish(folder: Path) -> HeldVersion:
     segment = Segment("asyncrl-bench", size)
     try:
         for spec, weight in zip(specs, weights.values(), strict=True):
-            segment.memory[spec.offset : spec.offset + weight.nbytes] = weight.tobytes()
+            segment.write(spec.offset, weight.tobytes())
         bucket = segment.seal(specs)
     except BaseException:
         os.close(segment.fd)

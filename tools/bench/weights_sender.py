@@ -65,12 +65,10 @@ class Sent:
         random = np.random.default_rng(version)
         for index, (specs, size) in enumerate(buckets_of(name)):
             segment = Segment(f"asyncrl-bench-{index}", size)
-            place = np.frombuffer(segment.memory, np.uint8)
             # Noise, repeated: making it all would take longer than everything that is measured.
             noise = random.integers(0, 255, min(size, 1 << 20), np.uint8)
             for start in range(0, size, len(noise)):
-                place[start : start + len(noise)] = noise[: size - start]
-            del place
+                segment.write(start, noise[: size - start].data)
             self.held.append((segment.seal(specs), segment.fd))
         self.manifest = Manifest(version=version, buckets=[bucket for bucket, _ in self.held])
 

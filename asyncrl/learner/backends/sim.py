@@ -114,7 +114,7 @@ class SimTrainer:
                 segment = Segment(f"asyncrl-v{version}-{index}", size)
                 descriptors.append(segment.fd)
                 # Different bytes for each version, so that a mix-up shows in the checksum.
-                segment.memory[: min(8, count)] = version.to_bytes(8, "little")[:count]
+                segment.write(0, version.to_bytes(8, "little")[:count])
                 buckets.append(segment.seal(tensors))
                 if on_sealed is not None:
                     on_sealed(buckets[-1], segment.fd)

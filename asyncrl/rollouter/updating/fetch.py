@@ -67,6 +67,8 @@ Call = Callable[[str, Request, float | None], Awaitable[Any]]
 PARAMETER_SERVER = "parameter_server/0"
 CORRUPT_ATTEMPTS = 3
 """Number of times that the same chunk may arrive corrupt before the fetch fails."""
+VERIFIED_AT_ONCE = min(4, len(os.sched_getaffinity(0)))
+"""Number of buckets of shared memory that are verified at the same time. One thread reads slower than the memory."""
 AGAIN_S = 0.2
 """Longest first pause before a chunk whose call failed is requested again."""
 SILENT_SHARE = 1 / 8
@@ -125,7 +127,7 @@ async def _in_thread(work: Callable[..., T], *arguments: Any) -> T:
 class _Shared:
     """A fetch that opens and verifies the memory of a process on this host.
 
-    A cancellation takes effect once the present bucket is verified.
+    A cancellation takes effect once the present buckets are verified.
     """
 
     source = PARAMETER_SERVER
@@ -140,9 +142,17 @@ class _Shared:
     async def run(self) -> HeldVersion:
         try:
             held = await _in_thread(self._open)
-            for index, bucket in enumerate(self._manifest.buckets):
-                await _in_thread(held.verify, index)
-                self.bytes += bucket.size
+            limit = asyncio.Semaphore(VERIFIED_AT_ONCE)
+
+            async def verify(index: int) -> None:
+                async with limit:
+                    await _in_thread(held.verify, index)
+                self.bytes += self._manifest.buckets[index].size
+
+            # Each result is awaited, errors too: the version may only be closed when no thread reads it any more.
+            results = await asyncio.gather(*map(verify, range(len(held.descriptors))), return_exceptions=True)
+            for error in filter(None, results):
+                raise error
             return held
         except BaseException:
             # A cancellation may arrive after ``_open`` has returned.

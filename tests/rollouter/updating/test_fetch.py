@@ -29,9 +29,8 @@ from asyncrl.messages import Request
 from asyncrl.messages.weights import FetchChunk, Offer
 from asyncrl.rollouter.updating import fetch as module
 from asyncrl.rollouter.updating.fetch import fetch
-from asyncrl.weights import held_version
 from asyncrl.weights.held_version import HeldVersion
-from asyncrl.weights.segments import Segment, verify_bytes
+from asyncrl.weights.segments import Segment
 
 pytestmark = pytest.mark.usefixtures("no_memory_left")
 
@@ -226,18 +225,25 @@ def test_a_fetch_ends_after_silence_or_at_its_deadline(whole_s, waits_s, ended, 
 
 
 def test_the_deadline_error_of_a_version_in_shared_memory_shows_the_verified_part(server, monkeypatch):
-    def slow(view, checksum, *, version, index):
-        verify_bytes(view, checksum, version=version, index=index)
-        if index == 2:
+    verify, verified = HeldVersion.verify, set()
+
+    def slow(version, index):
+        verify(version, index)
+        verified.add(index)
+        if index == 3:
+            while not verified >= {0, 1, 2}:
+                time.sleep(0.01)
+            # Time for the event loop to count the others.
+            time.sleep(0.1)
             loop.call_soon_threadsafe(loop.jump, 50.0)
             time.sleep(0.1)
 
-    monkeypatch.setattr(held_version, "verify_bytes", slow)
+    monkeypatch.setattr(HeldVersion, "verify", slow)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         loop = runner.get_loop()
         with pytest.raises(DeadlineExceeded) as caught:
             runner.run(take(server.offer(4, "shm"), server, stage_deadline_s=50.0))
-    error, verified = caught.value, SIZES[0] + SIZES[1]
+    error, verified = caught.value, sum(SIZES[:3])
     assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", 50.0)
     told = f"all of version 4 by shm (weights.stage_deadline_s; {verified} of {sum(SIZES)} bytes are here)"
     assert told in str(error)

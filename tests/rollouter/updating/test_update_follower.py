@@ -175,7 +175,7 @@ def publish():
     def make(version, probe=False, checksum_off=0):
         specs, size = layout([("w", "uint8", (100,))])
         segment = Segment("test", size)
-        segment.memory[:4] = version.to_bytes(4, "little")
+        segment.write(0, version.to_bytes(4, "little"))
         bucket = segment.seal(specs)
         segments.append(segment)
         if checksum_off:

@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from xxhash import xxh3_64
 
 from asyncrl.core.errors import AsyncRLError, DeadlineExceeded
 from asyncrl.core.threads import on_daemon, wait_for
@@ -185,14 +186,16 @@ def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
     """Write tensors into a new segment and seal it. Returns the bucket and the segment's descriptor."""
     specs, size = layout([(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()])
     segment = Segment(name, size)
+    digest, end = xxh3_64(), 0
     try:
         for spec, tensor in zip(specs, tensors.values(), strict=True):
-            if tensor.numel():
-                place = torch.frombuffer(segment.memory, dtype=tensor.dtype, count=tensor.numel(), offset=spec.offset)
-                place.view(tensor.shape).copy_(tensor)
-                # Sealing unmaps the memory, so no tensor may still point to it.
-                del place
-        return segment.seal(specs), segment.fd
+            data = tensor.reshape(-1).view(torch.uint8).numpy().data
+            segment.write(spec.offset, data)
+            digest.update(bytes(spec.offset - end))
+            digest.update(data)
+            end = spec.offset + data.nbytes
+        digest.update(bytes(max(size, 1) - end))
+        return segment.seal(specs, digest.intdigest()), segment.fd
     except BaseException:
         segment.discard()
         raise
