@@ -237,7 +237,7 @@ def _show(source: SnapshotSource) -> int:
 
     # The history of a large run has very many objects, without cycles.
     tune_memory()
-    _avoid_missing_colours()
+    _turn_colours_off_if_few()
     app = Top(source, ascii_only=not _knows_unicode())
     app.run()
     if app.failure is not None:
@@ -300,8 +300,8 @@ def _print(history: History, given: argparse.Namespace) -> int:
     return 0
 
 
-def _avoid_missing_colours() -> None:
-    """Turn colours off if the terminal has fewer than 8."""
+def _turn_colours_off_if_few() -> None:
+    """Set NO_COLOR if the terminal has fewer than the 8 basic colours, which the screen uses."""
     import curses
 
     try:

@@ -26,12 +26,12 @@ class CheckpointConfig(Section):
     keep: Positive = 2
     """Newest checkpoints that are kept."""
     keep_every_steps: NonNegative = 0
-    """Keep the first checkpoint from each multiple of this many steps for good; 0 keeps none."""
+    """Besides the newest, keep the first checkpoint at or after each multiple of this many steps; 0 keeps no others."""
     export_at_end: bool = True
     """Write the final weights in Hugging Face layout to export/ in the run folder."""
     room_wait_s: Seconds = 300.0
-    """Longest wait for room on a full disk when nothing else is left to do; then the run fails. Preemption has
-    preempt.grace_s."""
+    """After the last step, longest wait for room to write the last checkpoint and the export; then the run fails.
+    A preempted run has preempt.grace_s instead."""
 
 
 class ResumeConfig(Section):

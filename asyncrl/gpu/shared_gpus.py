@@ -49,7 +49,9 @@ def rank_slices(config: Config, rank: int) -> RankSlices | None:
 
 
 def read_shares(config: Config, gpus: Sequence[str]) -> GpuShares:
-    """Divide GPUs of this host (entries of CUDA_VISIBLE_DEVICES), by the smallest of them. Raises ConfigError.
+    """Plan how learner and engine share the memory of these GPUs (entries of CUDA_VISIBLE_DEVICES). Raises ConfigError.
+
+    All GPUs get the shares that fit the smallest of them.
 
     Reads the config.json of the policy, and of the reference and the teacher if the run loads them. A file that cannot
     be read counts as empty, so that ``plan_sharing`` raises ConfigError.
@@ -62,6 +64,7 @@ def read_shares(config: Config, gpus: Sequence[str]) -> GpuShares:
             raise ConfigError([f'placement.share: {problem}; repair the driver, or set it to "never"'])
         sizes.append(reading.memory_total_bytes)
     learner, policy, scoring = config.learner, config.model.path or "", list[str]()
+    # With adapters and no path, the policy without its adapters is the reference.
     if learner.kl.coefficient and (learner.kl.path is not None or not config.lora.is_on):
         scoring.append(learner.kl.path or policy)
     if learner.teacher is not None and learner.teacher_url is None:

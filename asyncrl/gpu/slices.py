@@ -10,8 +10,8 @@ when a process dies, and nothing is left on disk:
     asked    listens from the rank's request until it gives the GPU back
     memory   bound by the rank or the engine that has the GPU's memory
 
-Invariants: at most one of the two has the memory. An engine that waits gets the memory as soon as a rank lives that
-does not ask. The kernel frees the sockets of a process that dies. Fails with DeadlineExceeded if an engine does not
+Invariants: at most one of the two has the memory. A waiting engine gets the memory once a rank is alive and does
+not ask for it. The kernel frees the sockets of a process that dies. Fails with DeadlineExceeded if an engine does not
 give the memory back in time, or the previous rank's process does not end. The error names the engine.
 """
 
@@ -128,7 +128,7 @@ class EngineSlices:
         self._memory_sockets: list[socket.socket] = []
         """The socket ``memory`` of each GPU; empty while the engine does not have the memory."""
         self._timer: asyncio.TimerHandle | None = None
-        """Timer of the next ``_poll``; None if no look is due."""
+        """Timer of the next ``_look_and_repeat``; None if no look is due."""
         self._taken = asyncio.Event()
         """Set while the engine has the memory."""
         self.asked = asyncio.Event()
@@ -137,9 +137,10 @@ class EngineSlices:
     async def take(self) -> None:
         """Wait until the engine may have the memory of all its GPUs, and take it.
 
-        The wait has no deadline: if no rank can be started, the run ends. A cancelled wait takes nothing.
+        The wait has no deadline: while no rank lives, the engine waits. If none can be started, the controller ends the
+        run, which cancels the wait. A cancelled wait takes nothing.
         """
-        self._poll()
+        self._look_and_repeat()
         try:
             await self._taken.wait()
         except asyncio.CancelledError:
@@ -157,7 +158,7 @@ class EngineSlices:
         self._taken.clear()
         self.asked.clear()
 
-    def _poll(self) -> None:
+    def _look_and_repeat(self) -> None:
         """Take the memory if the engine may have it, or set ``asked`` if the engine must give it back.
 
         Calls itself again after LOOK_S, until it sets ``asked``.
@@ -170,7 +171,7 @@ class EngineSlices:
             elif not all(self._may_have(gpu, has=True) for gpu in self._gpus):
                 self.asked.set()
                 return
-        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._poll)
+        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look_and_repeat)
 
     def _try_take(self) -> bool:
         """Take the memory of all GPUs, or of none. Returns whether it was taken."""

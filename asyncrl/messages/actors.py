@@ -116,6 +116,7 @@ class RunState(Message, frozen=True, kw_only=True):
     log: str = ""
     """Path of the failed actor's log; empty if unknown."""
     exit_code: int = 0
+    """Exit code of the run, which is final once it has ended."""
     last_line: int = 0
     """Number of the last of ``lines``; the caller gives it as WatchRun.seen_line next time."""
     lines: list[dict[str, Any]] = []
@@ -144,7 +145,8 @@ class RunState(Message, frozen=True, kw_only=True):
     generations: dict[str, int] = {}
     """Oldest generation that is not over, by role of a rank group. An actor that starts now has it or a later one."""
     resting: list[RestingReplica] = []
-    """Replicas that the run continues without for now. Their agents end them, and start them once removed here."""
+    """Replicas that the run continues without for now. Their agents stop those listed here, and start each one
+    again when it is no longer listed."""
 
 
 class WatchRun(Request, frozen=True, kw_only=True):

@@ -47,7 +47,7 @@ def configure_logging(level: str) -> None:
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
-            # This processor comes before the timestamp, which the text for the listener does not have.
+            # Before the timestamp: the listener (an actor's heartbeat) adds its own time.
             _pass_to_listener,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             # Leave out the values of local variables, because some are secret keys.

@@ -14,12 +14,12 @@ import os
 import resource
 
 REPORT_BYTES = 32 << 20
-"""Memory beyond the limit (bytes), reserved for the worker's report that the limit was reached."""
+"""Memory beyond the limit (bytes), reserved for the worker's answer, which says that the limit was reached."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryLimit:
-    """Limits this process to ``more_bytes`` of private memory beyond the present, with a reserve for its report."""
+    """Limits this process to ``more_bytes`` of private memory beyond the present, with a reserve for its answer."""
 
     def __init__(self, more_bytes: int) -> None:
         self.more_bytes = more_bytes
@@ -32,7 +32,10 @@ class MemoryLimit:
         resource.setrlimit(resource.RLIMIT_DATA, (min(limit, ceiling), ceiling))
 
     def spent(self) -> bool:
-        """Whether more than half of the limit is in use, so that an error may be due to it."""
+        """Whether more than half of the limit is in use, so that an error may be due to it.
+
+        Libraries with allocators of their own report a lack of memory by errors of other types than MemoryError.
+        """
         return _private_bytes() - self._bytes_at_start > self.more_bytes // 2
 
     def open_reserve(self) -> None:

@@ -271,7 +271,8 @@ def stage_model(config: Config) -> HeldVersion:
         if config.model.path is None:
             buckets.append(_make_bucket([("weights", "uint8", (1,))], {}, None))
         else:
-            buckets += [_copy_file(path) for path in _safetensors_files(Path(config.model.path))]
+            # Adds each bucket once it is made, so that an error at a later file closes it.
+            buckets.extend(map(_copy_file, _safetensors_files(Path(config.model.path))))
         manifest = Manifest(version=0, buckets=[bucket for bucket, _ in buckets])
         return HeldVersion(manifest, [descriptor for _, descriptor in buckets])
     except BaseException:

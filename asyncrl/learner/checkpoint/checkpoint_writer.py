@@ -131,8 +131,9 @@ class CheckpointWriter:
     ) -> bool:
         """Copy the state and begin to write a checkpoint. Returns False if it was skipped, or failed at once.
 
-        While another one is being written, a ``final`` one waits; any other is skipped. The write awaits
-        ``write_lines``, which writes all lines about the contents, before it commits. The groups must not change later.
+        While another one is being written, a ``final`` one waits; any other is skipped. Before the
+        checkpoint counts, ``write_lines`` writes the metrics and samples of the steps in it: a resumed run does not
+        write them again. The groups must not change later.
         """
         if self.busy and not final:
             self.skipped += 1

@@ -1,5 +1,6 @@
 """Responses before a run starts: real engines, real reward workers, in a process of their own."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,10 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from model_files import write_model
+from published_weights import open_memory
 from safetensors import safe_open
+from safetensors.numpy import save_file
 from tiny_models import make_model, save_model
 
 from asyncrl.cli import launch
@@ -128,6 +132,17 @@ def assert_staged_as_written(config, model):
                 assert content[spec.offset : spec.offset + len(expected)] == expected
         assert set(staged.layout) == set(file.keys())
     staged.close()
+
+
+def test_a_broken_file_of_weights_leaves_no_memory_of_the_files_before_it(tmp_path):
+    save_file({"a": np.zeros(8, np.float32)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"b": np.zeros(8, np.uint32)}, tmp_path / "model-00002-of-00002.safetensors")
+    index = {"weight_map": {name: f"model-0000{part}-of-00002.safetensors" for part, name in enumerate("ab", 1)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = open_memory()
+    with pytest.raises(ConfigError, match="b has the dtype"):
+        stage_model(sim(model={"path": str(tmp_path)}))
+    assert open_memory() == before
 
 
 async def test_a_model_is_sampled_with_the_weights_in_its_folder(tmp_path):
