@@ -73,12 +73,12 @@ def bin_folder(wheel, tmp_path_factory):
 
 
 def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel):
-    """Data files too: py.typed, and the files of a report."""
+    """Data files too: py.typed, the files of a report, and the chart library with its license."""
     folder = ROOT / "asyncrl"
     ours = {str(path.relative_to(ROOT)) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert names == ours
-    assert {"asyncrl/py.typed", "asyncrl/observe/report/report.css"} <= names
+    assert {"asyncrl/py.typed", "asyncrl/observe/report/report.css", "asyncrl/observe/uplot/LICENSE"} <= names
 
 
 def test_the_installed_wheel_does_not_import_the_source_tree(bin_folder, tmp_path):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.cli.command_line import Parser, complain, flushed
-from asyncrl.cli.which_run import PROGRAM, live_run_place, must_be_reachable, run_folder
+from asyncrl.cli.which_run import PROGRAM, live_run_place, may_live, must_be_reachable, run_folder
 from asyncrl.core.printable import json_in_ascii, say
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _main(argv: list[str]) -> int:
 
             run_dir = run_folder(given.run, "--report")
             try:
-                write_report(run_dir, Path(given.report), lives=_may_live(run_dir))
+                write_report(run_dir, Path(given.report), lives=may_live(run_dir))
             except OSError as error:
                 return complain(PROGRAM, _describe(error), 1)
             say(given.report, sys.stdout)
@@ -160,16 +160,6 @@ def _print_samples(run_dir: Path, given: argparse.Namespace) -> int:
     return 0
 
 
-def _may_live(run_dir: Path) -> bool:
-    """Return whether a run is live in the folder; True if this user may not look."""
-    from asyncrl.launcher.run_folder.private import is_live
-
-    try:
-        return is_live(run_dir)
-    except PermissionError:
-        return True
-
-
 # --- showing ---
 
 
@@ -217,7 +207,7 @@ def _replay(run_dir: Path, given: argparse.Namespace) -> int:
     """Show a recording in the terminal, or print its end. A live run's recording is read again after the run's end."""
     from asyncrl.top.replay import open_replay
 
-    replay = open_replay(run_dir, lives=_may_live(run_dir))
+    replay = open_replay(run_dir, lives=may_live(run_dir))
     if not _wants_terminal(given):
         replay.jump(replay.end)
         return _print(replay.history(), given)
@@ -225,7 +215,7 @@ def _replay(run_dir: Path, given: argparse.Namespace) -> int:
     from asyncrl.top.replay import SnapshotSource
 
     def whole() -> Replay | None:
-        return None if _may_live(run_dir) else open_replay(run_dir, lives=False)
+        return None if may_live(run_dir) else open_replay(run_dir, lives=False)
 
     return _show(SnapshotSource(replay=replay, whole=whole, run_dir=run_dir))
 

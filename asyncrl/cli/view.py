@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.cli.command_line import Parser, complain, flushed
-from asyncrl.cli.which_run import run_folder
+from asyncrl.cli.which_run import may_live, run_folder
 from asyncrl.core.printable import say
 
 if TYPE_CHECKING:
@@ -94,10 +94,14 @@ def _serve(runs: Sequence[Path], port: int) -> int:
 
     if importlib.util.find_spec("aiohttp") is None:
         return complain(PROGRAM, "aiohttp is not installed; run: pip install 'asyncrl[episodes]'", 1)
+    from asyncrl.observe.report.report import report_page
     from asyncrl.view.server import ViewServer
 
+    def report(run: int) -> str:
+        return report_page(runs[run], lives=may_live(runs[run]), viewer=f"./#run={run}")
+
     async def serve() -> None:
-        server = ViewServer(_answers(runs))
+        server = ViewServer(_answers(runs), report)
         try:
             say(await server.start(port), sys.stdout)
             sys.stdout.flush()

@@ -49,6 +49,16 @@ def _newest_runs() -> list[Path]:
     return [path for _, path in sorted(by_time, reverse=True)]
 
 
+def may_live(run_dir: Path) -> bool:
+    """Return whether a run is live in the folder; True if this user may not look."""
+    from asyncrl.launcher.run_folder.private import is_live
+
+    try:
+        return is_live(run_dir)
+    except PermissionError:
+        return True
+
+
 def _is_live(path: Path) -> bool:
     """Return whether a run is live in the folder; False if this user may not look."""
     from asyncrl.launcher.run_folder.private import is_live

@@ -104,7 +104,7 @@ class Answers:
 
     def _page_of_steps(self, parameters: Parameters) -> Answer:
         """The ``count`` steps that end with ``until`` (the newest), the newest first, and how many there are."""
-        index = self._steps[self._run(parameters)]
+        index = self._steps[self.run_of(parameters)]
         index.refresh()
         count = min(_number(parameters, "count", 100), MOST_STEPS)
         end = index.place(_number(parameters, "until", 1 << 60) + 1)
@@ -115,7 +115,7 @@ class Answers:
         return {"steps": shown[::-1][: end - first], "before": first, "count": index.count()}
 
     def _groups(self, parameters: Parameters) -> Answer:
-        run, step = self._run(parameters), _number(parameters, "step")
+        run, step = self.run_of(parameters), _number(parameters, "step")
         version = self._trained_version(run, step)
         groups = self._groups_of(run, step)
         shown = [
@@ -132,7 +132,7 @@ class Answers:
         return {"step": step, "groups": shown, "left_out": max(0, len(groups) - MOST_GROUPS)}
 
     def _trajectory(self, parameters: Parameters) -> Answer:
-        run, step = self._run(parameters), _number(parameters, "step")
+        run, step = self.run_of(parameters), _number(parameters, "step")
         group, trajectory = self._find(run, step, parameters)
         room = LONGEST_TRAJECTORY
         messages = []
@@ -163,7 +163,7 @@ class Answers:
 
     def _tokens(self, parameters: Parameters) -> Answer:
         """MOST_TOKENS tokens of a sequence from ``start`` on: [id, text, log-prob, version, role] of each."""
-        run = self._run(parameters)
+        run = self.run_of(parameters)
         _, trajectory = self._find(run, _number(parameters, "step"), parameters)
         at, start = _number(parameters, "sequence", 0), _number(parameters, "start", 0)
         if at >= len(trajectory.sequences):
@@ -195,7 +195,7 @@ class Answers:
 
     def _same(self, parameters: Parameters) -> Answer:
         """The groups of run ``other`` that have the prompt of a group of ``run``, the newest first."""
-        run, step, uid = self._run(parameters), _number(parameters, "step"), parameters.get("uid", "")
+        run, step, uid = self.run_of(parameters), _number(parameters, "step"), parameters.get("uid", "")
         group = self._find_group(run, step, uid)
 
         def hits(other: SampleGroup) -> Iterator[Answer]:
@@ -209,7 +209,7 @@ class Answers:
 
         ``next`` is the file at which the next request continues (``after``); None at the end.
         """
-        run, after = self._run(parameters), parameters.get("after", "")
+        run, after = self.run_of(parameters), parameters.get("after", "")
         paths = sample_files(self._runs[run], SampleChoice())
         names = [path.name for path in paths]
         begin = names.index(after) if after in names else 0
@@ -230,7 +230,8 @@ class Answers:
 
     # --- finding ---
 
-    def _run(self, parameters: Parameters) -> int:
+    def run_of(self, parameters: Parameters) -> int:
+        """The number of the run that ``run`` names; 0 by default. Raises BadRequest or NotFound."""
         run = _number(parameters, "run", 0)
         if run >= len(self._runs):
             raise NotFound(f"run {run}: asyncrl-view shows {len(self._runs)}")

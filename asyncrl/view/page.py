@@ -1,33 +1,33 @@
 """The files of the page, and one step of a run as a single page that needs nothing else, to be sent.
 
-A sent page is that of the server, with its script, its style and the answers that it would ask for inside. Invariant:
-the browser runs only the script whose digest is in the page's security policy, loads nothing, and takes the answers as
-data. Tokens beyond MOST_BYTES are left out. Raises NotFound without recorded groups.
+A sent page is that of the server, with its scripts, its styles and the answers that it would ask for inside. Invariant:
+the browser runs only these scripts (observe/pages.py), loads nothing, and takes the answers as data. Tokens beyond
+MOST_BYTES are left out. Raises NotFound without recorded groups.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from importlib.resources import files
 from urllib.parse import urlencode
 
 import msgspec
 
+from asyncrl.observe.pages import UPLOT_SCRIPT, UPLOT_STYLE, policy, resource_text
 from asyncrl.view.answers import Answer, Answers, NotFound
 
 MOST_BYTES = 32 << 20
-POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'"
+PAGE = "view/index.html"
 HEAD = '<meta charset="utf-8">'
-STYLE = '<link rel="stylesheet" href="view.css">'
-SCRIPT = '<script src="view.js" defer></script>'
+STYLES = {
+    '<link rel="stylesheet" href="uplot.css">': UPLOT_STYLE,
+    '<link rel="stylesheet" href="view.css">': "view/view.css",
+}
+SCRIPTS = {
+    '<script src="uplot.js" defer></script>': UPLOT_SCRIPT,
+    '<script src="view.js" defer></script>': "view/view.js",
+}
+"""The elements of the page that load a file, and the file of each."""
 STEPS_ON_PAGE = 100
 """The count that view.js asks for."""
-
-
-def resource_text(name: str) -> str:
-    """The text of a file in this folder."""
-    return (files("asyncrl.view") / name).read_text("utf-8")
 
 
 def step_page(answers: Answers, step: int) -> str:
@@ -62,21 +62,18 @@ def step_page(answers: Answers, step: int) -> str:
 
 
 def _page(data: dict[str, Answer]) -> str:
-    script, style = resource_text("view.js"), resource_text("view.css")
-    policy = f"{POLICY}; script-src {_digest(script)}; style-src {_digest(style)}"
+    styles, scripts = ({old: resource_text(name) for old, name in part.items()} for part in (STYLES, SCRIPTS))
     # "<" could end the element that holds the data.
     answers = msgspec.json.encode(data).decode().replace("<", "\\u003c")
-    page = resource_text("index.html")
+    first_script = next(iter(SCRIPTS))
+    page = resource_text(PAGE)
     for old, new in (
-        (HEAD, f'{HEAD}\n<meta http-equiv="Content-Security-Policy" content="{policy}">'),
-        (STYLE, f"<style>{style}</style>"),
-        (SCRIPT, f'<script type="application/json" id="data">{answers}</script>\n<script>{script}</script>'),
+        (HEAD, f"{HEAD}\n{policy([*scripts.values()], [*styles.values()])}"),
+        (first_script, f'<script type="application/json" id="data">{answers}</script>\n{first_script}'),
+        *((old, f"<style>{text}</style>") for old, text in styles.items()),
+        *((old, f"<script>{text}</script>") for old, text in scripts.items()),
     ):
         before, found, after = page.partition(old)
         assert found, old
         page = before + new + after
     return page
-
-
-def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""The server of ``asyncrl-view``: its page and the answers as JSON, on loopback.
+"""The server of ``asyncrl-view``: its page, the answers as JSON and the reports of the runs, on loopback.
 
 Invariant: it answers GET alone, and only requests whose Host is a name of this machine. So a website whose name was
 pointed at loopback reads nothing. The browser may load only this server's own files, and runs no inline script. An
@@ -8,14 +8,17 @@ answer above MOST_BYTES is refused.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
+from asyncrl.core.errors import UsageError
 from asyncrl.core.printable import printable
+from asyncrl.observe.pages import UPLOT_SCRIPT, UPLOT_STYLE, resource_text
 from asyncrl.view.answers import Answers, BadRequest, NotFound
-from asyncrl.view.page import resource_text
+from asyncrl.view.page import PAGE
 
 LOOPBACK = "127.0.0.1"
 NAMES = frozenset({LOOPBACK, "localhost", "::1"})
@@ -23,9 +26,11 @@ NAMES = frozenset({LOOPBACK, "localhost", "::1"})
 MOST_BYTES = 32 << 20
 SHUTDOWN_S = 1.0
 FILES = {
-    "/": ("index.html", "text/html"),
-    "/view.js": ("view.js", "text/javascript"),
-    "/view.css": ("view.css", "text/css"),
+    "/": (PAGE, "text/html"),
+    "/view.js": ("view/view.js", "text/javascript"),
+    "/view.css": ("view/view.css", "text/css"),
+    "/uplot.js": (UPLOT_SCRIPT, "text/javascript"),
+    "/uplot.css": (UPLOT_STYLE, "text/css"),
 }
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -35,13 +40,15 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+REPORT_HEADERS = HEADERS | {"Content-Security-Policy": "frame-ancestors 'none'"}
+"""The page of a report has the rest of its policy itself."""
 
 
 class ViewServer:
-    """Serves the page until ``close``."""
+    """Serves the page until ``close``. ``report`` makes the page of a run's report, by the number of the run."""
 
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
+    def __init__(self, answers: Answers, report: Callable[[int], str]) -> None:
+        self._answers, self._report = answers, report
         self._runner: web.ServerRunner | None = None
 
     async def start(self, port: int = 0) -> str:
@@ -64,15 +71,21 @@ class ViewServer:
         if request.path in FILES:
             name, kind = FILES[request.path]
             return web.Response(text=resource_text(name), content_type=kind, charset="utf-8", headers=HEADERS)
+        parameters = dict(request.query)
         folder, _, name = request.path.removeprefix("/").partition("/")
-        if folder != "api":
-            return _refusal(404, "there is no such page")
         try:
-            body = await asyncio.to_thread(self._encode, name, dict(request.query))
+            if folder == "report":
+                page = await asyncio.to_thread(self._report, self._answers.run_of(parameters))
+                # A name in the run may contain bytes that are no text.
+                body = page.encode("utf-8", "backslashreplace")
+                return web.Response(body=body, content_type="text/html", charset="utf-8", headers=REPORT_HEADERS)
+            if folder != "api":
+                return _refusal(404, "there is no such page")
+            body = await asyncio.to_thread(self._encode, name, parameters)
         except BadRequest as error:
             return _refusal(400, str(error))
-        except NotFound as error:
-            return _refusal(404, str(error))
+        except (NotFound, UsageError) as error:
+            return _refusal(404, printable(str(error)))
         except OSError as error:
             return _refusal(500, printable(f"{error.filename}: {error.strerror}"))
         if len(body) > MOST_BYTES:

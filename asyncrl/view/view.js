@@ -62,6 +62,19 @@ const number = (value, digits = 3) => value === null || value === undefined ? "â
 
 // --- steps ---
 
+function chart(steps) {
+    const rows = steps.filter(each => typeof each.reward === "number").reverse();
+    if (rows.length < 2) return null;
+    const element = make("div", null), { color } = getComputedStyle(document.body);
+    const axis = (size, label) => ({ size, label, labelSize: 14, stroke: color, font: "11px system-ui", labelFont: "11px system-ui", grid: { width: 0.3, stroke: color }, ticks: { show: false } });
+    const plot = new uPlot({
+        width: 280, height: 120, legend: { show: false }, cursor: { y: false, drag: { x: false } }, scales: { x: { time: false } },
+        axes: [axis(22), axis(44, "reward")], series: [{}, { stroke: "#3b6fb6", width: 1.5 }],
+    }, [rows.map(each => each.step), rows.map(each => each.reward)], element);
+    plot.over.addEventListener("click", () => go({ step: rows[plot.cursor.idx].step, uid: null, sample: null }));
+    return element;
+}
+
 async function drawSteps(at) {
     const page = await get("steps", { run: at.run, until: at.until, count: PAGE });
     if (!changed("steps", [page, at.run, at.step, at.until])) return page;
@@ -77,7 +90,7 @@ async function drawSteps(at) {
     jump.addEventListener("change", () => go({ step: jump.value, until: Number(jump.value) + PAGE / 2, uid: null, sample: null }));
     const oldest = page.steps.length ? page.steps[page.steps.length - 1].step : 0;
     fill($("steps"), make("div", { class: "bar" }, make("span", null, page.count + " steps"), embedded ? null : jump),
-        make("table", null, head, ...rows),
+        chart(page.steps), make("table", null, head, ...rows),
         make("div", { class: "bar" }, at.until ? make("a", { href: link({ until: null }) }, "newest") : null,
             page.before > 0 && !embedded ? make("a", { href: link({ until: oldest - 1 }) }, "older") : null));
     return page;
@@ -270,7 +283,8 @@ async function drawRuns(at) {
     if (!changed("runs", [runs, at.run])) return;
     document.title = runs[at.run || 0] + " â€“ asyncrl-view";
     fill($("runs"), ...runs.map((name, index) => runs.length === 1 ? make("span", null, name)
-        : make("a", { href: link({ run: index || null, step: null, uid: null, sample: null, until: null }), class: index === Number(at.run || 0) ? "chosen" : undefined }, name)));
+        : make("a", { href: link({ run: index || null, step: null, uid: null, sample: null, until: null }), class: index === Number(at.run || 0) ? "chosen" : undefined }, name)),
+    embedded ? null : make("a", { href: `report?run=${at.run || 0}` }, "report"));
 }
 
 async function report(work) {

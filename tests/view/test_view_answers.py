@@ -129,7 +129,7 @@ def test_a_sent_page_holds_data_that_cannot_end_its_element(run_dir):
     page = step_page(Answers([run_dir]), 5)
     data = page.partition('id="data">')[2].partition("</script>")[0]
     assert "owned" in data and "<" not in data
-    assert page.count("<script") == 2 and "http:" not in page.replace("http://www.w3.org", "")
+    assert page.count("<script") == 3 and "http:" not in page.replace("http://www.w3.org", "")
     with pytest.raises(NotFound, match="no recorded groups"):
         step_page(Answers([run_dir]), 1)
     assert Answers([run_dir]).newest_step() == 5

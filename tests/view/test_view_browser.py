@@ -5,11 +5,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 from view.browsing import browser
-from view.viewed_run import group, make_run, train_line, write_groups, write_steps
+from view.viewed_run import group, make_run, server_of, train_line, write_groups, write_steps
 
 from asyncrl.view.answers import Answers
 from asyncrl.view.page import step_page
-from asyncrl.view.server import ViewServer
 
 FIRST, SECOND = "document.getElementById('first').innerText", "document.getElementById('second').innerText"
 DRAWN = "(document.body?.dataset.drawn === location.hash)"
@@ -17,7 +16,7 @@ DRAWN = "(document.body?.dataset.drawn === location.hash)"
 
 @asynccontextmanager
 async def opened(tmp_path, *runs, at=""):
-    server = ViewServer(Answers(runs, [chr] * len(runs)))
+    server = server_of(*runs)
     async with browser(tmp_path / "profile") as page:
         try:
             await page.open(await server.start() + at)

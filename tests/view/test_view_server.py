@@ -10,13 +10,11 @@ import urllib.request
 import aiohttp
 import msgspec
 import pytest
-from view.viewed_run import make_run
+from view.viewed_run import make_run, server_of
 
 from asyncrl.cli import view as command
+from asyncrl.observe.pages import resource_text
 from asyncrl.view import server as module
-from asyncrl.view.answers import Answers
-from asyncrl.view.page import resource_text
-from asyncrl.view.server import ViewServer
 
 VIEW = (sys.executable, "-m", "asyncrl.cli.view")
 
@@ -30,7 +28,7 @@ def asked(run_dir, path, method="GET", **headers):
     """(status, headers, body) of a request to a server of the run."""
 
     async def request():
-        server = ViewServer(Answers([run_dir]))
+        server = server_of(run_dir)
         try:
             url = await server.start()
             assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", url)
@@ -47,6 +45,8 @@ def test_the_page_and_its_files_are_served_with_a_policy_that_allows_only_them(r
         ("", "text/html"),
         ("view.js", "text/javascript"),
         ("view.css", "text/css"),
+        ("uplot.js", "text/javascript"),
+        ("uplot.css", "text/css"),
         ("#run=0", "text/html"),
     ):
         status, headers, body = asked(run_dir, path)
@@ -58,9 +58,20 @@ def test_the_page_and_its_files_are_served_with_a_policy_that_allows_only_them(r
 
 
 def test_the_script_takes_no_markup():
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(", resource_text("view.js")
-    )
+    for name in ("view/view.js", "observe/report/report.js", "observe/uplot/uPlot.iife.min.js"):
+        text = resource_text(name)
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(", text), name
+
+
+def test_the_report_is_served_with_the_policy_of_its_page_and_links_back(run_dir):
+    status, headers, body = asked(run_dir, "report?run=0")
+    assert status == 200 and headers["Content-Type"] == "text/html; charset=utf-8"
+    assert headers["Content-Security-Policy"] == "frame-ancestors 'none'" and b"script-src 'sha256-" in body
+    assert b'<a href="./#run=0">asyncrl-view trial</a>' in body
+    assert asked(run_dir, "report?run=3")[0] == 404
+    (run_dir / "config.json").unlink()
+    status, _, body = asked(run_dir, "report")
+    assert status == 404 and b"holds no config.json" in body
 
 
 def test_answers_are_json_and_refusals_say_why(run_dir, monkeypatch):

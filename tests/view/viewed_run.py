@@ -2,6 +2,10 @@
 
 import json
 
+from asyncrl.observe.report.report import report_page
+from asyncrl.view.answers import Answers
+from asyncrl.view.server import ViewServer
+
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 CONTROL = "\x1b]0;mine\x07\x00\u202eabc"
 CHAT = [
@@ -80,3 +84,8 @@ def make_run(folder, name="trial"):
     write_groups(run_dir, "filtered_000005.jsonl", group("0-3", 5, kind="filtered", reason="all rewards are equal"))
     write_groups(run_dir, "eval_held_000005.jsonl", group("held@5-0", 5, kind="evaluation", name="held"))
     return run_dir
+
+
+def server_of(*runs):
+    """A server of these runs, as the command makes it. A byte is a token."""
+    return ViewServer(Answers(runs, [chr] * len(runs)), lambda run: report_page(runs[run], viewer=f"./#run={run}"))

@@ -26,11 +26,9 @@ from asyncrl.observe.metrics_line import (
     served_versions,
     versions_in_words,
 )
-from asyncrl.observe.report.svg import Curve, Panel
+from asyncrl.observe.report.panels import Curve, Panel
 
 MOST_POINTS = 600
-HALF, THIRD = 540, 360
-"""Widths of panels that share a row."""
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY, TEAL, BROWN = (
     *("#3b6fb6", "#e08a2c", "#4f9d5d", "#c8504b", "#8566ad", "#9aa3ad", "#3aa3a0", "#8c6d4f"),
 )
@@ -125,7 +123,7 @@ def evaluations(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
                 for (key, words), colour in zip(curves, cycle(OTHERS), strict=False)
                 for curve in _curve(rows, key, words, colour)
             ]
-            panels.append(Panel(curves=drawn, title=f"{name}: {title}", unit=unit, width=THIRD, height=210))
+            panels.append(Panel(curves=drawn, title=f"{name}: {title}", unit=unit, columns=3, height=210))
     return _drawn(*panels)
 
 
@@ -175,7 +173,7 @@ def learning(train: Sequence[Line]) -> list[Panel]:
     )
     return _drawn(
         *(
-            Panel(curves=curves, title=title, unit=unit, zero=zero, width=THIRD, height=210)
+            Panel(curves=curves, title=title, unit=unit, zero=zero, columns=3, height=210)
             for title, unit, zero, curves in shown
         )
     )
@@ -257,8 +255,8 @@ def weight_stall(train: Sequence[Line], updates: Sequence[Line]) -> list[Panel]:
             colour = OTHERS[index % len(OTHERS)]
             curves.append(Curve(name=transport or "update", colour=colour, x=x, y=y, marks="dots"))
     whole = _curve(train, "weights/stall_s", "sum of a step", PURPLE)
-    each = Panel(curves=curves, title="Each update", unit="seconds", across="weights version", width=HALF)
-    together = Panel(curves=whole, title="All replicas together", unit="seconds", width=HALF)
+    each = Panel(curves=curves, title="Each update", unit="seconds", across="weights version", columns=2)
+    together = Panel(curves=whole, title="All replicas together", unit="seconds", columns=2)
     return _drawn(each, together)
 
 
@@ -290,8 +288,8 @@ def episodes(train: Sequence[Line]) -> list[Panel]:
         if any(y)
     ]
     return _drawn(
-        Panel(curves=turns, title="Turns", unit="turns", width=HALF),
-        Panel(curves=stages, title="Time by stage", stack="areas", shares=True, width=HALF),
+        Panel(curves=turns, title="Turns", unit="turns", columns=2),
+        Panel(curves=stages, title="Time by stage", stack="areas", shares=True, columns=2),
     )
 
 

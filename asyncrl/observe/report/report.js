@@ -1,4 +1,4 @@
-// Says the values under the pointer, and zooms: drag over a stretch of a chart, double-click for all of it.
+// Draws the page's charts by uPlot. The legend has the values under the pointer; drag to zoom, double-click for all.
 "use strict";
 
 function number(value) {
@@ -6,86 +6,86 @@ function number(value) {
   return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
-function nearest(sorted, value) {
-  let low = 0, high = sorted.length - 1;
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (sorted[middle] < value) low = middle; else high = middle;
-  }
-  return Math.abs(sorted[low] - value) <= Math.abs(sorted[high] - value) ? sorted[low] : sorted[high];
+function tick(value) {
+  const size = Math.abs(value), exact = Number(value.toPrecision(12));
+  return size !== 0 && (size < 1e-4 || size >= 1e9) ? exact.toExponential() : exact.toLocaleString("en", { maximumFractionDigits: 12 });
 }
 
-for (const chart of document.querySelectorAll("figure.chart")) {
-  const told = JSON.parse(chart.dataset.told);
-  const [plot, pad, cursor, tip] = [".plot", ".pad", ".cursor", ".tip"].map((each) => chart.querySelector(each));
-  const [left, width] = ["x", "width"].map((name) => Number(pad.getAttribute(name)));
-  const height = Number(pad.getAttribute("height"));
-  const all = [...new Set(told.curves.flatMap((curve) => curve.x))].sort((a, b) => a - b);
-  const byX = told.curves.map((curve) => new Map(curve.x.map((x, index) => [x, [curve.y[index], curve.notes[index]]])));
-  const clock = (x, from, to) => new Date(1000 * (told.origin + x)).toISOString().slice(from, to).replace("T", " ");
-  const labels = [...chart.querySelectorAll("text.x")].map((label) => [label, label.textContent]);
-  let [low, high] = told.x, begun = null;
-
-  const share = (event) => {
-    const box = pad.getBoundingClientRect();
-    return Math.max(0, Math.min(1, (event.clientX - box.left) / box.width));
-  };
-
-  function mark(from, to) {
-    cursor.setAttribute("x", left + from * width);
-    cursor.setAttribute("width", Math.max(1, (to - from) * width));
-  }
-
-  function show(from, to) {
-    const [first, last] = told.x, scale = width / (last - first);
-    [low, high] = [from, to];
-    plot.setAttribute("viewBox", `${(from - first) * scale} 0 ${(to - from) * scale} ${height}`);
-    for (const [label, whole] of labels) {
-      const x = from + Number(label.dataset.at) * (to - from);
-      label.textContent = from === first && to === last ? whole : told.origin === null ? number(x) : clock(x, 11, 19);
-    }
-    chart.classList.toggle("zoomed", from !== first || to !== last);
-  }
-
-  function say(event) {
-    const x = nearest(all, low + share(event) * (high - low)), at = (x - low) / (high - low);
-    if (at < 0 || at > 1) return;
-    mark(at, at);
-    tip.replaceChildren(...[told.origin === null ? `${told.across} ${number(x)}` : clock(x, 0, 19)]);
-    told.curves.forEach((curve, index) => {
-      const [value, note] = byX[index].get(x) ?? [];
-      if (value === undefined || (told.shares && value === 0)) return;
-      const line = document.createElement("div"), dot = document.createElement("i");
-      dot.style.background = curve.colour;
-      line.append(dot, `${curve.name} ${told.shares ? (100 * value).toFixed(1) + " %" : number(value)}`, note ? `, ${note}` : "");
-      tip.append(line);
+// Rows of x with the place of each curve's point. A curve may have several points at one x, each in a row of its own.
+function rowsOf(curves) {
+  const rows = new Map();
+  curves.forEach((curve, which) => {
+    let again = 0;
+    curve.x.forEach((x, place) => {
+      again = place && x === curve.x[place - 1] ? again + 1 : 0;
+      const key = `${x} ${again}`;
+      if (!rows.has(key)) rows.set(key, { x, again, places: [] });
+      rows.get(key).places[which] = place;
     });
-    const box = chart.getBoundingClientRect(), right = event.clientX - box.left > box.width / 2;
-    tip.style.left = right ? "auto" : `${event.clientX - box.left + 14}px`;
-    tip.style.right = right ? `${box.right - event.clientX + 14}px` : "auto";
-    tip.style.top = `${event.clientY - box.top + 10}px`;
-    tip.hidden = false;
-  }
-
-  pad.addEventListener("pointerdown", (event) => {
-    begun = share(event);
-    pad.setPointerCapture(event.pointerId);
   });
-  pad.addEventListener("pointermove", (event) => {
-    if (begun === null) return say(event);
-    tip.hidden = true;
-    mark(Math.min(begun, share(event)), Math.max(begun, share(event)));
-  });
-  pad.addEventListener("pointerup", (event) => {
-    const [from, to] = [Math.min(begun, share(event)), Math.max(begun, share(event))];
-    begun = null;
-    mark(0, 0);
-    cursor.setAttribute("width", 0);
-    if (to - from > 0.01) show(low + from * (high - low), low + to * (high - low));
-  });
-  pad.addEventListener("pointerleave", () => {
-    tip.hidden = true;
-    if (begun === null) cursor.setAttribute("width", 0);
-  });
-  pad.addEventListener("dblclick", () => show(...told.x));
+  return [...rows.values()].sort((a, b) => a.x - b.x || a.again - b.again);
 }
+
+// Bars of these widths, each centred on its x and as high as its value.
+const bars = (widths) => (plot, which, first, last) => {
+  const fill = new Path2D(), bottom = plot.valToPos(0, "y", true);
+  for (let at = first; at <= last; at++) {
+    const [x, y] = [plot.data[0][at], plot.data[which][at]];
+    const [left, right] = [x - widths[at] / 2, x + widths[at] / 2].map((edge) => plot.valToPos(edge, "x", true));
+    const top = plot.valToPos(y, "y", true);
+    fill.rect(left, top, right - left, bottom - top);
+  }
+  return { stroke: null, fill, clip: null, band: null, gaps: null, flags: 0 };
+};
+
+function draw(figure) {
+  const { stack, widths, zero, shares, unit, across, height, ...panel } = JSON.parse(figure.dataset.chart);
+  const isTime = panel.origin !== null, rows = rowsOf(panel.curves);
+  const tops = panel.curves.map((curve) => [...curve.y]);
+  if (stack) for (let at = 1; at < tops.length; at++) tops[at] = tops[at].map((y, place) => y + tops[at - 1][place]);
+  // The last curve of a stack has the highest tops: it is drawn first, and the others over it.
+  const order = panel.curves.map((_, which) => (stack ? panel.curves.length - 1 - which : which));
+  const places = (which) => rows.map((row) => row.places[which]);
+  const x = rows.map((row) => row.x + (panel.origin ?? 0)), [first, last] = [x[0], x[x.length - 1]];
+  // The margin keeps the border from cutting a dot.
+  const margin = (last - first) / 100 || (Math.abs(first) / 10 || 1) * !widths.length;
+  const edges = [first - (widths[0] / 2 || margin), last + (widths[widths.length - 1] / 2 || margin)];
+  const clock = (seconds, from, to) => new Date(1000 * seconds).toISOString().slice(from, to).replace("T", " ");
+  const axis = (label, size, space, values) => ({
+    label, size, space, values, labelSize: 18, labelFont: "11px system-ui", font: "11px system-ui", stroke: "#555", grid: { stroke: "#eee", width: 1 }, ticks: { show: false },
+  });
+  const series = order.map((which) => {
+    const { name, colour, marks, notes, y } = panel.curves[which], place = places(which);
+    const value = (plot, _, __, at) => {
+      if (at === null || place[at] === undefined) return "–";
+      const note = notes[place[at]], shown = y[place[at]];
+      return (shares ? `${(100 * shown).toFixed(1)} %` : number(shown)) + (note ? `, ${note}` : "");
+    };
+    return {
+      label: name, stroke: stack ? undefined : colour, fill: stack ? colour : undefined, value, width: stack ? 0 : 1.7, spanGaps: true,
+      dash: marks === "dashes" ? [6, 4] : undefined,
+      paths: stack === "bars" ? bars(widths) : marks === "dots" ? () => null : undefined,
+      points: { show: !stack && (marks.includes("dots") || y.length === 1), size: 6, width: 0, fill: colour },
+    };
+  });
+  const plot = new uPlot({
+    width: figure.clientWidth || 600, height,
+    tzDate: (seconds) => uPlot.tzDate(new Date(1000 * seconds), "Etc/UTC"),
+    // A curve without a value at the pointer's x shows none, not its nearest one.
+    cursor: { y: false, dataIdx: (_, __, at) => at },
+    legend: { markers: { width: 0, fill: (_, at) => panel.curves[order[at - 1]].colour } },
+    scales: {
+      x: { time: isTime, range: (_, low, high) => (low === first && high === last ? edges : [low, high]) },
+      y: { range: (_, low, high) => (shares ? [0, 1] : uPlot.rangeNum(zero || stack ? Math.min(0, low) : low, zero || stack ? Math.max(0, high) : high, 0.05, zero)) },
+    },
+    axes: [
+      axis(across, 30, 80, (_, splits) => splits.map((at) => !isTime ? tick(at) : last - first > 86400 ? clock(at, 5, 16) : last - first < 600 ? clock(at, 11, 19) : clock(at, 11, 16))),
+      axis(unit, 58, 30, (_, splits) => splits.map((at) => (shares ? `${Math.round(100 * at)}%` : tick(at)))),
+    ],
+    series: [{ label: across, value: (_, at, __, place) => (place === null ? "–" : isTime ? clock(at, 0, 19) : number(at)) }, ...series],
+  }, [x, ...order.map((which) => places(which).map((place) => (place === undefined ? undefined : tops[which][place])))], figure);
+  figure.classList.toggle("stacked", Boolean(stack));
+  new ResizeObserver(() => plot.setSize({ width: figure.clientWidth, height })).observe(figure);
+}
+
+document.querySelectorAll("figure.chart").forEach(draw);

@@ -2,8 +2,8 @@
 
 It is made from the run folder, during the run or after it: metrics.jsonl, config.json and the recorded snapshots. The
 page names missing or unreadable parts, except evaluations and episodes, which a run need not have. All text of the run
-is escaped, and the page's security policy forbids loading anything. Its script only shows values under the pointer and
-zooms. Raises UsageError without a run or if the file cannot be there, and OSError if the page cannot be written.
+is escaped, and under the page's security policy only its own scripts run and nothing is loaded. They draw the charts.
+Raises UsageError without a run or if the file cannot be there, and OSError if the page cannot be written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import shlex
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,11 @@ from asyncrl.core.files import read_json_object, replace_file
 from asyncrl.core.numbers import exact, fixed, percent
 from asyncrl.messages.monitor import Event, Snapshot
 from asyncrl.observe.metrics_line import Line, number_in, read_metrics, without_first
+from asyncrl.observe.pages import UPLOT_SCRIPT, UPLOT_STYLE, policy, resource_text
 from asyncrl.observe.recording import decode, ended, read_bodies
 from asyncrl.observe.report import charts
 from asyncrl.observe.report.charts import evenly, mean, spans
-from asyncrl.observe.report.svg import Panel, draw
+from asyncrl.observe.report.panels import Panel, draw
 
 MOST_SNAPSHOTS = 240
 MOST_EVENTS = 50
@@ -38,19 +38,23 @@ EXCERPT = (
     *("learner.steps", "learner.groups_per_step", "learner.lr", "staleness.max", "weights.transport", "run.seed"),
 )
 """Keys of the configuration that the page shows first."""
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+STYLES = (UPLOT_STYLE, "observe/report/report.css")
+SCRIPTS = (UPLOT_SCRIPT, "observe/report/report.js")
 
 
 def write_report(run_dir: Path, out: Path, *, lives: bool = False) -> None:
     """Write the report of the run in ``run_dir``, which ``lives`` or has ended, to ``out``, whole or not at all."""
+    check_writable(out)
+    write_user_file(out, report_page(run_dir, lives=lives))
+
+
+def report_page(run_dir: Path, *, lives: bool = False, viewer: str = "") -> str:
+    """Read the run folder and make the whole page: header, sections of charts, events, configuration.
+
+    ``viewer`` is a relative URL of the run's rollouts, for a page that asyncrl-view serves. Raises UsageError.
+    """
     if not (run_dir / "config.json").is_file():
         raise UsageError(f"{run_dir} is not a run folder: it holds no config.json")
-    check_writable(out)
-    write_user_file(out, _page(run_dir, lives=lives))
-
-
-def _page(run_dir: Path, *, lives: bool) -> str:
-    """Read the run folder and make the whole page: header, sections of charts, events, configuration."""
     config, problem = _read_config(run_dir)
     lines = read_metrics(run_dir / "metrics.jsonl", KINDS_OF_LINES, charts.OF_UPDATES)
     train, evals, updates = ([line for line in lines if line.get("kind") == kind] for kind in KINDS_OF_LINES)
@@ -86,7 +90,9 @@ def _page(run_dir: Path, *, lives: bool) -> str:
         ("Ledger", charts.ledger(train), no_lines, "Prompt groups by outcome, since the start of the run."),
     ]
     command = html.escape(f"asyncrl-view {shlex.quote(run_dir.resolve().name)}")
-    rollouts = f"<p class=note>Its rollouts: {command}</p>"
+    link = f'<a href="{html.escape(viewer)}">{command}</a>' if viewer else command
+    rollouts = f"<p class=note>Its rollouts: {link}</p>"
+    styles, scripts = ([resource_text(name) for name in names] for names in (STYLES, SCRIPTS))
     body = [
         f"<header><h1>{name}</h1><p class=phase>{_phase(last, train, config)}</p>{rollouts}{_figures(train)}</header>",
         *(_section(*section) for section in sections),
@@ -97,12 +103,13 @@ def _page(run_dir: Path, *, lives: bool) -> str:
         [
             "<!doctype html>",
             f'<html lang=en><head><meta charset="utf-8"><title>{name} – asyncrl</title>',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            policy(scripts, styles),
             '<meta name="viewport" content="width=device-width">',
-            f"<style>{_resource_text('report.css')}</style>",
+            *(f"<style>{style}</style>" for style in styles),
             "</head><body><main>",
+            "<noscript><p class=note>The charts need JavaScript.</p></noscript>",
             *body,
-            f"</main><script>{_resource_text('report.js')}</script></body></html>\n",
+            f"</main>{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n",
         ]
     )
 
@@ -132,13 +139,8 @@ def _section(title: str, panels: Sequence[Panel], missing: str, note: str) -> st
     """Make the HTML of a section. Without panels it is the text ``missing``, or nothing if that is empty."""
     if not panels:
         return missing and f"<section><h2>{title}</h2><p class=none>{missing}</p></section>"
-    drawn = "".join(f'<div style="flex: 1 1 {panel.width * 0.85:.0f}px">{draw(panel)}</div>' for panel in panels)
+    drawn = "".join(map(draw, panels))
     return f"<section><h2>{title}</h2><p class=note>{note}</p><div class=panels>{drawn}</div></section>"
-
-
-def _resource_text(name: str) -> str:
-    """The text of a file in this module's folder."""
-    return (files("asyncrl.observe.report") / name).read_text()
 
 
 def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, Any]) -> str:
