@@ -90,7 +90,8 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
                 runner.run(load(engine, trainer, newest))
             line |= {"weights/version": newest, "ledger/trained": trainer.steps * learner.groups_per_step}
             records.metrics(line)
-            records.samples(trainer.steps, newest, groups[: config.run.samples_per_step])
+            recorded = groups[: config.run.samples_per_step]
+            records.samples(trainer.steps, newest, recorded, scores=trainer.token_scores)
             if records.error is not None:
                 raise records.error
 

@@ -68,6 +68,10 @@ class SampleSequence(msgspec.Struct, frozen=True):
     """Of the sampled tokens, in order; null for a number that JSON lacks."""
     spans: list[tuple[int, int, int, str]] = []
     """(version, start, end, role)."""
+    trainer_logprobs: list[float | None] = []
+    """Log-probs by the learner before the update that trained them, as ``logprobs``; empty where none are recorded."""
+    entropies: list[float | None] = []
+    """Entropies by the learner, nats, as ``trainer_logprobs``."""
 
 
 class TokenTrajectory(SampleTrajectory, frozen=True):

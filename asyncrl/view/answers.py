@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ EXCERPT = 80
 """Characters before and after a hit."""
 
 Parameters = Mapping[str, str]
+UNKNOWN = (None, None, None)
+"""Log-prob, learner's log-prob and entropy of a token that has none."""
+
 Decode = Callable[[int], str]
 Answer = dict[str, Any]
 
@@ -154,7 +158,11 @@ class Answers:
             "left_out": len(trajectory.messages) - len(messages),
             "samples": [each.sample for each in group.trajectories[:MOST_RESPONSES]],
             "sequences": [
-                {"tokens": len(each.tokens), "spans": [_span(span) for span in each.spans[:MOST_SPANS]]}
+                {
+                    "tokens": len(each.tokens),
+                    "spans": [_span(span) for span in each.spans[:MOST_SPANS]],
+                    "scored": bool(each.trainer_logprobs),
+                }
                 for each in trajectory.sequences[:MOST_RESPONSES]
             ],
         }
@@ -162,7 +170,7 @@ class Answers:
     # --- tokens ---
 
     def _tokens(self, parameters: Parameters) -> Answer:
-        """MOST_TOKENS tokens of a sequence from ``start`` on: [id, text, log-prob, version, role] of each."""
+        """MOST_TOKENS tokens of a sequence from ``start`` on, each [id, text, ...] with the rest of ``_token_rows``."""
         run = self.run_of(parameters)
         _, trajectory = self._find(run, _number(parameters, "step"), parameters)
         at, start = _number(parameters, "sequence", 0), _number(parameters, "start", 0)
@@ -170,8 +178,7 @@ class Answers:
             raise NotFound(f"the trajectory has {len(trajectory.sequences)} sequences with tokens")
         rows = _token_rows(trajectory.sequences[at])
         shown = [
-            [token, _text_of(token, self._decoders[run]), logprob, version, role]
-            for token, logprob, version, role in rows[start : start + MOST_TOKENS]
+            [token, _text_of(token, self._decoders[run]), *facts] for token, *facts in rows[start : start + MOST_TOKENS]
         ]
         return {"tokens": shown, "start": start, "count": len(rows)}
 
@@ -317,17 +324,17 @@ def _summary(trajectory: TokenTrajectory, group: SampleGroup, version: int | Non
     }
 
 
-def _token_rows(sequence: SampleSequence) -> list[tuple[int, float | None, int, str]]:
-    """(id, log-prob, version, role) of each token. Context has no log-prob and version -1."""
-    logprobs = iter(sequence.logprobs)
-    rows: list[tuple[int, float | None, int, str]] = []
+def _token_rows(sequence: SampleSequence) -> list[tuple[int, float | None, int, str, float | None, float | None]]:
+    """(id, log-prob, version, role, learner's log-prob, entropy) of each token. Context has no numbers, version -1."""
+    numbers = zip_longest(sequence.logprobs, sequence.trainer_logprobs, sequence.entropies)
+    rows: list[tuple[int, float | None, int, str, float | None, float | None]] = []
     for version, start, end, role in sequence.spans:
         # Contiguous spans begin where the last one ended; others are damaged.
         if start != len(rows):
             break
         for token in sequence.tokens[start : max(end, start)]:
-            logprob = next(logprobs, None) if role == "sampled" else None
-            rows.append((token, logprob, version, printable(role[:EXCERPT])))
+            logprob, by_learner, entropy = next(numbers, UNKNOWN) if role == "sampled" else UNKNOWN
+            rows.append((token, logprob, version, printable(role[:EXCERPT]), by_learner, entropy))
     return rows
 
 

@@ -5,7 +5,13 @@
 const POLL_MS = 3000;
 const PAGE = 100;
 const SORTS = { reward: -1, length: -1, staleness: -1, surprise: -1, order: 0 };
-const COLOURS = { logprob: "log-prob", version: "version", role: "role" };
+const COLOURS = { logprob: "log-prob", entropy: "entropy", ratio: "ratio", drift: "drift", version: "version", role: "role" };
+const OF_LEARNER = ["entropy", "ratio", "drift"];
+const LEGENDS = {
+    logprob: "green: certain; red: log-prob of -6 nats or less", entropy: "green: certain; red: entropy of 3 nats or more",
+    ratio: "probability at training over that at sampling; blue: 2 or more, orange: 1/2 or less",
+    drift: "difference of the two log-probs; red: 1 nat or more",
+};
 const embedded = document.getElementById("data") && JSON.parse(document.getElementById("data").textContent);
 const $ = id => document.getElementById(id);
 let shown = {};  // By part of the page, what it shows; a part is drawn again only if that changes.
@@ -145,16 +151,27 @@ function conversation(each, query) {
     return parts;
 }
 
-function colour(mode, [, , logprob, version, role], range) {
-    if (mode === "logprob") return logprob === null ? "" : `hsl(${Math.round(120 * Math.max(0, 1 + logprob / 6))} 75% 78%)`;
+const isNumber = value => typeof value === "number";
+const heat = share => `hsl(${Math.round(120 * Math.max(0, 1 - share))} 75% 78%)`;
+
+function colour(mode, [, , logprob, version, role, learner, entropy], range) {
+    const gap = isNumber(logprob) && isNumber(learner) ? learner - logprob : null;
+    if (mode === "logprob") return isNumber(logprob) ? heat(-logprob / 6) : "";
+    if (mode === "entropy") return isNumber(entropy) ? heat(entropy / 3) : "";
+    if (mode === "drift") return gap === null ? "" : heat(Math.abs(gap));
+    if (mode === "ratio") return gap === null ? "" : `hsl(${gap > 0 ? 210 : 30} 85% ${Math.round(94 - 30 * Math.min(1, Math.abs(gap) / Math.LN2))}%)`;
     if (mode === "version") return version < 0 ? "" : `hsl(${Math.round(210 - 170 * (range[1] > range[0] ? (range[1] - version) / (range[1] - range[0]) : 0))} 75% 80%)`;
     return { sampled: "hsl(140 60% 80%)", repeated: "hsl(45 80% 80%)" }[role] || "";
 }
 
 function token(each, mode, range) {
-    const [id, text, logprob, version, role] = each;
+    const [id, text, logprob, version, role, learner, entropy] = each;
     const label = text === null ? id + " " : text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t") || "∅";
-    const facts = [`token ${id}`, role, ...(logprob === null ? [] : [`log-prob ${number(logprob, 4)}, p ${number(Math.exp(logprob))}`]), ...(version < 0 ? [] : [`version ${version}`])];
+    const facts = [`token ${id}`, role];
+    if (isNumber(logprob)) facts.push(`log-prob ${number(logprob, 4)}, p ${number(Math.exp(logprob))}`);
+    if (isNumber(logprob) && isNumber(learner)) facts.push(`at training ${number(learner, 4)}, ratio ${number(Math.exp(learner - logprob), 4)}`);
+    if (isNumber(entropy)) facts.push(`entropy ${number(entropy)} nats`);
+    if (version >= 0) facts.push(`version ${version}`);
     const element = make("span", { title: facts.join("\n"), class: role === "sampled" ? undefined : "context" }, label);
     const background = colour(mode, each, range);
     if (background) element.style.backgroundColor = background;
@@ -162,11 +179,13 @@ function token(each, mode, range) {
 }
 
 async function tokens(each, place, at) {
-    const mode = at.colour in COLOURS ? at.colour : "logprob";
-    const chosen = make("select", { "aria-label": "colour by" }, ...Object.entries(COLOURS).map(([value, label]) => make("option", { value, ...(value === mode ? { selected: "" } : {}) }, label)));
+    const lacks = value => OF_LEARNER.includes(value) && !each.sequences.some(sequence => sequence.scored);
+    const mode = at.colour in COLOURS && !lacks(at.colour) ? at.colour : "logprob";
+    const chosen = make("select", { "aria-label": "colour by" }, ...Object.entries(COLOURS).map(([value, label]) =>
+        make("option", { value, ...(value === mode ? { selected: "" } : {}), ...(lacks(value) ? { disabled: "", title: "not recorded" } : {}) }, label)));
     chosen.addEventListener("change", () => go({ colour: chosen.value }));
     const parts = [make("div", { class: "bar" }, make("label", null, "colour ", chosen),
-        mode === "logprob" ? make("span", { class: "weak" }, "green: certain; red: log-prob of -6 nats or less") : null)];
+        LEGENDS[mode] ? make("span", { class: "weak" }, LEGENDS[mode]) : null)];
     for (const [index, sequence] of each.sequences.entries()) {
         const versions = sequence.spans.map(span => span[0]).filter(version => version >= 0);
         const range = [Math.min(...versions), Math.max(...versions)];

@@ -30,7 +30,7 @@ Fails with ValueError for a group that ``check_group`` refuses, and as the advan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -111,6 +111,8 @@ class OptimizerUpdatePlan:
     tokens: int
     """Tokens computed by all ranks, prompts and conversations included. A beginning shared in a row counts once."""
     supervised: SupervisedPlan | None = None
+    recorded: list[np.ndarray] = field(default_factory=list)
+    """For the first sequences, those of groups that samples/ gets: which sampled tokens have a loss, bool [S] each."""
 
     @property
     def uids(self) -> list[str]:
@@ -211,6 +213,7 @@ def build_step(
         sequences: list[SampledSequence] = []
         weights: list[float] = []
         loss_tokens: list[int] = []
+        recorded: list[np.ndarray] = []
         for i in share:
             group = groups[i]
             for n, (trajectory, turn_advantages) in enumerate(zip(group.trajectories, advantages[i], strict=True)):
@@ -222,6 +225,9 @@ def build_step(
                     loss_tokens.append(sum(len(sequence.predict) for sequence in trained))
                     weights += [token_weight(learner.aggregation, loss_tokens[-1])] * len(trained)
                     sequences += trained
+                    # StepLines records the first groups of a step.
+                    if i < config.run.samples_per_step:
+                        recorded += [sequence.has_loss for sequence in trained]
         if sequences:
             computed = list(range(len(sequences)))
             if skip_zero_advantages:
@@ -243,6 +249,7 @@ def build_step(
                     denominator=step_denominator(learner.aggregation, loss_tokens, config.rollout.max_tokens),
                     sequences=[s.id for s in sequences],
                     tokens=count_tokens(ranks),
+                    recorded=recorded,
                 )
             )
     return StepPlan(
@@ -364,6 +371,8 @@ class SampledSequence:
             return values if kept is None else values[kept]
 
         self.id = name
+        self.has_loss = np.ones(len(sequence.logprobs), bool) if kept is None else _mask(kept, len(sequence.logprobs))
+        """Which sampled tokens have a loss: bool [S]."""
         # ``last`` is the index of the last trained token. If all tokens are sampled and trained, it needs no search.
         if kept is None and len(sequence.logprobs) == len(sequence.tokens):
             last = len(sequence.tokens) - 1
@@ -394,6 +403,12 @@ class SampledSequence:
         # No number of a trajectory or sequence: nothing looks them up.
         name = SequenceId(group.lease.uid, -1, -1)
         return cls(name, _prompt_ids(group, sequence), sequence, nothing, nothing.astype(np.int32), None)
+
+
+def _mask(indices: np.ndarray, count: int) -> np.ndarray:
+    mask = np.zeros(count, bool)
+    mask[indices] = True
+    return mask
 
 
 def _as(values: np.ndarray, dtype: type[np.generic]) -> np.ndarray:

@@ -47,9 +47,10 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.core.compile_cache import compile_cache
-from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.algorithm.batch import SequenceId, StepPlan
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.algorithm.scoring import ScoringPlan
+from asyncrl.learner.algorithm.token_scores import TokenScores
 from asyncrl.messages.routes import Experts
 from asyncrl.messages.weights import Probe
 from asyncrl.weights.held_version import HeldVersion, OnSealed
@@ -82,6 +83,11 @@ class Backend(Protocol):
     """Whether the weights are on a GPU; ``setup`` sets it."""
     experts: Experts | None
     """Experts whose routes each trained sequence needs; None if it needs none. ``setup`` sets it."""
+    token_scores: dict[SequenceId, TokenScores]
+    """Rank 0: scores of the recorded groups' tokens in the last ``train``; empty if it failed or had no model.
+
+    A sequence that was not computed has none.
+    """
     warm_steps: int
     """Supervised steps taken before the first step of the run; ``load`` restores the number."""
     engines_in_turn: int

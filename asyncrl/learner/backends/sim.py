@@ -21,9 +21,10 @@ from asyncrl.core.files import sync, write_file
 from asyncrl.core.threads import on_daemon, wait_for
 from asyncrl.gpu.shared_gpus import rank_slices
 from asyncrl.gpu.slices import RankSlices
-from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.algorithm.batch import SequenceId, StepPlan
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.algorithm.scoring import ScoringPlan
+from asyncrl.learner.algorithm.token_scores import TokenScores
 from asyncrl.learner.fsdp.schedule import learning_rate
 from asyncrl.messages.routes import SIMULATED, Experts
 from asyncrl.messages.weights import Bucket, Manifest, Probe
@@ -46,6 +47,7 @@ class SimTrainer:
         self._config = config
         routed = config.rollout.sim.routes and config.learner.routes != "ignore"
         self.experts: Experts | None = SIMULATED if routed else None
+        self.token_scores: dict[SequenceId, TokenScores] = {}
         self._rank = rank
         self._steps = 0
         self._assembly: Future[HeldVersion] | None = None

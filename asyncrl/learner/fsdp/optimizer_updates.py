@@ -29,6 +29,7 @@ from torch import Tensor
 from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.algorithm.losses import Objective, TokenBatch, supervised
 from asyncrl.learner.algorithm.packing import MicroBatch
+from asyncrl.learner.algorithm.token_scores import recorded_targets
 from asyncrl.learner.algorithm.token_sums import TokenSums, token_sums
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters
 from asyncrl.learner.fsdp.model.optimizers import Optimizer
@@ -59,6 +60,8 @@ class StepResult:
 
     metrics: dict[str, float]
     refused: RefusedUpdate | None
+    scores: np.ndarray
+    """Log-probs and entropies of this rank's recorded targets in these updates, in order: float32 [2, M], nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,7 @@ class OptimizerUpdates:
         scored = self._score([rows[i] for part in policy_parts for i in part], temperature, several=len(shapes) > 1)
         # ``scored`` has the policy's micro-batches alone, in the order in which the updates take them.
         metrics: list[dict[str, float]] = []
+        scores = [np.empty((2, 0), np.float32)]
         for number, shape in enumerate(shapes):
             outcome = self._update(
                 step,
@@ -135,12 +139,14 @@ class OptimizerUpdates:
                 fresh=fresh and not number,
                 is_first=not number,
             )
-            if isinstance(outcome, dict):
-                metrics.append(outcome)
+            if isinstance(outcome, _Taken):
+                metrics.append(outcome.metrics)
+                scores.append(outcome.scores)
             else:
                 what, sequences = outcome
-                return StepResult(_combine(metrics), RefusedUpdate(what, number, sequences))
-        return StepResult(_combine(metrics), None)
+                refused = RefusedUpdate(what, number, sequences)
+                return StepResult(_combine(metrics), refused, np.concatenate(scores, axis=1))
+        return StepResult(_combine(metrics), None, np.concatenate(scores, axis=1))
 
     def refer(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         """Score micro-batches with the reference alone. Returns float32 [N] for each of them, log-probs in nats."""
@@ -211,13 +217,13 @@ class OptimizerUpdates:
         temperature: float,
         fresh: bool,
         is_first: bool,
-    ) -> dict[str, float] | tuple[str, list[int]]:
+    ) -> _Taken | tuple[str, list[int]]:
         """Compute the gradient of one update, exchange the sums, and step the optimizer unless a sum is not finite.
 
         Before the step the gradient is clipped to ``learner.max_grad_norm``. ``members`` are this rank's micro-batches
-        of the policy, ``supervised_members`` the supervised ones; a warm step has no ``members``. Returns the metrics;
-        or, for a refused update, ``what`` and ``sequences`` of its RefusedUpdate. ``is_first``: no update of this step
-        came before, so the current policy is the proximal one.
+        of the policy, ``supervised_members`` the supervised ones; a warm step has no ``members``. For a refused update
+        it returns ``what`` and ``sequences`` of its RefusedUpdate. ``is_first``: no update of this step came before, so
+        the current policy is the proximal one.
         """
         self._on_phase("forward and backward")
         # Passes before the update, for scores, do not count.
@@ -250,6 +256,7 @@ class OptimizerUpdates:
         first_named = 5
         routed = of_ranks[:, 3:5].sum(axis=0)
         # Ranks that share rows have the same sums, but for those of their own shards and tokens.
+        scores = _recorded_scores([batch for batch, *_ in members], results, shape.recorded)
         squares, of_ranks = of_ranks[: self._ranks.shards, 2], of_ranks[:: self._config.context_parallel]
         totals = _totals(of_ranks[:, first_named + len(names) :].tolist())
         self._on_phase("optimizer")
@@ -289,7 +296,7 @@ class OptimizerUpdates:
                 metrics[f"loss/{each}"] = math.fsum(of_ranks[:, at]) / max(1.0, totals.count)
         if shape.supervised is not None:
             metrics["loss/sft"] = nll
-        return metrics
+        return _Taken(metrics, scores)
 
     def _accumulate(
         self,
@@ -318,7 +325,7 @@ class OptimizerUpdates:
         torch.autograd.backward(total)
         self._ranks.note_progress()
         statistics = token_sums(tokens, fresh=fresh, cap=self._config.tis_cap)
-        return _Accumulated(loss.detach(), statistics, named, logprobs.detach())
+        return _Accumulated(loss.detach(), statistics, named, logprobs.detach(), entropies.detach())
 
     def _accumulate_supervised(self, batch: MicroBatch, row: PackedRow, shape: OptimizerUpdateShape) -> _Accumulated:
         """Add the gradient of the supervised loss on one micro-batch; the returned loss lacks the coefficient."""
@@ -328,7 +335,7 @@ class OptimizerUpdates:
         loss = (weights * supervised(logprobs)).sum() / shape.supervised.denominator
         torch.autograd.backward(loss * (shape.coefficient * self._ranks.world_size))
         self._ranks.note_progress()
-        return _Accumulated(loss.detach(), torch.empty(0), {}, logprobs.detach())
+        return _Accumulated(loss.detach(), torch.empty(0), {}, logprobs.detach(), torch.empty(0))
 
     def _token_batch(
         self, batch: MicroBatch, scored: _Scored, logprobs: Tensor, entropies: Tensor, *, is_first: bool
@@ -383,6 +390,26 @@ class _Accumulated:
     named: dict[str, Tensor]
     """Further sums that the objective reports, by name."""
     logprobs: Tensor
+    entropies: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """An update that was taken: its metrics, and the scores of its recorded targets as in StepResult."""
+
+    metrics: dict[str, float]
+    scores: np.ndarray
+
+
+def _recorded_scores(batches: Sequence[MicroBatch], results: Sequence[_Accumulated], recorded: int) -> np.ndarray:
+    """Copy the log-probs and entropies of the first ``recorded`` sequences from the device: float32 [2, M]."""
+    chosen = [at for at, batch in enumerate(batches) if ((batch.sequences >= 0) & (batch.sequences < recorded)).any()]
+    if not chosen:
+        return np.empty((2, 0), np.float32)
+    columns = [results[at].logprobs for at in chosen], [results[at].entropies for at in chosen]
+    # One copy, after the exchange of sums has waited for the device anyway.
+    values: np.ndarray = torch.stack([torch.cat(column) for column in columns]).cpu().numpy()
+    return values[:, recorded_targets([batches[at] for at in chosen], recorded)[0]]
 
 
 def _split_batches(shapes: Sequence[OptimizerUpdateShape]) -> tuple[list[range], list[range]]:

@@ -29,11 +29,12 @@ from asyncrl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint,
 from asyncrl.gpu.learner_memory import Checkpointing
 from asyncrl.gpu.shared_gpus import NO_ENGINE, RETURN_SHARE, rank_slices, shared_engine
 from asyncrl.gpu.slices import RankSlices
-from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.algorithm.batch import SequenceId, StepPlan
 from asyncrl.learner.algorithm.losses import Objective
 from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.algorithm.scoring import ScoringPlan
+from asyncrl.learner.algorithm.token_scores import TokenScores, by_sequence, count_recorded
 from asyncrl.learner.algorithm.user_functions import make_objective
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters, target_names
 from asyncrl.learner.fsdp.model.optimizers import make_optimizer
@@ -111,6 +112,7 @@ class Trainer:
         self.on_phase: Callable[[str], None] = lambda name: None
         self.rejected_speedups: list[str] = []
         self.experts: Experts | None = None
+        self.token_scores: dict[SequenceId, TokenScores] = {}
         self.steps = 0
         """Optimizer steps of the run taken."""
         self.warm_steps = 0
@@ -291,6 +293,7 @@ class Trainer:
         refused update. The error names the groups or conversations to blame: all of the update if no cause was found.
         It also names the groups that earlier updates have trained.
         """
+        self.token_scores = {}
         if not plan.updates:
             # An optimizer step without a gradient would still move the weights by momentum.
             return {}
@@ -315,6 +318,7 @@ class Trainer:
         tokens = sum(update.tokens for update in done)
         metrics = result.metrics | self._utilisation(tokens, time.monotonic() - began)
         if result.refused is None:
+            self.token_scores = by_sequence(plan, self._collect_scores(result, plan))
             return metrics
         refused, update = result.refused, plan.updates[result.refused.update]
         uids, places = update.uids, list[str]()
@@ -351,6 +355,19 @@ class Trainer:
             scored = self._updates.refer(batches, command.temperature)
             own = np.concatenate([values.cpu().numpy() for values in scored])
             return self._ranks.all_gather([*own.tolist(), *[0.0] * (command.tokens - len(own))], name)
+
+    def _collect_scores(self, result: StepResult, plan: StepPlan | None) -> list[np.ndarray]:
+        """All ranks together, after a step: send the scores of recorded tokens to rank 0, which has the ``plan``.
+
+        Returns on rank 0 those of each row group: float32 [2, M].
+        """
+        sharing, sizes = self._learner.context_parallel, None
+        # Ranks that share rows have the same scores.
+        own = result.scores[:, : 0 if self._rank % sharing else None]
+        if plan is not None:
+            sizes = [0] * self._learner.ranks
+            sizes[::sharing] = count_recorded(plan)
+        return self._ranks.collect(np.ascontiguousarray(own), sizes, "the scores of recorded tokens")[::sharing]
 
     def _next_step(self, warm: bool) -> tuple[str, int]:
         """Kind of the next step, and its number, counted from 1."""
@@ -470,6 +487,7 @@ class Trainer:
         result = self._step(command, self._receive(command.buffer_bytes, f"the batch of {kind} {step}"))
         if result.refused is not None:
             raise NonFiniteStep(result.refused.what, kind=kind, step=step, uids=[])
+        self._collect_scores(result, None)
 
     def _pack(self, of_groups: Sequence[Sequence[MicroBatch]]) -> list[np.ndarray]:
         """Pack each row group's micro-batches into a buffer for each of its ranks.

@@ -296,7 +296,13 @@ class Training:
         }
         if self._backend.engines_in_turn:
             line["time/take_gpu_s"] = take_gpu_s
-        return TrainedStep(line=line, train_began=train_wall, train_ended=self._clock.wall(), groups=groups)
+        return TrainedStep(
+            line=line,
+            train_began=train_wall,
+            train_ended=self._clock.wall(),
+            groups=groups,
+            token_scores=self._backend.token_scores,
+        )
 
     def _update_counters(self, group_metrics: dict[str, float], plan: StepPlan, train_metrics: dict[str, Any]) -> None:
         hard = self._config.staleness.hard

@@ -11,7 +11,7 @@ beyond MOST_BYTES are lost and counted. No method raises OSError. One thread at 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ import msgspec
 import numpy as np
 
 from asyncrl.core.files import KeptWrites, append_whole
+from asyncrl.learner.algorithm.batch import SequenceId
+from asyncrl.learner.algorithm.token_scores import TokenScores
 from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.messages.groups import Group, sampled_tokens
 from asyncrl.messages.groups import Sequence as TokenSequence
@@ -28,6 +30,11 @@ from asyncrl.observe.samples import TRAINED, SampleKind, sample_file
 
 MOST_BYTES = {"metrics": 16 << 20, "quarantine": 4 << 20, "samples": 32 << 20}
 """Bytes of lines that may wait in memory, by kind of file: samples are large, and must not displace metrics."""
+
+
+DECIMALS = 5
+"""Digits after the point of the learner's scores."""
+NO_SCORES: Mapping[SequenceId, TokenScores] = {}
 
 
 class RecordFiles:
@@ -95,18 +102,25 @@ class RecordFiles:
         )
 
     def samples(
-        self, step: int, version: int, groups: Sequence[Group], *, kind: SampleKind = TRAINED, name: str = ""
+        self,
+        step: int,
+        version: int,
+        groups: Sequence[Group],
+        *,
+        kind: SampleKind = TRAINED,
+        name: str = "",
+        scores: Mapping[SequenceId, TokenScores] = NO_SCORES,
     ) -> None:
         """Append the trajectories of these groups to a file in samples/.
 
         For evaluations and filtered groups ``step`` is the last trained step. ``name`` is the name of the evaluation,
-        or the reason why the groups were filtered.
+        or the reason why the groups were filtered. ``scores`` are the learner's, for trained groups.
         """
         fields = {"evaluation": {"name": name}, "filtered": {"reason": name}}.get(kind, {})
         self._append(
             "samples",
             self._samples / sample_file(kind, step, name),
-            [_sample(step, version, group, kind) | fields | {"start": self.start} for group in groups],
+            [_sample(step, version, group, kind, scores) | fields | {"start": self.start} for group in groups],
         )
 
     def _append(self, kind: str, path: Path, lines: list[dict[str, Any]]) -> None:
@@ -142,12 +156,15 @@ def _append_data(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
-def _sample(step: int, version: int, group: Group, kind: SampleKind) -> dict[str, Any]:
+def _sample(
+    step: int, version: int, group: Group, kind: SampleKind, scores: Mapping[SequenceId, TokenScores]
+) -> dict[str, Any]:
+    uid = group.lease.uid
     return {
         "kind": kind,
         "step": step,
         "weights/version": version,
-        "uid": group.lease.uid,
+        "uid": uid,
         "prompt": group.lease.prompt,
         "leased_version": group.lease.param_version,
         "trajectories": [
@@ -155,7 +172,10 @@ def _sample(step: int, version: int, group: Group, kind: SampleKind) -> dict[str
                 "sample": t.sample,
                 "text": t.text,
                 "messages": t.messages,
-                "sequences": [_sequence(sequence) for sequence in t.sequences],
+                "sequences": [
+                    _sequence(sequence, scores.get(SequenceId(uid, t.sample, number)))
+                    for number, sequence in enumerate(t.sequences)
+                ],
                 "finish_reason": t.finish_reason,
                 "reward": t.reward,
                 "components": t.components,
@@ -168,21 +188,30 @@ def _sample(step: int, version: int, group: Group, kind: SampleKind) -> dict[str
     }
 
 
-def _sequence(sequence: TokenSequence) -> dict[str, Any]:
+def _sequence(sequence: TokenSequence, scores: TokenScores | None) -> dict[str, Any]:
     """A sequence as JSON; without ``prompt_ids`` its prompt is that of the group.
 
     A span is [version, start, end, role], and a turn [start, end, past reward]. Only sampled tokens have log-probs.
     """
     prompt = {} if sequence.prompt_ids is None else {"prompt_ids": sequence.prompt_ids.tolist()}
     return prompt | {
+    learner = {}
+    if scores is not None:
+        learner = {"trainer_logprobs": _rounded(scores.logprobs), "entropies": _rounded(scores.entropies)}
         "tokens": sequence.tokens.tolist(),
         "logprobs": sequence.logprobs.tolist(),
         "spans": [[s.version, s.start, s.end, s.role] for s in sequence.spans],
+        **learner,
         "turns": [[turn.start, turn.end, turn.past_reward] for turn in sequence.turns],
     }
 
 
 def _number(value: Any) -> int | float:
+def _rounded(values: np.ndarray) -> list[float]:
+    """Nats with few digits, since samples are large."""
+    return [round(value, DECIMALS) for value in values.tolist()]
+
+
     """Convert a NumPy scalar to a Python number."""
     assert isinstance(value, np.generic), f"{value!r} cannot be written as JSON"
     number: int | float = value.item()

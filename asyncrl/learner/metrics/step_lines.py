@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from asyncrl.learner.algorithm.batch import SequenceId
+from asyncrl.learner.algorithm.token_scores import TokenScores
 from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.learner.metrics.generation_log import GenerationLog, update_line, update_metrics
-from asyncrl.learner.metrics.records import RecordFiles
+from asyncrl.learner.metrics.records import NO_SCORES, RecordFiles
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.observe.samples import TRAINED, SampleKind
@@ -37,12 +39,13 @@ LAST_TRY_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
-    """A trained step: its metrics, the time of its training (wall clock, s), and its groups."""
+    """A trained step: its metrics, the time of its training (wall clock, s), its groups, the scores of their tokens."""
 
     line: dict[str, Any]
     train_began: float
     train_ended: float
     groups: list[Group]
+    token_scores: Mapping[SequenceId, TokenScores] = field(default_factory=dict)
 
 
 class StepLines:
@@ -118,11 +121,19 @@ class StepLines:
         if found:
             await self._write(partial(self._records.quarantined, step, found))
 
-    async def samples(self, kind: SampleKind, name: str, step: int, version: int, groups: Sequence[Group]) -> None:
+    async def samples(
+        self,
+        kind: SampleKind,
+        name: str,
+        step: int,
+        version: int,
+        groups: Sequence[Group],
+        scores: Mapping[SequenceId, TokenScores] = NO_SCORES,
+    ) -> None:
         """Write the first ``samples_per_step`` of these groups; the arguments are those of ``RecordFiles.samples``."""
         kept = groups[: self._samples_per_step]
         if kept:
-            await self._write(partial(self._records.samples, step, version, kept, kind=kind, name=name))
+            await self._write(partial(self._records.samples, step, version, kept, kind=kind, name=name, scores=scores))
 
     async def run(self) -> None:
         """Write the lines of queued steps until cancelled.
@@ -197,7 +208,7 @@ class StepLines:
         update_lines = await self._write_updates(updates, line["step"])
         await self._write(lambda: self._records.metrics(line))
         self._report_lines([line, *update_lines])
-        await self.samples(TRAINED, "", line["step"], line["weights/version"], step.groups)
+        await self.samples(TRAINED, "", line["step"], line["weights/version"], step.groups, step.token_scores)
 
     def _take_sampling_metrics(self, step: TrainedStep) -> dict[str, float]:
         """Tokens sampled since the last step, each counted once, and the overlap of sampling and training.

@@ -15,6 +15,8 @@ from learner.learner_cases import make_sequence
 from made_group import make_group
 from services import services
 
+from asyncrl.learner.algorithm.batch import SequenceId
+from asyncrl.learner.algorithm.token_scores import TokenScores
 from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.learner.metrics import step_lines
 from asyncrl.learner.metrics.records import MOST_BYTES, RecordFiles
@@ -89,6 +91,15 @@ def test_a_conversation_is_written_with_its_messages_turns_and_roles(tmp_path):
 
 
 def test_a_torn_line_stays_separate_and_a_line_without_disk_space_leaves_nothing(tmp_path, monkeypatch):
+def test_the_learner_s_scores_of_tokens_are_written_with_few_digits(tmp_path):
+    scores = TokenScores(np.array([-0.123456789, np.nan, -2.0], np.float32), np.array([0.5, np.nan, 1e-9], np.float32))
+    RecordFiles(tmp_path, 1).samples(1, 4, [make_group("0-7")], scores={SequenceId("0-7", 1, 0): scores})
+    (sample,) = lines(tmp_path / "samples" / "step_000001.jsonl")
+    (without,), (scored,) = (each["sequences"] for each in sample["trajectories"])
+    assert "trainer_logprobs" not in without and "entropies" not in without
+    assert scored["trainer_logprobs"] == [-0.12346, None, -2.0] and scored["entropies"] == [0.5, None, 0.0]
+
+
     path, room, real = tmp_path / "metrics.jsonl", [5], os.write
     path.write_text('{"step": 1}\n{"st')
     records = RecordFiles(tmp_path, 1)

@@ -66,6 +66,8 @@ class OptimizerUpdateShape(msgspec.Struct, frozen=True):
     supervised: TermShape | None = None
     coefficient: float = 0.0
     """Factor of the supervised loss in the sum of the two."""
+    recorded: int = 0
+    """Number of first sequences of the policy's loss whose tokens' scores rank 0 collects."""
 
     @property
     def micro_batches(self) -> int:
@@ -76,11 +78,11 @@ class OptimizerUpdateShape(msgspec.Struct, frozen=True):
 def shape_of_update(update: OptimizerUpdatePlan) -> OptimizerUpdateShape:
     """Return the sizes of an update that rank 0 sends to the other ranks."""
     policy, term = TermShape(len(update.ranks[0]), update.denominator, len(update.sequences)), update.supervised
+    recorded = len(update.recorded)
     if term is None:
-        return OptimizerUpdateShape(policy)
-    return OptimizerUpdateShape(
-        policy, TermShape(len(term.ranks[0]), term.denominator, len(term.places)), term.coefficient
-    )
+        return OptimizerUpdateShape(policy, recorded=recorded)
+    supervised = TermShape(len(term.ranks[0]), term.denominator, len(term.places))
+    return OptimizerUpdateShape(policy, supervised, term.coefficient, recorded)
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
@@ -254,6 +256,24 @@ class Ranks:
             buffer = torch.empty(size, dtype=torch.uint8)
             dist.recv(buffer, 0)
             return buffer.numpy()
+
+    def collect(self, own: np.ndarray, sizes: Sequence[int] | None, what: str) -> list[np.ndarray]:
+        """Send arrays to rank 0, which gets those of all ranks, in order; the other ranks get an empty list.
+
+        ``own`` is float32 [2, size of the rank]. Rank 0 passes all ``sizes``, each other rank None. An empty array is
+        not sent.
+        """
+        with self.waiting(what):
+            if sizes is None:
+                if own.size:
+                    dist.send(torch.from_numpy(own), 0)
+                return []
+            found = [own]
+            for rank, size in enumerate(sizes[1:], start=1):
+                found.append(np.empty((2, size), np.float32))
+                if size:
+                    dist.recv(torch.from_numpy(found[-1]), rank)
+            return found
 
     def broadcast_bytes(self, data: bytes | None, what: str) -> bytes:
         """Return the ``data`` of rank 0, on all ranks; the other ranks pass None."""
