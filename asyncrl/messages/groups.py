@@ -34,6 +34,7 @@ from msgspec import Meta, Struct
 
 from asyncrl.core.truncation import Truncation
 from asyncrl.messages import DATALOADER, ROLLOUTER, Count, Done, FinishReason, Message, Request, Uid
+from asyncrl.messages.reward import LONGEST_JUDGEMENT
 from asyncrl.messages.token_sets import TokenSets, problem_of
 
 ALONE_FROM = 2
@@ -184,6 +185,8 @@ class Trajectory(Struct, gc=False, kw_only=True):
     """The response; in a conversation, the last answer."""
     reward: float | None = None
     components: dict[str, float] = {}
+    judgement: Annotated[str, Meta(max_length=LONGEST_JUDGEMENT)] = ""
+    """What a judge wrote about it; nothing but samples/ uses it."""
     resumes: Count = 0
     """Number of times that its generation was aborted and then continued."""
     attempts: Annotated[int, Meta(ge=1)] = 1

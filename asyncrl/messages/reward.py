@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Protocol
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from asyncrl.messages import ROLLOUTER, Count, FinishReason, Message, Request, Uid
 
@@ -28,6 +29,8 @@ MOST_NAMES = 64
 """Most names of components in a mapping, and in a run."""
 LONGEST_NAME = 100
 """Most characters of a component's name."""
+LONGEST_JUDGEMENT = 4000
+"""Most characters of what a judge wrote about a trajectory."""
 TIMED_OUT_COMPONENT = "timed_out"
 """The only component of the reward that reward.on_timeout gives in place of the function."""
 PENALTY_COMPONENT = "overlong_penalty"
@@ -53,6 +56,8 @@ class Scores(Message, frozen=True, kw_only=True):
 
     rewards: list[float]
     components: list[dict[str, float]]
+    judgements: list[Annotated[str, Meta(max_length=LONGEST_JUDGEMENT)]] = []
+    """What a judge wrote about each completion, for readers of samples/; empty if no judge was asked."""
     run_s: float
     """Seconds spent in the reward function."""
 
@@ -113,7 +118,7 @@ def shaped(scores: Scores, request: Score, penalty: Penalty | None, max_tokens: 
     components = [
         {**parts, PENALTY_COMPONENT: added} for parts, added in zip(scores.components, penalties, strict=True)
     ]
-    return Scores(rewards=rewards, components=components, run_s=scores.run_s)
+    return replace(scores, rewards=rewards, components=components)
 
 
 class BadOutcome(ValueError):

@@ -77,6 +77,8 @@ def sample_lines(group: SampleGroup) -> list[SampleLine]:
             lines += _conversation(trajectory.messages[shared:], INDENT)
         else:
             lines += _text(trajectory.text, INDENT)
+        if trajectory.judgement:
+            lines += [SampleLine("judge", "role", INDENT), *_text(trajectory.judgement, 2 * INDENT)]
     if (more := len(trajectories) - shown) > 0:
         lines += [SampleLine(""), SampleLine(f"[{more} more responses are not shown]", "note")]
     return lines

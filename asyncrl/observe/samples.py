@@ -37,6 +37,8 @@ class SampleTrajectory(msgspec.Struct, frozen=True):
     finish_reason: str = ""
     reward: float | None = None
     components: dict[str, float | None] = {}
+    judgement: str = ""
+    """What a judge wrote about it."""
     length: int | None = None
     """Number of sampled tokens."""
     turns: int = 0
@@ -66,12 +68,12 @@ class SampleSequence(msgspec.Struct, frozen=True):
     tokens: list[int] = []
     logprobs: list[float | None] = []
     """Of the sampled tokens, in order; null for a number that JSON lacks."""
-    spans: list[tuple[int, int, int, str]] = []
-    """(version, start, end, role)."""
     trainer_logprobs: list[float | None] = []
     """Log-probs by the learner before the update that trained them, as ``logprobs``; empty where none are recorded."""
     entropies: list[float | None] = []
     """Entropies by the learner, nats, as ``trainer_logprobs``."""
+    spans: list[tuple[int, int, int, str]] = []
+    """(version, start, end, role)."""
 
 
 class TokenTrajectory(SampleTrajectory, frozen=True):

@@ -112,7 +112,7 @@ def match(
     problems += [f'{key} "{name}" is missing' for name in names if name not in seen]
     if problems:
         raise BadAnswer(problems)
-    return found
+    return {name: found[name] for name in names}
 
 
 def read_number(value: Any, low: float, high: float) -> float:

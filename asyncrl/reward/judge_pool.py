@@ -262,18 +262,20 @@ class JudgePool:
             raise RewardFailed(
                 self._config.function, fault.text, retryable=getattr(error, "retryable", True)
             ) from error
-        both = list(zip(judged.result(), added.result(), strict=True))
+        outcomes, judgements = judged.result()
+        both = list(zip(outcomes, added.result(), strict=True))
         self._counters.scored += 1
         self._observer.call_ended(request.uid, None)
         scores = Scores(
             rewards=[reward + added_reward for (reward, _), (added_reward, _) in both],
             components=[{**components, **added_components} for (_, components), (_, added_components) in both],
+            judgements=judgements,
             run_s=time.monotonic() - began,
         )
         return shaped(scores, request, self._config.penalty, self._max_tokens)
 
-    async def _ask_votes(self, request: Score) -> list[Outcome]:
-        """Ask all votes at the same time, and compute the outcomes from the valid ones.
+    async def _ask_votes(self, request: Score) -> tuple[list[Outcome], list[str]]:
+        """Ask all votes at the same time, and compute the outcomes and the judge's words from the valid ones.
 
         Raises _Unjudged unless more than half of them are valid.
         """
@@ -287,7 +289,7 @@ class JudgePool:
         answers = [answer for answer, failure in results if failure is None]
         failures = [failure for _, failure in results if failure is not None]
         if 2 * len(answers) > len(questions):
-            return self._judge.outcomes(request, answers)
+            return self._judge.outcomes(request, answers), self._judge.judgements(answers)
         reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures))
         share = f"{len(failures)} of {len(questions)} votes failed: " if len(questions) > 1 else ""
         raise _Unjudged(

@@ -13,12 +13,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from asyncrl.core.printable import printable
 from asyncrl.data.rows import column_names, column_of, has_column
-from asyncrl.messages.reward import Outcome, Score
+from asyncrl.messages.reward import LONGEST_JUDGEMENT, Outcome, Score
 from asyncrl.reward.judge_answers import match, read_entries, read_number
 from asyncrl.reward.judge_options import (
     Criterion,
@@ -81,6 +82,13 @@ class Question:
     """Number of the vote, from 0; it distinguishes votes that are asked in the same words."""
 
 
+class Verdict(NamedTuple):
+    """A judge's score of a trajectory or a criterion, and its words."""
+
+    worth: float
+    words: str
+
+
 class RelativeJudge:
     """Scores a group by comparing its trajectories."""
 
@@ -121,18 +129,26 @@ class RelativeJudge:
         read = partial(_read_scores, ids, body_of, self.options.low, self.options.high)
         return Question(_chat(system, "\n\n".join(parts)), SCORES_SCHEMA, read, vote)
 
-    def outcomes(self, request: Score, answers: Sequence[list[float]]) -> list[Outcome]:
+    def outcomes(self, request: Score, answers: Sequence[list[Verdict]]) -> list[Outcome]:
         """Compute the outcome of each completion, (reward, components), from the scores of at least one vote."""
         all_components = [
-            _vote_components([answer[at] for answer in answers], self.options) for at in range(len(request.completions))
+            _vote_components([each.worth for each in votes], self.options) for votes in zip(*answers, strict=True)
         ]
         return [(components[JUDGE_COMPONENT], components) for components in all_components]
 
+    def judgements(self, answers: Sequence[list[Verdict]]) -> list[str]:
+        """The judge's words about each completion, vote by vote."""
+        return [_joined([each.words for each in votes]) for votes in zip(*answers, strict=True)]
 
-def _read_scores(ids: list[str], body_of: list[int], low: float, high: float, text: str) -> list[float]:
-    """Parse a judge's answer. Returns the score of each completion, in their order. Raises BadAnswer."""
-    scores = match(read_entries(text, "scores"), "id", ids, lambda entry: read_number(entry.get("score"), low, high))
-    return [scores[ids[body]] for body in body_of]
+
+def _read_scores(ids: list[str], body_of: list[int], low: float, high: float, text: str) -> list[Verdict]:
+    """Parse a judge's answer. Returns the verdict on each completion, in their order. Raises BadAnswer."""
+
+    def verdict(entry: dict[str, Any]) -> Verdict:
+        return Verdict(read_number(entry.get("score"), low, high), _words(entry, "explanation"))
+
+    verdicts = match(read_entries(text, "scores"), "id", ids, verdict)
+    return [verdicts[ids[body]] for body in body_of]
 
 
 class Rubric:
@@ -184,7 +200,7 @@ class Rubric:
             raise ValueError(f"row[{key!r}] holds no such criteria: {'; '.join(problems)}")
         return criteria
 
-    def outcomes(self, request: Score, answers: Sequence[dict[str, float]]) -> list[Outcome]:
+    def outcomes(self, request: Score, answers: Sequence[dict[str, Verdict]]) -> list[Outcome]:
         """Compute the outcome of the trajectory: its reward is the mean over all votes.
 
         Each criterion of the options is a component: the mean value of its verdicts. ``answers`` are the results of
@@ -193,8 +209,13 @@ class Rubric:
         criteria = self._criteria(request.row)
         components = _vote_components([rubric_reward(criteria, answer) for answer in answers], self.options)
         for criterion in self.options.rubric:
-            components[criterion.name] = sum(answer[criterion.name] for answer in answers) / len(answers)
+            components[criterion.name] = sum(answer[criterion.name].worth for answer in answers) / len(answers)
         return [(components[JUDGE_COMPONENT], components)]
+
+    def judgements(self, answers: Sequence[dict[str, Verdict]]) -> list[str]:
+        """The judge's words about the trajectory: for each vote a line for each criterion."""
+        votes = ["\n".join(f"{name}: {each.words}" for name, each in answer.items()) for answer in answers]
+        return [_joined(votes)]
 
 
 Judge = RelativeJudge | Rubric
@@ -206,32 +227,44 @@ def _vote_components(votes: Sequence[float], options: JudgeOptions) -> dict[str,
     return {JUDGE_COMPONENT: sum(votes) / len(votes), **spread}
 
 
-def read_verdicts(criteria: Sequence[Criterion], text: str) -> dict[str, float]:
-    """Parse a judge's answer. Returns the value of each criterion's verdict, by its name. Raises BadAnswer."""
+def _joined(votes: Sequence[str]) -> str:
+    """Join the words of all votes to a text of at most LONGEST_JUDGEMENT characters, without control characters."""
+    # The line that takes the place of the middle has less than 100 characters.
+    return shorten(printable("\n\n".join(filter(None, votes)), keep="\n"), LONGEST_JUDGEMENT - 100)
+
+
+def _words(entry: Mapping[str, Any], key: str) -> str:
+    """The explanation in an entry; empty without one, which is no problem."""
+    words = entry.get(key)
+    return words.strip() if isinstance(words, str) else ""
+
+
+def read_verdicts(criteria: Sequence[Criterion], text: str) -> dict[str, Verdict]:
+    """Parse a judge's answer. Returns each criterion's verdict, by its name. Raises BadAnswer."""
     levels = {
         criterion.name: {level.casefold(): worth for level, worth in criterion.levels.items()} for criterion in criteria
     }
 
-    def worth(entry: dict[str, Any]) -> float:
+    def read(entry: dict[str, Any]) -> Verdict:
         known, verdict = levels[entry["name"]], entry.get("verdict")
         if not isinstance(verdict, str) or verdict.strip().casefold() not in known:
             raise ValueError(f"the verdict {json.dumps(verdict, default=str)[:80]} is not one of {', '.join(known)}")
-        return known[verdict.strip().casefold()]
+        return Verdict(known[verdict.strip().casefold()], f"{verdict.strip()}. {_words(entry, 'reason')}".rstrip())
 
-    return match(read_entries(text, "verdicts"), "name", levels, worth)
+    return match(read_entries(text, "verdicts"), "name", levels, read)
 
 
-def rubric_reward(criteria: Sequence[Criterion], worth: Mapping[str, float]) -> float:
-    """Compute a reward from the value of each criterion's verdict (``worth``, by name).
+def rubric_reward(criteria: Sequence[Criterion], verdicts: Mapping[str, Verdict]) -> float:
+    """Compute a reward from each criterion's verdict, by its name.
 
     A gate fails if its verdict is below its highest level; the reward is then the lowest of the failed gates. Otherwise
     it is the sum of weight times value, divided by the sum of the weights above 0.
     """
-    failed = [c.gate for c in criteria if c.gate is not None and worth[c.name] < max(c.levels.values())]
+    failed = [c.gate for c in criteria if c.gate is not None and verdicts[c.name].worth < max(c.levels.values())]
     if failed:
         return min(failed)
     total = sum(c.share for c in criteria if c.share > 0)
-    return sum(c.share * worth[c.name] for c in criteria) / total
+    return sum(c.share * verdicts[c.name].worth for c in criteria) / total
 
 
 def draw_ids(drawn: random.Random, count: int, texts: Sequence[str]) -> list[str]:

@@ -256,6 +256,8 @@ class GroupRunner:
                 components = components | {EPISODE: trajectory.reward}
             trajectory.reward, trajectory.components = reward, components
             trajectory.score_s = self._clock.now() - began
+        for trajectory, judgement in zip(trajectories, scores.judgements, strict=False):
+            trajectory.judgement = judgement
         for events, reward in zip(samples, scores.rewards, strict=True):
             events.scored(reward, scores.run_s)
 

@@ -26,6 +26,7 @@ from asyncrl.observe.samples import (
     SampleChoice,
     SampleGroup,
     SampleSequence,
+    SampleTrajectory,
     TokenGroup,
     TokenTrajectory,
     groups_in,
@@ -52,10 +53,10 @@ SEARCH_S = 2.0
 EXCERPT = 80
 """Characters before and after a hit."""
 
-Parameters = Mapping[str, str]
 UNKNOWN = (None, None, None)
 """Log-prob, learner's log-prob and entropy of a token that has none."""
 
+Parameters = Mapping[str, str]
 Decode = Callable[[int], str]
 Answer = dict[str, Any]
 
@@ -154,6 +155,7 @@ class Answers:
             "version": group.version,
             "prompt": _text(group.prompt),
             "text": _text(trajectory.text),
+            "judgement": _text(trajectory.judgement),
             "messages": messages,
             "left_out": len(trajectory.messages) - len(messages),
             "samples": [each.sample for each in group.trajectories[:MOST_RESPONSES]],
@@ -195,7 +197,7 @@ class Answers:
             if match := pattern.search(group.prompt):
                 yield {"sample": None, **_around(match)}
             for each in group.trajectories:
-                if match := next(filter(None, map(pattern.search, _texts(each.text, each.messages))), None):
+                if match := next(filter(None, map(pattern.search, _texts(each))), None):
                     yield {"sample": each.sample, **_around(match)}
 
         return self._scan(parameters, hits)
@@ -353,9 +355,9 @@ def _span(span: tuple[int, int, int, str]) -> list[Any]:
     return [version, start, end, printable(role[:EXCERPT])]
 
 
-def _texts(text: str, messages: Sequence[Any]) -> Iterator[str]:
-    yield text
-    for message in map(message_parts, messages):
+def _texts(trajectory: SampleTrajectory) -> Iterator[str]:
+    yield from (trajectory.text, trajectory.judgement)
+    for message in map(message_parts, trajectory.messages):
         for part in message.parts:
             yield part.title
             yield part.text

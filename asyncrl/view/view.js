@@ -74,7 +74,7 @@ function chart(steps) {
     const element = make("div", null), { color } = getComputedStyle(document.body);
     const axis = (size, label) => ({ size, label, labelSize: 14, stroke: color, font: "11px system-ui", labelFont: "11px system-ui", grid: { width: 0.3, stroke: color }, ticks: { show: false } });
     const plot = new uPlot({
-        width: 280, height: 120, legend: { show: false }, cursor: { y: false, drag: { x: false } }, scales: { x: { time: false } },
+        width: 280, height: 120, legend: { show: false }, cursor: { y: false, drag: { x: false, click: () => {} } }, scales: { x: { time: false } },
         axes: [axis(22), axis(44, "reward")], series: [{}, { stroke: "#3b6fb6", width: 1.5 }],
     }, [rows.map(each => each.step), rows.map(each => each.reward)], element);
     plot.over.addEventListener("click", () => go({ step: rows[plot.cursor.idx].step, uid: null, sample: null }));
@@ -144,11 +144,12 @@ function marked(text, query) {
 
 function conversation(each, query) {
     const message = (role, name, ...parts) => make("section", { class: "message " + (["assistant", "tool"].includes(role) ? role : "") }, make("h3", null, role + (name ? " " + name : "")), ...parts);
-    if (!each.messages.length) return [message("prompt", "", marked(each.prompt, query)), message("assistant", "", marked(each.text || "[empty]", query))];
+    const judged = each.judgement ? [make("section", { class: "message judge" }, make("h3", null, "the judge’s words"), marked(each.judgement, query))] : [];
+    if (!each.messages.length) return [message("prompt", "", marked(each.prompt, query)), message("assistant", "", marked(each.text || "[empty]", query)), ...judged];
     const parts = each.messages.map(one => message(one.role, one.name, ...one.parts.map(part => part.kind === "text" ? marked(part.text, query)
         : make("div", { class: part.kind }, make("span", { class: "weak" }, part.title), marked(part.text, query)))));
     if (each.left_out) parts.push(make("p", { class: "weak" }, each.left_out + " messages are left out"));
-    return parts;
+    return [...parts, ...judged];
 }
 
 const isNumber = value => typeof value === "number";

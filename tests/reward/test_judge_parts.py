@@ -120,7 +120,7 @@ def test_a_question_is_the_same_for_the_same_vote_and_shows_each_trajectory_once
     assert sorted(trajectories.values()) == texts
     # In any order and with any ids the score of a text goes to its own completion.
     answer = json.dumps({"scores": [{"id": id, "score": int(text[-1]) / 10} for id, text in trajectories.items()]})
-    assert question.read(answer) == [at / 10 for at in range(count)]
+    assert [verdict.worth for verdict in question.read(answer)] == [at / 10 for at in range(count)]
 
 
 def test_an_id_occurs_in_no_text():

@@ -9,6 +9,7 @@ import tomllib
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import openai
 import pytest
 import uvloop
@@ -34,7 +35,7 @@ from reward.pools import Heard
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.core.errors import ConfigError, RewardFailed, RewardPoolEnded
-from asyncrl.messages.reward import Completion, Score
+from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.reward import judge_pool as pool_module
 from asyncrl.reward.judge_options import RelativeOptions, RubricOptions
 from asyncrl.reward.judge_pool import JudgePool, make_judge
@@ -243,6 +244,7 @@ async def test_votes_are_averaged_and_a_majority_is_needed():
         found = await pool.score(group(0.0, 1.0))
         assert found.rewards == [0.0, 0.75]
         assert [parts["judge_spread"] for parts in found.components] == [0.0, 0.5]
+        assert found.judgements == ["so\n\nso"] * 2, "the words of each valid vote"
         assert pool.judged.failed_votes == 1
         server.script = [right, UNUSABLE["prose"]]
         await fails(pool, group(0.0, 1.0), "unjudged: 2 of 3 votes failed: its answer")
@@ -398,6 +400,21 @@ async def test_a_pool_that_ends_leaves_nothing_running():
 
 # --- rubrics ---
 
+
+@pytest.mark.parametrize("words", ["w" * 50_000, "\ud800\x1b]0;mine\x07\u202e" * 1000, 7, None, ["a"]])
+async def test_the_words_of_a_judge_are_bounded_printable_text(words):
+    def wordy(body):
+        return as_json([{**entry, "explanation": words} for entry in scores(body)])
+
+    async with judging(wordy, truncated="penalty") as (_, pool):
+        found = await pool.score(group(0.0, 1.0))
+    assert found.rewards == [0.0, 1.0]
+    msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Scores)
+    for judgement in found.judgements:
+        assert bool(judgement) == isinstance(words, str)
+        assert all(character.isprintable() or character == "\n" for character in judgement)
+
+
 RUBRIC = [
     {"name": "right", "text": "The answer is right.", "weight": 3.0},
     {"name": "clear", "text": "It is clear.", "levels": {"no": 0.0, "partly": 0.5, "yes": 1.0}},
@@ -421,6 +438,7 @@ async def test_a_rubric_weighs_its_criteria_and_a_failed_gate_gives_its_own_rewa
         found = await pool.score(group(1))
         assert found.rewards == [3.5 / 4]
         assert found.components == [{"judge": 3.5 / 4, "right": 1.0, "clear": 0.5, "rude": 0.0, "safe": 1.0}]
+        assert found.judgements == ["right: yes. so\nclear: partly. so\nrude: No. so\nsafe: yes. so"]
         found = await pool.score(group(1))
         assert found.rewards == [-1.0] and found.components[0]["right"] == 1.0
 

@@ -74,6 +74,7 @@ class Scripted:
         return Scores(
             rewards=[float(c.text) for c in request.completions],
             components=[self.components for _ in request.completions],
+            judgements=[f"words about {c.text}" for c in request.completions],
             run_s=0.5,
         )
 
@@ -92,6 +93,7 @@ def test_each_trajectory_is_scored_when_it_finishes_or_the_group_when_all_have(p
     script = Scripted()
     group = run(script, reward={"per": per})
     assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
+    assert [t.judgement for t in group.trajectories] == [f"words about {number}" for number in range(4)]
     assert script.generated == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert script.scored == (script.generated if per == "trajectory" else [(0, 4)])
     assert (group.trajectories[3].generate_s, group.trajectories[3].score_s) == (4, 0.5)

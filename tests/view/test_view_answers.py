@@ -65,15 +65,15 @@ def test_a_conversation_has_roles_tools_and_versions(run_dir):
         ("reasoning", "reasoning", "I need a tool."),
         ("call", "calls weather", '{"city": "Bern"}'),
     ]
-    assert shown["sequences"] == [{"tokens": 3, "spans": [[4, 0, 3, "sampled"]]}]
+    assert shown["sequences"] == [{"tokens": 3, "spans": [[4, 0, 3, "sampled"]], "scored": False}]
     assert shown["components"] == {"right": 0.5} and shown["samples"] == [0, 1, 2] and shown["left_out"] == 0
 
 
 def test_tokens_have_text_where_the_tokenizer_is_here(run_dir, monkeypatch):
     place = {"step": 5, "uid": "0-2", "sample": 0}
     assert ask(run_dir, "tokens", **place)["tokens"] == [
-        [97, None, -2.0, 5, "sampled"],
-        [108, None, -2.0, 5, "sampled"],
+        [97, None, -2.0, 5, "sampled", None, None],
+        [108, None, -2.0, 5, "sampled", None, None],
     ]
     assert ask(run_dir, "tokens", decode=chr, **place)["tokens"][0][1] == "a"
     assert ask(run_dir, "tokens", decode=lambda token: 1 / 0, **place)["tokens"][0][1] is None
@@ -84,9 +84,17 @@ def test_tokens_have_text_where_the_tokenizer_is_here(run_dir, monkeypatch):
     context["spans"].append([5, 2, 3, "sampled"])
     write_groups(run_dir, "step_000003.jsonl", group("0-9", 3, trajectory(sequences=[context])))
     shown = ask(run_dir, "tokens", step=3, uid="0-9", sample=0) | ask(run_dir, "tokens", step=3, uid="0-9", start=1)
-    assert shown["tokens"] == [[2, None, None, -1, "context"]]
+    assert shown["tokens"] == [[2, None, None, -1, "context", None, None]]
     with pytest.raises(NotFound, match="1 sequences"):
         ask(run_dir, "tokens", step=3, uid="0-9", sequence=1)
+
+
+def test_the_learner_s_values_and_the_judge_s_words_are_shown(run_dir):
+    place = {"step": 5, "uid": "0-2", "sample": 1}
+    shown = ask(run_dir, "trajectory", **place)
+    assert shown["judgement"] == "Well done." and [each["scored"] for each in shown["sequences"]] == [True]
+    assert ask(run_dir, "tokens", **place)["tokens"][0] == [98, None, -0.1, 3, "sampled", 0.4, 2.5]
+    assert [hit["sample"] for hit in ask(run_dir, "search", q="well done")["hits"]] == [1]
 
 
 def test_a_search_finds_texts_in_any_case_and_continues_where_it_stopped(run_dir, monkeypatch):

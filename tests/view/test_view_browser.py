@@ -57,10 +57,45 @@ def test_a_reader_walks_by_keys_and_every_view_has_a_link(run_dir, tmp_path):
             colour = "document.querySelector('#first .tokens span').style.backgroundColor"
             assert "110" not in await page.run(colour) and await page.run(colour)
             assert "log-prob -0.5" in await page.run("document.querySelector('#first .tokens span').title")
+            # The learner's values are not recorded of these tokens.
+            lacking = "[...document.querySelectorAll('#first option:disabled')].map(each => each.value).join()"
+            assert await page.run(lacking) == "entropy,ratio,drift"
             await page.press("[")
             await page.until("location.hash.includes('step=4')")
             await page.run("history.back()")
             await page.until("location.hash.includes('step=5')")
+
+    asyncio.run(walk())
+
+
+def test_tokens_have_the_colours_of_the_learner_s_values_and_the_judge_s_words_are_shown(run_dir, tmp_path):
+    async def look():
+        async with opened(tmp_path, run_dir, at="#step=5&uid=0-2&sample=1") as page:
+            assert "the judge’s words\nWell done." in await page.run(FIRST)
+            token, shown = "document.querySelector('#first .tokens span')", {}
+            for mode in ("logprob", "entropy", "ratio", "drift", "version"):
+                await page.run(f"location.hash = '#step=5&uid=0-2&sample=1&view=tokens&colour={mode}'")
+                await page.until(f"{DRAWN} && document.querySelector('#first select').value === '{mode}'")
+                shown[mode] = await page.run(f"{token}.style.backgroundColor")
+            assert len(set(shown.values())) == 5, shown
+            assert "at training 0.4, ratio 1.649" in (title := await page.run(f"{token}.title"))
+            assert "entropy 2.5 nats" in title
+
+    asyncio.run(look())
+
+
+def test_the_chart_of_steps_leads_to_them_and_the_report_back(run_dir, tmp_path):
+    async def walk():
+        async with opened(tmp_path, run_dir) as page:
+            over = "document.querySelector('#steps .u-over').getBoundingClientRect()"
+            place = {"x": await page.run(f"{over}.left") + 1, "y": await page.run(f"{over}.top") + 5, "button": "left"}
+            for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+                await page.call("Input.dispatchMouseEvent", type=kind, clickCount=1, **place)
+            await page.until("location.hash.includes('step=1')")
+            await page.run("document.querySelector('#runs a[href^=report]').click()")
+            await page.until("document.querySelector('figure.chart canvas')")
+            await page.run("document.querySelector('header a').click()")
+            await page.until("document.querySelector('#steps td a')")
 
     asyncio.run(walk())
 

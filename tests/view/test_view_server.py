@@ -127,7 +127,7 @@ def test_the_command_serves_until_it_is_interrupted(run_dir):
 def test_a_step_is_written_as_a_page_and_tokens_have_their_text(run_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert command.main(["--export", "out.html"]) == 0 and capsys.readouterr().out == "out.html\n"
-    assert '[[97,"a",-2.0,5,"sampled"]' in (tmp_path / "out.html").read_text(), (
+    assert '[[97,"a",-2.0,5,"sampled",null,null]' in (tmp_path / "out.html").read_text(), (
         "a run without a model has bytes as tokens"
     )
     assert command.main(["trial", "--export", "out.html", "--step", "1"]) == 1

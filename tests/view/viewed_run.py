@@ -30,10 +30,12 @@ def train_line(step, start=1, **more):
     }
 
 
-def trajectory(sample=0, text="4", *, tokens=3, logprob=-0.5, version=3, reward=1.0, **more):
+def trajectory(sample=0, text="4", *, tokens=3, logprob=-0.5, version=3, reward=1.0, scored=False, **more):
     # A byte is a token where the run has no model.
     ids = list(text.encode("utf-8", "replace"))[:tokens]
     sequence = {"tokens": ids, "logprobs": [logprob] * len(ids), "spans": [[version, 0, len(ids), "sampled"]]}
+    if scored:
+        sequence |= {"trainer_logprobs": [logprob + 0.5] * len(ids), "entropies": [2.5] * len(ids)}
     return {
         **{"sample": sample, "text": text, "messages": [], "sequences": [sequence], "finish_reason": "stop"},
         **{"reward": reward, "components": {"right": reward}, "length": len(ids), "resumes": 0},
@@ -70,10 +72,12 @@ def make_run(folder, name="trial"):
     write_groups(run_dir, "step_000004.jsonl", group("0-1", 4))
     answers = [
         trajectory(0, "alpha", tokens=2, reward=0.0, logprob=-2.0, version=5),
-        trajectory(1, "beta beta", tokens=9, reward=1.0, logprob=-0.1, version=3),
+        trajectory(1, "beta beta", tokens=9, reward=1.0, logprob=-0.1, version=3, scored=True, judgement="Well done."),
         trajectory(2, "It rains.", messages=CHAT, reward=0.5, turns=2, version=4),
     ]
-    evil = trajectory(0, EVIL + CONTROL, tokens=40, components={EVIL: 1.0}, finish_reason=EVIL)
+    evil = trajectory(
+        0, EVIL + CONTROL, tokens=40, components={EVIL: 1.0}, finish_reason=EVIL, judgement=EVIL + CONTROL
+    )
     chat = trajectory(1, EVIL, messages=[{"role": EVIL, "name": EVIL, "content": EVIL + CONTROL}, 7, {"content": EVIL}])
     write_groups(
         run_dir,

@@ -243,6 +243,8 @@ class Generator:
         )
         for each, reward, components in zip(trajectories, scores.rewards, scores.components, strict=True):
             each.reward, each.components = reward, components
+        for each, judgement in zip(trajectories, scores.judgements, strict=False):
+            each.judgement = judgement
 
 
 def _as_sample(trajectory: Trajectory) -> SampleTrajectory:
@@ -253,6 +255,7 @@ def _as_sample(trajectory: Trajectory) -> SampleTrajectory:
         finish_reason=trajectory.finish_reason,
         reward=trajectory.reward,
         components=dict(trajectory.components),
+        judgement=trajectory.judgement,
         length=sampled_tokens(trajectory),
         turns=trajectory.turns,
     )

@@ -179,6 +179,7 @@ def _sample(
                 "finish_reason": t.finish_reason,
                 "reward": t.reward,
                 "components": t.components,
+                **({"judgement": t.judgement} if t.judgement else {}),
                 "length": sampled_tokens(t),
                 "resumes": t.resumes,
                 **({"turns": t.turns, "forks": t.forks, "stage_s": t.stage_s} if t.turns else {}),
@@ -194,24 +195,24 @@ def _sequence(sequence: TokenSequence, scores: TokenScores | None) -> dict[str, 
     A span is [version, start, end, role], and a turn [start, end, past reward]. Only sampled tokens have log-probs.
     """
     prompt = {} if sequence.prompt_ids is None else {"prompt_ids": sequence.prompt_ids.tolist()}
-    return prompt | {
     learner = {}
     if scores is not None:
         learner = {"trainer_logprobs": _rounded(scores.logprobs), "entropies": _rounded(scores.entropies)}
+    return prompt | {
         "tokens": sequence.tokens.tolist(),
         "logprobs": sequence.logprobs.tolist(),
-        "spans": [[s.version, s.start, s.end, s.role] for s in sequence.spans],
         **learner,
+        "spans": [[s.version, s.start, s.end, s.role] for s in sequence.spans],
         "turns": [[turn.start, turn.end, turn.past_reward] for turn in sequence.turns],
     }
 
 
-def _number(value: Any) -> int | float:
 def _rounded(values: np.ndarray) -> list[float]:
     """Nats with few digits, since samples are large."""
     return [round(value, DECIMALS) for value in values.tolist()]
 
 
+def _number(value: Any) -> int | float:
     """Convert a NumPy scalar to a Python number."""
     assert isinstance(value, np.generic), f"{value!r} cannot be written as JSON"
     number: int | float = value.item()

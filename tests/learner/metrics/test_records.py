@@ -56,6 +56,7 @@ def test_empty_records_make_no_file(tmp_path):
 def test_a_conversation_is_written_with_its_messages_turns_and_roles(tmp_path):
     group = make_group("0-7")
     second = group.trajectories[1]
+    second.judgement = "Too long."
     second.turns, second.forks, second.stage_s = 2, {"cut": 1}, {"engine": 0.5}
     second.messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     second.sequences.append(
@@ -77,7 +78,7 @@ def test_a_conversation_is_written_with_its_messages_turns_and_roles(tmp_path):
     assert (single["messages"], single["sequences"]) == ([], [own])
     assert conversation["messages"] == second.messages
     assert (conversation["turns"], conversation["forks"], conversation["stage_s"]) == (2, {"cut": 1}, {"engine": 0.5})
-    assert "turns" not in single
+    assert "turns" not in single and "judgement" not in single and conversation["judgement"] == "Too long."
     assert conversation["sequences"] == [
         own,
         {
@@ -90,7 +91,6 @@ def test_a_conversation_is_written_with_its_messages_turns_and_roles(tmp_path):
     ]
 
 
-def test_a_torn_line_stays_separate_and_a_line_without_disk_space_leaves_nothing(tmp_path, monkeypatch):
 def test_the_learner_s_scores_of_tokens_are_written_with_few_digits(tmp_path):
     scores = TokenScores(np.array([-0.123456789, np.nan, -2.0], np.float32), np.array([0.5, np.nan, 1e-9], np.float32))
     RecordFiles(tmp_path, 1).samples(1, 4, [make_group("0-7")], scores={SequenceId("0-7", 1, 0): scores})
@@ -100,6 +100,7 @@ def test_the_learner_s_scores_of_tokens_are_written_with_few_digits(tmp_path):
     assert scored["trainer_logprobs"] == [-0.12346, None, -2.0] and scored["entropies"] == [0.5, None, 0.0]
 
 
+def test_a_torn_line_stays_separate_and_a_line_without_disk_space_leaves_nothing(tmp_path, monkeypatch):
     path, room, real = tmp_path / "metrics.jsonl", [5], os.write
     path.write_text('{"step": 1}\n{"st')
     records = RecordFiles(tmp_path, 1)
