@@ -1,6 +1,6 @@
 """The panels of a report: curves with their values, which the page's script (report.js) draws by uPlot.
 
-Invariant: all text is escaped, and every number is finite, also as a sum of a stack's curves. Pure.
+Invariant: all text is escaped and holds no control character, and every number is finite. Pure.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from asyncrl.core.printable import printable
 
 SMALLEST = 1e-300
 LARGEST = 1e300
@@ -58,7 +60,8 @@ def draw(panel: Panel) -> str:
     """Make the HTML of a panel: its title, and its values as JSON, escaped as an attribute."""
     curves = [
         {
-            **{"name": curve.name, "colour": curve.colour, "marks": curve.marks, "notes": list(curve.notes)},
+            **{"name": printable(curve.name), "colour": curve.colour, "marks": curve.marks},
+            "notes": list(map(printable, curve.notes)),
             **{"x": [_few(x) for x in curve.x], "y": [_few(y, 4) for y in curve.y]},
         }
         for curve in panel.curves
@@ -69,8 +72,13 @@ def draw(panel: Panel) -> str:
         "curves": curves,
     }
     values = html.escape(json.dumps(data, separators=(",", ":"), allow_nan=False))
-    title = f"<h3>{html.escape(panel.title)}</h3>" if panel.title else ""
+    title = f"<h3>{shown(panel.title)}</h3>" if panel.title else ""
     return f'<figure class="chart of{panel.columns}" data-chart="{values}">{title}</figure>'
+
+
+def shown(text: str) -> str:
+    """A text of the run as HTML: without control characters and marks of direction, except newlines, and escaped."""
+    return html.escape(printable(text, keep="\n"))
 
 
 def _few(value: float, digits: int = 8) -> float | int:

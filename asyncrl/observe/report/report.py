@@ -2,13 +2,12 @@
 
 It is made from the run folder, during the run or after it: metrics.jsonl, config.json and the recorded snapshots. The
 page names missing or unreadable parts, except evaluations and episodes, which a run need not have. All text of the run
-is escaped, and under the page's security policy only its own scripts run and nothing is loaded. They draw the charts.
-Raises UsageError without a run or if the file cannot be there, and OSError if the page cannot be written.
+is escaped (panels.shown). Under the page's security policy only its own scripts run, which draw the charts, and nothing
+is loaded. Raises UsageError without a run or if the file cannot be there, and OSError if the page cannot be written.
 """
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import secrets
@@ -28,7 +27,7 @@ from asyncrl.observe.pages import UPLOT_SCRIPT, UPLOT_STYLE, policy, resource_te
 from asyncrl.observe.recording import decode, ended, read_bodies
 from asyncrl.observe.report import charts
 from asyncrl.observe.report.charts import evenly, mean, spans
-from asyncrl.observe.report.panels import Panel, draw
+from asyncrl.observe.report.panels import Panel, draw, shown
 
 MOST_SNAPSHOTS = 240
 MOST_EVENTS = 50
@@ -61,7 +60,7 @@ def report_page(run_dir: Path, *, lives: bool = False, viewer: str = "") -> str:
     train = [line for line in train if "step" in line]
     snapshots = _snapshots(run_dir)
     last = ended(snapshots[-1], lives=lives) if snapshots else None
-    name = html.escape(run_dir.resolve().name)
+    name = shown(run_dir.resolve().name)
     no_lines = "metrics.jsonl has no such lines."
     no_recording = f"{'Too few' if snapshots else 'No'} snapshots of this run were recorded."
     # Arguments of ``_section``: title, panels, text without panels, note.
@@ -89,8 +88,8 @@ def report_page(run_dir: Path, *, lives: bool = False, viewer: str = "") -> str:
         ("Throughput", charts.tokens(train), no_lines, "Tokens sampled a second, by all engines together."),
         ("Ledger", charts.ledger(train), no_lines, "Prompt groups by outcome, since the start of the run."),
     ]
-    command = html.escape(f"asyncrl-view {shlex.quote(run_dir.resolve().name)}")
-    link = f'<a href="{html.escape(viewer)}">{command}</a>' if viewer else command
+    command = shown(f"asyncrl-view {shlex.quote(run_dir.resolve().name)}")
+    link = f'<a href="{shown(viewer)}">{command}</a>' if viewer else command
     rollouts = f"<p class=note>Its rollouts: {link}</p>"
     styles, scripts = ([resource_text(name) for name in names] for names in (STYLES, SCRIPTS))
     body = [
@@ -147,12 +146,12 @@ def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, An
     """Make the line below the title, as HTML: phase, step, version, attempt and time of the last snapshot."""
     steps = f"step {train[-1]['step'] if train else 0} of {_value(config, 'learner.steps', '?')}"
     if last is None:
-        return html.escape(steps)
+        return shown(steps)
     run = last.run
     at = datetime.fromtimestamp(last.wall, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     parts = [phase_and_reason(run.phase, run.exit_code, run.reason), steps, f"version {run.version}"]
     parts += [f"attempt {run.attempt}", f"as of {at}"]
-    return html.escape(" · ".join(parts))
+    return shown(" · ".join(parts))
 
 
 def _figures(train: Sequence[Line]) -> str:
@@ -188,8 +187,8 @@ def _events(events: Iterable[Event]) -> str:
     if not chosen:
         return ""
     rows = "".join(
-        f"<tr><td>{datetime.fromtimestamp(event.wall, UTC):%m-%d %H:%M:%S}</td><td>{html.escape(event.actor)}</td>"
-        f"<td class={html.escape(event.level)!r}>{html.escape(event.text)}</td></tr>"
+        f"<tr><td>{datetime.fromtimestamp(event.wall, UTC):%m-%d %H:%M:%S}</td><td>{shown(event.actor)}</td>"
+        f"<td class={shown(event.level)!r}>{shown(event.text)}</td></tr>"
         for event in chosen
     )
     return f"<section><h2>Latest events</h2><table>{rows}</table></section>"
@@ -198,13 +197,13 @@ def _events(events: Iterable[Event]) -> str:
 def _config(config: Mapping[str, Any], problem: str) -> str:
     """Make the HTML of the configuration: the keys of EXCERPT, then the whole; or only the ``problem`` of its read."""
     if problem:
-        return f"<section><h2>Configuration</h2><p class=none>{html.escape(problem)}</p></section>"
+        return f"<section><h2>Configuration</h2><p class=none>{shown(problem)}</p></section>"
     rows = ""
     for key in EXCERPT:
         value = _value(config, key)
         if value is not None:
-            rows += f"<tr><td>{key}</td><td>{html.escape(str(value))}</td></tr>"
-    whole = html.escape(json.dumps(config, indent=2))
+            rows += f"<tr><td>{key}</td><td>{shown(str(value))}</td></tr>"
+    whole = shown(json.dumps(config, indent=2))
     return (
         f"<section><h2>Configuration</h2><table>{rows}</table>"
         f"<details><summary>All of it</summary><pre>{whole}</pre></details></section>"

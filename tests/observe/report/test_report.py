@@ -22,6 +22,7 @@ from asyncrl.top.replay import open_replay
 from asyncrl.top.view import History, SnapshotView
 
 EVIL = "</script><script>alert(1)</script><img src=http://evil.example/x.png onerror=alert(2)>"
+CONTROL = "\x1b]0;mine\x07\u202eabc"
 
 
 def step(number, start=1, **figures):
@@ -161,14 +162,16 @@ def test_the_report_and_the_terminal_describe_the_end_alike(run_dir, tmp_path, e
 
 
 def test_text_from_a_run_is_escaped(tmp_path):
-    run_dir = tmp_path / "a<b>&c"
+    hostile = EVIL + CONTROL
+    run_dir = tmp_path / "a<b>&c\u202e"
     run_dir.mkdir()
-    (run_dir / "config.json").write_text(json.dumps({"model": {"path": EVIL}, "learner": {"steps": EVIL}}))
-    write_lines(run_dir, step(1), evaluation(1, name=EVIL), update(1, transport=EVIL))
-    run = Run(reason=EVIL, phase=EVIL, events=[Event(number=1, wall=WALL, level=EVIL, actor=EVIL, text=EVIL)])
+    (run_dir / "config.json").write_text(json.dumps({"model": {"path": hostile}, "learner": {"steps": hostile}}))
+    write_lines(run_dir, step(1), evaluation(1, name=hostile), update(1, transport=hostile))
+    event = Event(number=1, wall=WALL, level=hostile, actor=hostile, text=hostile)
+    run = Run(reason=hostile, phase=hostile, events=[event])
     first, last = run.at(10), run.at(20)
     record(run_dir, first, last)
-    evil = Resource(name="engine", state=EVIL, seconds={EVIL: 20.0})
+    evil = Resource(name="engine", state=hostile, seconds={hostile: 20.0})
     actor = msgspec.structs.replace(last.actors[-1], resources=[evil])
     record(run_dir, msgspec.structs.replace(last, wall=last.wall + 10, actors=[actor]))
     page = written(run_dir, tmp_path)
@@ -185,7 +188,10 @@ def test_text_from_a_run_is_escaped(tmp_path):
     assert scripts == 2
     # For the script, which makes text of it.
     assert html.escape(EVIL) in page.page and EVIL not in page.page
-    assert any(EVIL in curve["name"] for curves in page.figures.values() for curve in curves)
+    names = [curve["name"] for curves in page.figures.values() for curve in curves]
+    assert any(EVIL in name for name in names)
+    texts = [*names, *page.text, *(value for _, attrs in page.tags for value in attrs.values() if value)]
+    assert all(character.isprintable() or character == "\n" for text in texts for character in text)
 
 
 def test_missing_records_are_named_in_the_report(run_dir, tmp_path):
