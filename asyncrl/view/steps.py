@@ -19,12 +19,14 @@ from bisect import bisect_left
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
+import msgspec
 import xxhash
+from msgspec import Meta
 
 from asyncrl.core.files import replace_file
-from asyncrl.observe.metrics_line import Line, number_in, parse_line
+from asyncrl.observe.metrics_line import LARGEST_WHOLE, Line, number_in, parse_line
 
 METRICS = "metrics.jsonl"
 INDEX = "metrics.jsonl.index"
@@ -37,6 +39,20 @@ MARK_BYTES = 4096
 """Bytes before the place up to which metrics.jsonl was read; the checksum over them recognises the file."""
 SAVE_EACH_BYTES = 8 << 20
 """The index is saved after so many bytes; a viewer reads fewer in an instant."""
+
+
+Whole = Annotated[int, Meta(ge=-1, le=LARGEST_WHOLE)]
+
+
+class Head(msgspec.Struct, frozen=True):
+    """The part of a line that the index needs."""
+
+    kind: str = ""
+    step: Whole | None = None
+    start: Whole = 0
+
+
+HEADS = msgspec.json.Decoder(Head)
 
 
 class StepIndex:
@@ -105,8 +121,8 @@ class StepIndex:
                 # The writer has not finished it.
                 break
             # Most lines are of updates, and need no parser.
-            if b'"train"' in text and (line := parse_line(text)) and line.get("kind") == "train" and "step" in line:
-                self._add(line["step"], line.get("start", 0), offset)
+            if b'"train"' in text and (head := _head(text)) and head.kind == "train" and head.step is not None:
+                self._add(head.step, head.start, offset)
             offset += len(text)
         self._read = offset
         self._mark = self._mark_of(file)
@@ -158,6 +174,16 @@ class StepIndex:
             aside = self._index.with_name(f".{secrets.token_hex(8)}.new")
             replace_file(self._index, numbers.tobytes(), aside=aside)
         self._saved = self._read
+
+
+def _head(text: bytes) -> Head | None:
+    """Read the head of a line; None if that is invalid. Reading the whole line takes 30 times as long."""
+    try:
+        return HEADS.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        # msgspec lacks the NaN of Python's JSON.
+        line = parse_line(text)
+        return None if line is None else msgspec.convert(line, Head)
 
 
 def trained_version(line: Line) -> int | None:

@@ -10,7 +10,8 @@ import time
 import aiohttp
 import pytest
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+from tools.view_pictures import BROWSERS
+
 WAIT_S = 60.0
 
 
@@ -35,10 +36,14 @@ class Browser:
                 if message.get("method") == "Log.entryAdded":
                     self.complaints.append(message["params"]["entry"])
                 if message.get("id") == number:
+                    if "navigated" in message.get("error", {}).get("message", ""):
+                        # The page was left meanwhile.
+                        return {"result": {}}
                     assert "error" not in message, message
                     return message["result"]
 
     async def open(self, url):
+        self._session = None
         target = await self.call("Target.createTarget", url="about:blank")
         attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
@@ -67,9 +72,9 @@ class Browser:
 @contextlib.asynccontextmanager
 async def browser(folder):
     """A browser with its profile in ``folder``; skips the test where none is installed."""
-    program = next(filter(None, map(shutil.which, NAMES)), None)
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
-        pytest.skip(f"none of {', '.join(NAMES)} is installed")
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0")
     process = await asyncio.create_subprocess_exec(
         program, *flags, f"--user-data-dir={folder}", "about:blank", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE

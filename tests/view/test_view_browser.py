@@ -1,7 +1,11 @@
 """The page in a real browser: what it shows, its keys and links, a live run, and hostile rollouts as text."""
 
 import asyncio
+import re
+import subprocess
+import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from view.browsing import browser
@@ -168,18 +172,40 @@ def test_a_sent_page_needs_no_server(run_dir, tmp_path):
             await page.until("document.querySelectorAll('#first .tokens span').length === 2")
             await page.press("k")
             await page.until(f"{DRAWN} && document.querySelectorAll('#groups a.row').length === 7")
+            await page.run("document.querySelector('#groups a[href*=script]').click()")
+            await page.until(f"{DRAWN} && {FIRST}.includes('owned')")
+            assert await page.run("document.title") == "trial – asyncrl-view"
             assert await page.run("document.querySelectorAll('img, main script').length") == 0
             assert page.complaints == []
 
     asyncio.run(read())
 
 
-def test_ten_thousand_steps_open_at_once(run_dir, tmp_path):
-    write_steps(run_dir, *(train_line(step) for step in range(6, 10_001)))
+def test_ten_thousand_steps_open_within_two_seconds_and_half_a_gigabyte(run_dir, tmp_path):
+    values = {f"metric/{number}": number / 7 for number in range(90)}
+    write_steps(run_dir, *(train_line(step, **values) for step in range(6, 10_001)))
+    command = [sys.executable, "-m", "asyncrl.cli.view", str(run_dir)]
 
-    async def look():
-        async with opened(tmp_path, run_dir, at="#step=5000&until=5049") as page:
-            assert await page.run("document.querySelectorAll('#steps td a').length") == 100
-            assert await page.run("document.querySelector('#steps .chosen a').textContent") == "5000"
+    async def look(url):
+        async with browser(tmp_path / "profile") as page:
+            took = []
+            # The machine may be busy with something else.
+            while len(took) < 5 and min(took, default=9.0) > 2.0:
+                await page.open(f"{url}#step=5000&until=5049")
+                await page.until(DRAWN)
+                took.append(await page.run("performance.now()") / 1000)
+                assert await page.run("document.querySelectorAll('#steps td a').length") == 100
+                assert await page.run("document.querySelector('#steps .chosen a').textContent") == "5000"
+            assert min(took) <= 2.0, took
+            assert await page.run("performance.memory.usedJSHeapSize") < 100e6
+            await page.run(f"location.href = '{url}report'")
+            await page.until("document.querySelector('figure.chart canvas')")
+            assert page.complaints == []
 
-    asyncio.run(look())
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as view:
+        try:
+            asyncio.run(look(view.stdout.readline().strip()))
+            status = Path(f"/proc/{view.pid}/status").read_text()
+            assert int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) < 500_000
+        finally:
+            view.kill()
