@@ -24,7 +24,7 @@ FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PICTURES: dict[str, dict[str, str]] = {"view": {}, "view-tokens": {"view": "tokens", "colour": "entropy"}}
 """By name of the picture, what the URL asks for besides the trajectory."""
-SIZE = (1300, 620)
+SIZE = (1200, 520)
 MOST_BYTES = 150_000
 DRAWS_MS = 5000
 """Time of the page (ms), which the browser lets pass at once, until the picture is taken."""

@@ -136,3 +136,9 @@ def test_text_of_samples_is_bounded_and_has_no_control_characters():
     assert any("messages are left out" in line for line in lines)
     assert any("characters are left out" in line for line in lines)
     assert re.fullmatch(r"\[\d+ more responses are not shown\]", lines[-1])
+
+
+def test_the_words_of_a_judge_follow_the_response():
+    lines = shown(SampleTrajectory(text="Rain.", judgement="right: yes.\n\x1b[31mToo short."), prompt="Weather?")
+    at = lines.index("  Rain.")
+    assert lines[at + 1 :] == ["  judge", "    right: yes.", "    \\x1b[31mToo short."]
