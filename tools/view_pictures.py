@@ -3,8 +3,8 @@
     python -m tools.learn tool-lookup --learner.steps 12
     python -m tools.view_pictures runs/tool-lookup
 
-The pictures show the newest step that has a trained group with different rewards, and its best trajectory. They need
-Chromium. Fails with RuntimeError without it, without such a group, or if a picture is larger than MOST_BYTES.
+The pictures show the newest step that has a trained group with different rewards, and a long trajectory of it. They
+need Chromium. Fails with RuntimeError without it, without such a group, or if a picture is larger than MOST_BYTES.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def shown_place(url: str) -> dict[str, str]:
         for group in ask(url, "groups", step=step)["groups"]:
             rewards = {each["reward"] for each in group["trajectories"]}
             if group["kind"] == "trained" and len(rewards) > 1:
-                best = max(group["trajectories"], key=lambda each: (each["reward"], each["turns"]))
-                return {"step": str(step), "uid": group["uid"], "sample": str(best["sample"])}
+                chosen = max(group["trajectories"], key=lambda each: (each["turns"], each["surprise"] or 0.0))
+                return {"step": str(step), "uid": group["uid"], "sample": str(chosen["sample"])}
     raise RuntimeError("no trained group of the newest steps has different rewards")
 
 

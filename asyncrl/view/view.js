@@ -68,6 +68,8 @@ const number = (value, digits = 3) => value === null || value === undefined ? "â
 
 // --- steps ---
 
+const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap(power => [1, 2, 5].map(factor => factor * 10 ** power));
+
 function chart(steps) {
     const rows = steps.filter(each => typeof each.reward === "number").reverse();
     if (rows.length < 2) return null;
@@ -75,7 +77,7 @@ function chart(steps) {
     const axis = (size, label) => ({ size, label, labelSize: 14, stroke: color, font: "11px system-ui", labelFont: "11px system-ui", grid: { width: 0.3, stroke: color }, ticks: { show: false } });
     const plot = new uPlot({
         width: 280, height: 120, legend: { show: false }, cursor: { y: false, drag: { x: false, click: () => {} } }, scales: { x: { time: false } },
-        axes: [axis(22), axis(44, "reward")], series: [{}, { stroke: "#3b6fb6", width: 1.5 }],
+        axes: [{ ...axis(22), incrs: WHOLE }, axis(44, "reward")], series: [{}, { stroke: "#3b6fb6", width: 1.5 }],
     }, [rows.map(each => each.step), rows.map(each => each.reward)], element);
     plot.over.addEventListener("click", () => go({ step: rows[plot.cursor.idx].step, uid: null, sample: null }));
     return element;
@@ -130,6 +132,7 @@ async function drawGroups(at) {
     fill($("groups"), make("div", { class: "bar" }, make("h2", null, "step " + answer.step), make("label", null, "sort ", chosen)),
         groups.length ? null : make("p", { class: "weak" }, "This step has no recorded groups (run.samples_per_step)."),
         ...kinds, answer.left_out ? make("p", { class: "weak" }, answer.left_out + " more groups are left out") : null);
+    $("groups").querySelector(".chosen")?.scrollIntoView({ block: "nearest" });
 }
 
 // --- a trajectory ---

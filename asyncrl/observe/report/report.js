@@ -26,6 +26,9 @@ function rowsOf(curves) {
   return [...rows.values()].sort((a, b) => a.x - b.x || a.again - b.again);
 }
 
+// Distances of ticks among steps and versions.
+const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7, 8].flatMap((power) => [1, 2, 5].map((factor) => factor * 10 ** power));
+
 // Bars of these widths, each centred on its x and as high as its value.
 const bars = (widths) => (plot, which, first, last) => {
   const fill = new Path2D(), bottom = plot.valToPos(0, "y", true);
@@ -79,7 +82,7 @@ function draw(figure) {
       y: { range: (_, low, high) => (shares ? [0, 1] : uPlot.rangeNum(zero || stack ? Math.min(0, low) : low, zero || stack ? Math.max(0, high) : high, 0.05, zero)) },
     },
     axes: [
-      axis(across, 30, 80, (_, splits) => splits.map((at) => !isTime ? tick(at) : last - first > 86400 ? clock(at, 5, 16) : last - first < 600 ? clock(at, 11, 19) : clock(at, 11, 16))),
+      { incrs: isTime ? undefined : WHOLE, ...axis(across, 30, 80, (_, splits) => splits.map((at) => !isTime ? tick(at) : last - first > 86400 ? clock(at, 5, 16) : last - first < 600 ? clock(at, 11, 19) : clock(at, 11, 16))) },
       axis(unit, 58, 30, (_, splits) => splits.map((at) => (shares ? `${Math.round(100 * at)}%` : tick(at)))),
     ],
     series: [{ label: across, value: (_, at, __, place) => (place === null ? "–" : isTime ? clock(at, 0, 19) : number(at)) }, ...series],
