@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "observe": {"core", "messages"},
     "rpc": {"core", "config", "messages", "observe", "rpc/wire"},
     "workers": {"core", "config", "messages", "observe", "rpc", "rpc/wire"},
+    "sandbox": {"rpc", "workers"},
     "gpu": {"core", "config", "observe"},
     "observe/explain": {"core", "observe"},
     # It calls a controller from outside.

@@ -8,25 +8,33 @@ kernel forbids them to inspect or trace a process outside (memory, environment, 
 user namespace. Other files stay the same: same user, same groups, same folders. For root, all ids are mapped and root's
 access to files is kept, or root could not use other users' files. Fails with OSError if the system denies such
 namespaces, and in a process with threads.
+
+Without capabilities, root cannot map its ids into a further namespace, which a sandbox (sandbox/jail.py) needs. So an
+isolated process of root keeps a user namespace below its own for sandboxes, in which only root and NOBODY are mapped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import glob
 import os
+import signal
 import struct
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_SLAVE = 0x1, 0x2, 0x4, 0x8, 0x4000, 0x80000
 PR_SET_NO_NEW_PRIVS = 38
 # _LINUX_CAPABILITY_VERSION_3, and numbers of capabilities (linux/capability.h).
 CAPABILITY_VERSION = 0x20080522
 CHOWN, DAC_OVERRIDE, FOWNER, FSETID = 0, 1, 3, 4
 
+NOBODY = 65534
+SANDBOX_NAMESPACE = "ASYNCRL_SANDBOX_NAMESPACE"
+"""Environment variable with the path of the user namespace for sandboxes, in an isolated process of root."""
 NOT_ISOLATED_EXIT = 122
 """Exit code of a worker that could not be isolated."""
 
@@ -58,23 +66,60 @@ def private_folders(run_dir: Path) -> list[str]:
 def isolate(hidden: Iterable[str]) -> None:
     """Isolate this process and cover the folders ``hidden``. Call it once, in a process with one thread."""
     root = os.geteuid() == 0
-    if root:
+    enter()
+    for folder in hidden:
+        if os.path.isdir(folder):
+            mount("none", folder, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=4k,mode=0")
+    # Where NOBODY has no id, or namespaces are few, only sandboxes cannot start.
+    with contextlib.suppress(OSError):
+        if root:
+            os.environ[SANDBOX_NAMESPACE] = f"/proc/{os.getpid()}/fd/{_make_namespace()}"
+    _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    # Last, because the mounts need the capabilities that are given up here.
+    _keep_capabilities((CHOWN, DAC_OVERRIDE, FOWNER, FSETID) if root else ())
+
+
+def enter() -> None:
+    """Enter a new user and mount namespace, with all capabilities in them and the same ids. Raises OSError."""
+    if os.geteuid() == 0:
         _enter_as_root()
     else:
         uid, gid = os.geteuid(), os.getegid()
-        _unshare(CLONE_NEWUSER | CLONE_NEWNS)
+        unshare(CLONE_NEWUSER | CLONE_NEWNS)
         # For an unprivileged process the kernel accepts a gid_map only after this.
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{uid} {uid} 1")
         _write("/proc/self/gid_map", f"{gid} {gid} 1")
     # Mounts of this namespace do not spread outside; later mounts outside still appear here.
-    _mount("none", "/", "", MS_REC | MS_SLAVE, "")
-    for folder in hidden:
-        if os.path.isdir(folder):
-            _mount("none", folder, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=4k,mode=0")
-    _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    # Last, because the mounts need the capabilities that are given up here.
-    _keep_capabilities((CHOWN, DAC_OVERRIDE, FOWNER, FSETID) if root else ())
+    mount("none", "/", "", MS_REC | MS_SLAVE, "")
+
+
+def join(namespace: str) -> None:
+    """Enter the user namespace at a path, such as SANDBOX_NAMESPACE names, with all capabilities. Raises OSError."""
+    descriptor = os.open(namespace, os.O_RDONLY)
+    _check(_libc.setns(descriptor, CLONE_NEWUSER), "joining a user namespace")
+    os.close(descriptor)
+
+
+def _make_namespace() -> int:
+    """Make the user namespace for sandboxes, and return a descriptor that keeps it. Raises OSError."""
+    child = os.fork()
+    if not child:
+        try:
+            unshare(CLONE_NEWUSER)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, os.WUNTRACED)
+    if not os.WIFSTOPPED(status):
+        raise OSError("no user namespace for sandboxes")
+    try:
+        for kind in ("uid_map", "gid_map"):
+            _write(f"/proc/{child}/{kind}", f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+        return os.open(f"/proc/{child}/ns/user", os.O_RDONLY)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def _enter_as_root() -> None:
@@ -103,7 +148,7 @@ def _enter_as_root() -> None:
             os._exit(error_number)
     os.close(read_end)
     try:
-        _unshare(CLONE_NEWUSER | CLONE_NEWNS)
+        unshare(CLONE_NEWUSER | CLONE_NEWNS)
         os.write(write_end, b"1")
     finally:
         os.close(write_end)
@@ -112,11 +157,13 @@ def _enter_as_root() -> None:
         raise OSError(error_number, f"mapping ids: {os.strerror(error_number)}")
 
 
-def _unshare(flags: int) -> None:
+def unshare(flags: int) -> None:
+    """Call unshare(2). Raises OSError."""
     _check(_libc.unshare(flags), "a user namespace")
 
 
-def _mount(source: str, target: str, kind: str, flags: int, data: str) -> None:
+def mount(source: str, target: str, kind: str, flags: int, data: str) -> None:
+    """Call mount(2). Raises OSError."""
     words = [os.fsencode(word) or None for word in (source, target, kind)]
     _check(_libc.mount(*words, ctypes.c_ulong(flags), data.encode() or None), f"mounting over {target}")
 

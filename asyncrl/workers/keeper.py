@@ -69,6 +69,8 @@ def main() -> None:
             # Asked to end before the program was started.
             return
         setup: dict[str, Any] = json.loads(bodies[0])
+        if namespace := os.environ.get(isolation.SANDBOX_NAMESPACE):
+            setup["env"][isolation.SANDBOX_NAMESPACE] = namespace
         paths: list[str] = []
         try:
             for variable, text in setup["files"].items():
