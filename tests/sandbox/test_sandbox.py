@@ -18,6 +18,7 @@ import pytest
 
 from asyncrl import sandbox
 from asyncrl.sandbox import Request, Result, SandboxError
+from asyncrl.workers.frames import FrameReader, framed
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -38,6 +39,11 @@ sandboxed = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 def python(code: str, **given: Any) -> Result:
     return sandbox.run([*given.pop("before", ()), "python3", "program.py"], {"program.py": code}, **given)
+
+
+def environment() -> dict[str, str]:
+    """The same modules for an interpreter that any user may run."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
 
 
 def living() -> list[psutil.Process]:
@@ -65,7 +71,7 @@ def attacked(mode: str, folder: Path, interpreter: str, **user: Any) -> Any:
     if user:
         for path in (folder, private.parent, private):
             os.chown(path, ORDINARY, ORDINARY)
-    env = {**os.environ, "SECRET_KEY": "MARK", "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    env = {**environment(), "SECRET_KEY": "MARK"}
     with socket.create_server(("127.0.0.1", 0)) as server, subprocess.Popen(["sleep", "100"], **user) as other:
         argv = [interpreter, "-B", str(HERE / "caller.py"), mode]
         argv += [str(other.pid), str(server.getsockname()[1]), str(private)]
@@ -93,6 +99,22 @@ def test_an_attacker_reaches_nothing_from_the_sandbox_of_an_ordinary_user(mode: 
     with tempfile.TemporaryDirectory() as folder:
         user = {"user": ORDINARY, "group": ORDINARY, "extra_groups": []}
         assert attacked(mode, Path(folder), interpreter, **user) == {"done": [], "code": 0, "errors": ""}
+
+
+@sandboxed
+def test_an_isolated_program_of_an_agent_has_sandboxes(tmp_path: Path) -> None:
+    code = "from asyncrl import sandbox; print(sandbox.run(['sh', '-c', 'echo inside']).stdout)"
+    setup = {"argv": [sys.executable, "-c", code], "env": environment(), "files": {}}
+    ours, theirs = socket.socketpair()
+    argv = [sys.executable, "-m", "asyncrl.workers.keeper", str(theirs.fileno()), str(tmp_path)]
+    with ours, subprocess.Popen(argv, pass_fds=[theirs.fileno()], start_new_session=True, stdout=subprocess.DEVNULL):
+        theirs.close()
+        ours.sendall(framed(json.dumps(setup).encode()))
+        reader, bodies = FrameReader(1 << 20), []
+        while not bodies:
+            bodies += reader.feed(ours.recv(1 << 16))
+    told = json.loads(bodies[0])
+    assert (told["code"], told["last_line"]) == (0, "inside"), told
 
 
 @sandboxed
