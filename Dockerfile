@@ -31,6 +31,8 @@ WORKDIR /asyncrl
 CMD ["asyncrl-launch", "--help"]
 
 FROM base AS cuda
+# What NVIDIA's container runtime brings in from the host.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[vllm,episodes,judges]"
 COPY configs /asyncrl/configs
 COPY examples /asyncrl/examples

@@ -20,7 +20,6 @@ EXAMPLES = ROOT / "examples"
 NAMES = sorted(folder.name for folder in EXAMPLES.iterdir() if (folder / "config.toml").exists())
 MOST_WORDS = 80
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
-pytestmark = pytest.mark.usefixtures("model")
 
 
 def verdicts(body):
