@@ -157,6 +157,7 @@ class Program:
             stdin=given,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            # The program may read the environment of bubblewrap.
             env={"PATH": os.environ.get("PATH", os.defpath)},
             close_fds=False,
             preexec_fn=self._limit,
@@ -166,6 +167,7 @@ class Program:
 
     def _limit(self) -> None:
         """Set the limits that the program inherits. The jail has one thread, so this may run after the fork."""
+        # Bubblewrap asks for this too, but only after its first steps.
         die_with_parent(signal.SIGKILL)
         request = self._request
         limits = {

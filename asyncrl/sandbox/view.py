@@ -60,7 +60,7 @@ def arguments(request: dict[str, Any], *, root: bool) -> list[str]:
         words.append("--unshare-net")
     if platform.machine() in REFUSED_CALLS:
         words += ["--seccomp", _inherited(call_filter(platform.machine()))]
-    words += [*_files(request), "--chdir", WORK, "--clearenv"]
+    words += [*_files(request), "--chdir", WORK]
     path = f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin"
     variables = {"PATH": path, "HOME": SHARED, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"} | ONE_THREAD
     for name, value in (variables | request["env"]).items():
