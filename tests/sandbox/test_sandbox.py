@@ -56,7 +56,7 @@ def living() -> list[psutil.Process]:
 def nothing_is_left() -> Iterator[None]:
     before = living()
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while left := [each for each in living() if each not in before]:
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
@@ -200,7 +200,7 @@ time.sleep(1000)
 """
     result = python(code, timeout=1.0)
     assert (result.timed_out, result.ok, result.exit_code, result.stdout) == (True, False, 137, "started\n")
-    assert 1.0 <= result.duration < 5.0
+    assert 1.0 <= result.duration < 30.0
 
 
 @sandboxed
@@ -208,7 +208,7 @@ def test_a_daemon_ends_with_the_program() -> None:
     began = time.monotonic()
     result = sandbox.run(["sh", "-c", "setsid sleep 1000 & setsid sleep 1000 >/dev/null 2>&1 & echo done"])
     assert (result.exit_code, result.stdout) == (0, "done\n")
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 60
 
 
 @sandboxed
@@ -333,7 +333,7 @@ def test_a_killed_caller_leaves_nothing() -> None:
             sleeping = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "1234"]]
             time.sleep(0.02)
         caller.kill()
-    psutil.wait_procs(sleeping, timeout=5)
+    psutil.wait_procs(sleeping, timeout=30)
     assert not any(each.is_running() for each in sleeping)
 
 
