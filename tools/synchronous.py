@@ -164,6 +164,8 @@ def main(arguments: Sequence[str]) -> None:
     config = load_config(files, dict(zip(flags[::2], flags[1::2], strict=True)))
     if config.learner.ranks != 1 or config.reward.truncated == "penalty" or config.sft.is_on:
         raise ConfigError(["the plain loop has one learner rank, no penalty for length and no conversations"])
+    if config.data.mixture or config.data.curriculum.is_on or config.data.follow:
+        raise ConfigError(["the plain loop has one set of prompts, no curriculum and no file that grows"])
     if config.learner.teacher_url is not None:
         raise ConfigError(["the plain loop asks no server for a teacher"])
     run_dir = Path(config.run.dir) / config.run.name

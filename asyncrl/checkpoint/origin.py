@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ class Comparison:
 def digests(config: Config) -> dict[str, str]:
     """Compute the digests of the files that ``config`` names, by key. Reads files."""
     local = localized(config)
-    return {key: digest for key in (*CODE, MODEL) if (digest := _digest(_files_of(key, local)))}
+    sources = [f"data.source.{each.name}.reward" for each in config.data.mixture if each.reward is not None]
+    return {key: digest for key in (*CODE, *sources, MODEL) if (digest := _digest(_files_of(key, local)))}
 
 
 def record(run_dir: Path, found: dict[str, str]) -> None:
@@ -138,14 +140,21 @@ def _of_same_model(change: Change) -> Change:
 
 def _files_of(key: str, config: Config) -> Iterator[Path]:
     """Yield the files that a key of ``config`` names: the model's files, or the modules of users' code."""
-    section, _, name = key.partition(".")
-    value = getattr(getattr(config, section), name)
+    value = _value_of(key, config)
     if key == MODEL:
         yield from (Path(value) / file for file in MODEL_FILES if value is not None)
         return
     for spec in [value] if isinstance(value, str) else value or []:
         if ":" in spec and (file := find_source(spec.partition(":")[0])) is not None:
             yield file
+
+
+def _value_of(key: str, config: Config) -> Any:
+    """Return the value of a key that names files."""
+    table, _, name = key.rpartition(".")
+    if table.startswith("data."):
+        return getattr(config.training_sets.get(table), name, None)
+    return attrgetter(key)(config)
 
 
 def _digest(files: Iterable[Path]) -> str:

@@ -32,6 +32,7 @@ from asyncrl.config.training import (
     EvalConfig,
     LearnerConfig,
     ModelConfig,
+    PromptsConfig,
     RewardConfig,
     RunConfig,
     StalenessConfig,
@@ -118,12 +119,46 @@ class Config(Section):
         return self
 
     @property
+    def training_sets(self) -> dict[str, PromptsConfig]:
+        """The sets of training prompts by their table: data, or data.source.NAME for each source of a mixture."""
+        sources = self.data.mixture
+        return {f"data.source.{each.name}": each for each in sources} if sources else {"data": self.data}
+
+    @property
+    def prompt_sets(self) -> dict[str, PromptsConfig]:
+        """All sets of prompts by their table, those of evaluations last."""
+        return self.training_sets | {f"eval.{name}.data": each.data for name, each in self.eval.items()}
+
+    def prompts_of(self, purpose: str, source: str) -> PromptsConfig:
+        """Return the set of a lease's prompt, by its purpose and its source."""
+        if purpose != "train":
+            return self.eval[purpose.removeprefix("eval/")].data
+        # A run that is resumed with other data may still hold prompts of a source that is gone.
+        return next((each for each in self.data.mixture if each.name == source), self.data)
+
+    def reward_function(self, source: str) -> str:
+        """Return the reward function of a source; "" is a prompt of no mixture."""
+        own = next((each.reward for each in self.data.mixture if each.name == source), None)
+        return own or self.reward.function
+
+    @property
+    def only_episodes_score(self) -> bool:
+        """Whether every training prompt gets its reward from its episode."""
+        own = [each.reward for each in self.data.mixture if each.reward is not None]
+        return {self.reward.function, *own} == {"episode"}
+
+    @property
+    def longest_prompt(self) -> int:
+        """Longest training prompt, in tokens."""
+        return max(each.max_prompt_tokens for each in self.training_sets.values())
+
+    @property
     def longest_sequence(self) -> int:
         """Longest prompt or context plus response, over training and evaluation, in tokens."""
         response = self.rollout.max_tokens
         context = self.episode.max_context_tokens or 0
         evals = (each.data.max_prompt_tokens + (each.max_tokens or response) for each in self.eval.values())
-        return max(self.data.max_prompt_tokens + response, context, *evals)
+        return max(self.longest_prompt + response, context, *evals)
 
     @property
     def longest_supervised(self) -> int:
@@ -135,7 +170,7 @@ class Config(Section):
         if self.episode.max_context_tokens:
             return self.episode.max_context_tokens
         if purpose == "train":
-            return self.data.max_prompt_tokens + self.rollout.max_tokens
+            return self.longest_prompt + self.rollout.max_tokens
         held = self.eval[purpose.removeprefix("eval/")]
         return held.data.max_prompt_tokens + (held.max_tokens or self.rollout.max_tokens)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -11,7 +13,7 @@ from asyncrl.config import Config
 from asyncrl.config.algorithm import LoraConfig, TeacherServerConfig
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS
 from asyncrl.config.operation import TAKE_SHARE
-from asyncrl.config.training import DataConfig
+from asyncrl.config.training import JUDGES, DataConfig, PromptsConfig, TrainingPromptsConfig
 
 Problem = tuple[str, str]
 """A dotted key, and the words that follow it in an error: what is wrong with the value, and what to do."""
@@ -246,11 +248,11 @@ def cross_check(config: Config) -> Iterator[Problem]:
     if not rollout.traits.gpus and not rollout.traits.makes_up and rollout.gpus_per_replica:
         yield "rollout.gpus_per_replica", f"the {rollout.engine} engine computes on the CPU; set it to 0"
     context_length = rollout.engine_context
-    if context_length is not None and context_length < config.data.max_prompt_tokens + rollout.max_tokens:
+    if context_length is not None and context_length < config.longest_prompt + rollout.max_tokens:
         yield (
             _context_key(config),
             f"is {context_length}, less than data.max_prompt_tokens + rollout.max_tokens = "
-            f"{config.data.max_prompt_tokens + rollout.max_tokens}",
+            f"{config.longest_prompt + rollout.max_tokens}",
         )
     yield from (
         (f"rollout.vllm.extra.{key}", "is set by asyncrl and may not be overridden")
@@ -277,7 +279,8 @@ def cross_check(config: Config) -> Iterator[Problem]:
         )
     if reward.function == "episode" and config.episode.kind == "single":
         yield "reward.function", "episode is for runs with an [episode]; name a function"
-    if reward.function == "reasoning_gym" and config.data.source != "reasoning_gym":
+    unmade = [each for each in _scored_by_default(config) if each.source != "reasoning_gym"]
+    if reward.function == "reasoning_gym" and unmade:
         yield "reward.function", 'reasoning_gym scores only prompts of data.source = "reasoning_gym"'
     if learner.warmup_steps > learner.steps:
         yield "learner.warmup_steps", f"is more than learner.steps = {learner.steps}"
@@ -287,7 +290,13 @@ def cross_check(config: Config) -> Iterator[Problem]:
             f"must be a multiple of learner.steps_per_version = {learner.steps_per_version}",
         )
     is_episode = config.episode.kind != "single"
-    yield from _check_data("data", config.data, is_episode=is_episode)
+    for key, data in config.training_sets.items():
+        yield from _check_data(key, data, is_episode=is_episode)
+        is_followed = isinstance(data, TrainingPromptsConfig) and data.follow
+        if is_followed and (data.source not in ("auto", "jsonl") or glob.has_magic(data.path or "")):
+            yield f"{key}.follow", "is for one file of JSON lines; name it in path, or leave follow out"
+    yield from _mixture_problems(config)
+    yield from _curriculum_problems(config)
     for name, evaluation in config.eval.items():
         yield from _check_data(f"eval.{name}.data", evaluation.data, is_episode=is_episode)
         longest = evaluation.data.max_prompt_tokens + (evaluation.max_tokens or rollout.max_tokens)
@@ -309,7 +318,52 @@ def cross_check(config: Config) -> Iterator[Problem]:
         yield "security.curve", f"may be off on loopback only; network.host is {config.network.host}"
 
 
-def _check_data(key: str, data: DataConfig, *, is_episode: bool) -> Iterator[Problem]:
+def _scored_by_default(config: Config) -> list[PromptsConfig]:
+    """Return the sets of training prompts that reward.function scores."""
+    return [each for each in config.training_sets.values() if getattr(each, "reward", None) is None]
+
+
+def _mixture_problems(config: Config) -> Iterator[Problem]:
+    """Conflicts of the sources of a mixture with each other, with [data] and with a judge."""
+    data, default = config.data, DataConfig()
+    if not data.mixture:
+        return
+    for name, count in Counter(each.name for each in data.mixture).items():
+        if count > 1:
+            yield "data.source", f"{count} sources have the name {name!r}; give each its own"
+    for key in sorted({"path", "split", "task", "size", "seed", "options", "follow"}):
+        if getattr(data, key) != getattr(default, key):
+            yield f"data.{key}", "has no effect beside [[data.source]]; set it in a source"
+    for each in data.mixture:
+        key = f"data.source.{each.name}.reward"
+        if each.reward is None and each.reward_options:
+            yield f"{key}_options", "are for a reward of the source; set reward too, or use reward.options"
+        if each.reward in JUDGES:
+            yield key, "is a judge, which scores whole runs; set it as reward.function, or name another function"
+        elif each.reward is not None and config.reward.function in JUDGES:
+            yield key, "does not go with a judge as reward.function, which scores whole runs; leave one out"
+        if each.reward == "reasoning_gym" and each.source != "reasoning_gym":
+            yield key, 'reasoning_gym scores only prompts of a source of kind "reasoning_gym"'
+        if each.reward == "episode" and config.episode.kind == "single":
+            yield key, "episode is for runs with an [episode]; name a function"
+
+
+def _curriculum_problems(config: Config) -> Iterator[Problem]:
+    """Keys of [data.curriculum] without an effect."""
+    curriculum = config.data.curriculum
+    if curriculum.function is None and curriculum.options:
+        yield "data.curriculum.options", "are for data.curriculum.function, which is not set"
+    if curriculum.function is not None and ":" not in curriculum.function:
+        yield "data.curriculum.function", f"is {curriculum.function!r}, and must be MODULE:FUNCTION"
+    if curriculum.function is not None and curriculum.rest:
+        yield "data.curriculum.rest", "has no effect beside data.curriculum.function; leave one out"
+    if curriculum.rest > curriculum.longest:
+        yield "data.curriculum.rest", f"is more than data.curriculum.longest = {curriculum.longest}"
+    if not curriculum.is_on and curriculum.solved is not None:
+        yield "data.curriculum.solved", "has no effect without data.curriculum.rest; set that too"
+
+
+def _check_data(key: str, data: PromptsConfig, *, is_episode: bool) -> Iterator[Problem]:
     """Yield the conflicts within a set of prompts. ``key`` is its table, "data" or "eval.NAME.data"."""
     if data.source not in ("reasoning_gym", "synthetic") and data.path is None:
         yield f"{key}.path", 'is required unless source is "reasoning_gym" or "synthetic"'

@@ -147,8 +147,7 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
     learner = config.learner
     models = {"model.path": config.model.path, "learner.kl.path": learner.kl.path, "learner.teacher": learner.teacher}
     yield from ((key, path) for key, path in (models | {"sft.data": config.sft.data}).items() if path is not None)
-    sets = {"data": config.data} | {f"eval.{name}.data": each.data for name, each in config.eval.items()}
-    for key, data in sets.items():
+    for key, data in config.prompt_sets.items():
         if data.path is not None and data.source not in _GENERATED:
             yield f"{key}.path", data.path
 
@@ -157,7 +156,11 @@ def _value(tree: Mapping[str, Any], key: str) -> Any:
     """Return the value of a dotted key in plain data; None without it."""
     value: Any = tree
     for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, list):
+            # Tables in a list, as those of data.source, have names.
+            value = next((each for each in value if isinstance(each, Mapping) and each.get("name") == part), None)
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
@@ -166,9 +169,6 @@ def _with_paths(config: Config, paths: Mapping[str, str]) -> Config:
         return config
     tree = config.model_dump(mode="json")
     for key, path in paths.items():
-        *sections, last = key.split(".")
-        table = tree
-        for section in sections:
-            table = table[section]
-        table[last] = path
+        section, _, last = key.rpartition(".")
+        _value(tree, section)[last] = path
     return validate_config(tree)

@@ -23,6 +23,14 @@ MOST_ADVICE = 8
 """Most keys of an unknown table for which an error gives advice."""
 REMOVED_KEYS = {"weights.delta": "was removed: every version is sent whole; leave it out"}
 """Keys of earlier releases, and what to do about each."""
+SHARED_KEYS = {
+    "episode": "all sources share [episode]; let its function choose by task.row",
+    "advantage": "all sources share learner.advantage, which sees whole steps",
+    "max_tokens": "all sources share rollout.max_tokens",
+    "samples_per_prompt": "all sources share rollout.samples_per_prompt",
+    "curriculum": "all sources share [data.curriculum]",
+}
+"""Keys that a source of a mixture cannot have, and what to set instead."""
 _PLAIN = {int: "integer", float: "number", bool: "boolean", str: "text", Any: "any value"}
 
 
@@ -31,9 +39,11 @@ def known_keys() -> list[tuple[str, str, str, str]]:
     rows: list[tuple[str, str, str, str]] = []
 
     def visit(section: type[Section], prefix: str) -> None:
-        descriptions = docstrings(section)
+        descriptions, listed = docstrings(section), dict[str, type[Section]]()
         for name, field in section.model_fields.items():
             key = prefix + name
+            if (item := listed_table_of(field)) is not None:
+                listed[key] = item
             if (table := table_of(field)) is not None:
                 inner, is_named = table
                 visit(inner, f"{key}.NAME." if is_named else f"{key}.")
@@ -43,6 +53,8 @@ def known_keys() -> list[tuple[str, str, str, str]]:
                 if prefix == "eval.NAME.data." and name not in SOURCE_KEYS:
                     default = f"that of data.{name}"
                 rows.append((key, type_words(field.annotation, field.metadata), default, descriptions.get(name, "")))
+        for key, item in listed.items():
+            visit(item, f"{key}.NAME.")
 
     visit(Config, "")
     return rows
@@ -58,6 +70,13 @@ def table_of(field: FieldInfo) -> tuple[type[Section], bool] | None:
         if isinstance(each, type) and issubclass(each, Section):
             return each, get_origin(annotation) is dict
     return None
+
+
+def listed_table_of(field: FieldInfo) -> type[Section] | None:
+    """Return the section of a field that may hold a list of tables with names of their own; None for other fields."""
+    inner = [get_args(each)[0] for each in get_args(field.annotation) if get_origin(each) is Annotated]
+    items = (get_args(each)[0] for each in inner if get_origin(each) is list)
+    return next((item for item in items if isinstance(item, type) and issubclass(item, Section)), None)
 
 
 def docstrings(section: type[Section]) -> dict[str, str]:
@@ -78,7 +97,8 @@ def describe(path: tuple[str, ...], item: Any) -> str:
     """Return the line of an error at ``path``. ``item`` is an entry of pydantic's ``ValidationError.errors()``."""
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
-        return f"{key}: {REMOVED_KEYS.get(key) or 'unknown key' + _advice(path, item['input'])}"
+        of_sources = SHARED_KEYS.get(path[-1]) if path[:2] == ("data", "source") else None
+        return f"{key}: {of_sources or REMOVED_KEYS.get(key) or 'unknown key' + _advice(path, item['input'])}"
     if item["type"] == "missing":
         return f"{key}: is required"
     if item["type"] == "model_type":
@@ -163,7 +183,8 @@ def _fields(table_path: tuple[str, ...]) -> dict[str, FieldInfo]:
             is_named = False
             continue
         field = section.model_fields.get(part)
-        table = table_of(field) if field is not None else None
+        item = listed_table_of(field) if field is not None else None
+        table = (item, True) if item is not None else table_of(field) if field is not None else None
         if table is None:
             return {}
         section, is_named = table
@@ -186,6 +207,8 @@ def type_words(kind: Any, metadata: Sequence[Any] = ()) -> str:
         return _either(type_words(each, metadata) for each in arguments if each is not NoneType)
     if origin is Literal:
         return _either(json.dumps(each) for each in arguments)
+    if origin is list and isinstance(arguments[0], type) and issubclass(arguments[0], Section):
+        return "list of tables"
     if origin is list:
         return f"list of {type_words(arguments[0])}"
     if origin is tuple:

@@ -132,6 +132,9 @@ def _key_of(place: Sequence[int | str], tree: Any, *, is_missing: bool) -> tuple
             tree = tree[part]
         elif isinstance(tree, dict) and (part in tree or is_missing):
             tree = tree.get(part)
+        elif isinstance(tree, list):
+            # The name of the type that pydantic chose for the list; its items follow.
+            continue
         else:
             break
         key.append(str(part))

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from asyncrl.config import Config
-from asyncrl.config.keys import table_of
+from asyncrl.config.keys import listed_table_of, table_of
 from asyncrl.config.section import Section
 
 LONGEST_VALUE = 60
@@ -42,7 +42,7 @@ class Applies(enum.Enum):
 TABLE: dict[Applies, str] = {
     Applies.NOW: """
         run.samples_per_step
-        data.max_prompt_tokens data.max_left_out_fraction data.shuffle
+        data.max_prompt_tokens data.max_left_out_fraction data.shuffle data.follow data.curriculum.*
         rollout.replicas rollout.min_replicas rollout.gpus_per_replica rollout.concurrency rollout.episodes
         rollout.stream_interval rollout.on_update rollout.keep_kv rollout.request_seeds rollout.max_attempts
         rollout.retry_backoff_s rollout.on_failed_trajectory rollout.engine_timeout_s
@@ -69,6 +69,7 @@ TABLE: dict[Applies, str] = {
     Applies.GENERATED: """
         model.path model.trust_remote_code
         data.template data.system data.continue_final_message
+        data.source.NAME.reward data.source.NAME.reward_options
         rollout.engine rollout.max_tokens rollout.temperature rollout.top_p rollout.top_k rollout.min_p
         rollout.stop rollout.stop_token_ids rollout.vllm.max_model_len rollout.vllm.quantization rollout.vllm.extra
         episode.function episode.env episode.tools episode.command episode.options episode.max_turns
@@ -79,7 +80,7 @@ TABLE: dict[Applies, str] = {
     """,
     Applies.PROMPTS: """
         data.source data.path data.split data.task data.size data.seed data.options data.prompt_key
-        data.tools_key data.on_bad_row
+        data.tools_key data.on_bad_row data.source.NAME.name data.source.NAME.weight
     """,
     Applies.SEED: "run.seed",
     Applies.BATCH: "learner.groups_per_step learner.steps_per_version rollout.samples_per_prompt",
@@ -118,6 +119,12 @@ def applies(key: str) -> Applies:
     Raises KeyError for a key that TABLE does not have.
     """
     parts = key.split(".")
+    if key.startswith("data.source.") and len(parts) == 4:
+        # A key of a source has the class of the same key of [data], unless only sources have it.
+        key = f"data.source.NAME.{parts[3]}"
+        key = key if key in _CLASS else f"data.{parts[3]}"
+    elif key.startswith("data.source."):
+        key = "data.source"
     for entry in (key, *(".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))):
         if entry in _CLASS:
             return _CLASS[entry]
@@ -161,6 +168,12 @@ def _differences(
         # An earlier release may lack the key in ``was``; ``now`` is complete.
         before, after, table = was.get(name, _default(field)), now.get(name), table_of(field)
         if before == after:
+            continue
+        item = listed_table_of(field)
+        if item is not None and isinstance(before, list) and isinstance(after, list):
+            was_named, now_named = ({each["name"]: each for each in tables} for tables in (before, after))
+            for each in dict.fromkeys([*was_named, *now_named]):
+                yield from _of_named(item, was_named.get(each), now_named.get(each), f"{prefix}{name}.{each}")
             continue
         if table is None or not (isinstance(before, Mapping) and isinstance(after, Mapping)):
             yield f"{prefix}{name}", before, after

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Set
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from asyncrl.config.algorithm import CorrectionConfig, KLConfig, TeacherServerConfig
 from asyncrl.config.section import Fraction, NonNegative, OptionalPath, PathText, Positive, Seconds, Section
@@ -38,12 +39,15 @@ class ModelConfig(Section):
 
 SOURCE_KEYS = frozenset({"source", "path", "split", "task", "size", "seed", "options", "shuffle"})
 """Keys of a set of prompts that say where its rows come from; the others say how a row becomes a prompt."""
+JUDGES = frozenset({"relative_judge", "rubric"})
+"""Reward functions that are language models (reward/functions.py)."""
+RowsKind = Literal["auto", "jsonl", "parquet", "hf", "reasoning_gym", "synthetic"]
 
 
-class DataConfig(Section):
+class PromptsConfig(Section):
     """A set of prompts."""
 
-    source: Literal["auto", "jsonl", "parquet", "hf", "reasoning_gym", "synthetic"] = "auto"
+    source: RowsKind = "auto"
     """JSON files (.jsonl, .json, .gz), Parquet files, a folder of datasets.save_to_disk (hf), a reasoning-gym task, or
     synthetic prompts. auto derives one of the first three from path."""
     path: OptionalPath = None
@@ -87,17 +91,15 @@ class DataConfig(Section):
         """Column with the prompt: prompt_key, or "question" for sources that generate their prompts."""
         return "question" if self.source in ("reasoning_gym", "synthetic") else self.prompt_key
 
-    def inherit(self, training: DataConfig) -> DataConfig:
-        """Return this evaluation set with the keys of ``training`` (the data section) that it does not set itself.
+    def inherit(self, training: DataConfig, own: Set[str] = SOURCE_KEYS) -> Self:
+        """Return this set with the keys of ``training`` (the data section) that it does not set itself.
 
-        SOURCE_KEYS, which say where rows come from, are not inherited. Without the chat template, neither are keys that
-        need it.
+        The keys ``own`` are not inherited: by default those that say where rows come from. Without the chat template,
+        neither are keys that need it.
         """
         given = self.model_fields_set
         taken = {
-            key: getattr(training, key)
-            for key in DataConfig.model_fields
-            if key not in SOURCE_KEYS and key not in given
+            key: getattr(training, key) for key in PromptsConfig.model_fields if key not in own and key not in given
         }
         template = self.template if "template" in given else training.template
         # An empty system message removes that of ``training``, which also needs the chat template.
@@ -112,6 +114,81 @@ class DataConfig(Section):
     def tools_column(self) -> str:
         """Column with the tools: tools_key; empty for sources that generate their prompts."""
         return "" if self.source in ("reasoning_gym", "synthetic") else self.tools_key
+
+    @property
+    def source_name(self) -> str:
+        """Name of the source in a mixture; empty for other sets."""
+        return ""
+
+
+class TrainingPromptsConfig(PromptsConfig):
+    """A set of training prompts."""
+
+    follow: bool = False
+    """Read rows that are appended to the file while the run lives; an epoch has the rows that were there when it
+    began. For one uncompressed file of JSON lines."""
+
+
+class SourceConfig(TrainingPromptsConfig):
+    """A source of a mixture. Keys that do not say where its rows come from are inherited from [data]."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$")]
+    """Name in metrics, samples and errors."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the source among the prompts that are sampled, relative to the other weights."""
+    reward: str | None = None
+    """Reward of the source's prompts: as reward.function, but no judge. By default reward.function itself."""
+    reward_options: dict[str, Any] = {}
+    """Keyword arguments of the source's reward."""
+
+    @property
+    def source_name(self) -> str:
+        return self.name
+
+
+class CurriculumConfig(Section):
+    """Rests for prompts that teach nothing at present."""
+
+    rest: NonNegative = 0
+    """Epochs that a prompt rests after a group without a signal: all solved or all failed. Each further such group in
+    a row doubles the rest. 0: no prompt rests, unless a function decides."""
+    longest: Positive = 16
+    """Longest rest, in epochs."""
+    solved: float | None = None
+    """Mean reward from which a group counts as without a signal, even if its rewards differ."""
+    function: str | None = None
+    """MODULE:FUNCTION that decides in place of rest, longest and solved, whether a prompt is sampled in an epoch."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether prompts may rest."""
+        return self.rest > 0 or self.function is not None
+
+
+class DataConfig(TrainingPromptsConfig):
+    """The training prompts: one set, or a mixture of sources."""
+
+    source: Annotated[
+        Annotated[RowsKind, Tag("kind")] | Annotated[list[SourceConfig], Tag("tables"), Field(min_length=1)],
+        Discriminator(lambda value: "tables" if isinstance(value, list) else "kind"),
+    ] = "auto"  # type: ignore[assignment]
+    """JSON files (.jsonl, .json, .gz), Parquet files, a folder of datasets.save_to_disk (hf), a reasoning-gym task, or
+    synthetic prompts. auto derives one of the first three from path. Tables [[data.source]] make a mixture."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """Rests for prompts that teach nothing at present."""
+
+    @property
+    def mixture(self) -> list[SourceConfig]:
+        """The sources of a mixture; empty for one set of prompts."""
+        return self.source if isinstance(self.source, list) else []
+
+    @model_validator(mode="after")
+    def _inherit(self) -> Self:
+        """Let the sources of a mixture inherit the keys that they do not set."""
+        self.mixture[:] = [each.inherit(self, SOURCE_KEYS - {"shuffle"}) for each in self.mixture]
+        return self
 
 
 class OverlongPenalty(Section):
@@ -325,7 +402,7 @@ class EvalConfig(Section):
     limits; a key of its own wins. `system = ""` removes the system message of [data].
     """
 
-    data: DataConfig
+    data: PromptsConfig
     """Prompts of the set; they are never trained."""
     every_versions: NonNegative = 0
     """Evaluate at each multiple of this many versions; 0 never."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import hashlib
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -73,6 +74,44 @@ def read_json_rows(paths: Iterable[str]) -> Iterator[RawRow]:
             raise DataError(f"cannot be read: {error.strerror or error}", path=path) from None
         except (EOFError, zlib.error) as error:
             raise DataError(f"is damaged or not whole: {error}", path=path, fix="copy it again") from None
+
+
+class GrowingFile:
+    """A file of JSON lines to which rows are appended while it is read.
+
+    A line counts once it is whole, so a writer may be in the middle of the last one.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._read_bytes, self._read_lines = 0, 0
+
+    def read(self) -> list[RawRow]:
+        """Read the whole lines since the last call. Raises DataError, also for a file that has become shorter."""
+        path = self._path
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < self._read_bytes:
+                    fix = "append rows only; to change others, resume the run with --allow-changed-data"
+                    raise DataError("has become shorter while the run follows it", path=path, fix=fix)
+                first = file.read(4)
+                if first.startswith(GZIP_MAGIC) or first == PARQUET_MAGIC or first.lstrip().startswith(b"["):
+                    fix = "take a plain file with an object on each line, or leave follow out"
+                    raise DataError("cannot be followed", path=path, fix=fix)
+                file.seek(self._read_bytes)
+                data = file.read(size - self._read_bytes)
+        except OSError as error:
+            raise DataError(f"cannot be read: {error.strerror or error}", path=path) from None
+        data = data[: data.rfind(b"\n") + 1]
+        rows = []
+        for number, line in enumerate(data.split(b"\n")[:-1], self._read_lines + 1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if line.strip():
+                rows.append(_row(path, number, line))
+        self._read_bytes += len(data)
+        self._read_lines += data.count(b"\n")
+        return rows
 
 
 def _open(path: str) -> BufferedIOBase:

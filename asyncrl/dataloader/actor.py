@@ -1,6 +1,7 @@
 """The dataloader's shell: messages to events, prompts to leases, parked calls woken when something changed.
 
-``lease_book`` and the modules under it make all decisions; ``prompts`` reads and tokenizes before the actor is ready.
+``lease_book`` and the modules under it make all decisions; ``run_prompts`` reads and tokenizes, all prompts before the
+actor is ready and appended rows later.
 An *orphan* is a prompt whose rollouter has died or left. Orphans are leased again only after the learner has said which
 of them it holds.
 
@@ -17,12 +18,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 from asyncrl.core.errors import InvalidRequest, RestoreNeeded, WireError
-from asyncrl.data.rows import EpochOrder
+from asyncrl.dataloader.curriculum import find_curriculum
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
 from asyncrl.dataloader.holders import Ask
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.prompts import RunPrompts
 from asyncrl.dataloader.restoring import Restorer, RollouterAnswer
+from asyncrl.dataloader.run_prompts import RunPrompts
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import (
     DataloaderStatus,
@@ -47,6 +48,8 @@ from asyncrl.text.chat.renderer import make_renderer
 from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
 
 LEARNER = "learner/0"
+FOLLOW_S = 1.0
+"""Interval (s) at which files that grow are read."""
 
 
 class Dataloader(Actor):
@@ -98,12 +101,11 @@ class Dataloader(Actor):
         if config.episode.kind != "single":
             await asyncio.to_thread(self._check_chat, tokenizer)
         await self._prompts.read(tokenizer, self.services)
-        training = self._prompts.training
         self._restorer = Restorer(
             config,
-            EpochOrder(training.fingerprint, config.run.seed, len(training), shuffle=config.data.shuffle),
-            training.oversize,
+            [each.source for each in self._prompts.training],
             [EvalSet(name, prompts.admissible, config.eval[name]) for name, prompts in self._prompts.evals.items()],
+            find_curriculum(config),
         )
 
     def _check_chat(self, tokenizer: Tokenizer) -> None:
@@ -117,10 +119,13 @@ class Dataloader(Actor):
         (self.context.run_dir / CHAT_FILE).write_bytes(report.to_json())
 
     async def run(self) -> None:
-        """Serve; ask the learner about orphans whenever there are any."""
-        settling = self.tasks.create_task(self._settle_orphans())
+        """Serve; ask the learner about orphans whenever there are any, and follow files that grow."""
+        works = [self.tasks.create_task(self._settle_orphans())]
+        if self._prompts.grow:
+            works.append(self.tasks.create_task(self._follow()))
         await self.drained()
-        settling.cancel()
+        for work in works:
+            work.cancel()
 
     def preempted(self) -> None:
         """Lease nothing more."""
@@ -128,6 +133,14 @@ class Dataloader(Actor):
         if self._book is not None:
             self._book.stop()
             self._retry_parked()
+
+    async def _follow(self) -> None:
+        """Read the rows that are appended to files, until cancelled. Raises DataError."""
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            if await self._prompts.read_appended() and self._book is not None:
+                self._book.grow()
+                self._count()
 
     async def _settle_orphans(self) -> None:
         """Ask the learner, whenever there are orphans, which of them it holds; the book leases the others again.
@@ -185,13 +198,14 @@ class Dataloader(Actor):
                 self._last_restored = request
                 self._open(book)
             assert self._book is not None
-            order = self._restorer.order
+            ledger = self._book.ledger
+            fingerprint, prompts = self._restorer.identity(ledger.grown)
             return Resumed(
-                fingerprint=order.fingerprint,
-                seed=order.seed,
+                fingerprint=fingerprint,
+                seed=self._restorer.seed,
                 limit=self._book.gate.limit.versions,
-                first_epoch=self._book.ledger.first_epoch,
-                prompts=order.size,
+                first_epoch=ledger.first_epoch,
+                prompts=prompts,
             )
 
     @handler

@@ -1,4 +1,4 @@
-"""The gate of admission, the only place where staleness is bounded, and the queue of training prompts behind it. Pure.
+"""The gate of admission, the only place where staleness is bounded. Pure.
 
 Let u be the oldest version that the asking rollouter's engines serve and T(u) the groups trained when u was
 published. A group is leased while
@@ -27,41 +27,17 @@ the start of each step (G = groups of a version, g = groups of a step):
 
 Up is fast because each wait is lost time. Down is slow, and starts only after several full steps, because the buffer
 also swings with the lengths of responses.
-
-The queue gives first the returned prompts, the earliest of the order first, and then the next prompt to come.
-Invariant: every prompt of an epoch is in exactly one state:
-
-- out: leased, or with the learner;
-- returned: to be leased again;
-- rejected: never leased again, until the learner has reported it;
-- concluded: its outcome is in the ledger;
-- to come: none of these.
-
-So the queue keeps no record of its position in the order: it skips each prompt that is not to come.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import islice
-
-import numpy as np
-
-from asyncrl.data.rows import EpochOrder
-from asyncrl.messages.dataloader import Rejected
-from asyncrl.messages.ledger import Kind, Ledger
 
 PATIENCE = 4
 """Full steps in a row before the limit shrinks."""
 GROW_VERSIONS = 0.5
 SHRINK_STEPS = 1 / 16
-TOO_LONG = "over data.max_prompt_tokens"
-LOOKED_UP_AT_ONCE = 4096
-"""Number of positions of the order whose outcomes are read from the ledger at once."""
 
 
 class WorkingLimit:
@@ -192,140 +168,3 @@ class Gate:
         index = bisect_right(self._versions, version) - 1
         if index > 0:
             del self._versions[:index], self._trained_at[:index]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingPrompt:
-    """A prompt of an epoch."""
-
-    position: int
-    """Position in the order; -1 for an epoch before the ledger's first, since the order has no position for it."""
-    epoch: int
-    index: int
-
-    @property
-    def uid(self) -> str:
-        """EPOCH-INDEX."""
-        return f"{self.epoch}-{self.index}"
-
-
-class PromptQueue:
-    """An endless queue: epochs stream into one another. ``oversize`` must leave out at least one prompt.
-
-    The constructor searches the ledger for the first prompt without an outcome: about a second for a million prompts.
-    """
-
-    def __init__(self, order: EpochOrder, ledger: Ledger, oversize: frozenset[int] = frozenset()) -> None:
-        assert len(oversize) < order.size
-        self.ledger = ledger
-        """Ledger of the outcomes, changed here alone."""
-        self.rejected: dict[str, Rejected] = {}
-        """Rejected prompts by uid, until the learner has reported them; the oldest first."""
-        self.rejections = 0
-        """Prompts rejected so far."""
-        self._order = order
-        self._oversize = oversize
-        self._out: set[str] = set()
-        """Uids of the prompts that are leased or with the learner."""
-        self._returned: dict[str, TrainingPrompt] = {}
-        self._returned_heap: list[tuple[int, str]] = []
-        """Heap (position, uid) of the returned prompts; the entry of a prompt that is concluded later stays in it."""
-        self._cursor = next(self._unconcluded(ledger.first_epoch * order.size)).position
-        """Position in the order before which no prompt is to come."""
-        self._still_to_come = self._unconcluded(self._cursor)
-        """Iterator over prompts from the cursor on; some of them may be out, returned, rejected or concluded by now."""
-
-    def take(self) -> TrainingPrompt:
-        """Mark the next prompt as out and return it: the earliest returned prompt of the order, else the next to come.
-
-        Rejects the prompts before it that are too long.
-        """
-        while self._returned_heap:
-            _, uid = heappop(self._returned_heap)
-            # Skip the entry of a prompt that was concluded after its return.
-            if uid in self._returned:
-                self._out.add(uid)
-                return self._returned.pop(uid)
-        while True:
-            prompt = next(self._still_to_come)
-            self._cursor = prompt.position + 1
-            if not self._is_to_come(prompt):
-                continue
-            if prompt.index not in self._oversize:
-                self._out.add(prompt.uid)
-                return prompt
-            self._reject(Rejected(prompt.uid, TOO_LONG, "left_out"))
-
-    def ahead(self, count: int) -> list[TrainingPrompt]:
-        """The next ``count`` prompts to come; their state does not change."""
-        to_come = (p for p in self._unconcluded(self._cursor) if self._is_to_come(p) and p.index not in self._oversize)
-        return list(islice(to_come, count))
-
-    def hold(self, epoch: int, index: int) -> TrainingPrompt | None:
-        """Mark a prompt that has a holder as out, and return it; None if there is no such prompt to come."""
-        if not self.knows(epoch, index):
-            return None
-        position = -1 if epoch < self.ledger.first_epoch else self._order.position(epoch, index)
-        prompt = TrainingPrompt(position, epoch, index)
-        if not self._is_to_come(prompt):
-            return None
-        self._out.add(prompt.uid)
-        return prompt
-
-    def give_back(self, prompt: TrainingPrompt) -> None:
-        """Return a prompt that is out, to be leased again. Drops a prompt of an epoch before the ledger's first."""
-        self._remove_from_out(prompt)
-        if prompt.epoch >= self.ledger.first_epoch:
-            self._returned[prompt.uid] = prompt
-            heappush(self._returned_heap, (prompt.position, prompt.uid))
-
-    def reject(self, prompt: TrainingPrompt, reason: str) -> None:
-        """Reject a prompt that is out: it is not leased again."""
-        self._remove_from_out(prompt)
-        self._reject(Rejected(prompt.uid, reason))
-
-    def finish(self, kind: Kind, epoch: int, index: int) -> None:
-        """Record the first outcome of a prompt. The prompt may be in any state."""
-        self.ledger.record(kind, epoch, index)
-        uid = f"{epoch}-{index}"
-        self._out.discard(uid)
-        self._returned.pop(uid, None)
-        self.rejected.pop(uid, None)
-
-    def knows(self, epoch: int, index: int) -> bool:
-        """Whether there is such a prompt. An epoch before the ledger's first is of other data, with any index."""
-        return min(epoch, index) >= 0 and (epoch < self.ledger.first_epoch or index < self._order.size)
-
-    def _remove_from_out(self, prompt: TrainingPrompt) -> None:
-        assert prompt.uid in self._out, f"{prompt.uid} is not out"
-        self._out.remove(prompt.uid)
-
-    def _reject(self, rejected: Rejected) -> None:
-        self.rejected[rejected.uid] = rejected
-        self.rejections += 1
-
-    def _is_to_come(self, prompt: TrainingPrompt) -> bool:
-        uid = prompt.uid
-        return not (
-            uid in self._out
-            or uid in self._returned
-            or uid in self.rejected
-            or not self.ledger.is_open(prompt.epoch, prompt.index)
-        )
-
-    def _unconcluded(self, position: int) -> Iterator[TrainingPrompt]:
-        """Iterate for ever over the prompts from ``position`` on that have no outcome in the ledger.
-
-        The ledger is read LOOKED_UP_AT_ONCE positions ahead, so a prompt may be concluded by the time it is yielded.
-        """
-        order = self._order
-        while True:
-            epoch, offset = divmod(position, order.size)
-            # A concluded epoch is skipped without computing its order.
-            if offset == 0 and self.ledger.concluded(epoch) == order.size:
-                position += order.size
-                continue
-            indices = order.indices(epoch, offset, offset + LOOKED_UP_AT_ONCE)
-            for at in np.flatnonzero(~self.ledger.concluded_among(epoch, indices)).tolist():
-                yield TrainingPrompt(position + at, epoch, int(indices[at]))
-            position += len(indices)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from asyncrl.dataloader.evals import EvalPrompt
-from asyncrl.dataloader.gate import TrainingPrompt
+from asyncrl.dataloader.prompt_queue import TrainingPrompt
 from asyncrl.messages.groups import after_death, runs_alone, verdict
 
 Prompt = TrainingPrompt | EvalPrompt

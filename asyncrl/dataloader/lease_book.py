@@ -25,8 +25,9 @@ from collections.abc import Collection, Iterable
 
 from asyncrl.core.errors import ProtocolError
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
-from asyncrl.dataloader.gate import Gate, PromptQueue, TrainingPrompt
+from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.holders import Ask, Holders, Prompt, PromptLease, SuspectPrompts
+from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
 from asyncrl.messages.dataloader import DataloaderStatus, LeasesHeld, Outcome, Outcomes, Rejected
 from asyncrl.messages.groups import runs_alone
 from asyncrl.messages.ledger import position_of
@@ -104,6 +105,7 @@ class LeaseBook:
             outstanding=self.outstanding,
             rejected=[*self._queue.rejected.values(), *of_evals],
             attempts=dict(self.ledger.attempts),
+            grown=list(self.ledger.grown),
             evals=self._evals.sizes,
         )
 
@@ -294,8 +296,13 @@ class LeaseBook:
                 self._suspects.died(uid, alone=held.alone)
         self._note_status()
 
+    def grow(self) -> None:
+        """Lease the prompts that were read since the start, from the next epoch of their source on."""
+        self._queue.grow()
+        self._note_status()
+
     def to_come(self, count: int) -> list[str]:
-        """Uids of the next ``count`` training prompts, and of all evaluation prompts that wait to be leased."""
+        """Uids of the next ``count`` training prompts of each source, and of all evaluation prompts that wait."""
         return [prompt.uid for prompt in self._queue.ahead(count)] + self._evals.waiting
 
     # --- the learner ---
@@ -441,7 +448,7 @@ class LeaseBook:
         if outcome.kind == "evaluated" or "@" in uid:
             self._evals.finish_prompt(uid)
         else:
-            self._queue.finish(outcome.kind, *position_of(uid))
+            self._queue.finish(outcome.kind, *position_of(uid), outcome.rewards)
         self.counts[outcome.kind] += 1
         self.gate.trained += outcome.kind == "trained"
 
@@ -492,6 +499,7 @@ class LeaseBook:
             len(self._queue.rejected),
             self._evals.changes,
             self._suspects.changes,
+            tuple(self.ledger.grown),
         )
         if key != self._status_key:
             self._status_key = key

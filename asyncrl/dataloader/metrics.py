@@ -18,6 +18,7 @@ dataloader.counter("tickets/quarantined", "groups", "outcomes reported as quaran
 dataloader.counter(
     "tickets/left_out", "prompts", "outcomes reported as left out by a data rule such as data.max_prompt_tokens"
 )
+dataloader.counter("tickets/rested", "prompts", "outcomes reported as rested by data.curriculum")
 dataloader.counter("tickets/evaluated", "groups", "outcomes reported as evaluated")
 dataloader.gauge("tickets/outstanding", "groups", "leased for training, neither reported nor returned yet")
 dataloader.gauge(

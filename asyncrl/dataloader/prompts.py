@@ -13,7 +13,6 @@ has no chat template.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,22 +22,15 @@ import msgspec
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.config.rollout import RolloutConfig
-from asyncrl.config.training import DataConfig, EvalConfig
+from asyncrl.config.training import PromptsConfig, TrainingPromptsConfig
 from asyncrl.core.errors import ChatRefused, ConfigError, DataError
 from asyncrl.data.files import find_files
-from asyncrl.data.rows import RawRow, column_names, column_of, has_column, read_json_rows
-from asyncrl.dataloader.evals import EvalPrompt
-from asyncrl.dataloader.holders import PromptLease
+from asyncrl.data.rows import GrowingFile, RawRow, column_names, column_of, has_column, read_json_rows
 from asyncrl.dataloader.sources import hf, missing_column, parquet, reasoning_gym, synthetic
-from asyncrl.messages.groups import Lease
-from asyncrl.rpc.services import ActorServices
 from asyncrl.text.chat.chat_messages import Tool, read_tools, without_nulls
 from asyncrl.text.chat.template import Prompt, PromptEncoder, read_prompt
 from asyncrl.text.tokenizer import Tokenizer
 
-TOKENIZED_AT_ONCE = 2000
-"""Number of prompts tokenized before the actor reports progress and may be cancelled."""
 LISTED_PROBLEMS = 5
 """Most places of further bad rows in an error."""
 KEPT_PROBLEMS = 1000
@@ -88,7 +80,7 @@ def unpack(packed: bytes) -> dict[str, Any]:
     return _DECODER.decode(packed)
 
 
-def collect(source: str, raw_rows: Iterable[RawRow], data: DataConfig) -> Dataset:
+def collect(source: str, raw_rows: Iterable[RawRow], data: PromptsConfig) -> Dataset:
     """Check all rows and return the usable ones as a Dataset. ``source`` is the name in errors.
 
     Raises DataError if no row is usable, or if one is bad and ``data.on_bad_row`` is "error".
@@ -126,17 +118,29 @@ def nothing_usable(source: str, first_bad: str) -> TooFewUsable:
     return TooFewUsable("holds no row", path=source, fix="put the prompts there, or set another path")
 
 
-def fingerprint_of(rows: Iterable[DataRow]) -> str:
+class Fingerprint:
     """Hex digest of prompts, tools, rows and their order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for row in rows:
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def add(self, row: DataRow) -> str:
+        """Add a row. Returns the digest of all rows so far."""
         # The length marks the row's end, so that different rows never give the same bytes.
-        digest.update(_ENCODER.encode((row.prompt, len(row.packed), *([row.tools] if row.tools else []))))
-        digest.update(row.packed)
-    return digest.hexdigest()
+        self._digest.update(_ENCODER.encode((row.prompt, len(row.packed), *([row.tools] if row.tools else []))))
+        self._digest.update(row.packed)
+        return self._digest.hexdigest()
 
 
-def check_row(raw: RawRow, data: DataConfig) -> DataRow:
+def fingerprint_of(rows: Iterable[DataRow]) -> str:
+    """Return the fingerprint of rows."""
+    fingerprint, found = Fingerprint(), ""
+    for row in rows:
+        found = fingerprint.add(row)
+    return found
+
+
+def check_row(raw: RawRow, data: PromptsConfig) -> DataRow:
     """Check one row: make its columns plain values, and read its prompt and tools. Raises BadRow with the problem."""
     prompt_key, tools_key = data.prompt_column, data.tools_column
     if raw.problem:
@@ -196,12 +200,12 @@ def _kind(value: Any) -> str:
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
-def load_dataset(config: DataConfig) -> Dataset:
+def load_dataset(config: PromptsConfig) -> Dataset:
     """Read and check every row. Raises DataError."""
     return collect(*open_source(config), config)
 
 
-def open_source(config: DataConfig) -> tuple[str, Iterator[RawRow]]:
+def open_source(config: PromptsConfig) -> tuple[str, Iterator[RawRow]]:
     """The source's name, and an iterator that reads its rows. Both the call and the iterator may raise DataError."""
     column = config.prompt_column
     if config.source == "reasoning_gym":
@@ -210,12 +214,27 @@ def open_source(config: DataConfig) -> tuple[str, Iterator[RawRow]]:
     if config.source == "synthetic":
         return "synthetic", synthetic(config.size)
     path = config.path or ""
+    if follows(config):
+        return path, iter(growing_file(config).read())
     kind, files = find_files(path, kind=None if config.source == "auto" else config.source, split=config.split)
     if kind == "hf":
         return path, hf(path, config.split, column)
     if kind == "parquet":
         return path, parquet(files, column)
     return path, read_json_rows(files)
+
+
+def follows(config: PromptsConfig) -> bool:
+    """Whether rows may be appended to the set's file while it is read."""
+    return isinstance(config, TrainingPromptsConfig) and config.follow
+
+
+def growing_file(config: PromptsConfig) -> GrowingFile:
+    """Return the file of a set that follows it. Raises DataError."""
+    kind, files = find_files(config.path or "", kind=None, split=config.split)
+    if kind != "jsonl" or len(files) != 1:
+        raise DataError("cannot be followed", path=config.path or "", fix="name one file of JSON lines")
+    return GrowingFile(files[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +253,9 @@ class PromptSet:
     ``run`` is the configuration of the run, for its chat and episode settings; None means the defaults.
     """
 
-    def __init__(self, dataset: Dataset, config: DataConfig, tokenizer: Tokenizer, run: Config | None = None) -> None:
+    def __init__(
+        self, dataset: Dataset, config: PromptsConfig, tokenizer: Tokenizer, run: Config | None = None
+    ) -> None:
         self.fingerprint = dataset.fingerprint
         self.skipped = dataset.skipped
         """Number of bad rows that are left out."""
@@ -252,6 +273,9 @@ class PromptSet:
         self._next = 0
         """Position in ``_rows`` of the next row to tokenize."""
         self._packed: list[bytes] = []
+        self._growing = Fingerprint() if follows(config) else None
+        self._prefixes: list[str] = []
+        """Fingerprint of the prompts up to each one, if the file of the set grows."""
         self._config = config
         self._encoder = PromptEncoder(tokenizer, config, run)
         self._ids: list[np.ndarray] = []
@@ -268,32 +292,55 @@ class PromptSet:
         A row that cannot be tokenized raises DataError, or is left out under ``data.on_bad_row = "skip"``. Raises
         ConfigError.
         """
-        config = self._config
         for row in self._rows[self._next : self._next + count]:
             number, self._next = self._next, self._next + 1
-            self.place = f"{row.path}:{row.line}"
             try:
-                ids, text = self._encode(row)
+                self._add(row)
             except BadRow as problem:
-                if config.on_bad_row == "error":
-                    raise DataError(str(problem), path=row.path, line=row.line, fix=MEND) from None
-                self.skipped += 1
+                self._skip(row, problem)
                 self._left_out.add(number)
-                self._first_skipped = self._first_skipped or f"{self.place}: {problem}"
-                continue
-            self.longest = max(self.longest, (len(ids), self.place), key=lambda found: found[0])
-            if len(ids) > config.max_prompt_tokens:
-                # The prompt keeps its index, so that max_prompt_tokens moves no other prompt in the order. It is never
-                # leased, so its tokens are dropped.
-                self.oversize.add(len(self))
-                ids, text = [], ""
-            self._ids.append(np.array(ids, np.int32))
-            self._texts.append(text)
-            self._packed.append(row.packed)
         if self._next < len(self._rows):
             return False
         self._complete()
         return True
+
+    def extend(self, raw_rows: Iterable[RawRow]) -> None:
+        """Add rows that were appended to the file of a complete set; blocks.
+
+        A bad row raises DataError, or is left out under ``data.on_bad_row = "skip"``.
+        """
+        for raw in raw_rows:
+            try:
+                self._add(check_row(raw, self._config))
+            except BadRow as problem:
+                self._skip(raw, problem)
+
+    def fingerprint_at(self, count: int) -> str:
+        """Fingerprint of the first ``count`` prompts of a growing file."""
+        return self._prefixes[count - 1]
+
+    def _add(self, row: DataRow) -> None:
+        """Tokenize a row and append its prompt. Raises BadRow."""
+        self.place = f"{row.path}:{row.line}"
+        ids, text = self._encode(row)
+        self.longest = max(self.longest, (len(ids), self.place), key=lambda found: found[0])
+        if len(ids) > self._config.max_prompt_tokens:
+            # The prompt keeps its index, so that max_prompt_tokens moves no other prompt in the order. It is never
+            # leased, so its tokens are dropped.
+            self.oversize.add(len(self))
+            ids, text = [], ""
+        if self._growing is not None:
+            self._prefixes.append(self._growing.add(row))
+        self._texts.append(text)
+        self._packed.append(row.packed)
+        self._ids.append(np.array(ids, np.int32))
+
+    def _skip(self, row: RawRow | DataRow, problem: BadRow) -> None:
+        """Count a bad row; raises DataError under ``data.on_bad_row = "error"``."""
+        if self._config.on_bad_row == "error":
+            raise DataError(str(problem), path=row.path, line=row.line, fix=MEND) from None
+        self.skipped += 1
+        self._first_skipped = self._first_skipped or f"{row.path}:{row.line}: {problem}"
 
     def _encode(self, row: DataRow) -> tuple[list[int], str]:
         """Token ids and text of a row's prompt. Raises BadRow, or ConfigError if the configuration is at fault."""
@@ -375,76 +422,6 @@ class PromptSet:
         """(ids int32 [P], text, row) of a prompt that may be leased."""
         assert index not in self.oversize
         return self._ids[index], self._texts[index], unpack(self._packed[index])
-
-
-class RunPrompts:
-    """All prompts of a run: those of training, and those of each evaluation set."""
-
-    training: PromptSet
-    """Exists once ``read`` has returned."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self.evals: dict[str, PromptSet] = {}
-
-    async def read(self, tokenizer: Tokenizer, services: ActorServices) -> None:
-        """Read and tokenize all prompts on threads. Raises DataError or ConfigError."""
-        self.training = await self._read("data", self._config.data, tokenizer, services)
-        for name, evaluation in self._config.eval.items():
-            self.evals[name] = await self._read(f"eval.{name}.data", evaluation.data, tokenizer, services)
-
-    async def _read(self, key: str, data: DataConfig, tokenizer: Tokenizer, services: ActorServices) -> PromptSet:
-        """Read and tokenize one set; logs it, and notifies the user of rows that are left out."""
-        dataset = await asyncio.to_thread(load_dataset, data)
-        prompts = PromptSet(dataset, data, tokenizer, self._config)
-        while not await asyncio.to_thread(prompts.tokenize, TOKENIZED_AT_ONCE):
-            services.progress()
-        services.log.info(
-            "prompts are ready",
-            data=key,
-            prompts=len(prompts),
-            too_long=len(prompts.oversize),
-            bad_rows=prompts.skipped,
-            fingerprint=prompts.fingerprint,
-        )
-        for remark in prompts.remarks(key):
-            services.notify(f"{remark.kind}/{key}", f"{key}: {remark.detail}. To do: {remark.fix}")
-        return prompts
-
-    def sample(self, count: int) -> list[np.ndarray]:
-        """Token ids of ``count`` training prompts (or all, if fewer), evenly spread over the data; always the same."""
-        admissible = self.training.admissible
-        count = min(count, len(admissible))
-        chosen = [admissible[i * len(admissible) // count] for i in range(count)]
-        return [ids for ids, _, _ in map(self.training.prompt, chosen)]
-
-    def lease(self, lease: PromptLease) -> Lease:
-        """The message that leases a prompt to a rollouter, with its tokens and sampling settings; not yet sealed."""
-        prompt, rollout = lease.prompt, self._config.rollout
-        sampling: RolloutConfig | EvalConfig = rollout
-        if isinstance(prompt, EvalPrompt):
-            prompts, sampling = self.evals[prompt.name], self._config.eval[prompt.name]
-            purpose, epoch, samples = f"eval/{prompt.name}", prompt.version, sampling.n
-        else:
-            prompts = self.training
-            purpose, epoch, samples = "train", prompt.epoch, rollout.samples_per_prompt
-        ids, text, row = prompts.prompt(prompt.index)
-        return Lease(
-            uid=prompt.uid,
-            number=lease.number,
-            purpose=purpose,
-            epoch=epoch,
-            index=prompt.index,
-            param_version=lease.param_version,
-            attempt=lease.attempt,
-            prompt_ids=ids,
-            prompt=text,
-            row=row,
-            samples=samples,
-            temperature=sampling.temperature,
-            truncation=rollout.truncation,
-            max_tokens=sampling.max_tokens or rollout.max_tokens,
-        )
 
 
 def _share(count: int, total: int) -> str:

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 
 from asyncrl.config import Config
 from asyncrl.core.errors import InvalidRequest, RunChanged
-from asyncrl.data.rows import EpochOrder
+from asyncrl.data.mixture import fingerprint_of_mixture
+from asyncrl.dataloader.curriculum import Rests
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
-from asyncrl.dataloader.gate import Gate, PromptQueue, WorkingLimit
+from asyncrl.dataloader.gate import Gate, WorkingLimit
 from asyncrl.dataloader.lease_book import LeaseBook
+from asyncrl.dataloader.prompt_queue import PromptQueue, Source, growths
 from asyncrl.messages.dataloader import LeasesHeld, Restored
-from asyncrl.messages.ledger import Ledger, position_of
+from asyncrl.messages.ledger import Growth, Ledger, position_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +33,13 @@ class RollouterAnswer:
 
 
 class Restorer:
-    """Rebuilds the book over one order of the training prompts; ``oversize`` are those that are never leased."""
+    """Rebuilds the book over the sources of the training prompts; ``rests`` is the curriculum."""
 
     def __init__(
-        self, config: Config, order: EpochOrder, oversize: Collection[int] = (), evals: Sequence[EvalSet] = ()
+        self, config: Config, sources: Sequence[Source], evals: Sequence[EvalSet] = (), rests: Rests | None = None
     ) -> None:
-        self.order = order
-        self._config, self._oversize, self._evals = config, frozenset(oversize), evals
+        self._config, self._sources, self._evals, self._rests = config, sources, evals, rests
+        self.seed = sources[0].order.seed
         self._limit = WorkingLimit(
             groups_per_step=config.learner.groups_per_step,
             groups_per_version=config.groups_per_version,
@@ -48,16 +50,30 @@ class Restorer:
 
     def check_unchanged(self, request: Restored) -> None:
         """Check that prompts and seed are unchanged, or may change. A new run has neither yet. Raises RunChanged."""
-        order, may_change = self.order, self._config.resume.allow
+        may_change = self._config.resume.allow
         if self._is_other_data(request) and "data" not in may_change:
+            fingerprint, prompts = self.identity(request.ledger.grown)
             raise RunChanged(
                 "data",
                 "the prompts differ",
                 was=_prompts(request.prompts, request.fingerprint),
-                now=_prompts(order.size, order.fingerprint),
+                now=_prompts(prompts, fingerprint),
             )
-        if request.seed not in (-1, order.seed) and "seed" not in may_change:
-            raise RunChanged("seed", "run.seed differs", was=str(request.seed), now=str(order.seed))
+        if request.seed not in (-1, self.seed) and "seed" not in may_change:
+            raise RunChanged("seed", "run.seed differs", was=str(request.seed), now=str(self.seed))
+
+    def identity(self, grown: Sequence[Growth]) -> tuple[str, int]:
+        """Fingerprint and number of the prompts of the run; of a source that has ``grown``, those at its start."""
+        found: list[tuple[float, str]] = []
+        prompts = 0
+        for number, source in enumerate(self._sources):
+            size, fingerprint = source.order.size, source.order.fingerprint
+            known = growths(grown, number, len(self._sources)) if source.prefix is not None else []
+            if known and source.prefix is not None and known[0].prompts <= size:
+                size, fingerprint = known[0].prompts, source.prefix(known[0].prompts)
+            found.append((source.weight, fingerprint))
+            prompts += size
+        return fingerprint_of_mixture(found), prompts
 
     def rebuild(
         self,
@@ -72,12 +88,13 @@ class Restorer:
         cannot be read. May take a second for a million prompts.
         """
         try:
-            ledger = Ledger.restore(request.ledger)
+            ledger = Ledger.restore(request.ledger, len(self._sources))
         except ValueError as error:
             raise InvalidRequest(f"where the run stands cannot be read: {error}") from error
         if self._is_other_data(request):
             # Old uids would name other prompts of the new data, so the new data begins with an epoch that no uid has.
-            ledger.first_epoch = _next_epoch(ledger, request.claims)
+            ledger.begin(_next_epoch(ledger, request.claims))
+            ledger.grown = []
         trained = ledger.count("trained")
         gate = Gate(
             self._limit,
@@ -100,7 +117,7 @@ class Restorer:
             gate.finished = True
             evals.finish(request.version)
         book = LeaseBook(
-            PromptQueue(self.order, ledger, self._oversize),
+            PromptQueue(self._sources, ledger, self._rests),
             gate,
             evals,
             max_attempts=self._config.rollout.max_attempts,
@@ -113,10 +130,21 @@ class Restorer:
             book.claim(uid)
         for name, answer in answers.items():
             book.adopt(name, answer.incarnation, answer.held, previous)
+        # After the leases are known: an epoch that has begun keeps its size.
+        book.grow()
         return book
 
     def _is_other_data(self, request: Restored) -> bool:
-        return request.fingerprint not in ("", self.order.fingerprint)
+        """Whether the prompts are others than those of the ledger. Appended rows of a growing file are no others."""
+        if request.fingerprint not in ("", self.identity(request.ledger.grown)[0]):
+            return True
+        return any(self._has_changed(each) for each in request.ledger.grown)
+
+    def _has_changed(self, growth: Growth) -> bool:
+        source = self._sources[growth.epoch % len(self._sources)]
+        if source.prefix is None:
+            return False
+        return growth.prompts > source.order.size or source.prefix(growth.prompts) != growth.fingerprint
 
 
 def _prompts(count: int, fingerprint: str) -> str:
@@ -124,5 +152,6 @@ def _prompts(count: int, fingerprint: str) -> str:
 
 
 def _next_epoch(ledger: Ledger, claims: Collection[str]) -> int:
-    """The first epoch without any prompt that the learner knows."""
-    return max([ledger.first_epoch, ledger.next_epoch, *(epoch + 1 for epoch, _ in map(position_of, claims))])
+    """The first epoch without any prompt that the learner knows, of the first source."""
+    epoch = max([ledger.first_epoch, ledger.next_epoch, *(epoch + 1 for epoch, _ in map(position_of, claims))])
+    return -(-epoch // ledger.number_of_sources) * ledger.number_of_sources

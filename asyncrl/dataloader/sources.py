@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.training import DataConfig
+from asyncrl.config.training import PromptsConfig
 from asyncrl.core.errors import DataError
 from asyncrl.data.files import no_such
 from asyncrl.data.rows import RawRow
@@ -124,7 +124,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def reasoning_gym(config: DataConfig, name: str) -> Iterator[RawRow]:
+def reasoning_gym(config: PromptsConfig, name: str) -> Iterator[RawRow]:
     """Generate the items of a reasoning-gym task, each with everything that its scorer needs.
 
     Columns: ``task``, ``index``, ``size``, ``seed``, ``options``, ``item`` (the library's own entry), and the item's

@@ -157,6 +157,8 @@ class Rank0:
             self._restore_groups(restored, origin),
             samples=config.run.samples_per_step,
             experts=backend.experts,
+            sources=[each.source_name for each in config.training_sets.values()],
+            keeps_results=config.data.curriculum.is_on,
         )
         evals = EvalCollector(state.rounds_closed if state is not None else ())
         components = ComponentNames(config, state.components if state is not None else ())

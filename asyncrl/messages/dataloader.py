@@ -11,14 +11,23 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from asyncrl.messages import DATALOADER, LEARNER, Count, Message, Request, Uid
-from asyncrl.messages.ledger import LedgerState
+from asyncrl.messages.ledger import Growth, Kind, LedgerState
 
 
 class Outcome(Struct, gc=False, frozen=True, array_like=True):
     """The outcome of a group. Only kind ``trained`` counts towards T, the gate's number of trained groups."""
 
     uid: Uid
-    kind: Literal["trained", "filtered", "quarantined", "left_out", "evaluated"]
+    kind: Kind | Literal["evaluated"]
+    mean: float | None = None
+    """Mean reward of the group, for a curriculum; None without one, or without rewards."""
+    spread: float = 0.0
+    """Its largest minus its smallest reward."""
+
+    @property
+    def rewards(self) -> tuple[float, float] | None:
+        """Mean and spread, if they are known."""
+        return None if self.mean is None else (self.mean, self.spread)
 
 
 class OutcomesSeen(Message, frozen=True, kw_only=True):
@@ -56,7 +65,7 @@ class Rejected(Struct, gc=False, frozen=True, array_like=True):
 
     uid: Uid
     reason: str
-    kind: Literal["quarantined", "left_out"] = "quarantined"
+    kind: Literal["quarantined", "left_out", "rested"] = "quarantined"
     """The outcome that the learner records for it."""
 
 
@@ -69,9 +78,11 @@ class DataloaderStatus(Message, frozen=True, kw_only=True):
     outstanding: Count
     """Groups leased for training and not yet reported or returned."""
     rejected: list[Rejected] = []
-    """Prompts that are too long or have too many deaths, until the learner reports their outcome."""
+    """Prompts that are too long, rest or have too many deaths, until the learner reports their outcome."""
     attempts: dict[Uid, Count] = {}
     """LedgerState.attempts, as the dataloader knows it."""
+    grown: list[Growth] = []
+    """LedgerState.grown, as the dataloader knows it."""
     evals: dict[str, int] = {}
     """Number of prompts of each open round of evaluation, by eval/NAME@ROUND."""
 

@@ -95,7 +95,7 @@ class Lease(Struct, gc=False, frozen=True, kw_only=True):
     """The lease of one prompt group. It ends by delivery, return, or its holder's death."""
 
     uid: Uid
-    """EPOCH-INDEX of a training prompt; NAME@ROUND-INDEX of an eval prompt."""
+    """EPOCH-INDEX of a training prompt; NAME@ROUND-INDEX of an eval prompt. Ledger explains epochs of a mixture."""
     number: Count
     """Number of the lease, counted per rollouter incarnation from 1."""
     purpose: str
@@ -117,6 +117,8 @@ class Lease(Struct, gc=False, frozen=True, kw_only=True):
     truncation: Truncation | None = None
     """Truncation of the distribution; None samples from the whole one."""
     max_tokens: Annotated[int, Meta(ge=1)]
+    source: str = ""
+    """Name of the prompt's source in a mixture; empty without one, and for an evaluation."""
     seal: str = ""
     """Proof of the rollouter to which it was leased (``fits``); empty without a key."""
 

@@ -2,8 +2,12 @@
 Pure.
 
 A prompt is open until it has an outcome. Invariant: in each epoch every prompt has at most one outcome, and keeps it.
-The ledger knows for each prompt whether it has an outcome, but only counts the kinds, on which no later decision
-depends.
+The ledger knows for each prompt whether it has an outcome, and counts the kinds.
+
+With several sources of prompts (a mixture), each epoch belongs to one source: epoch e is of source e modulo their
+number, and is the source's own epoch e divided by it. So a source that comes round more often has more epochs.
+``sources`` has the counts of each since ``first_epoch``. ``results`` has the last rewards of prompts, if a curriculum
+needs them, and ``grown`` the sizes of sources whose files grow.
 
 Size: one bit for each prompt of an unfinished epoch, from the first open prompt to the last outcome. Consecutive epochs
 in which the same prompts have an outcome, such as finished epochs, share one entry, which is called a run. To record an
@@ -27,9 +31,13 @@ from msgspec import Struct
 
 from asyncrl.messages import Count, Uid
 
-Kind = Literal["trained", "filtered", "quarantined", "left_out"]
-"""Kinds of outcomes. ``left_out``: a rule of the data excluded the prompt before any lease; this is no failure."""
+Kind = Literal["trained", "filtered", "quarantined", "left_out", "rested"]
+"""Kinds of outcomes. Two need no lease, and are no failures. ``left_out``: a rule of the data excluded the prompt.
+``rested``: the curriculum did not sample it in this epoch."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
+UNLEASED: frozenset[Kind] = frozenset({"left_out", "rested"})
+KEPT_RESULTS = 4
+"""Results of a prompt that are kept, the newest."""
 MAX_PROMPTS = 1 << 32
 """Most prompts of an epoch. So an invalid index cannot make a ledger use unbounded memory."""
 # ``_advance`` skips this many full bytes at a time: an epoch may have millions of prompts.
@@ -48,6 +56,25 @@ class ConcludedEpochs(Struct, gc=False, frozen=True, kw_only=True):
     """Bit k of byte j is set if prompt below + 8 * j + k has an outcome. The first byte is not 255, the last not 0."""
 
 
+class Result(Struct, gc=False, frozen=True, array_like=True):
+    """The rewards of a prompt's group."""
+
+    epoch: Count
+    """Epoch of the prompt's source, from 0."""
+    mean: float
+    spread: float
+    """Largest minus smallest reward."""
+
+
+class Growth(Struct, gc=False, frozen=True, array_like=True):
+    """From this epoch on, a source whose file grows has so many prompts."""
+
+    epoch: Count
+    prompts: Count
+    fingerprint: str
+    """Fingerprint of these prompts."""
+
+
 class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
     """The content of a ledger, in messages and checkpoints."""
 
@@ -59,6 +86,12 @@ class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
     """The runs, ascending by epoch; an epoch in which no prompt has an outcome is in no run."""
     counts: dict[Kind, Count] = {}
     """Number of prompts with an outcome, by its kind, over all epochs."""
+    sources: list[dict[Kind, Count]] = []
+    """The same for each source of a mixture, over the epochs from first_epoch on; empty for one source."""
+    results: list[dict[Count, list[Result]]] = []
+    """Last results by index, for each source; the oldest first. Empty without a curriculum."""
+    grown: list[Growth] = []
+    """Sizes of growing sources, ascending by epoch within a source; the first of each is that at the start."""
 
 
 @dataclass(slots=True)
@@ -139,9 +172,9 @@ class _EpochRun:
 
 
 class Ledger:
-    """Records the outcomes of prompts by (epoch, index)."""
+    """Records the outcomes of prompts by (epoch, index), of one source or several."""
 
-    def __init__(self) -> None:
+    def __init__(self, sources: int = 1) -> None:
         self._runs: list[_EpochRun] = []
         """Runs, ascending by epoch; neighbours that can join have joined."""
         self._counts = dict.fromkeys(KINDS, 0)
@@ -149,11 +182,26 @@ class Ledger:
         """Lease.attempt (messages/groups.py) of each open prompt, also of eval prompts, by uid; absent if it is 0."""
         self.first_epoch = 0
         """First epoch of the present data; open prompts of earlier epochs never get an outcome."""
+        self._clear(sources)
+
+    def _clear(self, sources: int) -> None:
+        """Forget what is kept for each source."""
+        self.number_of_sources = sources
+        self._of_source = [dict.fromkeys(KINDS, 0) for _ in range(sources)]
+        self._results: list[dict[int, list[Result]]] = [{} for _ in range(sources)]
+        self.grown: list[Growth] = []
+        """LedgerState.grown."""
+
+    def begin(self, first_epoch: int) -> None:
+        """Begin with other prompts at ``first_epoch``, which is of the first source; again without an effect."""
+        if first_epoch != self.first_epoch:
+            self.first_epoch = first_epoch
+            self._clear(self.number_of_sources)
 
     @classmethod
-    def restore(cls, state: LedgerState) -> Ledger:
-        """Make a ledger from a ``state``. Raises ValueError if the state is invalid."""
-        ledger = cls()
+    def restore(cls, state: LedgerState, sources: int = 1) -> Ledger:
+        """Make a ledger from a ``state`` for a run with so many sources. Raises ValueError if the state is invalid."""
+        ledger = cls(sources)
         ledger._runs = list(map(_run_of, state.concluded))
         if any(left.end > right.first for left, right in pairwise(ledger._runs)):
             raise ValueError("epochs of the ledger are not ascending")
@@ -164,6 +212,13 @@ class Ledger:
             raise ValueError(f"{found} prompts have an outcome, and {counted} outcomes are counted")
         ledger.attempts = dict(state.attempts)
         ledger.first_epoch = state.first_epoch
+        # With another number of sources the data are others, which begin at another epoch.
+        if len(state.sources) == sources:
+            for counts, known in zip(ledger._of_source, state.sources, strict=True):
+                counts |= known
+        if len(state.results) == sources:
+            ledger._results = [dict(known) for known in state.results]
+        ledger.grown = list(state.grown)
         return ledger
 
     @property
@@ -182,10 +237,16 @@ class Ledger:
             counts=dict(self._counts),
             attempts=dict(self.attempts),
             first_epoch=self.first_epoch,
+            sources=[dict(counts) for counts in self._of_source] if self.number_of_sources > 1 else [],
+            results=[dict(known) for known in self._results] if any(self._results) else [],
+            grown=list(self.grown),
         )
 
-    def record(self, kind: Kind, epoch: int, index: int) -> None:
-        """Record the outcome of an open prompt, and forget its deaths."""
+    def record(self, kind: Kind, epoch: int, index: int, rewards: tuple[float, float] | None = None) -> None:
+        """Record the outcome of an open prompt, and forget its deaths.
+
+        ``rewards`` are mean and spread of its group, for ``results``.
+        """
         assert self.is_open(epoch, index), f"prompt {epoch}-{index} has an outcome already"
         at = self._isolate(epoch)
         self._runs[at].concluded.add(index)
@@ -194,6 +255,23 @@ class Ledger:
         self._join_if_equal(at - 1)
         self._counts[kind] += 1
         self.attempts.pop(f"{epoch}-{index}", None)
+        if epoch >= self.first_epoch:
+            own_epoch, source = divmod(epoch, self.number_of_sources)
+            self._of_source[source][kind] += 1
+            if rewards is not None:
+                # Outcomes may come in another order than epochs. A new list, since copies share the old one.
+                results = sorted(
+                    [*self.results(epoch, index), Result(own_epoch, *rewards)], key=lambda each: each.epoch
+                )
+                self._results[source][index] = results[-KEPT_RESULTS:]
+
+    def results(self, epoch: int, index: int) -> list[Result]:
+        """The last results of a prompt, the oldest first."""
+        return self._results[epoch % self.number_of_sources].get(index, [])
+
+    def of_source(self, source: int) -> dict[Kind, int]:
+        """Number of prompts of a source with an outcome since ``first_epoch``, by its kind."""
+        return self._of_source[source]
 
     def is_open(self, epoch: int, index: int) -> bool:
         """Whether a prompt has no outcome."""

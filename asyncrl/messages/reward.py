@@ -68,6 +68,8 @@ class Score(Request, frozen=True, kw_only=True):
     reply = Scores
     senders = ROLLOUTER
     uid: Uid
+    source: str = ""
+    """Source of the prompt in a mixture, which may have a reward function of its own."""
     prompt: str
     row: dict[str, Any]
     completions: Annotated[list[Completion], Meta(min_length=1)]

@@ -105,11 +105,11 @@ def find(name: str) -> Metric | None:
     if (metric := _metrics.get(name)) is not None:
         return metric
     group, _, rest = name.partition("/")
-    if group == "eval":
-        # The form is eval/EVALUATION/NUMBER, or eval/EVALUATION/NUMBER/MEMBER.
+    if group in ("eval", "source"):
+        # The form is eval/EVALUATION/NUMBER, or eval/EVALUATION/NUMBER/MEMBER; likewise for the sources of a mixture.
         _, _, rest = rest.partition("/")
         number, _, member = rest.partition("/")
-        return _metrics.get(f"eval/*/{number}/*" if member else f"eval/*/{number}")
+        return _metrics.get(f"{group}/*/{number}/*" if member else f"{group}/*/{number}")
     return next((metric for metric in _families() if name.startswith(metric.name[:-1])), None)
 
 

@@ -109,6 +109,7 @@ def title_of(group: SampleGroup) -> str:
         f"step {group.step}" if group.step is not None else "",
         f"version {group.version}" if group.version is not None and group.version >= 0 else "",
         f"prompt {_short(group.uid)}" if group.uid else "",
+        f"source {_short(group.source)}" if group.source else "",
         f"reward {_rewards(rewards)}" if rewards else "",
         _short(group.reason),
     ]

@@ -57,6 +57,8 @@ class SampleGroup(msgspec.Struct, frozen=True):
     step: int | None = None
     version: int | None = msgspec.field(name="weights/version", default=None)
     uid: str = ""
+    source: str = ""
+    """Name of the prompt's source in a mixture."""
     prompt: str = ""
     start: int = 0
     """Number of the learner's start (process) that wrote the group; a restarted learner has a higher one."""

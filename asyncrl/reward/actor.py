@@ -64,7 +64,12 @@ class RewardActor(Actor, RewardObserver):
                 observer=self,
             )
         return RewardPool(
-            reward, max_tokens=max_tokens, confined=confined, start_timeout_s=start_timeout_s, observer=self
+            reward,
+            max_tokens=max_tokens,
+            sources=self.config.data.mixture,
+            confined=confined,
+            start_timeout_s=start_timeout_s,
+            observer=self,
         )
 
     async def close(self) -> None:

@@ -38,6 +38,8 @@ class RewardFault:
 
     kind: str
     text: str
+    function: str = ""
+    """The function of the source; empty for reward.function."""
 
 
 def fault_of(text: str, kind: str = "") -> RewardFault:
@@ -59,11 +61,12 @@ class Faults:
 
         The text is that of the first fault of this kind.
         """
-        kind, first, count = self._kinds.add(fault.kind, f"{fault.text} (prompt {uid})")
-        self.first = self.first or first
+        function = fault.function or self._config.reward.function
+        kind, first, count = self._kinds.add(fault.kind, f"{function} {fault.text} (prompt {uid})")
+        self.first = self.first or first.removeprefix(f"{function} ")
         return (
             f"reward: {kind}",
-            f"reward function {self._config.reward.function} {first}",
+            f"reward function {first}",
             count,
             self._consequence(fault),
         )

@@ -18,12 +18,13 @@ import contextlib
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
-from asyncrl.config.training import RewardConfig
+from asyncrl.config.training import RewardConfig, SourceConfig
 from asyncrl.core.errors import AsyncRLError, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Score, Scores, shaped
 from asyncrl.observe.states import StateLedger
@@ -133,7 +134,8 @@ UNOBSERVED = RewardObserver()
 class RewardPool(WorkerPool[RewardPlace]):
     """Runs ``config.function`` in ``config.workers`` processes.
 
-    ``max_tokens`` is the longest response, at which the overlong penalty is full.
+    ``max_tokens`` is the longest response, at which the overlong penalty is full. ``sources`` have functions of their
+    own.
     """
 
     owner = "the reward pool"
@@ -146,12 +148,16 @@ class RewardPool(WorkerPool[RewardPlace]):
         config: RewardConfig,
         *,
         max_tokens: int,
+        sources: Sequence[SourceConfig] = (),
         confined: Confinement = UNISOLATED,
         start_timeout_s: float = 120.0,
         observer: RewardObserver = UNOBSERVED,
     ) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        setup = RewardSetup(config.function, config.per, config.options, config.max_memory_bytes)
+        own = {each.name: (each.reward, each.reward_options) for each in sources if each.reward is not None}
+        self._own = {name: function for name, (function, _) in own.items()}
+        """Functions of sources, by name."""
+        setup = RewardSetup(config.function, config.per, config.options, config.max_memory_bytes, own)
         super().__init__(
             config,
             code=config.function,
@@ -346,15 +352,15 @@ class RewardPool(WorkerPool[RewardPlace]):
         request = pending.request
         if any(each.branches for each in request.completions):
             # A function gets no branches, and they may be most of the bytes.
-            replace = msgspec.structs.replace
-            request = replace(request, completions=[replace(each, branches=[]) for each in request.completions])
+            bare = [msgspec.structs.replace(each, branches=[]) for each in request.completions]
+            request = msgspec.structs.replace(request, completions=bare)
         try:
             body = self._encoder.encode(request)
             if len(body) > MAX_TASK_BYTES:
                 raise ValueError(f"{len(body)} bytes")
         except (TypeError, ValueError, OverflowError) as error:
             reason = f"cannot be given {request.uid}: {error}"
-            pending.fail(RewardFailed(self._config.function, reason, retryable=False))
+            pending.fail(RewardFailed(self._function_of(request), reason, retryable=False))
             return None
         return body
 
@@ -387,8 +393,12 @@ class RewardPool(WorkerPool[RewardPlace]):
                 )
             )
         else:
-            pending.fail(RewardFailed(self._config.function, fault.text))
-        self._observer.call_ended(pending.request.uid, fault)
+            pending.fail(RewardFailed(self._function_of(pending.request), fault.text))
+        own = self._own.get(pending.request.source, "")
+        self._observer.call_ended(pending.request.uid, replace(fault, function=own))
+
+    def _function_of(self, request: Score) -> str:
+        return self._own.get(request.source, self._config.function)
 
     def _replace(self, place: RewardPlace, reason: str) -> None:
         """End a worker that has run out of memory between two tasks. The tasks that were sent ahead go to others."""

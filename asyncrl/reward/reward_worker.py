@@ -43,12 +43,19 @@ KEYS = Keys("reward.function", "reward.options")
 
 
 class RewardSetup(msgspec.Struct, frozen=True, array_like=True):
-    """The function that the worker runs, as in the configuration, and the memory that it may take beyond its own."""
+    """The functions that the worker runs, as in the configuration, and the memory that it may take beyond its own."""
 
     function: str
     per: str
     options: dict[str, Any]
     max_memory_bytes: int
+    sources: dict[str, tuple[str, dict[str, Any]]] = {}
+    """Function and options of the sources of a mixture that have rewards of their own, by name."""
+
+    def of_source(self, name: str) -> RewardSetup:
+        """The setup of a source that has a reward of its own."""
+        function, options = self.sources[name]
+        return RewardSetup(function, self.per, options, self.max_memory_bytes)
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
@@ -113,8 +120,10 @@ ARGUMENTS = {"trajectory": TRAJECTORY, "group": GROUP}
 Scorer = Callable[[Score], list[Outcome]]
 
 
-def resolve(setup: RewardSetup, runner: asyncio.Runner) -> Scorer:
+def resolve(setup: RewardSetup, runner: asyncio.Runner, keys: Keys = KEYS) -> Scorer:
     """Load the reward function and return a scorer of tasks. The scorer awaits coroutines in ``runner``.
+
+    ``keys`` are those of function and options in errors. Functions of sources are left out.
 
     The function receives by keyword what its signature accepts, of ARGUMENTS and ``reward.options``. It returns a
     number or a mapping of components (messages/reward.py), or for a group a list of them, and may be async. Raises
@@ -126,20 +135,20 @@ def resolve(setup: RewardSetup, runner: asyncio.Runner) -> Scorer:
             raise NotCallable(
                 [f"reward.per: {setup.function} scores single trajectories; group needs a MODULE:FUNCTION"]
             )
-        function, options = _make(setup.function, options), {}
+        function, options = _make(setup.function, options, keys), {}
     elif ":" in setup.function:
-        function = load(setup.function, KEYS.code)
+        function = load(setup.function, keys.code)
     else:
         names = [*BUILT_IN, *JUDGES]
         raise NotCallable(
             [
-                f"reward.function: there is no built-in function {setup.function!r}"
+                f"{keys.code}: there is no built-in function {setup.function!r}"
                 f"{did_you_mean(setup.function, names)}; built in are {', '.join(names)}, "
                 "and MODULE:FUNCTION names one of your own"
             ]
         )
     known = ARGUMENTS[setup.per]
-    accepts = accepted(setup.function, function, known, options, KEYS)
+    accepts = accepted(setup.function, function, known, options, keys)
     wanted = {name: argument.value for name, argument in known.items() if name in accepts}
     passed = {name: options[name] for name in accepts if name in options}
 
@@ -163,18 +172,18 @@ async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _make(name: str, options: dict[str, Any]) -> Callable[..., Any]:
+def _make(name: str, options: dict[str, Any], keys: Keys) -> Callable[..., Any]:
     """Make a built-in reward function with the user's options. Raises NotCallable."""
     maker = BUILT_IN[name]
-    accepted(name, maker, (), options, KEYS)
+    accepted(name, maker, (), options, keys)
     try:
         return maker(**options)
     except ImportError as error:
         raise NotCallable(
-            [f"reward.function: {name} needs a package that is not installed ({error}); install asyncrl[train]"]
+            [f"{keys.code}: {name} needs a package that is not installed ({error}); install asyncrl[train]"]
         ) from error
     except (TypeError, ValueError) as error:
-        raise NotCallable([f"reward.options: {error}"]) from error
+        raise NotCallable([f"{keys.options}: {error}"]) from error
 
 
 def main() -> None:
@@ -187,16 +196,20 @@ def main() -> None:
                 return
             setup = msgspec.msgpack.decode(first, type=RewardSetup)
             try:
-                scorer = resolve(setup, runner)
+                scorers = {"": resolve(setup, runner)}
+                for name in setup.sources:
+                    key = f"data.source.{name}.reward"
+                    scorers[name] = resolve(setup.of_source(name), runner, Keys(key, f"{key}_options"))
             except NotCallable as error:
                 connection.sendall(framed(msgspec.msgpack.encode(Ready(error.problems))))
                 return
-            definition = find_place(setup.function)
-            place = f" ({definition})" if definition else ""
+            places = {"": _place_of(setup.function)} | {
+                name: _place_of(spec) for name, (spec, _) in setup.sources.items()
+            }
             memory = MemoryLimit(setup.max_memory_bytes)
             connection.sendall(framed(msgspec.msgpack.encode(Ready())))
             try:
-                _serve(connection, bodies, scorer, memory, place)
+                _serve(connection, bodies, scorers, memory, places)
             except MemoryError:
                 end(NO_MEMORY_EXIT)
             except ConnectionError:
@@ -207,19 +220,30 @@ def main() -> None:
                 end(NO_SOCKET_EXIT)
 
 
+def _place_of(function: str) -> str:
+    """Where the function is defined, for the end of an error; empty if unknown."""
+    definition = find_place(function)
+    return f" ({definition})" if definition else ""
+
+
 def _serve(
-    connection: socket.socket, bodies: Iterator[bytes | bytearray], scorer: Scorer, memory: MemoryLimit, place: str
+    connection: socket.socket,
+    bodies: Iterator[bytes | bytearray],
+    scorers: dict[str, Scorer],
+    memory: MemoryLimit,
+    places: dict[str, str],
 ) -> None:
     """Answer each task with a Result, until the pool hangs up or the memory is used up.
 
-    ``place`` is where the function is defined, for errors.
+    ``scorers`` are by source; the one of "" is for all other tasks. ``places`` are where they are defined, for errors.
     """
     decoder, encoder = msgspec.msgpack.Decoder(Score), msgspec.msgpack.Encoder()
     for frame in bodies:
         task = decoder.decode(frame)
+        source = task.source if task.source in scorers else ""
         started = time.perf_counter()
         try:
-            outcomes, error, kind = _score(scorer, task, place)
+            outcomes, error, kind = _score(scorers[source], task, places[source])
         except MemoryError as failure:
             # The report on the error needs memory, too.
             memory.open_reserve()

@@ -232,6 +232,7 @@ class GroupRunner:
         """Have a pool score these trajectories in one call, and set their rewards. Raises TrajectoryFailed."""
         request = Score(
             uid=lease.uid,
+            source=lease.source,
             prompt=lease.prompt,
             row=lease.row,
             completions=[

@@ -327,6 +327,8 @@ def ledger(view: SnapshotView, choice: Choice) -> Pane:
     ]
     if left_out:
         facts.insert(3, ("left out", exact(left_out), ""))
+    if rested := view.of_learner("ledger/rested"):
+        facts.insert(3, ("rested", exact(rested), ""))
     if outstanding is None or not gate:
         facts.insert(3, ("outstanding", count(outstanding), ""))
         return Pane([in_columns(facts)], about="dataloader/0")

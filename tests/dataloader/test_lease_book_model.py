@@ -18,9 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds
-from asyncrl.dataloader.gate import Gate, PromptQueue, WorkingLimit
+from asyncrl.dataloader.gate import Gate, WorkingLimit
 from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
+from asyncrl.dataloader.prompt_queue import PromptQueue, Source
 from asyncrl.messages.dataloader import Outcome, Outcomes
 from asyncrl.messages.ledger import Ledger
 
@@ -72,7 +73,9 @@ class Loop(RuleBasedStateMachine):
         )
         gate = Gate(limit, groups_per_version=self.per_version, groups_left=self.groups)
         self.order = EpochOrder("model", 0, size)
-        self.leases = LeaseBook(PromptQueue(self.order, Ledger(), oversize), gate, EvalRounds(()), max_attempts=3)
+        self.leases = LeaseBook(
+            PromptQueue([Source(self.order, oversize)], Ledger()), gate, EvalRounds(()), max_attempts=3
+        )
         self.rollouters = [Rollouter(f"rollouter/{i}") for i in range(replicas)]
 
         # The learner.

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.data.rows import EpochOrder
-from asyncrl.dataloader.gate import PromptQueue
+from asyncrl.dataloader.prompt_queue import PromptQueue, Source
 from asyncrl.messages.ledger import Ledger
 
 
@@ -40,7 +40,8 @@ def test_the_order_depends_only_on_fingerprint_seed_and_epoch() -> None:
 
 
 def make_queue(*oversize: int, size: int = 3, ledger: Ledger | None = None) -> PromptQueue:
-    return PromptQueue(EpochOrder("f", 0, size, shuffle=False), ledger or Ledger(), frozenset(oversize))
+    source = Source(EpochOrder("f", 0, size, shuffle=False), frozenset(oversize))
+    return PromptQueue([source], ledger or Ledger())
 
 
 def take(queue: PromptQueue, count: int) -> list[str]:

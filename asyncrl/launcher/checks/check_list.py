@@ -51,7 +51,7 @@ from asyncrl.launcher.checks.resources import (
     shm_bytes,
 )
 from asyncrl.launcher.checks.scoring_models import reference_path
-from asyncrl.launcher.checks.user_code import RewardTrial, check_algorithm, check_episode
+from asyncrl.launcher.checks.user_code import RewardTrial, check_algorithm, check_curriculum, check_episode
 from asyncrl.observe.machine import read_gpu
 from asyncrl.observe.metrics_line import busy_s, read_metrics
 from asyncrl.rpc.linux import descriptor_limit
@@ -193,7 +193,7 @@ async def _inputs(host: CheckedHost) -> list[Finding]:
 async def _reward(host: CheckedHost) -> list[Finding]:
     """Start the reward function while the sample rows are read, then call it on them."""
     config = host.config
-    if config is None or not host.has("reward") or config.reward.function == "episode":
+    if config is None or not host.has("reward") or config.only_episodes_score:
         return []
     async with RewardTrial(config) as trial:
         inputs, problem = await asyncio.gather(host.inputs, trial.start())
@@ -204,6 +204,10 @@ async def _reward(host: CheckedHost) -> list[Finding]:
 
 async def _algorithm(host: CheckedHost) -> list[Finding | None]:
     return [await check_algorithm(host.config)] if host.config is not None and host.has("learner") else []
+
+
+async def _curriculum(host: CheckedHost) -> list[Finding | None]:
+    return [await check_curriculum(host.config)] if host.config is not None and host.has("dataloader") else []
 
 
 async def _learning(host: CheckedHost) -> list[Finding]:
@@ -323,7 +327,20 @@ ORDER = (
         "hub",
         "model",
     ),
-    *("tokenizer", "teacher", "chat", "data", "prompt", "reward", "algorithm", "learning", "episode", "sinks", "grace"),
+    *(
+        "tokenizer",
+        "teacher",
+        "chat",
+        "data",
+        "prompt",
+        "reward",
+        "algorithm",
+        "curriculum",
+        "learning",
+        "episode",
+        "sinks",
+        "grace",
+    ),
     *("run_dir", "checkpoint_dir", "memory", "shm", "descriptors", "leftovers"),
 )
 """Names of all checks, in the order in which findings are shown.
@@ -331,7 +348,7 @@ ORDER = (
 Only asyncrl-doctor runs the checks that compare hosts, and the search for leftovers.
 """
 CHECKS: Sequence[Callable[[CheckedHost], Awaitable[Iterable[Finding | None]]]] = (
-    *(_sharing, _nccl, _ports, _hub, _model, _inputs, _reward, _algorithm, _learning, _episode),
+    *(_sharing, _nccl, _ports, _hub, _model, _inputs, _reward, _algorithm, _curriculum, _learning, _episode),
     *(_sinks, _grace, _folders, _memory, _shm, _descriptors),
 )
 """The checks that run on one host."""

@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,9 +34,6 @@ from asyncrl.data.files import Kind, download_command, of_split
 from asyncrl.launcher.checks.findings import Fetched, FetchOrder, Finding, Pin, errors_of, fail, listed, ok
 from asyncrl.launcher.checks.needs import count
 from asyncrl.launcher.checks.process import ask_process
-
-if TYPE_CHECKING:
-    from asyncrl.config.training import DataConfig
 
 MODULE = "asyncrl.launcher.checks.hub"
 LOOK_UP_S = 10.0
@@ -337,7 +334,7 @@ def choose(key: str, name: HubName, files: Mapping[str, int], config: Config) ->
             raise DataError(f"has several files: {listed(chosen)}", path=str(name), fix=f"name one in {key}")
         path = name.path if _is_glob(name.path) else chosen[0]
     else:
-        data = _data_of(config, key)
+        data = config.prompt_sets[key.removesuffix(".path")]
         kind: Kind | None = None if data.source not in ("jsonl", "parquet", "hf") else data.source
         path, chosen = name.path, data_files(name, files, kind, data.split)
     return path, {file: files[file] for file in chosen}
@@ -376,11 +373,6 @@ def data_files(name: HubName, files: Mapping[str, int], kind: Kind | None, split
 
 def _is_glob(path: str) -> bool:
     return glob.has_magic(path)
-
-
-def _data_of(config: Config, key: str) -> DataConfig:
-    parts = key.split(".")
-    return config.data if len(parts) == 2 else config.eval[parts[1]].data
 
 
 def _failure(key: str, asked: str, name: HubName, reason: str) -> Finding:

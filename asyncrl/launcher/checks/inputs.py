@@ -27,11 +27,20 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json, config_to_json
-from asyncrl.config.training import DataConfig
+from asyncrl.config.training import PromptsConfig
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.core.printable import printable
 from asyncrl.data.rows import RawRow
-from asyncrl.dataloader.prompts import BadRow, PromptSet, TooFewUsable, check_row, collect, open_source, unpack
+from asyncrl.dataloader.prompts import (
+    BadRow,
+    PromptSet,
+    TooFewUsable,
+    check_row,
+    collect,
+    follows,
+    open_source,
+    unpack,
+)
 from asyncrl.launcher.checks.findings import Finding, KnownPrompts, fail, ok, warn
 from asyncrl.launcher.checks.model import window_of
 from asyncrl.launcher.checks.process import ask_process
@@ -71,6 +80,8 @@ class Sample(msgspec.Struct, frozen=True):
     place: str
     prompt: str
     row: dict[str, Any]
+    source: str = ""
+    """Name of its source in a mixture."""
 
 
 class InputsOrder(msgspec.Struct, frozen=True):
@@ -104,7 +115,7 @@ async def check_inputs(
     models, for the learner's rank 0. A process of its own runs the checks, unless they need only asyncrl's own code and
     few rows. It is killed after ``limit_s``, which gives a warning, because the run itself waits longer.
     """
-    sets = _sets(config) if with_rows else {}
+    sets = config.prompt_sets if with_rows else {}
     synthetic = all(data.source == "synthetic" and data.size <= CHEAP_ROWS for data in sets.values())
     if not for_learner and config.model.path is None and synthetic:
         # Only asyncrl's own code and few rows: this needs no process of its own.
@@ -138,7 +149,7 @@ def read_inputs(
         findings.append(finding)
         if tokenizer is not None and config.episode.kind != "single":
             findings.append(check_chat(config, tokenizer))
-    sets = _sets(config) if with_rows else {}
+    sets = config.prompt_sets if with_rows else {}
     checked: list[list[Finding]] = []
     end = time.monotonic() + SETS_S
     # Each set gets an equal share of the time left; the training prompts come last and get the rest.
@@ -148,8 +159,8 @@ def read_inputs(
     for (key, data), set_findings in zip(sets.items(), reversed(checked), strict=True):
         findings += set_findings
         with contextlib.suppress(DataError):
-            sample_rows = islice(first_rows(config, data, tokenizer), SAMPLES if key == "data" else 1)
-            samples += [Sample(key, row.place, row.text, row.row) for row in sample_rows]
+            rows = islice(first_rows(config, data, tokenizer), SAMPLES if key in config.training_sets else 1)
+            samples += [Sample(key, row.place, row.text, row.row, row.source) for row in rows]
     if for_learner and tokenizer is not None:
         if config.sft.data is not None:
             findings += check_conversations(config, tokenizer, SETS_S)
@@ -167,10 +178,12 @@ class FirstRow(msgspec.Struct, frozen=True):
     row: dict[str, Any]
     ids: np.ndarray | None
     """Tokens of the prompt, int32 [P]; None if it cannot be tokenized."""
+    source: str = ""
+    """Name of its source in a mixture."""
 
 
 def first_rows(
-    config: Config, data: DataConfig, tokenizer: Tokenizer | None, *, strict: bool = False
+    config: Config, data: PromptsConfig, tokenizer: Tokenizer | None, *, strict: bool = False
 ) -> Iterator[FirstRow]:
     """Yield the usable ones of the first LOOKED_AT rows of a set, in order.
 
@@ -191,11 +204,7 @@ def first_rows(
             except ValueError as error:
                 if strict and isinstance(error, ConfigError):
                     raise
-        yield FirstRow(f"{row.path}:{row.line}", text, unpack(checked.packed), ids)
-
-
-def _sets(config: Config) -> dict[str, DataConfig]:
-    return {"data": config.data} | {f"eval.{name}.data": each.data for name, each in config.eval.items()}
+        yield FirstRow(f"{row.path}:{row.line}", text, unpack(checked.packed), ids, data.source_name)
 
 
 def _check_tokenizer(config: Config) -> tuple[Finding, Tokenizer | None]:
@@ -223,7 +232,7 @@ def _check_tokenizer(config: Config) -> tuple[Finding, Tokenizer | None]:
 
 def _check_set(
     key: str,
-    data: DataConfig,
+    data: PromptsConfig,
     tokenizer: Tokenizer | None,
     seconds: float,
     known: KnownPrompts | None,
@@ -269,7 +278,7 @@ def _check_set(
     if reading.is_cut or not is_whole:
         until = f"read up to {reading.place} and tokenized up to {prompts.place}"
         text += f"; {until} in {seconds:.2g} s, and the run reads the rest"
-    elif known is not None and known.fingerprint != prompts.fingerprint:
+    elif known is not None and not _is_known(prompts, known, data):
         return [*warnings, _changed_prompts(key, name, len(prompts), known)]
     elif warnings:
         return [*warnings, *shown]
@@ -294,6 +303,13 @@ def _in_one_line(text: str) -> str:
         left_out = len(text) - SHOWN_START - SHOWN_END
         return f"{printable(text[:SHOWN_START])} [... {left_out:,} characters ...] {printable(text[-SHOWN_END:])}"
     return printable(text)
+
+
+def _is_known(prompts: PromptSet, known: KnownPrompts, data: PromptsConfig) -> bool:
+    """Whether these are the prompts of the run that is resumed, or begin with them in a file that grows."""
+    if follows(data) and 0 < known.count <= len(prompts):
+        return prompts.fingerprint_at(known.count) == known.fingerprint
+    return known.fingerprint == prompts.fingerprint
 
 
 def _changed_prompts(key: str, name: str, count: int, known: KnownPrompts) -> Finding:

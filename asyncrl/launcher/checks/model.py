@@ -114,7 +114,7 @@ def check_window(config: Config) -> Finding | None:
         return None
     text = (
         f"the model has max_position_embeddings = {window}, and a prompt of up to data.max_prompt_tokens = "
-        f"{config.data.max_prompt_tokens} and a response of up to rollout.max_tokens = {config.rollout.max_tokens} "
+        f"{config.longest_prompt} and a response of up to rollout.max_tokens = {config.rollout.max_tokens} "
         f"take {need} tokens"
     )
     fix = f"lower them (and those of eval) to {window} together; the longest prompt decides what the first can be"

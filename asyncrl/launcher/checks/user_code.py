@@ -1,4 +1,4 @@
-"""Checks of the user's code, each in a process of its own: reward function, episode code, loss and advantage.
+"""Checks of the user's code, each in a process of its own: reward, episode, loss, advantage and curriculum.
 
 Code that exits, hangs, eats memory or prints without end harms that process only. The reward function is called on
 sample rows, loss and advantage on a few made-up tokens. An episode's code is imported and not played; for a command,
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.config.load import config_to_json
 from asyncrl.config.training import LearnerConfig, RewardConfig
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, EpisodeWorkersEnded, RewardFailed
 from asyncrl.core.printable import printable
@@ -48,6 +49,7 @@ KEY = "reward.function"
 NOWHERE = "http://127.0.0.1:9/v1"
 """Address of an endpoint that is never called, because no episode is played."""
 ALGORITHM = "asyncrl.learner.algorithm.user_functions"
+CURRICULUM = "asyncrl.dataloader.curriculum"
 TRIAL_S = 60.0
 """Deadline for the trial of loss and advantage (s); importing torch takes most of it."""
 KEYS = ("loss", "loss_options", "correction", "kl", "entropy_bonus", "teacher", "advantage", "advantage_options")
@@ -96,7 +98,7 @@ class RewardTrial:
         if single.function in JUDGES:
             self._pool = JudgePool(for_trial(single), **arguments)
         else:
-            self._pool = RewardPool(single, **arguments)
+            self._pool = RewardPool(single, sources=config.data.mixture, **arguments)
 
     async def __aenter__(self) -> RewardTrial:
         return self
@@ -134,7 +136,13 @@ class RewardTrial:
             async with asyncio.timeout(self._calls_s):
                 for sample, completions in calls:
                     trial = trials.setdefault(sample.key, Trial())
-                    request = Score(uid="1/0", prompt=sample.prompt, row=sample.row, completions=completions)
+                    request = Score(
+                        uid="1/0",
+                        source=sample.source,
+                        prompt=sample.prompt,
+                        row=sample.row,
+                        completions=completions,
+                    )
                     try:
                         trial.add(await self._pool.score(request), completions)
                     except RewardFailed as error:
@@ -251,6 +259,27 @@ def is_default(config: LearnerConfig) -> bool:
     """Whether there is nothing to try: loss and advantage are the defaults, or the learner is simulated."""
     default = LearnerConfig()
     return config.backend == "sim" or all(getattr(config, key) == getattr(default, key) for key in KEYS)
+
+
+async def check_curriculum(config: Config, *, limit_s: float = IMPORT_S) -> Finding | None:
+    """Call the user's function of the curriculum in a process; None without one."""
+    curriculum = config.data.curriculum
+    if curriculum.function is None:
+        return None
+    key = "data.curriculum.function"
+    try:
+        answer, ended = await ask_process(CURRICULUM, (), config_to_json(config).encode(), limit_s)
+        problems = json.loads(answer)
+    except TimeoutError:
+        text = f"the trial of {curriculum.function} did not end within {limit_s:g} s"
+        return warn("curriculum", text, "see what its module does when it is imported", key=key)
+    except ValueError:
+        text = f"the process that tries it ended: {ended}"
+        return fail("curriculum", text, "correct the import of its module", key=key)
+    if problems:
+        fix = "correct these keys; install a module of your own, or put it where you launch"
+        return fail("curriculum", listed(problems), fix)
+    return ok("curriculum", f"{curriculum.function} can be called", key=key)
 
 
 async def check_algorithm(config: Config, *, limit_s: float = TRIAL_S) -> Finding | None:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, closing
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,10 +112,17 @@ async def generate(config: Config, count: int) -> Answer:
 
 
 def _prompts(config: Config, tokenizer: Tokenizer) -> Iterator[FirstRow]:
-    """The first prompts of the training data that a run would use, in order."""
-    for row in first_rows(config, config.data, tokenizer, strict=True):
-        if row.ids is not None and 0 < len(row.ids) <= config.data.max_prompt_tokens:
-            yield row
+    """The first prompts of the training data that a run would use, in order; those of sources in turn."""
+    sources = [
+        (row for row in first_rows(config, data, tokenizer, strict=True) if _fits(row, data.max_prompt_tokens))
+        for data in config.training_sets.values()
+    ]
+    for rows in zip_longest(*sources):
+        yield from (row for row in rows if row is not None)
+
+
+def _fits(row: FirstRow, most_tokens: int) -> bool:
+    return row.ids is not None and 0 < len(row.ids) <= most_tokens
 
 
 def _without_adapters(config: Config) -> Config:
@@ -152,7 +159,7 @@ class Generator:
         ``stack`` ends both. Raises ConfigError and AsyncRLError.
         """
         config = self._config
-        if config.reward.function != "episode":
+        if not config.only_episodes_score:
             trial = self._trial = await stack.enter_async_context(RewardTrial(config))
             if problem := await trial.start():
                 raise ConfigError([problem.text])
@@ -189,7 +196,9 @@ class Generator:
         """
         assert prompt.ids is not None
         samples = self._config.rollout.samples_per_prompt if self._config.reward.per == "group" else 1
-        lease = lone_lease(self._config, number, prompt.ids, prompt.text, prompt.row, samples=samples)
+        lease = lone_lease(
+            self._config, number, prompt.ids, prompt.text, prompt.row, samples=samples, source=prompt.source
+        )
         events = GroupEvents(lease, self._clock.now, self._clock.wall)
         trajectories = await asyncio.gather(*(self._trajectory(lease, each) for each in events.samples))
         await self._score(lease, trajectories)
@@ -239,7 +248,7 @@ class Generator:
             for each in trajectories
         ]
         scores = await self._trial.score(
-            Score(uid=lease.uid, prompt=lease.prompt, row=lease.row, completions=completions)
+            Score(uid=lease.uid, source=lease.source, prompt=lease.prompt, row=lease.row, completions=completions)
         )
         for each, reward, components in zip(trajectories, scores.rewards, scores.components, strict=True):
             each.reward, each.components = reward, components

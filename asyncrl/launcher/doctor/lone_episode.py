@@ -109,26 +109,33 @@ async def play_scripted(config: Config, *, with_data: bool) -> Played:
 
     Raises ConfigError, CannotPlay.
     """
-    prompt, row = await _task(config) if with_data else (QUESTION, {"prompt": QUESTION})
+    prompt, row, source = await _task(config) if with_data else (QUESTION, {"prompt": QUESTION}, "")
     tokenizer = tokenizer_of(config)
     renderer = make_renderer(config, tokenizer)
     episode = LoneEpisode(config, tokenizer, renderer, Clock())
-    await episode.play(lone_lease(config, 0, np.zeros(1, np.int32), prompt, row))
+    await episode.play(lone_lease(config, 0, np.zeros(1, np.int32), prompt, row, source=source))
     return episode.played()
 
 
-async def _task(config: Config) -> tuple[str, dict[str, Any]]:
-    """Return prompt and row of the first training task. Raises CannotPlay."""
+async def _task(config: Config) -> tuple[str, dict[str, Any], str]:
+    """Return prompt, row and source of the first training task. Raises CannotPlay."""
     inputs = await check_inputs(config)
-    task = next((sample for sample in inputs.samples if sample.key == "data"), None)
+    task = next((sample for sample in inputs.samples if sample.key in config.training_sets), None)
     if task is None:
         problems = [finding.text for finding in inputs.findings if finding.result != "ok"]
         raise CannotPlay(f"the data have no usable task: {'; '.join(problems) or 'no row fits'}")
-    return task.prompt, task.row
+    return task.prompt, task.row, task.source
 
 
 def lone_lease(
-    config: Config, number: int, prompt_ids: np.ndarray, prompt: str, row: dict[str, Any], *, samples: int = 1
+    config: Config,
+    number: int,
+    prompt_ids: np.ndarray,
+    prompt: str,
+    row: dict[str, Any],
+    *,
+    samples: int = 1,
+    source: str = "",
 ) -> Lease:
     """Make the lease (the right to generate one group) of a group outside a run. ``prompt_ids``: int32 [P]."""
     return Lease(
@@ -145,6 +152,7 @@ def lone_lease(
         temperature=config.rollout.temperature,
         truncation=config.rollout.truncation,
         max_tokens=config.rollout.max_tokens,
+        source=source,
     )
 
 

@@ -74,6 +74,7 @@ UNTRAINED = {
     "ledger/filtered": "filtered",
     "ledger/quarantined": "quarantined",
     "ledger/left_out": "left out",
+    "ledger/rested": "rested",
     "rollout/dropped_trajectories": "dropped",
     "rollout/failed_attempts": "failed attempts",
 }

@@ -23,6 +23,7 @@ OF_THE_RUN = {
     "ledger/filtered": "groups filtered",
     "ledger/quarantined": "groups quarantined",
     "ledger/left_out": "prompts left out",
+    "ledger/rested": "rests of prompts",
 }
 OF_A_LEARNER = {"rollout/dropped_trajectories": "trajectories dropped", "rollout/failed_attempts": "failed attempts"}
 """Metrics that count what was not trained, since the start of the run, or since each start of the learner."""

@@ -40,6 +40,7 @@ from asyncrl.learner.algorithm.advantages import Advantage, Advantages, Penaltie
 from asyncrl.learner.algorithm.group_metrics import (
     reward_metrics,
     rollout_metrics,
+    signal_metrics,
     staleness_metrics,
 )
 from asyncrl.learner.algorithm.packing import (
@@ -267,6 +268,7 @@ def step_metrics(trained: Sequence[Group], filtered: Sequence[Group], version: i
     """
     return (
         reward_metrics(trained, filtered, config.learner.signal_tolerance)
+        | signal_metrics(trained, filtered, config.learner)
         | rollout_metrics(trained, filtered)
         | staleness_metrics(trained, version=version, config=config.staleness)
     )

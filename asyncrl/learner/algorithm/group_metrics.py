@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from asyncrl.config.training import StalenessConfig
+from asyncrl.config.training import LearnerConfig, StalenessConfig
+from asyncrl.learner.algorithm.advantages import has_signal
 from asyncrl.messages.groups import (
     Group,
     Trajectory,
@@ -46,6 +47,21 @@ def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], toleranc
         metrics["reward/trained_mean"] = float(np.concatenate(groups[: len(trained)]).mean())
     means = component_means(t for group in (*trained, *filtered) for t in group.trajectories)
     return metrics | {f"reward/component/{name}": value for name, value in means.items()}
+
+
+def signal_metrics(trained: Sequence[Group], filtered: Sequence[Group], config: LearnerConfig) -> dict[str, float]:
+    """Share of the groups that have a signal; and for each source of a mixture this share and the mean reward."""
+    by_source: dict[str, list[Group]] = {}
+    for group in (*trained, *filtered):
+        by_source.setdefault(group.lease.source, []).append(group)
+    shares = {name: [has_signal(group, config) for group in groups] for name, groups in by_source.items()}
+    every = [has for each in shares.values() for has in each]
+    metrics = {"reward/signal_fraction": float(np.mean(every))} if every else {}
+    for name in sorted(by_source.keys() - {""}):
+        rewards = np.concatenate([rewards_of(group) for group in by_source[name]])
+        metrics[f"source/{name}/reward_mean"] = float(rewards.mean())
+        metrics[f"source/{name}/signal_fraction"] = float(np.mean(shares[name]))
+    return metrics
 
 
 def component_means(trajectories: Iterable[Trajectory]) -> dict[str, float]:

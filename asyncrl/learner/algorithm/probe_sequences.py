@@ -30,7 +30,7 @@ class ProbeSequence(msgspec.Struct, frozen=True, array_like=True):
 
 def probe_length(config: Config) -> int:
     """Largest length of a probe sequence: LENGTH, or less if the engines' context has no room for it and one more."""
-    return min(LENGTH, config.data.max_prompt_tokens + config.rollout.max_tokens - 1)
+    return min(LENGTH, config.longest_prompt + config.rollout.max_tokens - 1)
 
 
 def from_prompts(prompts: Iterable[np.ndarray], length: int) -> list[ProbeSequence]:

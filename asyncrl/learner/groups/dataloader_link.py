@@ -120,7 +120,7 @@ class DataloaderLink:
                         break
             self.fingerprint, self.seed, self.limit = resumed.fingerprint, resumed.seed, resumed.limit
             self.prompts = resumed.prompts
-            self._intake.ledger.first_epoch = resumed.first_epoch
+            self._intake.ledger.begin(resumed.first_epoch)
             # A new dataloader numbers its statuses from 0. With -1, it answers the next WatchDataloader at once.
             self.status = DataloaderStatus(number=-1, exhausted=False, outstanding=0)
             self._restores += 1
@@ -211,6 +211,7 @@ class DataloaderLink:
                 else:
                     self._intake.reject(rejected)
             self._intake.ledger.attempts = dict(status.attempts)
+            self._intake.ledger.grown = list(status.grown)
             self._changed.set()
             self._progress.news.announce()
 

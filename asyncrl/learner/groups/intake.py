@@ -1,8 +1,8 @@
 """Takes each group once, gives each prompt one outcome, and reports each outcome once. Pure.
 
-The outcomes are trained, filtered, quarantined and left out; the ledger records them. Invariant (exactly once): a
-prompt that has an outcome, is in training or in the buffer is never taken again. So a group that is delivered twice, by
-any senders, is trained at most once. A group that was taken leaves only by an outcome. Ledger, buffer and pending
+The outcomes are trained, filtered, quarantined, left out and rested; the ledger records them. Invariant (exactly once):
+a prompt that has an outcome, is in training or in the buffer is never taken again. So a group that is delivered twice,
+by any senders, is trained at most once. A group that was taken leaves only by an outcome. Ledger, buffer and pending
 reports change together, so ``state`` is consistent between any two steps.
 
 A step takes the groups of the oldest leases, so that no group waits for ever. Within a step the groups are in the order
@@ -18,16 +18,18 @@ data excludes before its lease counts as left out. That is no failure, so ``prob
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.advantages import has_signal
 from asyncrl.learner.groups.notices import no_signal
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
-from asyncrl.messages.groups import Group, check_group, sampled_tokens
+from asyncrl.messages.groups import Group, check_group, rewards_of, sampled_tokens
 from asyncrl.messages.ledger import KINDS, Kind, Ledger, LedgerState, position_of
 from asyncrl.messages.routes import Experts, check_routes
 
@@ -218,7 +220,8 @@ class Intake:
     """Takes a learner's groups at delivery, passes them to steps, and gives each an outcome.
 
     ``samples`` is the number of filtered groups between two steps whose text is kept. With ``experts`` each group needs
-    the routes of its tokens.
+    the routes of its tokens. ``sources`` are the names of the sources of the prompts, of a single one "". With
+    ``keeps_results`` the ledger keeps the rewards of each prompt, for a curriculum.
     """
 
     def __init__(
@@ -228,11 +231,14 @@ class Intake:
         *,
         samples: int = 0,
         experts: Experts | None = None,
+        sources: Sequence[str] = ("",),
+        keeps_results: bool = False,
     ) -> None:
         self._learner, self._experts = learner, experts
+        self._sources, self._keeps_results = sources, keeps_results
         self._samples = self._samples_left = samples
         """Filtered groups whose text is kept between two steps, and how many more until the next step ends."""
-        self.ledger = Ledger() if restored is None else Ledger.restore(restored.ledger)
+        self.ledger = Ledger(len(sources)) if restored is None else Ledger.restore(restored.ledger, len(sources))
         self.buffer = GroupBuffer()
         self.outcomes = OutcomeQueue()
         self.filtered: list[Group] = []
@@ -240,7 +246,7 @@ class Intake:
         self.quarantined: list[Quarantined] = []
         """Prompts that must still be written to quarantine.jsonl; the caller empties the list."""
         self.left_out: list[Rejected] = []
-        """Prompts that a rule of the data left out and that must still be logged; the caller empties the list."""
+        """Prompts left out by a data rule, or resting, that must still be logged; the caller empties the list."""
         self.filtered_samples: list[Filtered] = []
         """Filtered groups whose text must still be written; the caller empties the list."""
         self.delivered_lengths: list[int] = []
@@ -311,7 +317,7 @@ class Intake:
         if self._check_flat(group):
             self.filtered.append(group)
             self._keep_text([group], FLAT)
-            self._conclude(uid, "filtered")
+            self._conclude(uid, "filtered", group)
             return "filtered"
         self.buffer.add(group)
         self._delivered_at[uid] = now
@@ -321,12 +327,12 @@ class Intake:
         return None if self._experts is None else check_routes(group, self._experts)
 
     def reject(self, rejected: Rejected) -> None:
-        """Conclude a prompt that gets no lease, as left out or quarantined; ignored if it is known."""
+        """Conclude a prompt that gets no lease, as left out, rested or quarantined; ignored if it is known."""
         if self.has(rejected.uid):
             return
-        if rejected.kind == "left_out":
+        if rejected.kind != "quarantined":
             self.left_out.append(rejected)
-            self._conclude(rejected.uid, "left_out")
+            self._conclude(rejected.uid, rejected.kind)
         else:
             self._quarantine(Quarantined(rejected.uid, rejected.reason))
 
@@ -352,8 +358,8 @@ class Intake:
 
     def end_step(self) -> list[int]:
         """Conclude the groups in training as trained. Returns the lengths of responses taken since the last step."""
-        for uid in self._in_training:
-            self._conclude(uid, "trained")
+        for uid, group in self._in_training.items():
+            self._conclude(uid, "trained", group)
         self._in_training = {}
         self._samples_left = self._samples
         lengths, self.delivered_lengths = self.delivered_lengths, []
@@ -363,8 +369,8 @@ class Intake:
         """Conclude the groups in training as filtered: no token of the step is trained, and it does not count."""
         self._restore_counts(self._in_training.values())
         self._keep_text(self._in_training.values(), MASKED)
-        for uid in self._in_training:
-            self._conclude(uid, "filtered")
+        for uid, group in self._in_training.items():
+            self._conclude(uid, "filtered", group)
         self._in_training = {}
 
     def spoil_step(self, uids: Collection[str], reason: str, *, trained: Collection[str] = ()) -> None:
@@ -447,6 +453,10 @@ class Intake:
     def counts(self) -> dict[str, int]:
         """Number of prompts by outcome, and of failures, by the names of their metrics."""
         ledger: dict[str, int] = {f"ledger/{kind}": self.ledger.count(kind) for kind in KINDS}
+        for number, name in enumerate(self._sources):
+            if name:
+                counts = self.ledger.of_source(number)
+                ledger |= {f"source/{name}/{kind}": counts[kind] for kind in ("trained", "filtered", "rested")}
         return ledger | {
             "rollout/dropped_trajectories": self.dropped_trajectories,
             "rollout/failed_attempts": self.failed_attempts,
@@ -469,6 +479,10 @@ class Intake:
         self.quarantined.append(quarantined)
         self._conclude(quarantined.uid, "quarantined")
 
-    def _conclude(self, uid: str, kind: Kind) -> None:
-        self.ledger.record(kind, *position_of(uid))
-        self.outcomes.outcome(Outcome(uid, kind))
+    def _conclude(self, uid: str, kind: Kind, group: Group | None = None) -> None:
+        outcome = Outcome(uid, kind)
+        if group is not None and self._keeps_results:
+            rewards = rewards_of(group)
+            outcome = Outcome(uid, kind, float(rewards.mean()), float(np.ptp(rewards)))
+        self.ledger.record(kind, *position_of(uid), outcome.rewards)
+        self.outcomes.outcome(outcome)

@@ -64,6 +64,10 @@ learner.gauge(
     "prompts left out so far by a data rule such as data.max_prompt_tokens; not a failure",
     lines="train",
 )
+learner.gauge("ledger/rested", "prompts", "rests of prompts so far, by data.curriculum; not a failure", lines="train")
+learner.gauge("source/*/trained", "groups", "groups of the source that were trained so far", lines="train")
+learner.gauge("source/*/filtered", "groups", "groups of the source that were filtered so far", lines="train")
+learner.gauge("source/*/rested", "prompts", "rests of prompts of the source so far", lines="train")
 learner.gauge(
     "rollout/dropped_trajectories",
     "trajectories",
@@ -127,6 +131,13 @@ train.line(
 train.line("policy/reference_kl", "nats", "KL from the reference, mean over sampled tokens")
 train.line("reward/all_zero_fraction", "share", "share of groups in which every reward is 0")
 train.line("reward/all_max_fraction", "share", "share of groups in which every reward is the best possible")
+train.line(
+    "reward/signal_fraction",
+    "share",
+    "share of groups with a signal: learner.signal differs within them by more than learner.signal_tolerance",
+)
+train.line("source/*/reward_mean", "", "mean reward of the groups of a source, of those that reward/mean counts")
+train.line("source/*/signal_fraction", "share", "likewise, share of groups with a signal")
 train.line("reward/component/*", "", "mean of a component that the reward function names")
 train.line("rollout/length_mean", "tokens", "mean length of the responses of the groups that reward/mean counts")
 train.line("rollout/length_p95", "tokens", "likewise, 95th percentile")

@@ -61,7 +61,9 @@ class GroupRecords:
             left_out, self._intake.left_out = self._intake.left_out, []
             quarantined, self._intake.quarantined = self._intake.quarantined, []
             for prompt in left_out:
-                self._group_log.write(NOT_TRAINED, uid=prompt.uid, reason=prompt.reason, outcome="left out")
+                self._group_log.write(
+                    NOT_TRAINED, uid=prompt.uid, reason=prompt.reason, outcome=prompt.kind.replace("_", " ")
+                )
             for item in quarantined:
                 self._group_log.write(NOT_TRAINED, uid=item.uid, reason=item.reason)
             step, version = self._progress.step, self._progress.version

@@ -165,6 +165,7 @@ def _sample(
         "step": step,
         "weights/version": version,
         "uid": uid,
+        **({"source": group.lease.source} if group.lease.source else {}),
         "prompt": group.lease.prompt,
         "leased_version": group.lease.param_version,
         "trajectories": [

@@ -55,7 +55,7 @@ def verdict(events: list[GroupEvent]) -> str:
     delivered = given_up = ""
     for event in reversed(events):
         match event.what:
-            case "trained" | "evaluated" | "quarantined" | "filtered" | "left out":
+            case "trained" | "evaluated" | "quarantined" | "filtered" | "left out" | "rested":
                 return event.text
             case "buffered":
                 return "in the learner's buffer, not trained so far"
@@ -151,6 +151,7 @@ _OUTCOME_WORDS = {
     "filtered": "filtered",
     "quarantined": "quarantined",
     "left out": "left out",
+    "rested": "rested",
     "evaluated": "evaluated",
     "evaluation": "with the learner",
 }

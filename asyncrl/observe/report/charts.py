@@ -300,7 +300,7 @@ def tokens(train: Sequence[Line]) -> list[Panel]:
 
 def ledger(train: Sequence[Line]) -> list[Panel]:
     """Chart the number of prompt groups by outcome, since the start of the run."""
-    kinds = {"trained": GREEN, "filtered": GREY, "quarantined": RED, "left out": BLUE}
+    kinds = {"trained": GREEN, "filtered": GREY, "quarantined": RED, "left out": BLUE, "rested": TEAL}
     rows = [
         {"step": line["step"]} | {kind: number_in(line, f"ledger/{kind.replace(' ', '_')}") or 0.0 for kind in kinds}
         for line in train

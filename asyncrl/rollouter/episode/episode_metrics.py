@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from asyncrl.config import Config
+from asyncrl.config.training import JUDGES
 from asyncrl.messages import FinishReason
 from asyncrl.observe.catalogue import Counters, Histograms
 from asyncrl.rollouter.episode.conversation import ConversationCounts
@@ -24,9 +25,6 @@ TOOL = "tool "
 OTHER_TOOLS = "tool (others)"
 STATES = ("start", "queue", "engine", "paused", "user", "close")
 """The states of stages.py except those of tools."""
-
-JUDGES = frozenset({"relative_judge", "rubric"})
-"""Reward functions that ask a language model."""
 
 Failure = Literal["start", "turn", "user", "answer", "reward", "policy", "host"]
 """Why an attempt gave no trajectory.

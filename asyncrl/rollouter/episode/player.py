@@ -226,7 +226,8 @@ class EpisodePlayer:
         if not sequences:
             raise EpisodeFailed("it ended without an answer of the policy that could be trained", "answer")
         reward = total_reward(done.reward, conversation.rewards.values())
-        if reward is None and self._config.reward.function == "episode" and self._config.reward.per == "trajectory":
+        function = self._config.reward_function(session.lease.source)
+        if reward is None and function == "episode" and self._config.reward.per == "trajectory":
             if outcome != "stop":
                 # Another attempt would meet the same limit.
                 raise TrajectoryFailed(f"it was ended by a limit ({outcome}), and has {NO_REWARD}")
@@ -260,7 +261,7 @@ def first_messages(config: Config, lease: Lease) -> tuple[list[Message], list[To
 
     The dataloader reads the row in the same way to count its tokens. Raises ChatRefused.
     """
-    data = config.data if lease.purpose == "train" else config.eval[lease.purpose.removeprefix("eval/")].data
+    data = config.prompts_of(lease.purpose, lease.source)
     given = column_of(lease.row, data.prompt_column, lease.prompt)
     prompt = read_prompt(given, data.prompt_column, continues=False) if isinstance(given, list) else str(given)
     return conversation(prompt, data.system), read_tools(column_of(lease.row, data.tools_column), data.tools_column)

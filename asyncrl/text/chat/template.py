@@ -28,7 +28,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.config.episode import ChatConfig
-from asyncrl.config.training import DataConfig
+from asyncrl.config.training import PromptsConfig
 from asyncrl.core.errors import ChatRefused, ConfigError
 from asyncrl.text.chat.chat_messages import REASONING, Message, Tool, kind_of, read_conversation
 from asyncrl.text.chat.parsers import END_THINK, THINK, write_calls
@@ -123,7 +123,7 @@ def conversation(prompt: Prompt, system: str | None) -> list[Message]:
 class PromptEncoder:
     """Encodes the prompts of one data set. May be called from several threads at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, data: DataConfig, config: Config | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, data: PromptsConfig, config: Config | None = None) -> None:
         self._tokenizer, self._data = tokenizer, data
         self._chat = config.chat if config is not None else ChatConfig()
         self._tools_are_code = config is not None and config.episode.kind == "tools"

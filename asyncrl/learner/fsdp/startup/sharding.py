@@ -204,7 +204,7 @@ def _confirm_scoring(
     cost = sharing_cost(
         scoring,
         samples=config.rollout.samples_per_prompt,
-        prompt_tokens=config.data.max_prompt_tokens,
+        prompt_tokens=config.longest_prompt,
         packing=config.learner.packing,
     )
     if cost:
