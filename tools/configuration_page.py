@@ -15,7 +15,7 @@ from typing import get_args
 from pydantic.fields import FieldInfo
 
 from asyncrl.config import Config
-from asyncrl.config.keys import default_words, docstrings, known_keys, table_of, type_words
+from asyncrl.config.keys import default_words, docstrings, known_keys, listed_table_of, table_of, type_words
 from asyncrl.config.section import Section
 
 COMMAND = "python -m tools.configuration_page"
@@ -74,8 +74,10 @@ def _sections(path: str, field: FieldInfo, places: dict[type[Section], str]) -> 
     section, free = table
     heading = f"{path}.NAME" if free else path
     lines = [f"{'###' if '.' in path else '##'} {heading}", ""]
-    if section in places:
-        return [*lines, f"The keys of [{places[section]}](#{_anchor(places[section])}).", ""]
+    if (wider := next((each for each in places if issubclass(each, section)), None)) is not None:
+        without = ", ".join(f"`{key}`" for key in wider.model_fields if key not in section.model_fields)
+        keys = f"The keys of [{places[wider]}](#{_anchor(places[wider])})"
+        return [*lines, f"{keys}{f' without {without}' if without else ''}.", ""]
     places[section] = heading
     lines += [_prose(inspect.getdoc(section) or ""), ""]
     if free:
@@ -88,9 +90,20 @@ def _sections(path: str, field: FieldInfo, places: dict[type[Section], str]) -> 
             inner += _sections(f"{heading}.{key}", each, places)
         else:
             rows.append(_row(heading, key, each, texts[key]))
+            if (item := listed_table_of(each)) is not None:
+                inner += _listed(f"{heading}.{key}", item, section)
     if rows:
         lines += ["| key | type | default | unit | description |", "|---|---|---|---|---|", *rows, ""]
     return lines + inner
+
+
+def _listed(path: str, section: type[Section], around: type[Section]) -> list[str]:
+    """The lines of the tables of a list: the keys that the table ``around`` it does not have."""
+    heading, texts = f"{path}.NAME", docstrings(section)
+    own = {key: field for key, field in section.model_fields.items() if key not in around.model_fields}
+    lines = [f"### {heading}", "", _prose(inspect.getdoc(section) or ""), ""]
+    rows = [_row(heading, key, field, texts[key]) for key, field in own.items()]
+    return [*lines, "| key | type | default | unit | description |", "|---|---|---|---|---|", *rows, ""]
 
 
 def _row(heading: str, key: str, field: FieldInfo, text: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from asyncrl.config.keys import default_words
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE
 from tools.waiting import wait_until
 
@@ -297,7 +298,7 @@ def pid_lives(pid: int) -> bool:
 
 def to_toml(tree: dict[str, Any], prefix: str = "") -> str:
     """TOML of a tree of numbers, text, truth values, lists and tables."""
-    values = "".join(f"{key} = {json.dumps(value)}\n" for key, value in tree.items() if not isinstance(value, dict))
+    values = "".join(f"{key} = {default_words(value)}\n" for key, value in tree.items() if not isinstance(value, dict))
     text = (f"[{prefix}]\n" if prefix and values else "") + values
     for key, value in tree.items():
         if isinstance(value, dict):

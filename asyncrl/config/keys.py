@@ -222,6 +222,8 @@ def default_words(value: Any) -> str:
     """Return a default as TOML text; "unset" for None."""
     if isinstance(value, dict):
         return f"{{ {', '.join(f'{key} = {default_words(each)}' for key, each in value.items())} }}" if value else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(default_words, value))}]"
     return "unset" if value is None else json.dumps(value)
 
 

@@ -132,8 +132,8 @@ def _key_of(place: Sequence[int | str], tree: Any, *, is_missing: bool) -> tuple
             tree = tree[part]
         elif isinstance(tree, dict) and (part in tree or is_missing):
             tree = tree.get(part)
-        elif isinstance(tree, list):
-            # The name of the type that pydantic chose for the list; its items follow.
+        elif isinstance(tree, list) and any(isinstance(each, dict) for each in tree):
+            # The name of the type that pydantic chose for a list of tables, before the number of a table.
             continue
         else:
             break

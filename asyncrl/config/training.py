@@ -130,7 +130,10 @@ class TrainingPromptsConfig(PromptsConfig):
 
 
 class SourceConfig(TrainingPromptsConfig):
-    """A source of a mixture. Keys that do not say where its rows come from are inherited from [data]."""
+    """A source of a mixture: a table [[data.source]]. It has all other keys of [data], too.
+
+    It inherits those that do not say where its rows come from.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$")]
     """Name in metrics, samples and errors."""

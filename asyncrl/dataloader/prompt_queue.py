@@ -192,8 +192,9 @@ class _SourceQueue:
                 continue
             if prompt.index in self.source.oversize:
                 self._queue.add_rejected(Rejected(prompt.uid, TOO_LONG, "left_out"))
-            # Where every prompt of an epoch rests, the next one is sampled all the same.
-            elif resting < self.source.order.size and self._queue.rests(prompt.epoch, prompt.index):
+            # Where every prompt of an epoch rests, the next one is sampled all the same. With one that does not rest,
+            # there are fewer than two epochs of others between its turns.
+            elif resting < 2 * self.source.order.size and self._queue.rests(prompt.epoch, prompt.index):
                 resting += 1
                 self._queue.add_rejected(Rejected(prompt.uid, RESTS, "rested"))
             else:
@@ -246,7 +247,11 @@ class _SourceQueue:
         epoch, offset = self._cursor
         has_begun = offset > 0 or ledger.concluded(epoch) > 0 or any(uid.startswith(f"{epoch}-") for uid in self.out)
         growth = Growth(epoch + has_begun * self._stride, source.order.size, source.order.fingerprint)
-        ledger.grown = [each for each in ledger.grown if each.epoch != growth.epoch] + [growth]
+        # Earlier sizes of this epoch and of later ones are outdated.
+        others = [
+            each for each in ledger.grown if each.epoch < growth.epoch or each.epoch % self._stride != self._number
+        ]
+        ledger.grown = [*others, growth]
 
     def _is_to_come(self, prompt: TrainingPrompt) -> bool:
         uid = prompt.uid

@@ -21,9 +21,12 @@ def tree_of(config):
 def test_every_key_of_the_configuration_has_one_class():
     entries = [entry for entries in TABLE.values() for entry in entries.split()]
     assert [entry for entry, count in Counter(entries).items() if count > 1] == []
+    # A key of a source has the class of the same key of [data], unless only sources have it.
+    shared = {key: key.replace("source.NAME.", "") for key in KEYS if key.startswith("data.source.NAME.")}
+    as_named = {key: shared[key] if shared.get(key) in KEYS else key for key in KEYS}
     of_key = {
-        key: [entry for entry in entries if entry == key or (entry[-1] == "*" and key.startswith(entry[:-1]))]
-        for key in KEYS
+        key: [entry for entry in entries if entry == name or (entry[-1] == "*" and name.startswith(entry[:-1]))]
+        for key, name in as_named.items()
     }
     wrong = {key: found for key, found in of_key.items() if len(found) != 1}
     assert wrong == {}, "name each of these keys once in TABLE of asyncrl/config/resuming.py"

@@ -96,7 +96,7 @@ def test_i1_a_prompt_of_an_epoch_has_one_outcome() -> None:
         with pytest.raises(AssertionError, match="0-5 has an outcome"):
             ledger.record(kind, 0, 5)
     ledger.record("filtered", 0, 6)
-    assert [ledger.count(kind) for kind in KINDS] == [1, 2, 0, 0]
+    assert [ledger.count(kind) for kind in KINDS] == [1, 2, 0, 0, 0]
     assert ledger.attempts == {}
 
 

@@ -141,6 +141,7 @@ def test_the_groups_of_a_step_without_a_token_are_filtered_and_count_until_the_n
         "filtered": 5,
         "quarantined": 1,
         "left_out": 0,
+        "rested": 0,
     }
     assert intake.deliver(group(4)) == "duplicate"
     words = "none of the last 6 groups could be trained: 4 had no trajectory to train"
