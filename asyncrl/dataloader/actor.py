@@ -101,6 +101,7 @@ class Dataloader(Actor):
         if config.episode.kind != "single":
             await asyncio.to_thread(self._check_chat, tokenizer)
         await self._prompts.read(tokenizer, self.services)
+        self.counters["prompts/read"] = self._prompts.count
         self._restorer = Restorer(
             config,
             [each.source for each in self._prompts.training],
@@ -138,9 +139,12 @@ class Dataloader(Actor):
         """Read the rows that are appended to files, until cancelled. Raises DataError."""
         while True:
             await asyncio.sleep(FOLLOW_S)
-            if await self._prompts.read_appended() and self._book is not None:
-                self._book.grow()
-                self._count()
+            if await self._prompts.read_appended():
+                self.log.info("rows were appended", prompts=self._prompts.count)
+                self.counters["prompts/read"] = self._prompts.count
+                if self._book is not None:
+                    self._book.grow()
+                    self._count()
 
     async def _settle_orphans(self) -> None:
         """Ask the learner, whenever there are orphans, which of them it holds; the book leases the others again.

@@ -20,6 +20,7 @@ dataloader.counter(
 )
 dataloader.counter("tickets/rested", "prompts", "outcomes reported as rested by data.curriculum")
 dataloader.counter("tickets/evaluated", "groups", "outcomes reported as evaluated")
+dataloader.gauge("prompts/read", "prompts", "training prompts read so far, of all sources")
 dataloader.gauge("tickets/outstanding", "groups", "leased for training, neither reported nor returned yet")
 dataloader.gauge(
     "tickets/gate", "groups", "groups that the gate allows to be outstanding for an engine on the newest version"

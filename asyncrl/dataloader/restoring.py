@@ -52,7 +52,7 @@ class Restorer:
         """Check that prompts and seed are unchanged, or may change. A new run has neither yet. Raises RunChanged."""
         may_change = self._config.resume.allow
         if self._is_other_data(request) and "data" not in may_change:
-            fingerprint, prompts = self.identity(request.ledger.grown)
+            fingerprint, prompts = self.identity(self._sizes(request))
             raise RunChanged(
                 "data",
                 "the prompts differ",
@@ -95,6 +95,8 @@ class Restorer:
             # Old uids would name other prompts of the new data, so the new data begins with an epoch that no uid has.
             ledger.begin(_next_epoch(ledger, request.claims))
             ledger.grown = []
+        else:
+            ledger.grown = self._sizes(request)
         trained = ledger.count("trained")
         gate = Gate(
             self._limit,
@@ -136,9 +138,17 @@ class Restorer:
 
     def _is_other_data(self, request: Restored) -> bool:
         """Whether the prompts are others than those of the ledger. Appended rows of a growing file are no others."""
-        if request.fingerprint not in ("", self.identity(request.ledger.grown)[0]):
+        sizes = self._sizes(request)
+        if request.fingerprint not in ("", self.identity(sizes)[0]):
             return True
-        return any(self._has_changed(each) for each in request.ledger.grown)
+        return any(self._has_changed(each) for each in sizes)
+
+    def _sizes(self, request: Restored) -> list[Growth]:
+        """LedgerState.grown; for a file that the run did not follow before, with the prompts that it had."""
+        first, *others = self._sources
+        if request.ledger.grown or others or first.prefix is None or not request.prompts:
+            return request.ledger.grown
+        return [Growth(request.ledger.first_epoch, request.prompts, request.fingerprint)]
 
     def _has_changed(self, growth: Growth) -> bool:
         source = self._sources[growth.epoch % len(self._sources)]

@@ -56,6 +56,11 @@ class RunPrompts:
         """Whether a file of training prompts may grow."""
         return any(each.file is not None for each in self.training)
 
+    @property
+    def count(self) -> int:
+        """Number of training prompts read so far."""
+        return sum(len(each.prompts) for each in self.training)
+
     async def read(self, tokenizer: Tokenizer, services: ActorServices) -> None:
         """Read and tokenize all prompts on threads. Raises DataError or ConfigError."""
         for key, data in self._config.training_sets.items():

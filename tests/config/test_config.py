@@ -11,6 +11,7 @@ from run_settings import SIMULATED
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import config_from_json, config_to_json, load_config, validate_config
 from asyncrl.config.operation import ActorState
+from asyncrl.config.training import JUDGES
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.other_names import NAMES, meaning_of
 from asyncrl.core.truncation import LARGEST_SET, Truncation
@@ -19,6 +20,7 @@ from asyncrl.learner.actor import Learner
 from asyncrl.learner.publishing.broadcaster import collective_backend
 from asyncrl.messages import Uid
 from asyncrl.observe.states import STATES
+from asyncrl.reward.functions import JUDGES as REWARD_JUDGES
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rpc.actor import Actor
 
@@ -120,7 +122,40 @@ def test_an_unknown_key_does_not_hide_problems_of_keys_that_begin_with_its_lette
 SIM = {"engine": "sim"}
 VLLM, FP8 = {"engine": "vllm"}, {"vllm": {"quantization": "fp8"}}
 ON_CPU = VLLM | {"gpus_per_replica": 0}
+ROWS, OTHERS = {"name": "rows", "path": "r.jsonl"}, {"name": "others", "source": "synthetic"}
 WRONG = [
+    ({"data": {"source": [ROWS | {"weight": 0.0}]}}, "data.source.0.weight: input should be greater than 0"),
+    ({"data": {"source": [{"path": "r.jsonl"}]}}, "data.source.0.name: is required"),
+    ({"data": {"source": [ROWS, OTHERS | {"pth": "x"}]}}, "data.source.1.pth: unknown key; did you mean path?"),
+    ({"data": {"source": []}}, "data.source: list should have at least 1 item"),
+    ({"data": {"source": [ROWS, OTHERS | {"name": "rows"}]}}, "data.source: 2 sources have the name 'rows'"),
+    ({"data": {"source": [{"name": "rows"}]}}, "data.source.rows.path: is required"),
+    ({"data": {"source": [ROWS], "path": "p.jsonl"}}, "data.path: has no effect beside [[data.source]]"),
+    ({"data": {"source": [ROWS], "follow": True}}, "data.follow: has no effect beside [[data.source]]"),
+    ({"data": {"source": [ROWS | {"episode": "a:b"}]}}, "data.source.0.episode: all sources share [episode]"),
+    ({"data": {"source": [ROWS | {"advantage": "grpo"}]}}, "data.source.0.advantage: all sources share learner.adv"),
+    ({"data": {"source": [ROWS | {"max_tokens": 8}]}}, "data.source.0.max_tokens: all sources share rollout.max_to"),
+    ({"data": {"source": [ROWS | {"reward": "rubric"}]}}, "data.source.rows.reward: is a judge"),
+    (
+        {"data": {"source": [ROWS | {"reward": "exact"}]}, "reward": {"function": "rubric"}},
+        "data.source.rows.reward: does not go with a judge",
+    ),
+    ({"data": {"source": [ROWS | {"reward": "episode"}]}}, "data.source.rows.reward: episode is for runs with"),
+    ({"data": {"source": [ROWS | {"reward_options": {"a": 1}}]}}, "data.source.rows.reward_options: are for a reward"),
+    ({"data": {"source": [ROWS | {"reward": "reasoning_gym"}]}}, "data.source.rows.reward: reasoning_gym scores"),
+    ({"data": {"source": [ROWS | {"system": "s"}]}}, 'data.source.rows.system: needs template = "chat"'),
+    ({"data": {"source": [OTHERS | {"follow": True}]}}, "data.source.others.follow: is for one file of JSON lines"),
+    ({"data": {"path": "*.jsonl", "follow": True, "source": "auto"}}, "data.follow: is for one file of JSON lines"),
+    ({"data": {"curriculum": {"rest": 20}}}, "data.curriculum.rest: is more than data.curriculum.longest = 16"),
+    ({"data": {"curriculum": {"solved": 0.9}}}, "data.curriculum.solved: has no effect without data.curriculum.rest"),
+    ({"data": {"curriculum": {"function": "f"}}}, "data.curriculum.function: is 'f', and must be MODULE:FUNCTION"),
+    (
+        {"data": {"curriculum": {"function": "m:f", "rest": 1}}},
+        "data.curriculum.rest: has no effect beside data.curriculum.function",
+    ),
+    ({"data": {"curriculum": {"options": {"a": 1}}}}, "data.curriculum.options: are for data.curriculum.function"),
+    ({"eval": {"a": {"data": {"source": [ROWS]}}}}, "eval.a.data.source: input should be 'auto'"),
+    ({"eval": {"a": {"data": OTHERS}}}, "eval.a.data.name: unknown key"),
     ({"rollout": SIM | {"concurrency": 4}}, "rollout.concurrency: is 4, less than one prompt group"),
     ({"rollout": {"engine": "reference", "concurrency": "auto"}}, "rollout.concurrency: auto needs the engine's"),
     ({"rollout": SIM | {"replicas": 2, "min_replicas": 3}}, "rollout.min_replicas: is more than"),
@@ -456,3 +491,18 @@ def test_the_stall_policy_of_earlier_releases_is_refused_with_the_reason():
     # A run of an earlier release has its default in config.json.
     written = json.loads(config_to_json(validate_config(SIMULATED)))
     assert config_from_json(json.dumps(written | {"watchdog": {"policy": "restart"}})).watchdog.policy is None
+
+
+def test_sources_of_a_mixture_inherit_what_does_not_say_where_rows_come_from():
+    sources = [ROWS | {"weight": 3.0, "template": "plain"}, OTHERS | {"max_prompt_tokens": 7}]
+    keys = {"template": "chat", "system": "s", "shuffle": False, "source": sources}
+    config = validate_config(SIMULATED | {"data": keys})
+    first, second = config.data.mixture
+    assert (first.weight, first.template, first.system, first.shuffle) == (3.0, "plain", None, False)
+    assert (second.weight, second.template, second.system, second.path) == (1.0, "chat", "s", None)
+    assert list(config.training_sets) == ["data.source.rows", "data.source.others"]
+    assert config.longest_prompt == 1024
+    assert config_from_json(config_to_json(config)) == config
+    assert config.prompts_of("train", "others") == second and config.prompts_of("train", "gone") == config.data
+    assert validate_config(SIMULATED).training_sets.keys() == {"data"}
+    assert frozenset(REWARD_JUDGES) == JUDGES

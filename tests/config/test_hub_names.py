@@ -139,3 +139,17 @@ def test_the_cache_is_where_huggingface_hub_has_it(environment):
     code = "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)"
     ended = subprocess.run([sys.executable, "-c", code], env=kept | environment, capture_output=True, text=True)
     assert Path(ended.stdout.strip()) == cache_folder(environment)
+
+
+def test_sources_of_a_mixture_have_pins_by_their_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    sources = [{"name": "made", "source": "synthetic"}, {"name": "rows", "path": "org/rows"}]
+    config = validate_config(tree(data={"source": sources}))
+    assert "data.source.rows.path" in asked_names(config)
+    pins = {"data.source.rows.path": f"org/rows@{COMMIT}"}
+    config = config_from_json(config_to_json(with_pins(config, pins)))
+    rows = tmp_path / "cache" / "datasets--org--rows" / "snapshots" / COMMIT
+    assert localized(config).data.mixture[1].path == f"{rows}"
+    assert named(config).data.mixture[1].path == f"org/rows@{COMMIT}"
+    assert kept_pins(config, config.model_dump(mode="json")) == pins

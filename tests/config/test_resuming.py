@@ -106,3 +106,21 @@ def test_a_key_unknown_to_an_earlier_release_counts_as_its_default():
     assert changes(tree, simulated_run()) == []
     (found,) = changes(tree, simulated_run(rollout={"temperature": 0.5}))
     assert found.difference == "was 1.0, is 0.5"
+
+
+def test_a_changed_key_of_a_source_is_named_with_the_source():
+    rows, others = {"name": "rows", "path": "r.jsonl"}, {"name": "others", "source": "synthetic"}
+    was = simulated_run(data={"source": [rows, others]})
+    changed = {"weight": 2.0, "template": "chat", "reward": "exact", "shuffle": False, "size": 8}
+    now = simulated_run(data={"source": [rows, others | changed]})
+    assert {change.key: change.applies for change in changes(tree_of(was), now)} == {
+        "data.source.others.size": Applies.PROMPTS,
+        "data.source.others.template": Applies.GENERATED,
+        "data.source.others.shuffle": Applies.NOW,
+        "data.source.others.weight": Applies.PROMPTS,
+        "data.source.others.reward": Applies.GENERATED,
+    }
+    (found,) = changes(tree_of(was), simulated_run(data={"source": [rows]}))
+    assert (found.key, found.applies) == ("data.source.others", Applies.PROMPTS)
+    (found,) = changes(tree_of(simulated_run()), was)
+    assert (found.key, found.applies) == ("data.source", Applies.PROMPTS)

@@ -8,14 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import uvloop
 from harness import until
-from reward.pools import MODULE, request, reward, started, workers
+from reward.pools import MODULE, Heard, request, reward, started, workers
 
-from asyncrl.config.training import RewardConfig
-from asyncrl.core.errors import DeadlineExceeded, RewardFailed, RewardPoolEnded
+from asyncrl.config.training import RewardConfig, SourceConfig
+from asyncrl.core.errors import ConfigError, DeadlineExceeded, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.reward.reward_pool import RewardPool
 from asyncrl.workers import worker_pool as pool_module
@@ -102,6 +103,29 @@ async def test_a_response_past_its_time_gets_the_configured_reward_at_once():
         with pytest.raises(RewardFailed):
             await reward(pool, "nan")
         assert counted.failed == 1
+
+
+async def test_a_source_may_have_a_function_of_its_own(tmp_path):
+    sources = [
+        SourceConfig(name="a", path="p"),
+        SourceConfig(name="b", path="p", reward="exact", reward_options={"answer_key": "key"}),
+    ]
+    printed, faults = [], []
+    config = RewardConfig(function="constant", options={"value": 7.0}, workers=1, timeout_s=20.0)
+    pool = RewardPool(config, max_tokens=9, sources=sources, observer=Heard(printed, faults))
+    await pool.start()
+    try:
+        asked = [msgspec.structs.replace(request("x", key="x"), source=name) for name in ("", "a", "b", "gone")]
+        assert [(await pool.score(each)).rewards for each in asked] == [[7.0], [7.0], [1.0], [7.0]]
+        with pytest.raises(RewardFailed, match="exact.*no column 'key'"):
+            await pool.score(msgspec.structs.replace(request("x"), source="b"))
+        assert faults[-1][1].function == "exact"
+    finally:
+        await pool.close()
+    wrong = [SourceConfig(name="b", path="p", reward="exakt")]
+    pool = RewardPool(config, max_tokens=9, sources=wrong)
+    with pytest.raises(ConfigError, match="data.source.b.reward: there is no built-in function 'exakt'"):
+        await pool.start()
 
 
 async def test_the_timeout_starts_in_the_worker_and_counts_only_its_time():

@@ -146,7 +146,8 @@ class RewardTrial:
                     try:
                         trial.add(await self._pool.score(request), completions)
                     except RewardFailed as error:
-                        trial.errors.append(f"{error.reason}, on {sample.place}")
+                        of_source = f" (data.source {sample.source})" if sample.source else ""
+                        trial.errors.append(f"{error.reason}, on {sample.place}{of_source}")
         except TimeoutError:
             if not any(trial.rewards or trial.errors for trial in trials.values()):
                 text = f"{self._reward.function} was called, and did not answer within {self._calls_s:g} s"

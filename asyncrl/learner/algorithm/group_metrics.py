@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from asyncrl.config.training import LearnerConfig, StalenessConfig
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.advantages import has_signal
 from asyncrl.messages.groups import (
     Group,
@@ -50,17 +51,24 @@ def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], toleranc
 
 
 def signal_metrics(trained: Sequence[Group], filtered: Sequence[Group], config: LearnerConfig) -> dict[str, float]:
-    """Share of the groups that have a signal; and for each source of a mixture this share and the mean reward."""
-    by_source: dict[str, list[Group]] = {}
-    for group in (*trained, *filtered):
-        by_source.setdefault(group.lease.source, []).append(group)
-    shares = {name: [has_signal(group, config) for group in groups] for name, groups in by_source.items()}
-    every = [has for each in shares.values() for has in each]
-    metrics = {"reward/signal_fraction": float(np.mean(every))} if every else {}
-    for name in sorted(by_source.keys() - {""}):
-        rewards = np.concatenate([rewards_of(group) for group in by_source[name]])
+    """Share of the groups that have a signal; and for each source of a mixture this share and the mean reward.
+
+    The shares are missing if ``learner.signal`` names a component that the rewards lack.
+    """
+    groups = [*trained, *filtered]
+    sources = np.array([group.lease.source for group in groups])
+    metrics: dict[str, float] = {}
+    for name in sorted({*sources} - {""}):
+        rewards = np.concatenate([rewards_of(groups[at]) for at in np.flatnonzero(sources == name)])
         metrics[f"source/{name}/reward_mean"] = float(rewards.mean())
-        metrics[f"source/{name}/signal_fraction"] = float(np.mean(shares[name]))
+    try:
+        signals = np.array([has_signal(group, config) for group in groups])
+    except ConfigError:
+        return metrics
+    if groups:
+        metrics["reward/signal_fraction"] = float(signals.mean())
+    for name in sorted({*sources} - {""}):
+        metrics[f"source/{name}/signal_fraction"] = float(signals[sources == name].mean())
     return metrics
 
 

@@ -10,7 +10,9 @@ from run_settings import simulated_run
 
 from asyncrl.config.algorithm import LoraConfig
 from asyncrl.config.load import validate_config
+from asyncrl.dataloader.prompts import load_dataset
 from asyncrl.launcher.checks import inputs, process
+from asyncrl.launcher.checks.findings import KnownPrompts
 from asyncrl.launcher.checks.inputs import check_inputs, read_inputs
 from asyncrl.launcher.checks.model import check_model, check_served, check_window, digest, measure
 from asyncrl.launcher.checks.needs import ModelSize
@@ -387,6 +389,30 @@ def test_samples_are_rows_of_each_set_with_their_places(tmp_path):
     assert [sample.key for sample in samples] == ["data"] * 3 + ["eval.held.data"]
     assert first.place == f"{tmp_path}/data.jsonl:2" and first.row == {"prompt": "p0", "answer": 0}
     assert (first.prompt, last.place) == ("p0", "synthetic:1")
+
+
+def test_a_mixture_is_checked_source_by_source(tmp_path):
+    (tmp_path / "a.jsonl").write_text(f"{HELLO}\n{HELLO}\n")
+    (tmp_path / "b.jsonl").write_text("{}\n")
+    sources = [{"name": name, "path": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
+    found = read_inputs(simulated_run(data={"source": sources}), with_rows=True)
+    assert [(each.key, each.result) for each in found.findings if each.check == "data"] == [
+        ("data.source.a", "ok"),
+        ("data.source.b", "fail"),
+    ]
+    assert [(sample.key, sample.source) for sample in found.samples] == [("data.source.a", "a")] * 2
+    assert "data.source.b.on_bad_row" in found.findings[-1].fix
+
+
+def test_a_file_that_has_grown_since_the_run_was_left_is_known(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{HELLO}\n")
+    config = simulated_run(data={"source": "auto", "path": str(path), "follow": True})
+    known = KnownPrompts(fingerprint=load_dataset(config.data).fingerprint, count=1)
+    path.write_text(f"{HELLO}\n{HELLO}\n")
+    assert all(each.result == "ok" for each in read_inputs(config, with_rows=True, known=known).findings)
+    path.write_text(f'{{"prompt": "bye"}}\n{HELLO}\n')
+    assert any(each.result == "fail" for each in read_inputs(config, with_rows=True, known=known).findings)
 
 
 def test_a_separate_process_checks_the_inputs_alike_and_its_death_is_a_finding(tmp_path, monkeypatch):

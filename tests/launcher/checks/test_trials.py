@@ -12,7 +12,7 @@ from run_settings import simulated_run
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.launcher.checks.inputs import Sample
-from asyncrl.launcher.checks.user_code import RewardTrial, Trial, check_command, check_episode, judge
+from asyncrl.launcher.checks.user_code import RewardTrial, Trial, check_command, check_curriculum, check_episode, judge
 from tools.waiting import wait_until
 
 MODULES = {
@@ -222,3 +222,20 @@ def lives(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_the_function_of_a_curriculum_is_tried_in_a_process(tmp_path, monkeypatch):
+    (tmp_path / "samplers.py").write_text(
+        "def good(*, results, epoch): print('hi'); return True\ndef bad(): return None\nimport os\n"
+        "def leaves(*, epoch): os._exit(3)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def found(name):
+        curriculum = {"function": f"samplers:{name}"} if name else {}
+        return asyncio.run(check_curriculum(simulated_run(data={"curriculum": curriculum})))
+
+    assert found("") is None
+    assert (found("good").result, found("good").key) == ("ok", "data.curriculum.function")
+    assert found("bad").result == "fail" and "must return whether the prompt is sampled" in found("bad").detail
+    assert found("leaves").result == "fail"

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from examples import examples
@@ -74,6 +75,7 @@ def test_metrics_of_a_step() -> None:
             "reward/mean": 0.5,
             "reward/std": 0.5,
             "reward/trained_mean": 0.5,
+            "reward/signal_fraction": 1 / 3,
             "reward/all_zero_fraction": 1 / 3,
             "reward/all_max_fraction": 1 / 3,
             "reward/component/format": 1.0,
@@ -94,6 +96,28 @@ def test_metrics_of_a_step() -> None:
             "staleness/late_fraction": 3 / 6,
         }
     )
+
+
+def test_metrics_of_a_step_by_source() -> None:
+    groups = [
+        make_group(index, [1], [make_trajectory([1], reward=reward, version=4) for reward in rewards])
+        for index, rewards in enumerate([(0.0, 1.0), (1.0, 1.0), (0.0, 0.0)])
+    ]
+    named = [
+        msgspec.structs.replace(group, lease=msgspec.structs.replace(group.lease, source=name))
+        for group, name in zip(groups, ("a", "a", "b"), strict=True)
+    ]
+    found = step_metrics(named[:1], named[1:], 4, make_config())
+    assert {key: value for key, value in found.items() if key.startswith(("source", "reward/signal"))} == {
+        "source/a/reward_mean": 0.75,
+        "source/b/reward_mean": 0.0,
+        "source/a/signal_fraction": 0.5,
+        "source/b/signal_fraction": 0.0,
+        "reward/signal_fraction": pytest.approx(1 / 3),
+    }
+    # A signal that the rewards lack has no share.
+    unknown = step_metrics(named, (), 4, changed(make_config(), learner={"signal": "format"}))
+    assert "source/a/reward_mean" in unknown and not any(key.endswith("signal_fraction") for key in unknown)
 
 
 def test_late_tokens_that_are_left_out_are_counted_and_their_reward_stays() -> None:

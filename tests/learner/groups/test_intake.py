@@ -12,7 +12,7 @@ from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.groups.intake import FLAT, FRACTION_FROM, MASKED, Intake, IntakeState
 from asyncrl.messages.dataloader import Outcome, Rejected
 from asyncrl.messages.groups import Group
-from asyncrl.messages.ledger import KINDS, Ledger
+from asyncrl.messages.ledger import KINDS, Ledger, Result
 
 LEARNER = LearnerConfig(groups_per_step=2, max_filtered_ratio=2.0, max_quarantined_fraction=0.2)
 
@@ -248,3 +248,27 @@ def test_the_text_of_the_first_groups_that_are_filtered_after_each_step_is_kept(
         ("0-6", MASKED),
         ("0-7", MASKED),
     ]
+
+
+def test_a_curriculum_gets_the_rewards_of_each_group_and_its_rests() -> None:
+    intake = Intake(LearnerConfig(groups_per_step=1), sources=["a", "b"], keeps_results=True)
+    intake.deliver(group(0, rewards=(0.0, 1.0)))
+    intake.deliver(group(1, rewards=(1.0, 1.0)))
+    intake.deliver(group(2, failure="it loops"))
+    intake.reject(Rejected("1-3", "rests", "rested"))
+    intake.begin_step()
+    intake.end_step()
+    assert {each.uid: (each.kind, each.rewards) for each in reported(intake)} == {
+        "0-1": ("filtered", (1.0, 0.0)),
+        "0-2": ("quarantined", None),
+        "1-3": ("rested", None),
+        "0-0": ("trained", (0.5, 1.0)),
+    }
+    assert intake.ledger.results(0, 0) == [Result(0, 0.5, 1.0)]
+    counts = intake.counts()
+    assert (counts["ledger/rested"], counts["source/a/trained"], counts["source/a/filtered"]) == (1, 1, 1)
+    assert (counts["source/b/rested"], counts["source/b/trained"]) == (1, 0)
+    assert intake.problem() is None
+    again = Intake(LearnerConfig(), intake.state(), sources=["a", "b"])
+    assert again.counts()["source/a/trained"] == 1 and again.ledger.state == intake.ledger.state
+    assert not any(name.startswith("source/") for name in Intake(LearnerConfig()).counts())
