@@ -17,7 +17,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable
 
-from asyncrl.core.errors import InvalidRequest, RestoreNeeded, WireError
+from asyncrl.core.errors import ConfigError, InvalidRequest, RestoreNeeded, WireError
 from asyncrl.dataloader.curriculum import find_curriculum
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
 from asyncrl.dataloader.holders import Ask
@@ -380,7 +380,12 @@ class Dataloader(Actor):
         if not book.knows(ask.rollouter):
             # The call came before the gate was opened, or the book was rebuilt since.
             self._note_request(ask)
-        leases = book.take(ask)
+        try:
+            leases = book.take(ask)
+        except ConfigError as error:
+            # A user's curriculum has failed: in a handler the error would reach the rollouter alone.
+            self.tasks.create_task(_fail(error))
+            return None
         if leases or book.status_number != self._status_number:
             # ``take`` may have rejected a prompt without leasing anything.
             self._count()
@@ -496,3 +501,7 @@ class Dataloader(Actor):
         if book.status_number != self._status_number:
             self._status_number = book.status_number
             self._parked_watches.wake()
+
+
+async def _fail(error: Exception) -> None:
+    raise error

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
+import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from run_settings import SMALL
 from serving_dataloader import LEARNER, A, B, ledger, run, running, small_config
 
+from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.dataloader import actor as actor_module
 from asyncrl.dataloader import run_prompts as prompts_module
 from asyncrl.dataloader.prompt_queue import TOO_LONG
 from asyncrl.messages import Done
-from asyncrl.messages.dataloader import OutcomesSeen, Rejected, SamplePrompts
+from asyncrl.messages.dataloader import Outcome, Outcomes, OutcomesSeen, Rejected, SamplePrompts
 from asyncrl.messages.groups import ALONE_FROM, NewLeases, ReturnLeases
 
 RUN = run
@@ -207,3 +213,40 @@ async def test_groups_of_a_dead_rollouter_are_leased_again_before_its_successor_
         it.actor.peer_died(A, 1)
         assert [lease.uid for lease in (await parked).leases] == [lost]
         assert it.learner.asked[-1] == [held, lost]
+
+
+async def test_a_curriculum_that_fails_ends_the_dataloader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("samplers")
+    exec("def broken(*, results): return results[0]", module.__dict__)
+    monkeypatch.setitem(sys.modules, "samplers", module)
+    config = small_config(data={"curriculum": {"function": "samplers:broken"}})
+
+    async def lease() -> None:
+        async with running(tmp_path, config) as it:
+            it.lease()
+            await asyncio.sleep(10)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await lease()
+    text = "".join(traceback.format_exception(caught.value))
+    assert "ConfigError: data.curriculum.function: samplers:broken failed: IndexError" in text
+
+
+async def test_prompts_of_sources_have_their_names_and_rest_in_an_epoch(tmp_path: Path) -> None:
+    sources = [{"name": name, "source": "synthetic", "weight": weight} for name, weight in (("a", 3.0), ("b", 1.0))]
+    data = {"source": [each | {"size": 4} for each in sources], "curriculum": {"rest": 1}}
+    config = validate_config(SMALL | {"data": data, "staleness": {"max": 9}})
+    async with running(tmp_path, config) as it:
+        leases = (await it.lease(free=4)).leases
+        assert [lease.source for lease in leases] == ["a", "a", "b", "a"]
+        assert [lease.uid.partition("-")[0] for lease in leases] == ["0", "0", "1", "0"]
+        flat = [Outcome(lease.uid, "filtered", 1.0, 0.0) for lease in leases]
+        it.reports += 1
+        await it.call(LEARNER, Outcomes(number=it.reports, version=0, trained_at_version=0, outcomes=flat))
+        again = (await it.lease(free=4, seen=4)).leases
+        assert [lease.source for lease in again] == ["a", "a", "b", "a"]
+        status = await it.status()
+        assert {(rejected.uid, rejected.kind) for rejected in status.rejected} <= {
+            (lease.uid.replace("0-", "2-"), "rested") for lease in leases
+        }
+        assert not {lease.uid for lease in again} & {rejected.uid for rejected in status.rejected}

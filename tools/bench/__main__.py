@@ -65,6 +65,14 @@ BENCHES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "--steps": _count(40, "of each run"),
         },
     ),
+    "curriculum": (
+        "tokens until the quickstart's policy is right, with and without a curriculum",
+        {
+            "--seed": {"type": _positive, "action": "append", "help": "of a pair of runs (1, 2 and 3)"},
+            "--accuracy": {"type": float, "default": 0.8, "help": "share of right samples that is waited for (0.8)"},
+            "--steps": _count(44, "of each run"),
+        },
+    ),
     "overlap": (
         "throughput of the whole system against max(T_generate, T_train)",
         {"--steps": _count(48, "steps measured in each run")},

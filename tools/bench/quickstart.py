@@ -148,13 +148,13 @@ def ours(assets: Assets, further: Mapping[str, str], folder: Path, seed: int, st
         **{f"eval.{of}.{when}": "false" for of in ("heldout", "heldout_greedy") for when in ("at_start", "at_end")},
     }
     flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    _run(launch_command(assets, str(CONFIG), flags), folder)
+    run_command(launch_command(assets, str(CONFIG), flags), folder)
     lines = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["time/step_s"] for line in lines if line.get("kind") == "train"]
     seconds[0] -= waited_for_engine(json.loads((out / "run" / "trace" / "trace-001.json").read_text())["traceEvents"])
     for step in range(EVERY, steps + 1, EVERY):
         export = [str(out / "run"), str(out / f"v{step}"), "--version", str(step)]
-        _run([sys.executable, "-m", "asyncrl.cli.export", *export], folder)
+        run_command([sys.executable, "-m", "asyncrl.cli.export", *export], folder)
     return _points(assets, out, seconds)
 
 
@@ -190,11 +190,12 @@ def trl(python: Path, assets: Assets, further: Mapping[str, str], folder: Path, 
     out.mkdir()
     script = Path(__file__).with_name("trl_quickstart.py")
     command = [str(python), "-I", str(script), str(assets.model), str(assets.train), str(out), json.dumps(settings)]
-    _run(command, folder, without_python_settings())
+    run_command(command, folder, without_python_settings())
     return _points(assets, out, json.loads((out / "steps.json").read_text()))
 
 
-def _run(command: Sequence[str], folder: Path, variables: dict[str, str] | None = None) -> None:
+def run_command(command: Sequence[str], folder: Path, variables: dict[str, str] | None = None) -> None:
+    """Run a command, whose output goes to a file in ``folder``. Raises RuntimeError with its end if it fails."""
     output = folder / "output.txt"
     with output.open("w") as file:
         ended = subprocess.run(
