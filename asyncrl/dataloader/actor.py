@@ -202,15 +202,7 @@ class Dataloader(Actor):
                 self._last_restored = request
                 self._open(book)
             assert self._book is not None
-            ledger = self._book.ledger
-            fingerprint, prompts = self._restorer.identity(ledger.grown)
-            return Resumed(
-                fingerprint=fingerprint,
-                seed=self._restorer.seed,
-                limit=self._book.gate.limit.versions,
-                first_epoch=ledger.first_epoch,
-                prompts=prompts,
-            )
+            return self._restorer.resumed(self._book)
 
     @handler
     def sample_prompts(self, request: SamplePrompts, caller: Caller) -> PromptSample:

@@ -59,7 +59,9 @@ class LeaseBook:
         self._eval_turn = False
         """Whether evaluation is next where training and evaluation both have prompts to lease."""
         self._stopped = False
-        self._forget_deaths()
+        for uid in [uid for uid in self.ledger.attempts if not self._is_open(uid)]:
+            # Its prompt has an outcome, or is never leased again.
+            self._suspects.forget(uid)
         self.number = number
         """Number of the newest report of the learner that was applied; there is no gap before it."""
         self.status_number = status_number
@@ -290,10 +292,9 @@ class LeaseBook:
         for uid, attempt in previous.ledger.attempts.items():
             if self._is_open(uid):
                 self._suspects.raise_to(uid, attempt)
-        for uid in self.missing(previous):
-            held = previous._holders[uid]
+        for held in [previous._holders[uid] for uid in self.missing(previous)]:
             if held.suspect:
-                self._suspects.died(uid, alone=held.alone)
+                self._suspects.died(held.prompt.uid, alone=held.alone)
         self._note_status()
 
     def grow(self) -> None:
@@ -322,9 +323,8 @@ class LeaseBook:
         if wrong or len(set(uids)) < len(uids):
             raise ProtocolError(f"outcomes that cannot be: {wrong or uids}")
         self.number = report.number
-        for outcome in report.outcomes:
-            if self._is_open(outcome.uid):
-                self._conclude(outcome)
+        for outcome in (each for each in report.outcomes if self._is_open(each.uid)):
+            self._conclude(outcome)
         previous = self.gate.newest_version
         if report.version > previous:
             self.gate.published(report.version, report.trained_at_version)
@@ -458,12 +458,6 @@ class LeaseBook:
         if held.suspect:
             self._suspects.died(uid, alone=held.alone)
         self._put_back(held.prompt)
-
-    def _forget_deaths(self) -> None:
-        """Forget the deaths of prompts that have an outcome, or that are never leased again."""
-        for uid in list(self.ledger.attempts):
-            if not self._is_open(uid):
-                self._suspects.forget(uid)
 
     def _put_back(self, prompt: Prompt) -> None:
         """Send a prompt that came back to its next place.

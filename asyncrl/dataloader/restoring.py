@@ -20,7 +20,7 @@ from asyncrl.dataloader.evals import EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate, WorkingLimit
 from asyncrl.dataloader.lease_book import LeaseBook
 from asyncrl.dataloader.prompt_queue import PromptQueue, Source, growths
-from asyncrl.messages.dataloader import LeasesHeld, Restored
+from asyncrl.messages.dataloader import LeasesHeld, Restored, Resumed
 from asyncrl.messages.ledger import Growth, Ledger, position_of
 
 
@@ -135,6 +135,17 @@ class Restorer:
         # After the leases are known: an epoch that has begun keeps its size.
         book.grow()
         return book
+
+    def resumed(self, book: LeaseBook) -> Resumed:
+        """The learner's answer, once the gate is open with this book."""
+        fingerprint, prompts = self.identity(book.ledger.grown)
+        return Resumed(
+            fingerprint=fingerprint,
+            seed=self.seed,
+            limit=book.gate.limit.versions,
+            first_epoch=book.ledger.first_epoch,
+            prompts=prompts,
+        )
 
     def _is_other_data(self, request: Restored) -> bool:
         """Whether the prompts are others than those of the ledger. Appended rows of a growing file are no others."""
