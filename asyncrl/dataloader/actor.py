@@ -142,9 +142,10 @@ class Dataloader(Actor):
             if await self._prompts.read_appended():
                 self.log.info("rows were appended", prompts=self._prompts.count)
                 self.counters["prompts/read"] = self._prompts.count
-                if self._book is not None:
-                    self._book.grow()
-                    self._count()
+            # Not only then: the gate may have been shut when the rows were read.
+            if self._book is not None:
+                self._book.grow()
+                self._count()
 
     async def _settle_orphans(self) -> None:
         """Ask the learner, whenever there are orphans, which of them it holds; the book leases the others again.

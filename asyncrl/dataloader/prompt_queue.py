@@ -151,7 +151,8 @@ class _SourceQueue:
     """The prompts of one source of ``queue``; its epochs in the ledger are ``number`` plus multiples of ``stride``."""
 
     def __init__(self, queue: PromptQueue, number: int, source: Source) -> None:
-        assert len(source.oversize) < source.order.size
+        # Rows may be appended to a growing source at this moment.
+        assert source.prefix is not None or len(source.oversize) < source.order.size
         self.source = source
         self.out: set[str] = set()
         """Uids of the prompts that are leased or with the learner."""
