@@ -88,7 +88,7 @@ def test_the_installed_wheel_does_not_import_the_source_tree(bin_folder, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "command", ["asyncrl-launch", "asyncrl-doctor", "asyncrl-top", "asyncrl-view", "asyncrl-export"]
+    "command", ["asyncrl-launch", "asyncrl-doctor", "asyncrl-top", "asyncrl-view", "asyncrl-export", "asyncrl-eval"]
 )
 def test_each_command_prints_its_help(bin_folder, tmp_path, command):
     assert f"usage: {command}" in run(bin_folder / command, "--help", cwd=tmp_path)

@@ -14,11 +14,16 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from asyncrl.core.other_names import Meaning, describe_meaning, meaning_of
-from asyncrl.core.printable import printable
+from asyncrl.core.printable import printable, say
 from asyncrl.core.streams import PRINTER, replace_unknown, send_nowhere
+from asyncrl.launcher.common.signals import heeded
+
+if TYPE_CHECKING:
+    from asyncrl.core.errors import AsyncRLError
 
 
 class Parser(argparse.ArgumentParser):
@@ -178,3 +183,56 @@ def complain(program: str, problem: str, exit_code: int) -> int:
     PRINTER.print_to(sys.stderr, printable(f"{program}: {problem}\n", keep="\n"))
     PRINTER.finish()
     return exit_code
+
+
+def complain_of(program: str, error: AsyncRLError) -> int:
+    """Print on standard error the error with which a command ends, each problem of a ConfigError in a line.
+
+    Returns the exit code.
+    """
+    from asyncrl.core.errors import ConfigError
+
+    if not isinstance(error, ConfigError):
+        return complain(program, str(error), error.exit_code)
+    keys = "" if error.found else "; --help-config explains every key"
+    if len(error.problems) == 1:
+        return complain(program, f"{error.problems[0]}{keys}", 78)
+    for problem in error.problems:
+        say(f"  {problem}", sys.stderr)
+    count = f"{len(error.problems)} problems" + ("" if error.found else " in the configuration")
+    return complain(program, f"{count}: correct what is listed above{keys}", 78)
+
+
+# --- signals ---
+
+
+class _Interrupted(KeyboardInterrupt):
+    """A signal arrived before anything was started. As a KeyboardInterrupt it passes through event loops."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def interruptible(program: str, command: Callable[[], int]) -> int:
+    """Run ``command`` by ``flushed``. A signal that it does not handle itself raises in it, and ends it in order.
+
+    Returns the exit code: the command's, or 128 + signal.
+    """
+    raise_at_signals()
+    try:
+        return flushed(program, command)
+    except KeyboardInterrupt as interrupt:
+        number = interrupt.number if isinstance(interrupt, _Interrupted) else int(signal.SIGINT)
+        return complain(program, f"ended by {signal.Signals(number).name}", 128 + number)
+
+
+def raise_at_signals() -> None:
+    """Let the signals that end a run raise in this thread."""
+    for stopping in heeded():
+        signal.signal(stopping, _raise_interrupted)
+
+
+def _raise_interrupted(number: int, _frame: FrameType | None) -> None:
+    # A closing terminal sends SIGHUP more than once. A second one must not interrupt the cleanup.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    raise _Interrupted(number)

@@ -138,7 +138,7 @@ def _export(given: argparse.Namespace) -> tuple[Config, Found]:
     if out.exists() and (out.samefile(os.curdir) or out.is_mount()):
         # The model is written to a temporary folder next to OUT, which then replaces it.
         raise UsageError(f"{given.out}: a working folder or a mount point cannot be replaced; name a folder in it")
-    config, checkpoints, found = _find(given.run, given.version)
+    config, checkpoints, found = find_checkpoint(given.run, given.version)
     if given.adapter and not config.lora.is_on:
         raise UsageError(f"--adapter: {given.run} trains the whole model; it has lora.rank = 0")
 
@@ -153,12 +153,14 @@ def _export(given: argparse.Namespace) -> tuple[Config, Found]:
     return config, found
 
 
-def _find(run: str, version: int | None) -> tuple[Config, CheckpointFolder, Found]:
-    """Return the run's configuration, its folder of checkpoints, and the checkpoint of ``version`` (None: the newest).
+def find_checkpoint(
+    run: str, version: int | None = None, step: int | None = None
+) -> tuple[Config, CheckpointFolder, Found]:
+    """Return the run's configuration, its folder of checkpoints, and the checkpoint of ``version`` or ``step``.
 
-    Raises UsageError, ConfigError or CheckpointError.
+    Without both it is the newest. Raises UsageError, ConfigError or CheckpointError.
     """
-    from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+    from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder, checkpoint_dir
     from asyncrl.config.load import config_from_json
     from asyncrl.core.errors import UsageError
 
@@ -171,8 +173,11 @@ def _find(run: str, version: int | None) -> tuple[Config, CheckpointFolder, Foun
         raise UsageError(f"{run_dir}: its learner is simulated; there are no weights")
     checkpoints = CheckpointFolder(checkpoint_dir(config, run_dir))
     found = checkpoints.newest() if version is None else checkpoints.of_version(version)
+    if step is not None:
+        complete = (checkpoints.at(path) for path in checkpoints.candidates() if (path / COMPLETE).exists())
+        found = next((each for each in complete if each.step == step), None)
     if found is None:
-        of = "" if version is None else f" of version {version}"
+        of = f" of version {version}" if version is not None else f" of step {step}" if step is not None else ""
         raise UsageError(f"{checkpoints.folder}: holds no complete checkpoint{of}")
     return config, checkpoints, found
 

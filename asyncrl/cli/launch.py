@@ -8,17 +8,22 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import signal
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl.cli.command_line import Parser, complain, flushed, seconds, split_flags, split_ssh_args
-from asyncrl.core.printable import say
-from asyncrl.launcher.common.signals import heeded
+from asyncrl.cli.command_line import (
+    Parser,
+    complain,
+    complain_of,
+    interruptible,
+    raise_at_signals,
+    seconds,
+    split_flags,
+    split_ssh_args,
+)
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -78,32 +83,9 @@ ALLOWED = (("data", "the prompts"), ("seed", "run.seed"), ("batch", "the geometr
 """Inputs that a resume may change: the end X of the flag --allow-changed-X, and the words for the help."""
 
 
-class _Interrupted(KeyboardInterrupt):
-    """A signal arrived before anything was started. As a KeyboardInterrupt it passes through event loops."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    _handle_signals()
-    try:
-        return flushed(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
-    except (_Interrupted, KeyboardInterrupt) as interrupt:
-        number = interrupt.number if isinstance(interrupt, _Interrupted) else int(signal.SIGINT)
-        return complain(PROGRAM, f"ended by {signal.Signals(number).name}", 128 + number)
-
-
-def _handle_signals() -> None:
-    for stopping in heeded():
-        signal.signal(stopping, _raise_interrupted)
-
-
-def _raise_interrupted(number: int, _frame: FrameType | None) -> None:
-    # A closing terminal sends SIGHUP more than once. A second one must not interrupt the cleanup.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    raise _Interrupted(number)
+    return interruptible(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
 
 
 def _main(argv: list[str]) -> int:
@@ -119,7 +101,7 @@ def _main(argv: list[str]) -> int:
     elif not given.configs:
         parser.error(f"no CONFIG file is given; for example: {PROGRAM} configs/NAME.toml")
 
-    from asyncrl.core.errors import AsyncRLError, ConfigError
+    from asyncrl.core.errors import AsyncRLError
 
     if given.hosts is None and not is_for_live_run and (given.include or given.exclude or given.ssh_args):
         parser.error("--include, --exclude and --ssh-args belong to --hosts FILE")
@@ -142,16 +124,8 @@ def _main(argv: list[str]) -> int:
         if given.slurm:
             return _submit(given, overrides)
         return _run(given, overrides, detached, without_resume(argv))
-    except ConfigError as error:
-        keys = "" if error.found else "; --help-config explains every key"
-        if len(error.problems) == 1:
-            return complain(PROGRAM, f"{error.problems[0]}{keys}", 78)
-        for problem in error.problems:
-            say(f"  {problem}", sys.stderr)
-        count = f"{len(error.problems)} problems" + ("" if error.found else " in the configuration")
-        return complain(PROGRAM, f"{count}: correct what is listed above{keys}", 78)
     except AsyncRLError as error:
-        return complain(PROGRAM, str(error), error.exit_code)
+        return complain_of(PROGRAM, error)
 
 
 def _parser() -> Parser:
@@ -240,7 +214,7 @@ def _generate(count: int | None, config: Config) -> None:
         from asyncrl.launcher.doctor.generate import print_generated
 
         # The event loop of the dry run has reset the signal handlers to Python's defaults.
-        _handle_signals()
+        raise_at_signals()
         print_generated(config, count)
 
 

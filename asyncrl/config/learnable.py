@@ -23,7 +23,9 @@ def obstacles(config: Config) -> list[Obstacle]:
     Only ``lr = 0`` stops learning by the rate: no schedule lets a rate above 0 reach 0 before its last step.
     """
     learner, reward = config.learner, config.reward
-    found = []
+    found: list[Obstacle] = []
+    if not learner.steps:
+        return found
     if learner.lr == 0.0:
         detail = f"at 0 none of the {learner.steps} steps will change the weights"
         found.append(Obstacle("learner.lr", detail, "set learner.lr to train, as 1e-6 for a whole model"))

@@ -269,8 +269,8 @@ class LearnerConfig(Section):
     """Compute type; master weights and reductions are float32. auto is bfloat16 on CUDA and float32 on CPU."""
     threads: NonNegative = 0
     """Threads of each CPU rank; 0 divides the host's cores. The last bits of results depend on it."""
-    steps: Positive = 100
-    """Optimizer steps of the run."""
+    steps: NonNegative = 100
+    """Optimizer steps of the run. 0 trains nothing: the run evaluates version 0."""
     groups_per_step: Positive = 8
     """Prompt groups of an optimizer step."""
     steps_per_version: Positive = 1

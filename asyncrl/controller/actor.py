@@ -296,10 +296,14 @@ class Controller(RunActor):
 
     @handler
     def stop_run(self, request: StopRun, caller: Caller) -> Done:
-        """End the run in good order, or preempt it. During the first start a preemption ends it too."""
+        """End the run in good order, or preempt it. During the first start a preemption ends it too.
+
+        A run without steps only evaluates: it has nothing to keep, so a preemption ends it.
+        """
         now = self.clock.now()
         # Under a restarted controller the run was running before, even if the phase is "starting" again.
-        is_preempted = request.preempt and (self.machine.phase != "starting" or self._succession.earlier is not None)
+        has_begun = self.machine.phase != "starting" or self._succession.earlier is not None
+        is_preempted = request.preempt and has_begun and self.config.learner.steps > 0
         if self.machine.preempt(request.reason, now) if is_preempted else self.machine.stop(request.reason, now):
             what = "run is preempted" if is_preempted else "run is stopped"
             self.log.info(what, by=caller.name, reason=request.reason)

@@ -220,12 +220,13 @@ class Follower:
         """Wait for a signal, preempt the run, and kill it at a second signal or if it does not end in time.
 
         The time is ``drain_s`` and SLACK_S. A run that may write a checkpoint gets ``grace_s`` and another ``drain_s``.
-        The head's agent stops a run that is still starting. A run in its draining phase gets no request, just the time.
+        The head's agent stops a run that is still starting, and the controller a run without steps. A run in its
+        draining phase gets no request, just the time.
         """
         await self.interrupts.first()
         patience_s = self.config.supervision.drain_s + SLACK_S
         # The phase may be draining already: the agents may have received the same signal.
-        if self.has_run and self.phase != "draining":
+        if self.has_run and self.phase != "draining" and self.config.learner.steps:
             grace_s = self.config.preempt.grace_s
             self.progress.say(
                 f"stopping: a checkpoint is written within {grace_s:g} s; a second Ctrl-C ends the run at once"

@@ -109,6 +109,7 @@ def run_hosts(
     detached: Detached | None = None,
     command: str = "",
     after_dry_run: Callable[[Config], None] = lambda config: None,
+    on_folder: Callable[[Path], None] = lambda folder: None,
 ) -> int:
     """Launch a run on the hosts of ``lines``, or on this host alone, follow it to its end, and return the exit code.
 
@@ -117,10 +118,17 @@ def run_hosts(
     hosts see the run folder, so this host may resume a run without being the head. ``everywhere``: this host also gets
     its part by ``start``, for example because that leads into a container. ``detached`` is the command that waits in
     the terminal (terminal/detach.py). ``command`` is the user's command line, for the advice how to resume.
+    ``on_folder`` gets the run folder once the run has one.
     """
     here = [HostLine(socket.gethostname())]
     launch = Launch(
-        config, here if lines is None else lines, start, dry_run=dry_run, detached=detached, command=command
+        config,
+        here if lines is None else lines,
+        start,
+        dry_run=dry_run,
+        detached=detached,
+        command=command,
+        on_folder=on_folder,
     )
     # This comes first, because a run that is live or finished needs no checks.
     launch.look_here(resume, shared=shared, everywhere=everywhere)
@@ -140,6 +148,7 @@ class Launch:
     dry_run: bool | Literal["json"] = False
     detached: Detached | None = None
     command: str = ""
+    on_folder: Callable[[Path], None] = lambda folder: None
     head: str = ""
     """Name of the head; empty before ``look_here``."""
     head_is_here: bool = False
@@ -374,6 +383,7 @@ class Launch:
             raise in_use(folder.path)
         # ``begin`` changes the folder of a resumed run, so the lock must first be held, or be seen free.
         above = begin(folder, self.resumption, self.config, self.progress, self.command)
+        self.on_folder(folder.path)
         if self.detached is not None:
             self.detached.has_folder(folder.path, folder.logs, "" if self.head_is_here else self.head)
         if self.reached.contacts:

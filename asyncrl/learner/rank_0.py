@@ -385,7 +385,7 @@ class Rank0:
 
         Without both, all lines are written again.
         """
-        files = "metrics.jsonl, quarantine.jsonl or samples/"
+        files = "metrics.jsonl, quarantine.jsonl, evaluations.jsonl or samples/"
         where = f": {in_words(error, self._run_dir)}" if error is not None else ""
         if lost:
             text = f"lines of {files} are lost{where}; they are missing from the report, too"

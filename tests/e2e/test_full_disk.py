@@ -63,4 +63,4 @@ def test_a_disk_that_is_full_for_a_moment_costs_no_line(tmp_path):
         assert sorted(path.name for path in (run.run_dir / "samples").iterdir()) == [
             f"step_{step:06d}.jsonl" for step in range(1, steps + 1)
         ]
-        assert "lines of metrics.jsonl, quarantine.jsonl or samples/ were written late" in run.output
+        assert "lines of metrics.jsonl, quarantine.jsonl, evaluations.jsonl or samples/ were written late" in run.output

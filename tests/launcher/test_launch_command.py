@@ -39,7 +39,7 @@ steps_per_version = 2
 
 @pytest.fixture(autouse=True)
 def keep_signal_handlers(monkeypatch):
-    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
 @pytest.fixture

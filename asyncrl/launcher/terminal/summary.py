@@ -85,7 +85,7 @@ def summarise(
     """
     lines = [line for line in lines if line.get("step", 0) <= steps]
     train = [line for line in lines if line.get("kind") != "eval"]
-    rows = [("steps", f"{max([trained, *(line.get('step', 0) for line in train)])} of {steps}")]
+    rows = [("steps", f"{max([trained, *(line.get('step', 0) for line in train)])} of {steps}")] if steps else []
     if reward := _reward(train):
         rows.append(("reward", reward))
     evals: dict[str, list[Any]] = {}

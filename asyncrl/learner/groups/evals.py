@@ -7,7 +7,6 @@ of its tokens give the versions that sampled it. A failed group has no rewards; 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from asyncrl.learner.algorithm.group_metrics import component_means
 from asyncrl.messages.dataloader import EvalRound
 from asyncrl.messages.groups import Group, Lease, is_truncated, sampled_tokens, versions_of
+from asyncrl.observe.evaluations import estimate_pass_at, pass_at_ks
 
 
 class EvalCollector:
@@ -99,20 +99,6 @@ class EvalCollector:
 def round_of(uid: str) -> str:
     """The round of a uid: NAME@ROUND from NAME@ROUND-INDEX."""
     return uid.rpartition("-")[0]
-
-
-def estimate_pass_at(k: int, samples: int, passed: int) -> float:
-    """Probability that at least one of ``k`` samples of a prompt passes, if ``passed`` of ``samples`` do; k <= samples.
-
-    The unbiased estimator 1 - C(n - c, k) / C(n, k): Chen et al., "Evaluating Large Language Models Trained on Code",
-    2021, arXiv 2107.03374, equation 1.
-    """
-    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
-
-
-def pass_at_ks(samples: int) -> list[int]:
-    """The values of k that are reported: powers of 2 below ``samples``, and ``samples`` itself."""
-    return sorted({1 << power for power in range(samples.bit_length()) if 1 << power < samples} | {samples})
 
 
 def eval_metrics(name: str, groups: list[Group], pass_at: float = 1.0) -> dict[str, Any]:

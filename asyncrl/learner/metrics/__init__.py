@@ -40,7 +40,7 @@ learner.counter(
 learner.counter(
     "records/lost",
     "lines",
-    "lines of metrics.jsonl, quarantine.jsonl or samples that found no room on the disk or in memory",
+    "lines of metrics.jsonl, quarantine.jsonl, evaluations.jsonl or samples that found no room on disk or in memory",
 )
 learner.gauge("learner/step", "step", "last trained step")
 learner.gauge("checkpoint/version", "version", "version of the newest complete checkpoint")

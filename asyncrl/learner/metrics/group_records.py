@@ -73,13 +73,14 @@ class GroupRecords:
                 await self._lines.samples("filtered", each.reason, step, version, [each.group])
 
     async def _conclude_rounds(self) -> None:
-        """Write the line and the samples of each complete round, then report its outcomes to the dataloader."""
+        """Write line, rewards and samples of each complete round, then report its outcomes to the dataloader."""
         for round, groups in self._evals.complete():
             name, step = round.rpartition("@")[0], self._progress.step
             metrics = eval_metrics(name, groups, self._config.eval[name].pass_at)
             await self._lines.emit({"kind": "eval", "step": step} | metrics)
-            shown = sorted((group for group in groups if group.trajectories), key=lambda group: group.lease.index)
             version = metrics.get("weights/version", self._progress.version)
+            await self._lines.evaluated(name, step, version, groups)
+            shown = sorted((group for group in groups if group.trajectories), key=lambda group: group.lease.index)
             await self._lines.samples("evaluation", name, step, version, shown)
             self.rounds_written.add(round)
             self._group_log.write(EVALUATED, uids=[group.lease.uid for group in groups], step=self._progress.step)

@@ -1,4 +1,4 @@
-"""The files that the learner writes: metrics.jsonl, quarantine.jsonl and samples/.
+"""The files that the learner writes: metrics.jsonl, quarantine.jsonl, evaluations.jsonl and samples/.
 
 Each file is append-only and has one JSON object a line, with the learner's start number. A reader keeps the last line
 of a step, and skips torn lines of a killed process. ``samples/`` holds the text of a few groups: ``step_N.jsonl`` those
@@ -10,6 +10,7 @@ beyond MOST_BYTES are lost and counted. No method raises OSError. One thread at 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,9 +27,10 @@ from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.messages.groups import Group, sampled_tokens
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.observe.catalogue import check_name
+from asyncrl.observe.evaluations import FILE as EVALUATIONS
 from asyncrl.observe.samples import TRAINED, SampleKind, sample_file
 
-MOST_BYTES = {"metrics": 16 << 20, "quarantine": 4 << 20, "samples": 32 << 20}
+MOST_BYTES = {"metrics": 16 << 20, "quarantine": 4 << 20, "evaluations": 4 << 20, "samples": 32 << 20}
 """Bytes of lines that may wait in memory, by kind of file: samples are large, and must not displace metrics."""
 
 
@@ -38,11 +40,12 @@ NO_SCORES: Mapping[SequenceId, TokenScores] = {}
 
 
 class RecordFiles:
-    """The three files of one run folder. Lines that the disk refuses wait in memory."""
+    """The files of one run folder. Lines that the disk refuses wait in memory."""
 
     def __init__(self, run_dir: Path, start: int) -> None:
         self._metrics = run_dir / "metrics.jsonl"
         self._quarantine = run_dir / "quarantine.jsonl"
+        self._evaluations = run_dir / EVALUATIONS
         self._samples = run_dir / "samples"
         self.start = start
         """Number of the learner's starts in this folder; every line holds it."""
@@ -98,6 +101,26 @@ class RecordFiles:
                     "start": self.start,
                 }
                 for item, lease in zip(found, leases, strict=True)
+            ],
+        )
+
+    def evaluated(self, name: str, step: int, version: int, groups: Sequence[Group]) -> None:
+        """Append a line for each prompt of a complete round of the evaluation ``name`` to evaluations.jsonl."""
+        self._append(
+            "evaluations",
+            self._evaluations,
+            [
+                {
+                    "eval": name,
+                    "uid": group.lease.uid,
+                    "row": hashlib.blake2b(msgspec.json.encode(group.lease.row), digest_size=8).hexdigest(),
+                    "rewards": [t.reward for t in group.trajectories] if group.failure is None else [],
+                    "failure": group.failure,
+                    "step": step,
+                    "weights/version": version,
+                    "start": self.start,
+                }
+                for group in groups
             ],
         )
 

@@ -121,6 +121,10 @@ class StepLines:
         if found:
             await self._write(partial(self._records.quarantined, step, found))
 
+    async def evaluated(self, name: str, step: int, version: int, groups: Sequence[Group]) -> None:
+        """Write the rewards of a complete round; the arguments are those of ``RecordFiles.evaluated``."""
+        await self._write(partial(self._records.evaluated, name, step, version, groups))
+
     async def samples(
         self,
         kind: SampleKind,

@@ -9,7 +9,7 @@ from learner.learner_cases import make_sequence
 from made_group import make_group
 from msgspec.structs import replace
 
-from asyncrl.learner.groups.evals import EvalCollector, estimate_pass_at, eval_metrics, pass_at_ks
+from asyncrl.learner.groups.evals import EvalCollector, eval_metrics
 from asyncrl.learner.groups.intake import GroupBuffer, OutcomeQueue
 from asyncrl.learner.metrics import generation_log
 from asyncrl.learner.metrics.generation_log import GenerationLog, Tokens, merge, update_line, update_metrics
@@ -17,6 +17,7 @@ from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.observe.catalogue import find
+from asyncrl.observe.evaluations import estimate_pass_at, pass_at_ks
 
 
 @given(st.permutations(range(8)))
