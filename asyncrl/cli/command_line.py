@@ -186,21 +186,24 @@ def complain(program: str, problem: str, exit_code: int) -> int:
 
 
 def complain_of(program: str, error: AsyncRLError) -> int:
-    """Print on standard error the error with which a command ends, each problem of a ConfigError in a line.
+    """Print on standard error the error with which a command ends. Returns the exit code."""
+    *problems, last = describe_error(error)
+    for problem in problems:
+        say(problem, sys.stderr)
+    return complain(program, last, error.exit_code)
 
-    Returns the exit code.
-    """
+
+def describe_error(error: AsyncRLError) -> list[str]:
+    """Return the lines that the user gets for an error: one, or each problem of a ConfigError and a summary."""
     from asyncrl.core.errors import ConfigError
 
     if not isinstance(error, ConfigError):
-        return complain(program, str(error), error.exit_code)
+        return [str(error)]
     keys = "" if error.found else "; --help-config explains every key"
     if len(error.problems) == 1:
-        return complain(program, f"{error.problems[0]}{keys}", 78)
-    for problem in error.problems:
-        say(f"  {problem}", sys.stderr)
+        return [f"{error.problems[0]}{keys}"]
     count = f"{len(error.problems)} problems" + ("" if error.found else " in the configuration")
-    return complain(program, f"{count}: correct what is listed above{keys}", 78)
+    return [*(f"  {problem}" for problem in error.problems), f"{count}: correct what is listed above{keys}"]
 
 
 # --- signals ---

@@ -6,7 +6,6 @@ wrong usage load nothing beyond the standard library.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import subprocess
 import sys
@@ -57,6 +56,7 @@ def _main(argv: list[str]) -> int:
     overrides, rest = split_flags(parser, argv)
     given = parser.parse_args(rest)
 
+    from asyncrl.config.evaluating import for_evaluation
     from asyncrl.config.load import load_config
     from asyncrl.core.errors import AsyncRLError
 
@@ -65,9 +65,9 @@ def _main(argv: list[str]) -> int:
         config = load_config(given.configs, overrides)
         # Progress is no part of the JSON.
         output = contextlib.redirect_stdout(sys.stderr) if given.json else contextlib.nullcontext()
-        with output, _model(given, config) as (model, name):
-            code, result = run_evaluation(config, model, name, other)
-    except _ExportFailed as failed:
+        with output, chosen_model(config, given.model, given.checkpoint) as (model, name):
+            code, result = run_evaluation(for_evaluation(config, model), name, other)
+    except ExportFailed as failed:
         return failed.code
     except AsyncRLError as error:
         return complain_of(PROGRAM, error)
@@ -92,7 +92,7 @@ def _parser() -> Parser:
     return parser
 
 
-class _ExportFailed(Exception):
+class ExportFailed(Exception):
     """asyncrl-export has failed, and printed why."""
 
     def __init__(self, code: int) -> None:
@@ -100,28 +100,30 @@ class _ExportFailed(Exception):
 
 
 @contextlib.contextmanager
-def _model(given: argparse.Namespace, config: Config) -> Iterator[tuple[str | None, str]]:
-    """Yield the path of the model to evaluate (None: model.path) and its name; a checkpoint's model is temporary.
+def chosen_model(config: Config, model: str | None, checkpoint: str | None) -> Iterator[tuple[str | None, str]]:
+    """Yield the path of the model to evaluate (None: model.path) and its name.
 
-    Raises AsyncRLError, OSError or _ExportFailed.
+    ``checkpoint``, as RUN or RUN@STEP, is exported to a temporary folder in run.dir.
+
+    Raises AsyncRLError, OSError or ExportFailed.
     """
-    if given.checkpoint is None:
-        yield given.model, given.model or config.model.path or "simulated"
+    if checkpoint is None:
+        yield model, model or config.model.path or "simulated"
         return
     from asyncrl.cli.export import find_checkpoint
 
-    run, step = _split_step(given.checkpoint)
+    run, step = _split_step(checkpoint)
     _, _, found = find_checkpoint(run, step=step)
     # The disk of the runs has room for a model.
     parent = Path(config.run.dir).absolute()
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".eval-", dir=parent) as folder:
-        model = Path(folder) / "model"
+        exported = str(Path(folder) / "model")
         # In a process of its own, because torch would stay in the memory of this one.
-        argv = [sys.executable, "-m", "asyncrl.cli.export", run, str(model), "--version", str(found.version)]
+        argv = [sys.executable, "-m", "asyncrl.cli.export", run, exported, "--version", str(found.version)]
         if code := subprocess.run(argv, stdout=sys.stderr, check=False).returncode:
-            raise _ExportFailed(code)
-        yield str(model), f"{run_folder(run, PROGRAM).absolute()}@{found.step}"
+            raise ExportFailed(code)
+        yield exported, f"{run_folder(run, PROGRAM).absolute()}@{found.step}"
 
 
 def _split_step(text: str) -> tuple[str, int | None]:
@@ -143,19 +145,18 @@ def _other_run(run: str) -> Path:
 
 def run_evaluation(
     config: Config,
-    model: str | None,
     name: str,
     other: Path | None = None,
     *,
     on_folder: Callable[[Path], None] = lambda folder: None,
+    reserved: Path | None = None,
 ) -> tuple[int, Evaluation | None]:
-    """Launch the evaluation of ``model`` (None: model.path) on this host, and follow it to its end.
+    """Launch the evaluation ``config`` (config/evaluating.py) on this host, and follow it to its end.
 
-    ``name`` names the model in the result, and ``other`` is the folder of a run to compare with. ``on_folder`` gets the
-    run folder. Returns the exit code and, if that is 0, the result, which is also in the run folder. Raises
-    AsyncRLError or OSError.
+    ``name`` names the model in the result, and ``other`` is the folder of a run to compare with. ``on_folder`` and
+    ``reserved`` are those of ``run_hosts``. Returns the exit code and, if that is 0, the result, which is also in the
+    run folder. Raises AsyncRLError or OSError.
     """
-    from asyncrl.config.evaluating import for_evaluation
     from asyncrl.core.files import replace_file
     from asyncrl.launcher.launch import run_hosts
     from asyncrl.observe.evaluations import RESULT, read_evaluation
@@ -166,7 +167,7 @@ def run_evaluation(
         folders.append(folder)
         on_folder(folder)
 
-    code = run_hosts(for_evaluation(config, model), on_folder=note)
+    code = run_hosts(config, on_folder=note, reserved=reserved)
     if code:
         return code, None
     limits = {name: each.pass_at for name, each in config.eval.items()}

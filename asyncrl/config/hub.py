@@ -115,12 +115,12 @@ def with_pins(config: Config, pins: Mapping[str, str]) -> Config:
 
 def localized(config: Config) -> Config:
     """Return the configuration with this host's folders in place of the names of the hub."""
-    return _with_paths(config, {key: str(name.folder / name.path) for key, name in pinned_names(config).items()})
+    return with_paths(config, {key: str(name.folder / name.path) for key, name in pinned_names(config).items()})
 
 
 def named(config: Config) -> Config:
     """Return the configuration with the pinned names in place of what was asked for, or of folders."""
-    return _with_paths(config, config.hub.pinned)
+    return with_paths(config, config.hub.pinned)
 
 
 def model_name(config: Config) -> str:
@@ -164,7 +164,8 @@ def _value(tree: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _with_paths(config: Config, paths: Mapping[str, str]) -> Config:
+def with_paths(config: Config, paths: Mapping[str, str]) -> Config:
+    """Return the configuration with other values of these dotted keys."""
     if not paths:
         return config
     tree = config.model_dump(mode="json")

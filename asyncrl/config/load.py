@@ -10,6 +10,7 @@ file or flag that set it.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tomllib
@@ -26,9 +27,10 @@ from asyncrl.config.section import EXPAND_PATHS, expand_path
 from asyncrl.core.errors import ConfigError
 
 
-def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None = None) -> Config:
+def load_config(files: Sequence[str | Path | Mapping[str, Any]], overrides: Mapping[str, str] | None = None) -> Config:
     """Merge TOML files left to right, apply ``overrides`` (dotted key to text), and validate the result.
 
+    A mapping in place of a file holds its tables already.
     An override is read as a TOML value, or as plain text if it is not TOML or the key takes text:
     ``--learner.lr 1e-6``, ``--rollout.stop '["\\n"]'``, ``--run.name 2026``. Raises ConfigError.
     """
@@ -37,9 +39,13 @@ def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None
     sources: dict[tuple[str, ...], str] = {}
     for file in files:
         try:
-            given = tomllib.loads(Path(file).read_text("utf-8-sig"))
+            given: Mapping[str, Any]
+            if isinstance(file, Mapping):
+                given, source = copy.deepcopy(file), "set in Python"
+            else:
+                given, source = tomllib.loads(Path(file).read_text("utf-8-sig")), str(file)
             _merge(tree, given)
-            sources |= dict.fromkeys(_leaves(given), str(file))
+            sources |= dict.fromkeys(_leaves(given), source)
         except OSError as error:
             problems.append(f"{file}: cannot be read: {error.strerror or error}")
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

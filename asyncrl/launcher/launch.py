@@ -110,6 +110,7 @@ def run_hosts(
     command: str = "",
     after_dry_run: Callable[[Config], None] = lambda config: None,
     on_folder: Callable[[Path], None] = lambda folder: None,
+    reserved: Path | None = None,
 ) -> int:
     """Launch a run on the hosts of ``lines``, or on this host alone, follow it to its end, and return the exit code.
 
@@ -118,7 +119,8 @@ def run_hosts(
     hosts see the run folder, so this host may resume a run without being the head. ``everywhere``: this host also gets
     its part by ``start``, for example because that leads into a container. ``detached`` is the command that waits in
     the terminal (terminal/detach.py). ``command`` is the user's command line, for the advice how to resume.
-    ``on_folder`` gets the run folder once the run has one.
+    ``on_folder`` gets the run folder once the run has one. ``reserved`` is the folder of a new run, if it was made
+    already.
     """
     here = [HostLine(socket.gethostname())]
     launch = Launch(
@@ -129,6 +131,7 @@ def run_hosts(
         detached=detached,
         command=command,
         on_folder=on_folder,
+        reserved=reserved,
     )
     # This comes first, because a run that is live or finished needs no checks.
     launch.look_here(resume, shared=shared, everywhere=everywhere)
@@ -149,6 +152,7 @@ class Launch:
     detached: Detached | None = None
     command: str = ""
     on_folder: Callable[[Path], None] = lambda folder: None
+    reserved: Path | None = None
     head: str = ""
     """Name of the head; empty before ``look_here``."""
     head_is_here: bool = False
@@ -300,7 +304,7 @@ class Launch:
         If the actors could not be placed, only the head runs it. ``address_of`` has the address of each host.
         """
         resumed = self.resumption.folder.path if self.resumption is not None else None
-        run = resumed or free_run_folder(self.config)
+        run = resumed or self.reserved or free_run_folder(self.config)
         actors = self._actors_of_hosts()
         orders = {
             name: CheckOrder(
@@ -351,7 +355,8 @@ class Launch:
         for path in remove_abandoned(self.run_dir):
             self.progress.say(f"removed {path}, left behind by a run that was killed")
         with contextlib.ExitStack() as held:
-            folder = self.resumption.folder if self.resumption is not None else create_run_folder(self.config)
+            resumed = self.resumption.folder if self.resumption is not None else None
+            folder = resumed or create_run_folder(self.config, self.reserved)
             members: list[AgentHandle] = []
             # ``_begin`` calls its ``listen``. Until then a signal cancels the launch.
             interrupts = Interrupts()

@@ -28,6 +28,8 @@ from asyncrl.rpc.wire.codec import encodable
 
 MOST_KINDS = 16
 OTHERS = "others"
+PLACES = "ASYNCRL_PLACES"
+"""Name of a mapping in a module that a program has written: FILE:LINE of its functions by name."""
 LONGEST_TEXT = 600
 """Most characters of a failure's text."""
 
@@ -181,7 +183,7 @@ def kind_of(error: BaseException) -> str:
 def find_place(spec: str) -> str:
     """FILE:LINE of the definition of MODULE:NAME, found without an import.
 
-    Only FILE if the file does not define the name at its top level; empty if the module is not found.
+    Only FILE if the file neither defines the name at its top level nor has it in PLACES; empty if there is no module.
 
     Searches for the module as an import would: in the working directory, then on the path.
     """
@@ -194,7 +196,11 @@ def find_place(spec: str) -> str:
     except (OSError, SyntaxError, ValueError):
         return str(path)
     node = next((node for node in tree.body if getattr(node, "name", None) == name), None)
-    return f"{path}:{node.lineno}" if isinstance(node, ast.stmt) else str(path)
+    if isinstance(node, ast.stmt):
+        return f"{path}:{node.lineno}"
+    places = (node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == PLACES)
+    made: dict[str, str] = next((ast.literal_eval(node.value) for node in places), {})
+    return made.get(name, str(path))
 
 
 def _place(error: BaseException) -> str:

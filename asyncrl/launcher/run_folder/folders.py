@@ -88,13 +88,22 @@ def named_in_utf8(path: Path, key: str) -> Path:
     return path
 
 
-def create_run_folder(config: Config) -> RunFolder:
-    """Make the next free folder for ``run.name``, with config.json and an empty log folder. Raises OSError."""
+def reserve_run_folder(config: Config) -> Path:
+    """Make the next free folder for ``run.name``, and nothing in it. Raises OSError."""
     Path(config.run.dir).absolute().mkdir(parents=True, exist_ok=True)
     for path in _free_paths(config):
         with contextlib.suppress(FileExistsError):
             path.mkdir()
             break
+    return path
+
+
+def create_run_folder(config: Config, reserved: Path | None = None) -> RunFolder:
+    """Make the next free folder for ``run.name``, with config.json and an empty log folder. Raises OSError.
+
+    ``reserved`` is the folder, if it was made already.
+    """
+    path = reserved or reserve_run_folder(config)
     folder = RunFolder(path=path, run_id=secrets.token_hex(8))
     try:
         (path / CONFIG).write_text(config_to_json(config))
