@@ -114,8 +114,7 @@ def evaluate(
     """
     base = model if isinstance(model, Run) else None
     functions = Functions(base._functions if base is not None else None)
-    # Nothing of the training prompts is read, but a configuration must have some.
-    tables: dict[str, Any] = {"data": {"source": "synthetic"}}
+    tables: dict[str, Any] = {}
     if reward is not None:
         tables["reward"] = {"function": functions.spec(reward)}
     if data is not None:
@@ -129,6 +128,9 @@ def evaluate(
         if config is None:
             order["layers"] = [*base._order["layers"], *order["layers"]]
             order["overrides"] = base._order["overrides"] | order["overrides"]
+            order["rows"] = base._order["rows"] | order["rows"]
+    # No training prompts are read, but a configuration must have some. Its own keys win.
+    order["layers"].insert(0, {"data": {"source": "synthetic"}})
     run = Run(order, functions, progress=progress)
     try:
         status = run.wait()
@@ -162,7 +164,7 @@ def _order(
         if isinstance(given, str | Path):
             layers.append(nested(f"{key}.path", str(given)))
         elif given is not None:
-            rows[key] = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in given)
+            rows[key] = "".join(json.dumps(dict(row), default=_plain) + "\n" for row in given)
     if isinstance(config, Config):
         tree = config.model_dump(mode="json")
         # The launcher pins names of the hub itself.
@@ -173,6 +175,13 @@ def _order(
     evaluation = {"evaluates": False, "checkpoint": None, "set": None}
     keys = {"overrides": _flags(overrides or {}), "resume": None}
     return {"layers": layers, "functions": text, "rows": rows, **keys, **evaluation}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of NumPy or pandas as plain data. Raises TypeError."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a row holds {value!r} of type {type(value).__name__}, which is not JSON")
 
 
 def _flags(overrides: Mapping[str, Any]) -> dict[str, str]:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 PROGRAM = "asyncrl"
 INPUTS = "inputs"
-PLACEHOLDER = "rows.jsonl"
-"""Path of rows that are not written yet."""
+PLACEHOLDER = "{}.rows.jsonl"
+"""Path of rows that are not written yet, with their key."""
 
 
 def main() -> int:
@@ -74,7 +74,7 @@ def _run(order: dict[str, Any], on_folder: Any) -> int:
     from asyncrl.core.errors import AsyncRLError
     from asyncrl.launcher.launch import run_hosts
 
-    placeholders = [nested(f"{key}.path", PLACEHOLDER) for key in order["rows"]]
+    placeholders = [nested(f"{key}.path", PLACEHOLDER.format(key)) for key in order["rows"]]
     config = load_config([*order["layers"], *placeholders], order["overrides"])
     if order["set"]:
         config = config.model_copy(update={"eval": {order["set"]: config.eval[order["set"]]}})
@@ -120,11 +120,12 @@ def _inputs(config: Config, order: dict[str, Any]) -> Iterator[tuple[Config, Pat
             sys.path.insert(0, str(module.parent))
             path = os.environ.get("PYTHONPATH")
             os.environ["PYTHONPATH"] = os.pathsep.join([str(module.parent), *([path] if path else [])])
-        paths = {f"{key}.path": _write(folder, f"{_digest(rows)}.jsonl", rows) for key, rows in order["rows"].items()}
-        if config.data.path == PLACEHOLDER and "data.path" not in paths:
-            # In an evaluation, the prompts of a set stand for the training prompts.
-            paths["data.path"] = next(iter(paths.values()))
-        yield with_paths(config, {key: str(path) for key, path in paths.items()}), None if resumed else folder
+        sets = {"data": config.data} | {f"eval.{name}.data": each.data for name, each in config.eval.items()}
+        # In an evaluation, the rows of a set stand for the training prompts too.
+        rows = {PLACEHOLDER.format(key): text for key, text in order["rows"].items()}
+        found = {f"{key}.path": rows[each.path] for key, each in sets.items() if each.path in rows}
+        paths = {key: str(_write(folder, f"{_digest(text)}.jsonl", text)) for key, text in found.items()}
+        yield with_paths(config, paths), None if resumed else folder
     finally:
         if resumed is None and not (folder / CONFIG).exists():
             shutil.rmtree(folder, ignore_errors=True)

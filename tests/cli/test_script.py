@@ -8,11 +8,13 @@ import sys
 import textwrap
 import threading
 
+import numpy as np
 import pytest
 from launcher.launched import Launched, command_line, end_marked, marked, next_output, sim_tree
-from run_settings import laid_over
+from run_settings import SIMULATED, laid_over
 
 import asyncrl
+from asyncrl.cli import script as api
 from asyncrl.cli.script_functions import MODULE, Functions
 from asyncrl.config.keys import default_words
 from asyncrl.config.load import validate_config
@@ -190,6 +192,22 @@ def test_an_interrupted_program_ends_its_run_in_order(script):
     assert code == -signal.SIGINT and "KeyboardInterrupt" in shown
     assert any(line.startswith("preempted by") for line in shown), shown
     assert not marked(script.folder)
+
+
+def test_functions_and_rows_become_keys_of_the_configuration(monkeypatch):
+    monkeypatch.setattr(api, "Run", lambda order, functions, progress: order)
+    given = {"tools": [of_this_module, "mine:Tools"], "overrides": {"learner.steps": 3, "rollout.stop": ["\n"]}}
+    order = asyncrl.train("mine.toml", data=[{"prompt": "a", "n": np.int64(3), "v": np.ones(2)}], **given)
+    tools = {"episode": {"tools": ["test_script:of_this_module", "mine:Tools"]}}
+    assert order["layers"] == ["mine.toml", tools, {"data": {"source": "auto"}}]
+    assert order["overrides"] == {"learner.steps": "3", "rollout.stop": '["\\n"]'}
+    assert order["rows"] == {"data": '{"prompt": "a", "n": 3, "v": [1.0, 1.0]}\n'}
+    for given, key in ((of_this_module, "function"), (Launched, "env")):
+        assert [*asyncrl.train({}, episode=given, data="mine.jsonl")["layers"][1]["episode"]] == [key]
+    config = validate_config({"run": {"name": "whole"}, "data": {"source": "synthetic"}, **SIMULATED})
+    assert asyncrl.train(config)["layers"][0]["run"]["name"] == "whole"
+    with pytest.raises(TypeError, match="a row holds .* of type object, which is not JSON"):
+        asyncrl.train({}, data=[{"prompt": object()}])
 
 
 def test_functions_of_modules_keep_their_names_and_others_are_pickled_with_their_places(tmp_path, monkeypatch):
