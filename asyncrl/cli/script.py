@@ -204,6 +204,7 @@ class Run:
         return f"<Run {self.folder}: {self.status}>"
 
     def _start(self) -> None:
+        order = json.dumps(self._order, default=os.fspath).encode() + b"\n"
         read_end, write_end = os.pipe()
         display = _notebook_display() if self._progress else None
         # A script's terminal, or what its output leads to, is also that of the run.
@@ -228,9 +229,15 @@ class Run:
         self._shower.start()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(self._order, default=os.fspath).encode() + b"\n")
+            self._process.stdin.write(order)
             self._process.stdin.flush()
-        message = self._next_report()
+        try:
+            message = self._next_report()
+        except BaseException:
+            # The caller gets no run, so it could not end this one.
+            self._process.terminate()
+            self._reap()
+            raise
         if "run" not in message:
             self._reap()
             text = message.get("error", "the launcher has ended before the run began")
@@ -365,6 +372,8 @@ def _show(output: Any, display: Any) -> None:
     for line in output or ():
         lines.append(line.decode(errors="replace"))
         display.update({"text/plain": "".join(lines).rstrip()}, raw=True)
+    if output is not None:
+        output.close()
 
 
 @atexit.register

@@ -1,6 +1,7 @@
 """The example notebook, executed as a person would."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def test_the_notebook_is_committed_without_outputs():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_notebook_trains_a_model_and_shows_it(tmp_path, monkeypatch):
     (tmp_path / "examples").mkdir()
     shutil.copy(NOTEBOOK, tmp_path / "examples")
@@ -30,7 +31,7 @@ def test_the_notebook_trains_a_model_and_shows_it(tmp_path, monkeypatch):
     shown = [str(output) for cell in notebook.cells for output in cell.get("outputs", [])]
     rewards = [line["reward/mean"] for line in metrics(tmp_path / "runs" / "sevens", "train")]
     assert len(rewards) == 5 and rewards[-1] > rewards[0] + 0.1, rewards
-    assert any("steps        5 of 5" in output for output in shown) and any("reward/mean" in each for each in shown)
+    assert any(re.search("steps +5 of 5", each) for each in shown) and any("reward/mean" in each for each in shown)
     assert any("eval/data: 32 prompts, up to 4 samples each" in output for output in shown)
     # The function's errors would name its cell.
     [module] = (tmp_path / "runs" / "sevens" / "inputs").glob("*/asyncrl_functions.py")
