@@ -106,7 +106,7 @@ def test_a_small_source_with_a_high_weight_comes_round_more_often() -> None:
 def test_i1_each_prompt_is_drawn_once_in_each_epoch_of_its_source_over_restarts(
     sizes: list[int], data: st.DataObject, oversize: int, seed: int
 ) -> None:
-    """A restart forgets the prompts that are out. Each is drawn again, before later ones; then the shares hold again."""
+    """A restart forgets the prompts that are out. Each is drawn again before later ones, and the shares hold again."""
     weights = data.draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=len(sizes), max_size=len(sizes)))
     queue, concluded, chance = make_queue(sizes, weights, oversize=oversize), list[str](), random.Random(seed)
     most = 0
