@@ -27,13 +27,6 @@ class TensorSpec(Struct, gc=False, frozen=True, array_like=True):
     """Byte offset in the bucket; aligned to 64."""
 
 
-class BucketLayout(Struct, gc=False, frozen=True, kw_only=True):
-    """Size and tensors of a bucket, without its bytes; the same in every version."""
-
-    size: Count
-    tensors: list[TensorSpec]
-
-
 class Bucket(Struct, gc=False, frozen=True, kw_only=True):
     """Some of the parameters of a version, in one memory segment."""
 
@@ -92,6 +85,11 @@ class Manifest(Struct, gc=False, frozen=True, kw_only=True):
     gather_s: float = 0.0
     """Seconds until everything was gathered and sealed."""
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.size for bucket in self.buckets)
+
 
 CollectiveBackend = Literal["nccl", "gloo"]
 Transport = Literal["nccl", "gloo", "shm", "stream"]
@@ -114,14 +112,18 @@ class BroadcastGroup(Struct, gc=False, frozen=True, kw_only=True):
 class BroadcastPart(Struct, gc=False, frozen=True, kw_only=True):
     """A replica's part in the broadcast of one version: each of its workers receives every bucket, in order."""
 
-    version: Count
+    manifest: Manifest
+    """The version. Its paths are those of the learner's host, which members do not open."""
     group: BroadcastGroup
     first_rank: Annotated[int, Meta(ge=1)]
     """Rank of the replica's first worker."""
-    buckets: list[BucketLayout]
-    probe: Probe | None = None
     timeout_s: float
     """Seconds that a member waits for the others, or for the next bucket, before it fails."""
+
+    @property
+    def version(self) -> int:
+        """Number of the version."""
+        return self.manifest.version
 
 
 class Source(Struct, gc=False, frozen=True, array_like=True):
@@ -185,22 +187,20 @@ class BroadcastState(Message, frozen=True, kw_only=True):
 
 
 class AnnounceBroadcast(Request, frozen=True, kw_only=True):
-    """Learner to parameter server: ``version`` is being gathered and can be broadcast.
+    """Learner to parameter server: a version can be broadcast. Sent before its Publish.
 
     Parked until every member of the group is paused for it, or the broadcast is declined or called off.
     """
 
     reply = BroadcastState
     senders = LEARNER
-    version: Count
+    manifest: Manifest
     backend: CollectiveBackend
     host: str
     port: int
     """Port of the learner's store."""
     token: str = ""
     """As BroadcastGroup.token."""
-    buckets: list[BucketLayout]
-    probe: Probe | None = None
 
 
 class WatchBroadcast(Request, frozen=True, kw_only=True):

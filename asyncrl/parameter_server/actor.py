@@ -90,10 +90,11 @@ class ParameterServer(Actor):
     # --- the learner ---
 
     @handler
-    def publish(self, request: Publish, caller: Caller) -> Done:
+    async def publish(self, request: Publish, caller: Caller) -> Done:
         """Hold a new version and offer it to replicas; a repeat changes nothing.
 
-        Raises VersionReused, and WeightsCorrupt if a segment cannot be opened.
+        Raises VersionReused, and WeightsCorrupt if a segment cannot be opened. As a task, like ``announce_broadcast``,
+        it cannot overtake the announcement that came before it.
         """
         manifest = request.manifest
         if not self._conductor.is_new(manifest.version):

@@ -66,7 +66,7 @@ class _Broadcast:
 
     @property
     def version(self) -> int:
-        return self.announcement.version
+        return self.announcement.manifest.version
 
     @property
     def learner_name(self) -> str:
@@ -114,7 +114,7 @@ class BroadcastControl:
         announcement of the present broadcast only takes the next steps, and that of a declined version is decided anew.
         ``newest`` is the newest version published.
         """
-        current, version = self._current, announcement.version
+        current, version = self._current, announcement.manifest.version
         if current is not None and current.version == version:
             self.advance(now)
             return
@@ -134,7 +134,7 @@ class BroadcastControl:
         members = [
             replica
             for replica in self._replicas.of(Phase.SERVING)
-            if 0 <= replica.serving < announcement.version
+            if 0 <= replica.serving < announcement.manifest.version
             and may_broadcast(self._weights.transport, announcement.backend, joins_nccl=replica.joins_nccl)
             and (self._replicas.asks(replica.name) or now - replica.heard < AWAY_S)
         ]
@@ -144,12 +144,12 @@ class BroadcastControl:
         self, learner: tuple[str, int], announcement: AnnounceBroadcast, members: list[Replica], now: float
     ) -> _Broadcast:
         """Announce a broadcast to ``members``: assign ranks, and begin an epoch if the group is another or broke."""
-        first_ranks, rank = {}, 1
+        version, first_ranks, rank = announcement.manifest.version, {}, 1
         for replica in members:
             first_ranks[replica.name] = rank
             rank += replica.workers
             self._replicas.move(replica, ReplicaEvent.INVITED)
-            replica.target = announcement.version
+            replica.target = version
         place = (announcement.backend, announcement.host, announcement.port, announcement.token)
         engines = tuple((replica.name, replica.incarnation, replica.engine, replica.workers) for replica in members)
         if self._epoch_members != (learner, place, engines):
@@ -162,7 +162,7 @@ class BroadcastControl:
             port=announcement.port,
             token=announcement.token,
         )
-        self._replicas.note("broadcast announced", version=announcement.version, epoch=group.epoch, world_size=rank)
+        self._replicas.note("broadcast announced", version=version, epoch=group.epoch, world_size=rank)
         return _Broadcast(announcement, learner, group, first_ranks, since=now)
 
     def decided(self, version: int) -> BroadcastState | None:
@@ -216,11 +216,9 @@ class BroadcastControl:
         current = self._current
         assert current is not None
         return BroadcastPart(
-            version=current.version,
+            manifest=current.announcement.manifest,
             group=current.group,
             first_rank=current.first_ranks[replica.name],
-            buckets=current.announcement.buckets,
-            probe=current.announcement.probe,
             timeout_s=self._weights.broadcast_timeout_s,
         )
 

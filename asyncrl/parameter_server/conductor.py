@@ -150,7 +150,7 @@ class Conductor:
         if not self.replicas.is_open(question):
             return request.reply()
         if isinstance(request, AnnounceBroadcast):
-            return self.broadcast.decided(request.version)
+            return self.broadcast.decided(request.manifest.version)
         if isinstance(request, WatchBroadcast):
             return self.broadcast.state(request.version, request.epoch)
         replica = self.replicas.by_name[name]

@@ -379,14 +379,13 @@ class Receiver:
         with epoch.ended_by_errors(part.version):
             epoch.begin_receiving(part.version)
             epoch.form()
-            last = len(part.buckets) - 1
-            for index, layout in enumerate(part.buckets):
-                # Each segment has at least one byte, even without tensors (segments.py).
-                bucket = self._bucket(epoch, part, index, max(layout.size, 1))
-                if index == last:
+            buckets = part.manifest.buckets
+            for index, bucket in enumerate(buckets):
+                memory = self._bucket(epoch, part, index, bucket.size)
+                if index == len(buckets) - 1:
                     # Every bucket is received: the epoch may end while the caller uses the last one.
                     epoch.end_receiving()
-                yield bucket
+                yield memory
 
     def _enter(self, part: BroadcastPart, worker: int) -> _Epoch:
         """Return the epoch of ``part``, the present one or a new one with its own connections to the store.

@@ -15,7 +15,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 import msgspec
@@ -35,9 +35,6 @@ from asyncrl.weights.segments import (
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of each parameter, by name."""
-OnSealed = Callable[[Bucket, int], None]
-"""Function that gets each sealed bucket, in order, and the descriptor of its segment. It runs on the thread that
-assembles the version, so it must neither block nor raise. To use the descriptor later, it makes a duplicate."""
 
 
 class HeldVersion:
@@ -70,7 +67,7 @@ class HeldVersion:
     @property
     def bytes(self) -> int:
         """Bytes of all buckets."""
-        return sum(bucket.size for bucket in self.manifest.buckets)
+        return self.manifest.bytes
 
     @cached_property
     def layout(self) -> Layout:

@@ -4,8 +4,9 @@ from asyncrl.config.rollout import WeightsConfig
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
-    BucketLayout,
+    Bucket,
     LoadGranted,
+    Manifest,
     NextUpdate,
     ReportUpdate,
     RequestLoad,
@@ -15,11 +16,12 @@ from asyncrl.messages.weights import (
 from asyncrl.parameter_server.conductor import Conductor
 
 LEARNER = ("learner/0", 1)
-LAYOUT = [BucketLayout(size=64, tensors=[])]
+BUCKETS = [Bucket(path="", size=64, checksum=0, tensors=[])]
 
 
 def announcement(version, *, backend="gloo", port=7000, probe=None):
-    return AnnounceBroadcast(version=version, backend=backend, host="127.0.0.1", port=port, buckets=LAYOUT, probe=probe)
+    manifest = Manifest(version=version, buckets=BUCKETS, probe=probe)
+    return AnnounceBroadcast(manifest=manifest, backend=backend, host="127.0.0.1", port=port)
 
 
 class Play:

@@ -346,4 +346,4 @@ def test_members_of_a_broadcast(configured, backend, joins_nccl, member):
     if member:
         offer = play.look("r/0")
         assert offer.transport == offer.broadcast.group.backend == backend
-        assert offer.manifest is None and offer.broadcast.probe is probe
+        assert offer.manifest is None and offer.broadcast.manifest.probe is probe

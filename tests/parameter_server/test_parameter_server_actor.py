@@ -291,7 +291,7 @@ async def test_a_broadcast_from_announcement_to_commit(stage, publication):
     announced, offers = await gathered(stage, publication)
     [group] = {offer.broadcast.group for offer in offers}
     assert [offer.broadcast.first_rank for offer in offers] == [1, 2]
-    assert all(offer.broadcast.probe is not None for offer in offers)
+    assert all(offer.broadcast.manifest.probe is not None for offer in offers)
     joining = RequestLoad(version=1, epoch=group.epoch)
     first = stage.call(R[0], joining)
     await stage.parked(first, announced)

@@ -13,7 +13,6 @@ from asyncrl.core.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.backends import sim as sim_learner
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.publishing import versions
-from asyncrl.learner.publishing.broadcaster import Broadcaster
 from asyncrl.learner.publishing.version_numbers import VersionNumbers
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.weights.segments import Segment
@@ -177,10 +176,10 @@ def test_a_disk_that_stays_full_ends_the_run_with_the_reason(tmp_path, full_disk
 def test_ranks_that_are_out_of_step_end_the_run_at_once(tmp_path, monkeypatch):
     """A deadline is an OSError too, but training cannot continue after it."""
 
-    def publish(self, version, probe=None, on_sealed=None):
+    def publish(self, version, probe=None):
         if version == 3:
             raise DeadlineExceeded("learner/0", "the other ranks of the learner", "gathering the weights", 600.0)
-        return real(self, version, probe, on_sealed)
+        return real(self, version, probe)
 
     real = SimTrainer.publish
     monkeypatch.setattr(SimTrainer, "publish", publish)
@@ -189,14 +188,14 @@ def test_ranks_that_are_out_of_step_end_the_run_at_once(tmp_path, monkeypatch):
 
 
 class Slow:
-    """Delays one broadcast: its first bucket until a step is trained and both engines have sampled more, its second
-    one until both have paused. Records the events in order.
+    """Delays the gathering of one version: until a step is trained and both engines have sampled more. Records the
+    events in order.
     """
 
     def __init__(self, monkeypatch):
         self.version, self.events = -1, []
-        self.gathering, self.trained, self.sampled, self.paused = (threading.Event() for _ in range(4))
-        slow, train, pause, begin = self, SimTrainer.train, EngineHost.pause, Broadcaster.begin
+        self.gathering, self.trained, self.sampled = (threading.Event() for _ in range(3))
+        slow, train, pause, publish = self, SimTrainer.train, EngineHost.pause, SimTrainer.publish
 
         class SlowSegment(Segment):
             def __init__(self, name, size):
@@ -212,20 +211,17 @@ class Slow:
         async def noted_pause(host, version):
             if version == self.version:
                 self.events.append("pause")
-                if self.events.count("pause") == 2:
-                    self.paused.set()
             return await pause(host, version)
 
-        def noted_begin(broadcaster, version, *rest):
-            sending = begin(broadcaster, version, *rest)
-            if version > 2 and self.version < 0 and sending is not None:
+        def noted_publish(trainer, version, probe=None):
+            if version > 2 and self.version < 0:
                 self.version = version
-            return sending
+            return publish(trainer, version, probe)
 
         monkeypatch.setattr(sim_learner, "Segment", SlowSegment)
         monkeypatch.setattr(SimTrainer, "train", noted_train)
         monkeypatch.setattr(EngineHost, "pause", noted_pause)
-        monkeypatch.setattr(Broadcaster, "begin", noted_begin)
+        monkeypatch.setattr(SimTrainer, "publish", noted_publish)
 
     def note(self, what, event):
         if not event.is_set():
@@ -240,8 +236,6 @@ class Slow:
         if index == 0:
             self.note("gathering", self.gathering)
             assert self.trained.wait(WAIT_S) and self.sampled.wait(WAIT_S)
-        elif index == 1:
-            assert self.paused.wait(WAIT_S)
         self.events.append(f"bucket {index}")
 
 
@@ -276,9 +270,9 @@ def test_a_slow_gather_delays_neither_the_learner_nor_an_engine(tmp_path, monkey
 
     check(system, system.play(scenario))
     events = slow.events
-    assert events[0] == "gathering", "an engine paused for a version without any bytes"
+    assert events[0] == "gathering", "an engine paused for a version that is not whole"
     assert {*events[1:3]} == {"trained", "sampled"}
-    assert events[3:] == ["bucket 0", "pause", "pause", "bucket 1", "bucket 2"]
+    assert events[3:] == ["bucket 0", "bucket 1", "bucket 2", "pause", "pause"]
 
 
 def test_a_version_spans_its_steps_and_lines_have_the_times_of_its_updates(tmp_path, monkeypatch):

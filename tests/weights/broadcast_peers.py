@@ -19,7 +19,7 @@ from torch_processes import torch_context
 
 from asyncrl.core.errors import BroadcastFailed
 from asyncrl.learner.fsdp.weights.assembly import publish
-from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, BucketLayout
+from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket
 from asyncrl.weights.broadcast import Receiver, Sender
 
 HOST = "127.0.0.1"
@@ -49,10 +49,9 @@ class Version:
 
     def __init__(self, version: int, buckets: Sequence[Tensors]) -> None:
         held = publish(iter(buckets), version)
-        self.version, self.close = version, held.close
+        self.version, self.close, self.manifest = version, held.close, held.manifest
         sealed = held.manifest.buckets
         self.buckets: list[tuple[Bucket, int]] = list(zip(sealed, held.descriptors, strict=True))
-        self.layouts = [BucketLayout(size=0 if each.size == 1 else each.size, tensors=each.tensors) for each in sealed]
         self.checksums = [each.checksum for each in sealed]
 
 
@@ -205,9 +204,7 @@ def group_at(port: int, epoch: int, size: int) -> BroadcastGroup:
 
 def to_receive(group: BroadcastGroup, rank: int, version: Version, timeout_s: float = PATIENCE_S) -> BroadcastPart:
     """The part of a replica of one worker."""
-    return BroadcastPart(
-        version=version.version, group=group, first_rank=rank, buckets=version.layouts, timeout_s=timeout_s
-    )
+    return BroadcastPart(manifest=version.manifest, group=group, first_rank=rank, timeout_s=timeout_s)
 
 
 def settled_use() -> tuple[int, int]:

@@ -30,7 +30,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncrl.core.errors import BroadcastFailed, ConfigError, WeightsCorrupt
-from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, CollectiveBackend
+from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, CollectiveBackend, Manifest
 from asyncrl.weights import broadcast as module
 from asyncrl.weights.broadcast import Sender, listen, open_store
 from asyncrl.weights.tensors import sum_of_words
@@ -419,7 +419,8 @@ def test_i4_a_bucket_whose_sum_differs_from_its_header_is_refused(backend: Colle
     content = bytes(range(256)) + b"tail"
     memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     right = sum_of_words(memory) if backend == "nccl" else xxhash.xxh3_64_intdigest(content)
-    part = BroadcastPart(version=3, group=group_at(4711, 1, 2), first_rank=1, buckets=[], timeout_s=1.0)
+    manifest = Manifest(version=3, buckets=[])
+    part = BroadcastPart(manifest=manifest, group=group_at(4711, 1, 2), first_rank=1, timeout_s=1.0)
 
     def received(checksum: int) -> torch.Tensor:
         epoch = FilledEpoch(backend, [3, 0, len(content), checksum], content)

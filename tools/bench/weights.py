@@ -21,7 +21,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, BucketLayout, Manifest, Offer, Publish, Transport
+from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Manifest, Offer, Publish, Transport
 from asyncrl.rollouter.updating.fetch import fetch
 from asyncrl.weights.broadcast import Receiver
 from tools.bench.processes import Worker, worker
@@ -88,11 +88,10 @@ class Size:
         self.report, self.settings, self.sender, self.ours, self.name = report, settings, sender, ours, name
         self.manifest = msgspec.json.decode(held["manifest"], type=Manifest)
         self.tcp_port: int = held["tcp_port"]
-        self.bytes = sum(bucket.size for bucket in self.manifest.buckets)
+        self.bytes = self.manifest.bytes
         self.group = BroadcastGroup(
             backend="gloo", epoch=self.group_epoch, world_size=2, host=held["store"][0], port=held["store"][1]
         )
-        self.layouts = [BucketLayout(size=b.size, tensors=b.tensors) for b in self.manifest.buckets]
 
     async def measure(self, pairs: int) -> None:
         """Each transport against its floor."""
@@ -156,9 +155,7 @@ class Size:
 
     async def _gloo(self, receiver: Receiver) -> float:
         self.sender.order(do="gloo", version=self.manifest.version, group=msgspec.to_builtins(self.group))
-        part = BroadcastPart(
-            version=self.manifest.version, group=self.group, first_rank=1, buckets=self.layouts, timeout_s=TIMEOUT_S
-        )
+        part = BroadcastPart(manifest=self.manifest, group=self.group, first_rank=1, timeout_s=TIMEOUT_S)
         seconds = await asyncio.to_thread(timed, lambda: list(receiver.receive(part, worker=0)))
         await self.sender.answer()
         return seconds

@@ -53,7 +53,7 @@ from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.algorithm.token_scores import TokenScores
 from asyncrl.messages.routes import Experts
 from asyncrl.messages.weights import Probe
-from asyncrl.weights.held_version import HeldVersion, OnSealed
+from asyncrl.weights.held_version import HeldVersion
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with the settings of CUDA's allocator. torch reads them when it is imported, or later.
@@ -143,15 +143,13 @@ class Backend(Protocol):
         Returns None without sequences or without a model.
         """
 
-    def publish(
-        self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
-    ) -> Future[HeldVersion]:
+    def publish(self, version: int, probe: Probe | None = None) -> Future[HeldVersion]:
         """Rank 0: copy the weights, or only the adapters if versions hold only these, and seal the copy in segments.
 
         Returns once the previous version is written and rank 0 has copied its shards. Each other rank copies its own
         before its next command, so later training does not change the copy. The future's result holds ``probe``, and
-        its owner closes it; ``on_sealed`` gets each sealed segment. The future ends with OSError if the segments cannot
-        be written; only this error leaves the ranks in step.
+        its owner closes it. The future ends with OSError if the segments cannot be written; only this error leaves the
+        ranks in step.
         """
 
     def rest(self) -> None:

@@ -28,7 +28,7 @@ from asyncrl.learner.algorithm.token_scores import TokenScores
 from asyncrl.learner.fsdp.schedule import learning_rate
 from asyncrl.messages.routes import SIMULATED, Experts
 from asyncrl.messages.weights import Bucket, Manifest, Probe
-from asyncrl.weights.held_version import HeldVersion, OnSealed, close_all
+from asyncrl.weights.held_version import HeldVersion, close_all
 from asyncrl.weights.segments import Segment, layout
 
 
@@ -92,16 +92,14 @@ class SimTrainer:
         """Return None: there is no model to score the sequences."""
         return None
 
-    def publish(
-        self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
-    ) -> Future[HeldVersion]:
+    def publish(self, version: int, probe: Probe | None = None) -> Future[HeldVersion]:
         self._take()
         wait_s = self._config.learner.collective_timeout_s
         wait_for(self._assembly, wait_s, who=f"learner/{self._rank}", thread="assembly")
-        self._assembly = on_daemon("assembly", lambda: self._assemble(version, probe, on_sealed))
+        self._assembly = on_daemon("assembly", lambda: self._assemble(version, probe))
         return self._assembly
 
-    def _assemble(self, version: int, probe: Probe | None, on_sealed: OnSealed | None) -> HeldVersion:
+    def _assemble(self, version: int, probe: Probe | None) -> HeldVersion:
         """Write ``learner.sim.publish_bytes`` in sealed buckets, and sleep ``learner.sim.gather_s`` in all."""
         began = time.monotonic()
         buckets: list[Bucket] = []
@@ -118,8 +116,6 @@ class SimTrainer:
                 # Different bytes for each version, so that a mix-up shows in the checksum.
                 segment.write(0, version.to_bytes(8, "little")[:count])
                 buckets.append(segment.seal(tensors))
-                if on_sealed is not None:
-                    on_sealed(buckets[-1], segment.fd)
                 left -= count
         except OSError:
             close_all(descriptors)

@@ -84,7 +84,7 @@ from asyncrl.learner.fsdp.weights.saver import Saver
 from asyncrl.messages.routes import Experts
 from asyncrl.messages.weights import Probe
 from asyncrl.weights.broadcast import open_store
-from asyncrl.weights.held_version import HeldVersion, OnSealed
+from asyncrl.weights.held_version import HeldVersion
 from asyncrl.weights.lora import adapter_settings
 
 _LOG = logging.getLogger(__name__)
@@ -399,15 +399,11 @@ class Trainer:
         self._send(ScoreProbe(list(sequences)))
         return self._score_probe(sequences)
 
-    def publish(
-        self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
-    ) -> Future[HeldVersion]:
+    def publish(self, version: int, probe: Probe | None = None) -> Future[HeldVersion]:
         self._send(Gather("version"))
         with self._phase("copy"):
             copy = self._assembly.gpu_copy
-            return self._assembly.begin(
-                "version", lambda gathered: publish(gathered, version, probe=probe, on_sealed=on_sealed, copy=copy)
-            )
+            return self._assembly.begin("version", lambda gathered: publish(gathered, version, probe=probe, copy=copy))
 
     def export(self, folder: Path) -> None:
         self._send(Gather("export"))

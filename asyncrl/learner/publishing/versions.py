@@ -2,9 +2,8 @@
 
 A version is due after each ``learner.steps_per_version`` steps. It gets a number, a probe and a copy of the shards.
 ``publish`` waits until the version before is assembled and rank 0 has copied its own shards, but for no other actor. A
-task waits for the assembly during the training, and gives the version to the publisher. If versions are broadcast, the
-broadcaster sends sealed buckets while the rest is still being gathered. A number is durable before any other process
-hears of it, and is used up even if its version fails.
+task waits for the assembly during the training, and gives the version to the broadcaster, if there is one, and to the
+publisher. A number is durable before any other process hears of it, and is used up even if its version fails.
 
 A version that cannot be begun or assembled, for example on a full disk, is reported and becomes overdue: it is tried
 again. A version whose bytes have changed becomes overdue too, since no engine can load it. Training continues with the
@@ -33,7 +32,7 @@ from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.training_progress import TrainingProgress
-from asyncrl.learner.publishing.broadcaster import Broadcaster, BucketQueue, collective_backend
+from asyncrl.learner.publishing.broadcaster import Broadcaster, collective_backend
 from asyncrl.learner.publishing.publisher import Publisher
 from asyncrl.learner.publishing.version_numbers import VersionNumbers
 from asyncrl.messages import Request
@@ -220,7 +219,7 @@ class Versions:
         return True
 
     async def _begin(self) -> int:
-        """Take the next number, score the probe, open the broadcast, copy the weights, and return the number.
+        """Take the next number, score the probe, copy the weights, and return the number.
 
         Also starts the task that waits for the assembly.
         """
@@ -231,33 +230,26 @@ class Versions:
             probe = await self._on_thread(lambda: self._backend.probe(self.probed))
             # The new copy overwrites the last one, so its assembly must have ended.
             await self.settled()
-            queue = self._broadcaster.begin(version, probe, self._tasks) if self._broadcaster is not None else None
-            on_sealed = queue.put if queue is not None else None
             self._track.enter(f"copy v{version}", version=version)
-            try:
-                assembly = await self._on_thread(lambda: self._backend.publish(version, probe, on_sealed))
-            except Exception as error:
-                _fail(queue, error)
-                raise
+            assembly = await self._on_thread(lambda: self._backend.publish(version, probe))
         finally:
             self._track.leave()
         self._failed = False
         self._assembling = self._tasks.create_task(
-            self._assemble(version, assembly, queue), name=f"assembly of version {version}"
+            self._assemble(version, assembly), name=f"assembly of version {version}"
         )
         return version
 
-    async def _assemble(self, version: int, assembly: Future[HeldVersion], queue: BucketQueue | None) -> None:
-        """Wait until a version is assembled and give it to the publisher.
+    async def _assemble(self, version: int, assembly: Future[HeldVersion]) -> None:
+        """Wait until a version is assembled, and give it to the broadcaster and the publisher.
 
         An OSError of the system is reported as a failed version. Any other error is raised: the ranks are out of step.
         """
         self._assemblies.enter(f"gather v{version}", version=version)
         try:
             held = await asyncio.wrap_future(assembly)
-        except Exception as error:
-            _fail(queue, error)
-            if not isinstance(error, OSError) or isinstance(error, AsyncRLError):
+        except OSError as error:
+            if isinstance(error, AsyncRLError):
                 raise
             self._failed = True
             self._report(error)
@@ -268,7 +260,7 @@ class Versions:
         self.whole = version
         self.metrics = {"weights/gather_s": held.manifest.gather_s, "weights/publish_bytes": held.bytes}
         if self._broadcaster is not None:
-            self._broadcaster.gathered(held.manifest)
+            await self._broadcaster.begin(held, self._tasks)
         self._publisher.offer(held)
         if self._error is not None:
             self._error = None
@@ -299,12 +291,6 @@ class Versions:
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def _fail(queue: BucketQueue | None, error: Exception) -> None:
-    """End the broadcast, if any, of a version that cannot be assembled."""
-    if queue is not None:
-        queue.fail(f"the learner could not assemble it: {str(error) or type(error).__name__}")
 
 
 def why_not_published(error: OSError) -> str:

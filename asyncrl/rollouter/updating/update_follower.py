@@ -20,7 +20,7 @@ other failure is reported and tried again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -42,9 +42,8 @@ from asyncrl.messages import Request
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
     BroadcastPart,
-    Bucket,
-    BucketLayout,
     LoadGranted,
+    Manifest,
     NextUpdate,
     Offer,
     Probe,
@@ -281,7 +280,7 @@ class UpdateFollower:
         """
         weights, manifest = self._config.weights, offer.manifest
         assert manifest is not None, "an offer has a manifest or a broadcast"
-        limits = self._drift_limits(manifest.buckets)
+        limits = self._drift_limits(manifest)
         began = self._clock.now()
         self._track.enter(f"stage v{offer.version}", version=offer.version, transport=offer.transport)
         relay = self.relay if offer.turn else None
@@ -343,8 +342,8 @@ class UpdateFollower:
 
         Without the permission the engine resumes under its old weights, unless a load has failed since.
         """
-        weights = self._config.weights
-        limits = self._drift_limits(part.buckets)
+        weights, manifest = self._config.weights, part.manifest
+        limits = self._drift_limits(manifest)
         self._track.enter(f"pause v{offer.version}", version=offer.version, transport=offer.transport)
         while not await self._unless_asked(self._host.quiesced(weights.deadline_s)):
             self._log.info("still draining", version=offer.version)
@@ -354,13 +353,13 @@ class UpdateFollower:
             self._log.info("broadcast is called off", version=offer.version)
             await self._host.call_off()
             return
-        size = sum(bucket.size for bucket in part.buckets)
+        size = manifest.bytes
         times = UpdateTimes(
             version=offer.version, transport=offer.transport, pause_s=pause_s, bytes=size, encoded_bytes=size
         )
         async with asyncio.timeout(weights.deadline_s):
-            loaded = await self._load(part, times, part.probe, limits)
-        await self._conclude(offer, part.probe, limits, *loaded)
+            loaded = await self._load(part, times, manifest.probe, limits)
+        await self._conclude(offer, manifest.probe, limits, *loaded)
 
     # --- both ---
 
@@ -426,9 +425,9 @@ class UpdateFollower:
             self._log.warning("drift not measured: the engine is busy", waited_s=PROBE_S)
             return None
 
-    def _drift_limits(self, buckets: Sequence[Bucket | BucketLayout]) -> DriftLimits:
+    def _drift_limits(self, manifest: Manifest) -> DriftLimits:
         """Find the drift limits. They depend on the engine's dtype and the learner's, which is that of its weights."""
-        learner = {spec.dtype for bucket in buckets for spec in bucket.tensors}
+        learner = {spec.dtype for bucket in manifest.buckets for spec in bucket.tensors}
         float32 = learner | {engine_dtype(self._config)} == {"float32"}
         # On GPUs float32 kernels may multiply with fewer bits.
         on_cpu = not self._config.rollout.gpus_per_replica

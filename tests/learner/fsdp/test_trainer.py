@@ -275,26 +275,27 @@ def _train_during_a_slow_gather(backend, config) -> tuple[list[str], list[dict[s
     the version before it, without a step between, of this one, and of one behind it."""
     from asyncrl.learner.fsdp.weights import assembly
 
-    real, trained, sealed = assembly._Gather.wait, threading.Semaphore(0), threading.Semaphore(0)
+    real, trained, gathered = assembly._Gather.wait, threading.Semaphore(0), threading.Semaphore(0)
     events: list[str] = []
 
     def wait(self) -> list[torch.Tensor]:
         assert trained.acquire(timeout=60)
         found = real(self)
         events.append("gathered")
+        gathered.release()
         return found
 
     backend.train(plan_of(backend, config, 0))
     publication = backend.publish(1).result()
     buckets, weights = len(publication.manifest.buckets), [weights_of(publication)]
     with mock.patch.object(assembly._Gather, "wait", wait):
-        assembly = backend.publish(2, on_sealed=lambda bucket, fd: sealed.release())
+        assembly = backend.publish(2)
         events.append("copied")
         for step in range(1, buckets + 1):
             backend.train(plan_of(backend, config, step))
             events.append("step")
             trained.release()
-            assert sealed.acquire(timeout=60)
+            assert gathered.acquire(timeout=60)
         weights.append(weights_of(assembly.result()))
         events.append("whole")
     # Momentum alone would move the weights.

@@ -12,7 +12,7 @@ from run_settings import sim_config
 
 from asyncrl.config import Config
 from asyncrl.learner.backends.sim import SimTrainer
-from asyncrl.weights.held_version import HeldVersion, OnSealed
+from asyncrl.weights.held_version import HeldVersion
 
 BUCKETS = 3
 WAIT_S = 20.0
@@ -23,9 +23,9 @@ def _config() -> Config:
     return sim_config(learner={"sim": {"publish_bytes": BUCKETS * 4096}}, weights={"bucket_bytes": 4096})
 
 
-def make_publication(version: int, on_sealed: OnSealed | None = None) -> HeldVersion:
+def make_publication(version: int) -> HeldVersion:
     """BUCKETS sealed buckets of 4096 bytes, all of them different."""
-    return SimTrainer(_config(), 0).publish(version, on_sealed=on_sealed).result()
+    return SimTrainer(_config(), 0).publish(version).result()
 
 
 def open_descriptors() -> set[tuple[str, str]]:

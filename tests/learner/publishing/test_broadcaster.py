@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,7 +19,7 @@ from run_settings import sim_config
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import BroadcastFailed
 from asyncrl.learner.publishing import broadcaster
-from asyncrl.learner.publishing.broadcaster import Broadcaster, BucketQueue, collective_backend
+from asyncrl.learner.publishing.broadcaster import Broadcaster, collective_backend
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
     BroadcastGroup,
@@ -103,37 +102,18 @@ class FakeSender:
 
 
 class Scene:
-    def __init__(self, net: Net, timeout_s: float) -> None:
+    def __init__(self, net: Net) -> None:
         self.stub, self.sender = Stub(), FakeSender()
         net.serve(self.stub, NAME)
         peer = net.client(NAME, "learner/0", call_timeout_s=1.0)
         log = get_logger("learner/0")
-        config = sim_config(weights={"transport": "gloo", "broadcast_timeout_s": timeout_s})
-        self.broadcaster = Broadcaster("gloo", config, "127.0.0.1", call=peer.call, log=log)
+        self.broadcaster = Broadcaster("gloo", sim_config(), "127.0.0.1", call=peer.call, log=log)
         self.tasks: asyncio.TaskGroup
 
-    def begin(self, version: int) -> BucketQueue:
-        queue = self.broadcaster.begin(version, PROBE, self.tasks)
-        assert queue is not None
-        return queue
-
-    def declines(self, version: int) -> bool:
-        """Whether a version is not broadcast."""
-        return self.broadcaster.begin(version, PROBE, self.tasks) is None
-
-    def gather(self, version: int) -> None:
-        """Begin, and gather all of it at once."""
-        sending = self.begin(version)
-        make_publication(version, sending.put).close()
-        sending.gathered()
-
-    async def first(self) -> None:
-        """A version is published, which is never broadcast."""
-        assert self.declines(0)
-        await self.broadcaster.start()
-        assert self.declines(0)
-        with make_publication(0) as publication:
-            self.broadcaster.gathered(publication.manifest)
+    async def begin(self, version: int) -> None:
+        """A version is assembled, and its publication is closed at once."""
+        with make_publication(version) as publication:
+            await self.broadcaster.begin(publication, self.tasks)
 
     async def idle(self) -> None:
         """Until no version is on its way."""
@@ -143,13 +123,13 @@ class Scene:
         return [task for task in asyncio.all_tasks() if task.get_name().startswith("broadcast of version")]
 
 
-def play(scenario: Callable[[Scene], Awaitable[None]], *, timeout_s: float = 5.0) -> None:
+def play(scenario: Callable[[Scene], Awaitable[None]]) -> None:
     async def main() -> None:
         async with asyncio.timeout(2 * WAIT_S), Net(memory=True) as net:
-            scene = Scene(net, timeout_s)
+            scene = Scene(net)
             patch.setattr(broadcaster, "make_sender", lambda *_: scene.sender)
             async with asyncio.TaskGroup() as scene.tasks:
-                await scene.first()
+                await scene.broadcaster.start()
                 await scenario(scene)
                 for task in scene.under_way():
                     task.cancel()
@@ -187,44 +167,47 @@ def test_the_backend_of_broadcasts(transport, on_gpu, engine, gpus, expected) ->
     assert collective_backend(validate_config(tree), on_gpu=on_gpu) == expected
 
 
-def test_a_version_is_sent_as_its_buckets_come_and_outlives_its_publication() -> None:
+def test_a_version_is_announced_and_sent_and_outlives_its_publication() -> None:
     async def scenario(scene: Scene) -> None:
         scene.stub.answer = lambda _request: None
-        sending = scene.begin(1)
-        # A version that comes meanwhile is not broadcast.
-        assert scene.declines(2)
         with make_publication(1) as publication:
-            manifest = publication.manifest
-            assert scene.stub.announced == [], "engines would be paused for nothing"
-            for index, (bucket, fd) in enumerate(zip(manifest.buckets, publication.descriptors, strict=True)):
-                sending.put(bucket, fd)
-                if not index:
-                    # The learner asks until it is decided.
-                    await until(lambda: len(scene.stub.announced) >= 2)
-                    assert scene.sender.sent == []
-                    scene.stub.answer = scene.stub.group
-                    scene.stub.changed.wake()
-                await until(lambda: scene.sender.sent)
-                if index + 1 < len(manifest.buckets):
-                    # Sent before the next one is there.
-                    await until(lambda: len(scene.sender.sent[0][2]) == index + 1)  # noqa: B023
+            publication.manifest = manifest = replace(publication.manifest, probe=PROBE)
+            await scene.broadcaster.begin(publication, scene.tasks)
+            # A version that comes meanwhile is not broadcast.
+            await scene.begin(2)
+            # The learner asks until it is decided.
+            await until(lambda: len(scene.stub.announced) >= 2)
+            assert scene.sender.sent == []
         # The next open descriptors take the numbers that were closed.
         with make_publication(2) as other:
-            await asyncio.sleep(0.05)
-            ((_, _, received),) = scene.sender.sent
-            assert len(received) == len(manifest.buckets) - 1, (
-                "no engine has all of a version that may not be published"
-            )
-            sending.gathered()
+            scene.stub.answer = scene.stub.group
+            scene.stub.changed.wake()
             await scene.idle()
             assert len(open_segments()) == len(other.descriptors)
         assert scene.sender.sent == [(1, 1, content(1))]
+        assert {each.manifest.version for each in scene.stub.announced} == {1}
         announcement = scene.stub.announced[-1]
-        assert (announcement.version, announcement.host, announcement.port) == (1, "127.0.0.1", 4711)
-        assert [(b.size, b.tensors) for b in announcement.buckets] == [(b.size, b.tensors) for b in manifest.buckets]
-        assert np.array_equal(announcement.probe.tokens, PROBE.tokens)
+        assert (announcement.host, announcement.port, announcement.token) == ("127.0.0.1", 4711, "t")
+        found = announcement.manifest
+        assert [(b.size, b.tensors) for b in found.buckets] == [(b.size, b.tensors) for b in manifest.buckets]
+        assert np.array_equal(found.probe.tokens, PROBE.tokens)
         assert scene.stub.failed == []
-        assert not scene.begin(3).problem
+        await scene.begin(3)
+        await scene.idle()
+        assert scene.sender.sent[1:] == [(3, 2, content(3))]
+
+    play(scenario)
+
+
+def test_a_version_that_cannot_be_held_is_not_broadcast() -> None:
+    async def scenario(scene: Scene) -> None:
+        publication = make_publication(1)
+        publication.close()
+        await scene.broadcaster.begin(publication, scene.tasks)
+        assert not scene.under_way() and scene.stub.announced == []
+        await scene.begin(2)
+        await scene.idle()
+        assert scene.sender.sent == [(2, 1, content(2))]
 
     play(scenario)
 
@@ -239,92 +222,28 @@ def refuse(_request: AnnounceBroadcast) -> BroadcastState:
 def test_nothing_is_broadcast_without_a_group(answer: Callable[[AnnounceBroadcast], BroadcastState]) -> None:
     async def scenario(scene: Scene) -> None:
         scene.stub.answer = answer
-        sending = scene.begin(1)
-        with make_publication(1) as early:
-            sending.put(early.manifest.buckets[0], early.descriptors[0])
+        await scene.begin(1)
         await scene.idle()
-        with make_publication(1, sending.put) as publication:
-            assert len(open_segments()) == len(publication.descriptors)
-        assert ([each.version for each in scene.stub.announced], scene.sender.sent, scene.stub.failed) == ([1], [], [])
-        assert not scene.begin(2).problem
+        assert not open_segments()
+        [announced] = scene.stub.announced
+        assert (announced.manifest.version, scene.sender.sent, scene.stub.failed) == (1, [], [])
+        scene.stub.answer = scene.stub.group
+        await scene.begin(2)
+        await scene.idle()
+        assert scene.sender.sent == [(2, 1, content(2))]
 
     play(scenario)
-
-
-Put = Callable[[BucketQueue, Any, int], None]
-
-
-@pytest.mark.parametrize(
-    ("second", "error"),
-    [
-        (lambda sending, bucket, fd: sending.fail("no memory left"), "no memory left"),
-        (lambda sending, bucket, fd: None, "the learner waited 0.5 s for its own bucket 1"),
-        (lambda sending, bucket, fd: sending.put(replace(bucket, size=8192), fd), "bucket 1 is not what was announced"),
-        (
-            lambda sending, bucket, fd: sending.put(replace(bucket, tensors=[]), fd),
-            "bucket 1 is not what was announced",
-        ),
-        (lambda sending, bucket, fd: sending.put(bucket, 1 << 20), "bucket 1: .*Bad file descriptor"),
-    ],
-    ids=["not gathered", "late", "size", "tensors", "closed"],
-)
-def test_a_bucket_that_differs_from_its_announcement_ends_the_broadcast(second: Put, error: str) -> None:
-    async def scenario(scene: Scene) -> None:
-        sending = scene.begin(1)
-        with make_publication(1) as publication:
-            first, other, third = zip(publication.manifest.buckets, publication.descriptors, strict=True)
-            sending.put(*first)
-            await until(lambda: scene.sender.sent)
-            second(sending, *other)
-            if sending.problem:
-                sending.put(*third)
-            await scene.idle()
-        ((_, _, received),) = scene.sender.sent
-        ((_, _, reason),) = scene.stub.failed
-        assert received == content(1)[: len(received)] and len(received) <= 1
-        assert re.fullmatch(f"broadcast of version 1: {error}", reason)
-
-    play(scenario, timeout_s=0.5)
-
-
-def test_the_last_bucket_waits_for_the_end_of_gathering_whose_lateness_is_named() -> None:
-    async def scenario(scene: Scene) -> None:
-        sending = scene.begin(1)
-        with make_publication(1) as publication:
-            for bucket, descriptor in zip(publication.manifest.buckets, publication.descriptors, strict=True):
-                sending.put(bucket, descriptor)
-            await scene.idle()
-        ((_, _, received),) = scene.sender.sent
-        ((_, _, reason),) = scene.stub.failed
-        assert received == content(1)[:2]
-        assert reason == "broadcast of version 1: the learner did not end gathering within 0.3 s"
-
-    play(scenario, timeout_s=0.3)
-
-
-@pytest.mark.parametrize("told", [True, False])
-def test_a_version_is_not_announced_without_its_first_bucket(told: bool) -> None:
-    async def scenario(scene: Scene) -> None:
-        sending = scene.begin(1)
-        if told:
-            sending.fail("no memory left")
-        await scene.idle()
-        with make_publication(1) as publication:
-            sending.put(publication.manifest.buckets[0], publication.descriptors[0])
-        assert (scene.stub.announced, scene.sender.sent, scene.stub.failed) == ([], [], [])
-
-    play(scenario, timeout_s=0.1)
 
 
 def test_a_broadcast_that_fails_is_reported_and_not_sent_again() -> None:
     async def scenario(scene: Scene) -> None:
         scene.sender.failures = [TimeoutError("it did not come")]
-        scene.gather(1)
+        await scene.begin(1)
         await scene.idle()
         assert scene.sender.sent == [(1, 1, [])]
         assert scene.stub.failed == [(1, 1, "it did not come")]
         assert not open_segments()
-        scene.gather(2)
+        await scene.begin(2)
         await scene.idle()
         assert scene.sender.sent[-1] == (2, 2, content(2))
 
@@ -335,7 +254,7 @@ def test_a_broadcast_that_fails_is_reported_and_not_sent_again() -> None:
 def test_the_end_of_the_learner_stops_a_send_unless_all_is_sent(all_sent, members_count, aborts) -> None:
     async def scenario(scene: Scene) -> None:
         scene.sender.go_on.clear()
-        scene.gather(1)
+        await scene.begin(1)
         await until(lambda: scene.sender.sent)
         scene.sender.all_sent = all_sent
         if members_count:
@@ -352,21 +271,16 @@ def test_the_end_of_the_learner_stops_a_send_unless_all_is_sent(all_sent, member
     assert time.monotonic() - begun[0] < WAIT_S / 2
 
 
-@pytest.mark.parametrize("sends", [True, False], ids=["in a send", "between buckets"])
-def test_the_learner_stops_when_the_parameter_server_knows_that_the_broadcast_broke(sends: bool) -> None:
+def test_the_learner_stops_when_the_parameter_server_knows_that_the_broadcast_broke() -> None:
     async def scenario(scene: Scene) -> None:
-        if sends:
-            scene.sender.go_on.clear()
-        queue = scene.begin(1)
-        with make_publication(1) as version:
-            queue.put(version.manifest.buckets[0], version.descriptors[0])
-            await until(lambda: scene.sender.sent)
-            scene.stub.state = BroadcastState(decided=True, error="rollouter/1 is gone")
-            scene.stub.changed.wake()
-            await scene.idle()
-        [(_, _, reason)] = scene.stub.failed
+        scene.sender.go_on.clear()
+        await scene.begin(1)
+        await until(lambda: scene.sender.sent)
+        scene.stub.state = BroadcastState(decided=True, error="rollouter/1 is gone")
+        scene.stub.changed.wake()
+        await scene.idle()
+        assert scene.stub.failed == [(1, 1, "broadcast of version -1: aborted")]
         assert scene.sender.aborts == 1
-        assert sends or "rollouter/1 is gone" in reason
 
     play(scenario)
 
@@ -374,7 +288,7 @@ def test_the_learner_stops_when_the_parameter_server_knows_that_the_broadcast_br
 def test_an_ending_learner_ends_a_broadcast_that_has_no_group_yet() -> None:
     async def scenario(scene: Scene) -> None:
         scene.stub.answer = lambda _request: None
-        scene.gather(1)
+        await scene.begin(1)
         await until(lambda: scene.stub.announced)
 
     play(scenario)

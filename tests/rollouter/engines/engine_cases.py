@@ -20,7 +20,7 @@ from tiny_models import EOS, Publisher, logprobs_of, parameters_of
 
 from asyncrl.core.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, BucketLayout, Manifest
+from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, Manifest
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest
 from asyncrl.weights.broadcast import Sender
 
@@ -99,9 +99,7 @@ async def load(engine: Engine, manifest: Manifest, *, mode: Any = "abort", recom
 def part_of(sender: Sender, manifest: Manifest, *, epoch: int = 1, timeout_s: float = LONG_S, **group: Any) -> Any:
     """The engine's part in a broadcast to it alone."""
     told = {"backend": "gloo", "epoch": epoch, "world_size": 2, "host": sender.host, "port": sender.port} | group
-    layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
-    group = BroadcastGroup(**told)
-    return BroadcastPart(version=manifest.version, group=group, first_rank=1, buckets=layouts, timeout_s=timeout_s)
+    return BroadcastPart(manifest=manifest, group=BroadcastGroup(**told), first_rank=1, timeout_s=timeout_s)
 
 
 def buckets_of(manifest: Manifest) -> Iterator[tuple[Bucket, int]]:

@@ -23,7 +23,7 @@ from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
     BroadcastGroup,
     BroadcastPart,
-    BucketLayout,
+    Bucket,
     Chunk,
     FetchChunk,
     LoadGranted,
@@ -202,8 +202,8 @@ def retyped(manifest: Manifest, dtype: str) -> Manifest:
 def broadcast(version: int) -> Offer:
     specs, size = layout([("w", "uint8", (100,))])
     group = BroadcastGroup(backend="gloo", epoch=1, world_size=2, host="127.0.0.1", port=1)
-    layouts = [BucketLayout(size=size, tensors=specs)]
-    part = BroadcastPart(version=version, group=group, first_rank=1, buckets=layouts, timeout_s=1.0)
+    manifest = Manifest(version=version, buckets=[Bucket(path="", size=size, checksum=0, tensors=specs)])
+    part = BroadcastPart(manifest=manifest, group=group, first_rank=1, timeout_s=1.0)
     return Offer(version=version, transport="gloo", broadcast=part)
 
 

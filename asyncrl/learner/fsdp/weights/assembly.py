@@ -35,7 +35,7 @@ from asyncrl.learner.fsdp.weights.copies import ShardCopies, Unit, Weight, adapt
 from asyncrl.messages.weights import Bucket, Manifest, Probe
 from asyncrl.weights.device_copy import CopyWriter
 from asyncrl.weights.device_memory import DeviceMemory, gpu_id
-from asyncrl.weights.held_version import HeldVersion, OnSealed, close_all
+from asyncrl.weights.held_version import HeldVersion, close_all
 from asyncrl.weights.segments import Segment, fill_buckets, layout
 from asyncrl.weights.tensors import mapped, sum_of_words
 
@@ -145,14 +145,12 @@ def publish(
     version: int,
     *,
     probe: Probe | None = None,
-    on_sealed: OnSealed | None = None,
     copy: CopyWriter | None = None,
 ) -> HeldVersion:
     """Rank 0: write each gathered bucket into a sealed segment, and return the version. Raises OSError.
 
-    ``on_sealed`` is called with each bucket and its descriptor. ``copy`` is the copy of the same weights in GPU memory;
-    the manifest then says where it is. If a bucket cannot be written, the rest is still gathered, so that the other
-    ranks finish; then the error is raised.
+    ``copy`` is the copy of the same weights in GPU memory; the manifest then says where it is. If a bucket cannot be
+    written, the rest is still gathered, so that the other ranks finish; then the error is raised.
     """
     began = time.monotonic()
     buckets: list[Bucket] = []
@@ -171,8 +169,6 @@ def publish(
                 descriptors.append(descriptor)
                 if copy is not None:
                     sums.append(sum_of_words(mapped(descriptor, bucket.size)))
-                if on_sealed is not None:
-                    on_sealed(bucket, descriptor)
     if problem is not None:
         close_all(descriptors)
         raise problem

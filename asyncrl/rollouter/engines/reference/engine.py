@@ -428,7 +428,7 @@ class ReferenceEngine:
         if self._dead is not None:
             # ``close`` ran before this receiver existed, so it did not close it.
             receiver.close()
-        received = zip(receiver.receive(weights, worker=0), weights.buckets, strict=True)
+        received = zip(receiver.receive(weights, worker=0), weights.manifest.buckets, strict=True)
         return _copies(named for memory, bucket in received for named in tensors_in(memory, bucket.tensors))
 
     async def checksum(self) -> str:

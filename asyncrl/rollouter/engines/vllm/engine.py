@@ -39,7 +39,7 @@ from asyncrl.core.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.gpu.shared_gpus import read_shares, sharers
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.token_sets import TokenSets, make_sets
-from asyncrl.messages.weights import BroadcastPart
+from asyncrl.messages.weights import BroadcastPart, Manifest
 from asyncrl.rollouter.engines.base import FIRST, EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.vllm import model_folder
 from asyncrl.rollouter.engines.vllm.model_folder import check_adapters
@@ -533,19 +533,21 @@ def submission_seed(request: GenerationRequest) -> int | None:
 
 def version_source(weights: HeldVersion | BroadcastPart) -> dict[str, Any]:
     """Make the arguments with which workers load whole weights; see worker/weights.py."""
+    manifest = _for_workers(weights)
     if isinstance(weights, HeldVersion):
-        return {"manifest": _manifest(weights)}
-    return {"broadcast": msgspec.json.encode(msgspec.structs.replace(weights, probe=None)).decode()}
+        return {"manifest": msgspec.json.encode(manifest).decode()}
+    return {"broadcast": msgspec.json.encode(msgspec.structs.replace(weights, manifest=manifest)).decode()}
 
 
 def adapter_update(weights: HeldVersion, config: Config) -> dict[str, Any]:
     """Make the arguments of the workers' ``load_adapter``; see worker/lora.py."""
-    return {"manifest": _manifest(weights), "scaling": config.lora.alpha / config.lora.rank}
+    manifest = msgspec.json.encode(_for_workers(weights)).decode()
+    return {"manifest": manifest, "scaling": config.lora.alpha / config.lora.rank}
 
 
-def _manifest(weights: HeldVersion) -> str:
+def _for_workers(weights: HeldVersion | BroadcastPart) -> Manifest:
     # Workers do not need the probe, and JSON cannot hold its arrays.
-    return msgspec.json.encode(msgspec.structs.replace(weights.manifest, probe=None)).decode()
+    return msgspec.structs.replace(weights.manifest, probe=None)
 
 
 def scoring(vllm: Any, *, truncates: bool) -> Any:

@@ -128,8 +128,8 @@ class VersionLoader:
             # Over gloo everything is received before the reload, so a broken broadcast does not change the weights.
             buckets = list(received) if part.group.backend == "gloo" else received
             with self._reload() as load:
-                for memory, layout in zip(buckets, part.buckets, strict=True):
-                    load(tensors_in(memory, layout.tensors))
+                for memory, bucket in zip(buckets, part.manifest.buckets, strict=True):
+                    load(tensors_in(memory, bucket.tensors))
 
     @contextmanager
     def _reload(self) -> Iterator[Callable[[Named], None]]:
