@@ -302,8 +302,6 @@ class Sender:
         """Secret prefix of all groups' keys; members get it from the parameter server."""
         self._epoch: _Epoch | None = None
         """The newest epoch, which may be over."""
-        self.all_sent = False
-        """Whether all buckets are sent, and ``send`` now waits until all members have received them."""
 
     def send(self, group: BroadcastGroup, version: int, buckets: Iterable[tuple[Bucket, int]]) -> None:
         """Broadcast ``version`` to ``group``: each bucket as soon as ``buckets`` yields it with its descriptor.
@@ -312,22 +310,17 @@ class Sender:
         BroadcastFailed; any error, also one of ``buckets``, ends the epoch.
         """
         epoch = self._enter(group, version)
-        try:
-            with epoch.ended_by_errors(version):
-                epoch.form()
-                for index, (bucket, descriptor) in enumerate(buckets):
-                    epoch.check()
-                    memory = mapped(descriptor, bucket.size).to(self._device)
-                    checksum = sum_of_words(memory) if group.backend == "nccl" else bucket.checksum
-                    header = np.array([version, index, bucket.size, checksum], np.uint64).view(np.int64)
-                    what = f"bucket {index} of version {version} to be broadcast"
-                    epoch.broadcast(torch.from_numpy(header).to(self._device), what)
-                    epoch.broadcast(memory, what)
-                # From here on ``Broadcaster.close`` waits for the members, before it stops the send.
-                self.all_sent = True
-                epoch.wait_for_members(version)
-        finally:
-            self.all_sent = False
+        with epoch.ended_by_errors(version):
+            epoch.form()
+            for index, (bucket, descriptor) in enumerate(buckets):
+                epoch.check()
+                memory = mapped(descriptor, bucket.size).to(self._device)
+                checksum = sum_of_words(memory) if group.backend == "nccl" else bucket.checksum
+                header = np.array([version, index, bucket.size, checksum], np.uint64).view(np.int64)
+                what = f"bucket {index} of version {version} to be broadcast"
+                epoch.broadcast(torch.from_numpy(header).to(self._device), what)
+                epoch.broadcast(memory, what)
+            epoch.wait_for_members(version)
 
     def _enter(self, group: BroadcastGroup, version: int) -> _Epoch:
         """Return the epoch of ``group``, the present one or a new one, which ends the present one.

@@ -104,18 +104,13 @@ class Broadcaster:
         await asyncio.sleep(0)
 
     async def close(self, within_s: float) -> None:
-        """End the broadcasts, after the tasks of ``begin`` have ended.
-
-        If all buckets are sent, the members have ``within_s`` to receive them. Otherwise the send stops.
-        """
+        """End the broadcasts, after the tasks of ``begin`` have ended. A send under way has ``within_s`` to end."""
         if self._sender is not None:
             # On the sending thread, so it runs after a send that is under way.
             closing = asyncio.ensure_future(self._on_thread(self._sender.close))
-            if self._sending is not None:
-                if self._sender.all_sent:
-                    await asyncio.wait([closing], timeout=within_s)
-                if not closing.done():
-                    self._sender.abort("the learner ends")
+            await asyncio.wait([closing], timeout=within_s)
+            if not closing.done():
+                self._sender.abort("the learner ends")
             await closing
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._sending is not None:

@@ -103,8 +103,6 @@ class Script:
 
     # --- sender ---
 
-    all_sent = False
-
     def send(self, group: BroadcastGroup, version: int, buckets: Any) -> None:
         self.note("send", version)
         assert len(list(buckets)) == BUCKETS
