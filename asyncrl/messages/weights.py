@@ -268,7 +268,7 @@ class FetchChunk(Request, frozen=True, kw_only=True):
 
 
 class LoadGranted(Message, frozen=True, kw_only=True):
-    """``decided`` False: ask again. ``granted`` False: the broadcast is called off; ask for the next update."""
+    """``decided`` False: ask again. ``granted`` False: the broadcast is called off; no other request is refused."""
 
     decided: bool = False
     granted: bool = False

@@ -275,12 +275,11 @@ class UpdateFollower:
     async def _take_fetched(self, offer: Offer) -> None:
         """Take a version by shm or stream: fetch, verify, wait for permission, pause, load, commit.
 
-        Corrupt bytes and a refused pause are reported here, and the engine continues. Raises the other errors of
-        fetching, and those of loading.
+        Corrupt bytes are reported here, and the engine continues. Raises the other errors of fetching, and those of
+        loading.
         """
         weights, manifest = self._config.weights, offer.manifest
         assert manifest is not None, "an offer has a manifest or a broadcast"
-        limits = self._drift_limits(manifest)
         began = self._clock.now()
         self._track.enter(f"stage v{offer.version}", version=offer.version, transport=offer.transport)
         relay = self.relay if offer.turn else None
@@ -302,15 +301,11 @@ class UpdateFollower:
             stage_s = self._clock.now() - began
             self._track.enter(f"wait for pause v{offer.version}", version=offer.version)
             request = RequestLoad(version=offer.version, paths=paths)
-            granted = await self._may_load(request)
-            # The parameter server withdraws the permission after weights.deadline_s; a new request restarts that time.
-            # A drain may take longer, so the request is repeated after each third of it.
-            while granted and not await self._unless_asked(self._host.quiesced(weights.deadline_s / 3)):
-                granted = await self._may_load(request)
-            if not granted:
-                await self._report_failure(offer, "the parameter server refuses the pause")
-                await asyncio.sleep(AWAY_S)
-                return
+            # The parameter server refuses only broadcasts. It withdraws the permission after weights.deadline_s; a new
+            # request restarts that time. A drain may take longer, so the request is repeated after each third of it.
+            await self._may_load(request)
+            while not await self._unless_asked(self._host.quiesced(weights.deadline_s / 3)):
+                await self._may_load(request)
             size = fetched.bytes
             times = UpdateTimes(
                 version=offer.version, transport=offer.transport, stage_s=stage_s, bytes=size, encoded_bytes=size
@@ -319,11 +314,11 @@ class UpdateFollower:
                 self._track.enter(f"pause v{offer.version}", version=offer.version)
                 pause_s = await self._host.pause(offer.version)
                 times = msgspec.structs.replace(times, pause_s=pause_s)
-                loaded = await self._load(fetched, times, manifest.probe, limits)
+                loaded = await self._load(fetched, times)
         finally:
             # On a thread, because the kernel takes 0.1 s to free a gigabyte.
             await asyncio.to_thread(fetched.close)
-        await self._conclude(offer, manifest.probe, limits, *loaded)
+        await self._conclude(offer, manifest, *loaded)
 
     async def _accept(self, fetched: HeldVersion) -> None:
         """Check that the version has all weights of the engine's model. Raises ActorFailed."""
@@ -342,8 +337,7 @@ class UpdateFollower:
 
         Without the permission the engine resumes under its old weights, unless a load has failed since.
         """
-        weights, manifest = self._config.weights, part.manifest
-        limits = self._drift_limits(manifest)
+        weights = self._config.weights
         self._track.enter(f"pause v{offer.version}", version=offer.version, transport=offer.transport)
         while not await self._unless_asked(self._host.quiesced(weights.deadline_s)):
             self._log.info("still draining", version=offer.version)
@@ -353,13 +347,13 @@ class UpdateFollower:
             self._log.info("broadcast is called off", version=offer.version)
             await self._host.call_off()
             return
-        size = manifest.bytes
+        size = part.manifest.bytes
         times = UpdateTimes(
             version=offer.version, transport=offer.transport, pause_s=pause_s, bytes=size, encoded_bytes=size
         )
         async with asyncio.timeout(weights.deadline_s):
-            loaded = await self._load(part, times, manifest.probe, limits)
-        await self._conclude(offer, manifest.probe, limits, *loaded)
+            loaded = await self._load(part, times)
+        await self._conclude(offer, part.manifest, *loaded)
 
     # --- both ---
 
@@ -375,15 +369,13 @@ class UpdateFollower:
                 reply = await (self._unless_asked(asking) if request.epoch is None else asking)
             return reply.granted
 
-    async def _load(
-        self, weights: HeldVersion | BroadcastPart, times: UpdateTimes, probe: Probe | None, limits: DriftLimits
-    ) -> tuple[UpdateTimes, Drift | None]:
+    async def _load(self, weights: HeldVersion | BroadcastPart, times: UpdateTimes) -> tuple[UpdateTimes, Drift | None]:
         """Load the weights into the paused engine and commit them.
 
         Under weights.verify = full it also takes a checksum and probes the engine before it admits a request. Returns
         ``times`` with the times of the load, and the drift (None if it was not probed).
         """
-        host = self._host
+        host, manifest = self._host, weights.manifest
         self._track.enter(f"load v{times.version}", version=times.version, bytes=times.bytes)
         load_s = await host.load(weights)
         if host.engine.loaded_by_ipc:
@@ -391,15 +383,13 @@ class UpdateFollower:
         full = self._config.weights.verify == "full"
         checksum = await host.engine.checksum() if full else ""
         self._track.enter(f"resume v{times.version}", version=times.version)
-        resume_s, drift = await host.commit(probe if full else None, limits.stop)
+        resume_s, drift = await host.commit(manifest.probe if full else None, self._drift_limits(manifest).stop)
         times = msgspec.structs.replace(
             times, load_s=load_s, resume_s=resume_s, stall_s=host.stall_s, checksum=checksum
         )
         return times, drift
 
-    async def _conclude(
-        self, offer: Offer, probe: Probe | None, limits: DriftLimits, times: UpdateTimes, drift: Drift | None
-    ) -> None:
+    async def _conclude(self, offer: Offer, manifest: Manifest, times: UpdateTimes, drift: Drift | None) -> None:
         """Report the commit, measure the drift unless ``_load`` has, and judge it. Raises ActorFailed."""
         # From here on a death of the engine is not a failure of this offer.
         self._failed_loads = 0
@@ -408,13 +398,13 @@ class UpdateFollower:
         self._track.leave(stall_s=times.stall_s)
         self._committed(times.version)
         await self._report(ReportUpdate(version=offer.version, committed=True, times=times))
-        if probe is not None and drift is None:
-            drift = await self._measure(probe)
+        if manifest.probe is not None and drift is None:
+            drift = await self._measure(manifest.probe)
         if drift is not None:
             times = msgspec.structs.replace(times, drift=drift.nats, drift_worst=drift.worst, probe_kl=drift.kl)
         self._updated(times)
         if drift is not None:
-            self._judge(drift, limits, offer.version)
+            self._judge(drift, self._drift_limits(manifest), offer.version)
 
     async def _measure(self, probe: Probe) -> Drift | None:
         """Measure the drift while requests run; None if the engine is too busy to answer within PROBE_S."""

@@ -110,8 +110,8 @@ class StubEngine:
 class Server:
     """A parameter server that makes these offers, and then no more."""
 
-    def __init__(self, offers: list[Offer], begins: bool = True, away: int = 0, refuses: int = -1) -> None:
-        self.offers, self.begins, self.away, self.refuses = list(offers), begins, away, refuses
+    def __init__(self, offers: list[Offer], begins: bool = True, away: int = 0) -> None:
+        self.offers, self.begins, self.away = list(offers), begins, away
         self.asked: list[NextUpdate] = []
         self.loads: list[tuple[int, int | None]] = []
         """Version and epoch of each request to load; the first of each is answered with "ask again"."""
@@ -160,7 +160,7 @@ class Server:
             if request.epoch is not None:
                 return LoadGranted(decided=True, granted=self.begins)
             self.paths.append(request.paths)
-            return LoadGranted(decided=True, granted=request.version != self.refuses)
+            return LoadGranted(decided=True, granted=True)
         if isinstance(request, FetchChunk):
             return self.chunks(request)
         assert isinstance(request, ReportUpdate), request
@@ -458,17 +458,6 @@ def test_an_engine_with_half_of_a_version_ends_in_place_of_a_sleep(publish, prob
     assert "sleep" not in events and host.restarts == 1
     # The parameter server waits for nothing of this replica.
     assert server.sleeps[0] is None
-
-
-def test_an_update_without_a_pause_loads_nothing_and_the_next_version_is_used(publish):
-    events, server, host = follow(Server([by_shm(publish(version)) for version in (0, 1, 2)], refuses=1))
-    assert [event for event in events if event.startswith(("load", "pause"))] == [
-        *("pause abort", "load 0 staged"),
-        *("pause abort", "load 2 staged"),
-    ]
-    assert [(report.version, report.committed) for report in server.reports] == [(0, True), (1, False), (2, True)]
-    assert "refuses the pause" in server.reports[1].error
-    assert (host.restarts, host.version) == (0, 2)
 
 
 @pytest.mark.parametrize(("mode", "pause"), [("abort_resume", "abort"), ("keep", "keep"), ("drain", "wait")])
