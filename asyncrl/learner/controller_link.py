@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from asyncrl.core.errors import DeadlineExceeded, Refused, RemoteError
+from asyncrl.core.errors import DeadlineExceeded, Refused
 from asyncrl.messages import Request
 from asyncrl.messages.actors import ActorRecord, Resolve, Resolved
 from asyncrl.rpc.actor import CONTROLLER, Actor
-from asyncrl.rpc.calls.retry import is_refusal, wait_out
+from asyncrl.rpc.calls.retry import reply_unless_away
 
 RANK_0 = "learner/0"
 
@@ -48,13 +48,7 @@ class ControllerLink:
 
     async def _ask(self, request: Request) -> Any:
         """Call the controller once. Returns None, after a pause, if the call must be repeated. Raises RemoteError."""
-        try:
-            return await self._actor.peer(CONTROLLER).call(request)
-        except (DeadlineExceeded, RemoteError) as error:
-            if is_refusal(error):
-                raise
-            await wait_out(self._log, "controller", error)
-            return None
+        return await reply_unless_away(self._actor.peer(CONTROLLER).call(request), self._log, "controller")
 
 
 def store_of(rank_0: ActorRecord, generation: int) -> tuple[str, int]:

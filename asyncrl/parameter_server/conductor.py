@@ -82,13 +82,12 @@ class Conductor:
         return version > self.newest
 
     def publish(self, version: int) -> None:
-        """Make a version that is now held the newest, and wake idle replicas that can take it. Raises VersionReused.
+        """Make a version that is now held the newest, and wake idle replicas that can take it. Call it if ``is_new``.
 
         If replicas then pin too many versions, the versions of the least senior ones are let go: these replicas are
         outrun.
         """
-        if not self.is_new(version):
-            raise VersionReused(version, self.newest)
+        assert version > self.newest
         self.newest = version
         pinning = self.replicas.pinning()
         tries = [(replica.target, replica.seniority) for replica in pinning]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.core.errors import AsyncRLError, DeadlineExceeded, RemoteError, WeightsCorrupt
+from asyncrl.core.errors import AsyncRLError, RemoteError, WeightsCorrupt
 from asyncrl.messages import Request
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
@@ -29,7 +29,7 @@ from asyncrl.messages.weights import (
     WatchBroadcast,
 )
 from asyncrl.observe.logging import Logger
-from asyncrl.rpc.calls.retry import is_refusal, wait_out
+from asyncrl.rpc.calls.retry import reply_unless_away
 from asyncrl.weights.held_version import HeldVersion, hold
 
 if TYPE_CHECKING:
@@ -158,18 +158,15 @@ class Broadcaster:
 
     async def _call_until_decided(self, request: AnnounceBroadcast | WatchBroadcast) -> BroadcastState | None:
         """Repeat a request until its answer is decided, however late; None when the parameter server refuses."""
-        while True:
-            try:
-                state: BroadcastState = await self._call(request)
-            except (DeadlineExceeded, RemoteError) as error:
-                what = type(request).__name__
-                if is_refusal(error):
-                    self._log.error("broadcast is refused", request=what, error=str(error))
-                    return None
-                await wait_out(self._log, "parameter server", error, request=what)
-            else:
-                if state.decided:
-                    return state
+        what, state = type(request).__name__, BroadcastState()
+        try:
+            while not state.decided:
+                reply = await reply_unless_away(self._call(request), self._log, "parameter server", request=what)
+                state = reply or state
+        except RemoteError as error:
+            self._log.error("broadcast is refused", request=what, error=str(error))
+            return None
+        return state
 
     async def _on_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

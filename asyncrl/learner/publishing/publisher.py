@@ -16,11 +16,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from asyncrl.core.errors import DeadlineExceeded, RemoteError
 from asyncrl.messages import Request
 from asyncrl.messages.weights import Publish, Published, WatchPublished
 from asyncrl.observe.logging import Logger
-from asyncrl.rpc.calls.retry import is_refusal, wait_out
+from asyncrl.rpc.calls.retry import reply_unless_away
 from asyncrl.weights.held_version import HeldVersion
 
 
@@ -91,7 +90,8 @@ class Publisher:
         """
         self._sending, acknowledged_before = version, self._acknowledged
         try:
-            if await self._reply_of(self._call(Publish(manifest=version.manifest))) is not None:
+            call = self._call(Publish(manifest=version.manifest))
+            if await reply_unless_away(call, self._log, "parameter server") is not None:
                 self._acknowledged = version
                 self.news.set()
         finally:
@@ -110,7 +110,7 @@ class Publisher:
             await asyncio.wait({call, offered}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 return
-            reply: Published | None = await self._reply_of(call)
+            reply: Published | None = await reply_unless_away(call, self._log, "parameter server")
             if reply is not None and reply.corrupt:
                 # The parameter server shares these segments, so sending them again would not help.
                 self._log.error("published weights are no longer what was sealed", version=self.acknowledged)
@@ -127,16 +127,6 @@ class Publisher:
             offered.cancel()
             if not call.done():
                 call.cancel()
-
-    async def _reply_of(self, call: asyncio.Future[Any]) -> Any:
-        """Wait for the reply of a call. None, after a pause, if the parameter server is away."""
-        try:
-            return await call
-        except (DeadlineExceeded, RemoteError) as error:
-            if is_refusal(error):
-                raise
-            await wait_out(self._log, "parameter server", error)
-            return None
 
     def _close_unused(self, *versions: HeldVersion | None) -> None:
         """Close those of ``versions`` that are neither newest, nor being sent, nor acknowledged last."""

@@ -8,12 +8,14 @@ the caller's own seeded generator: the same caller asks at the same times.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
-from asyncrl.core.errors import RemoteError, WireError
+from asyncrl.core.errors import DeadlineExceeded, RemoteError, WireError
 from asyncrl.observe.logging import Logger
+
+T = TypeVar("T")
 
 AWAY_S = 0.5
 """Pause before a peer that does not answer, or cannot serve the call yet, is asked again (s)."""
@@ -62,6 +64,17 @@ async def wait_out(log: Logger, whom: str, error: WireError, **facts: Any) -> No
     """Log that a peer does not answer, and sleep for AWAY_S."""
     log_away(log, whom, error, **facts)
     await asyncio.sleep(AWAY_S)
+
+
+async def reply_unless_away(call: Awaitable[T], log: Logger, whom: str, **facts: Any) -> T | None:
+    """Wait for the reply of a call. Returns None, after a pause, if the peer is away: call again. Raises a refusal."""
+    try:
+        return await call
+    except (DeadlineExceeded, RemoteError) as error:
+        if is_refusal(error):
+            raise
+        await wait_out(log, whom, error, **facts)
+        return None
 
 
 def is_refusal(error: WireError) -> bool:
