@@ -24,8 +24,6 @@ class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
     """Generation time lost: from when the engine stops admitting requests until it admits them again."""
     bytes: int = 0
     """Size of the weights."""
-    encoded_bytes: int = 0
-    """Bytes that were read or received for the weights; fewer than ``bytes`` if deltas saved some."""
     drift: float | None = None
     """Drift of the engine from the learner (nats; rollouter/serving/drift.py); None if it was not measured."""
     drift_worst: float | None = None
@@ -34,6 +32,11 @@ class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
     """Estimated divergence of the engine from the learner over the probe's tokens (nats)."""
     checksum: str = ""
     """Checksum of the engine's own copy of the weights under weights.verify = full; equal in all engines of a kind."""
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes that were read or received for the weights: all of them."""
+        return self.bytes
 
 
 class RolloutStats(Message, frozen=True, kw_only=True):

@@ -306,10 +306,7 @@ class UpdateFollower:
             await self._may_load(request)
             while not await self._unless_asked(self._host.quiesced(weights.deadline_s / 3)):
                 await self._may_load(request)
-            size = fetched.bytes
-            times = UpdateTimes(
-                version=offer.version, transport=offer.transport, stage_s=stage_s, bytes=size, encoded_bytes=size
-            )
+            times = UpdateTimes(version=offer.version, transport=offer.transport, stage_s=stage_s, bytes=fetched.bytes)
             async with asyncio.timeout(weights.deadline_s):
                 self._track.enter(f"pause v{offer.version}", version=offer.version)
                 pause_s = await self._host.pause(offer.version)
@@ -347,9 +344,8 @@ class UpdateFollower:
             self._log.info("broadcast is called off", version=offer.version)
             await self._host.call_off()
             return
-        size = part.manifest.bytes
         times = UpdateTimes(
-            version=offer.version, transport=offer.transport, pause_s=pause_s, bytes=size, encoded_bytes=size
+            version=offer.version, transport=offer.transport, pause_s=pause_s, bytes=part.manifest.bytes
         )
         async with asyncio.timeout(weights.deadline_s):
             loaded = await self._load(part, times)
