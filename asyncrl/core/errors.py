@@ -225,7 +225,7 @@ class BroadcastFailed(AsyncRLError, ConnectionError):
     """A broadcast of weights failed; any of its members may be the cause."""
 
     def __init__(self, version: int, reason: str) -> None:
-        self.version, self.reason = version, reason
+        self.version = version
         super().__init__(f"broadcast of version {version}: {reason}")
 
 

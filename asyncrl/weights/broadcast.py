@@ -250,8 +250,8 @@ class _Epoch:
         """Context in which every error ends the epoch; errors of the transfer become BroadcastFailed."""
         try:
             yield
-        except (BroadcastFailed, WeightsCorrupt) as error:
-            self.end(error.reason if isinstance(error, BroadcastFailed) else str(error))
+        except WeightsCorrupt as error:
+            self.end(str(error))
             raise
         except (_Stopped, OSError, RuntimeError) as error:
             self.end(str(error))

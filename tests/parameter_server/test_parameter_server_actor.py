@@ -311,6 +311,18 @@ async def test_a_broadcast_from_announcement_to_commit(stage, publication):
 
 
 @staged(transport="gloo")
+async def test_a_publication_does_not_overtake_its_announcement(stage, publication):
+    await stage.publish(publication(0))
+    await stage.take(R[0])
+    waiting = stage.next(R[0], 0)
+    await stage.parked(waiting)
+    # Sent at once, so that both are received in one turn of the event loop.
+    stage.call(LEARNER, announcement(1))
+    await stage.publish(publication(1))
+    assert (await waiting).offer.broadcast is not None
+
+
+@staged(transport="gloo")
 async def test_epochs_of_a_successor_are_above_all_of_its_predecessor(stage, publication):
     """The learner refuses an epoch that is not above all earlier ones."""
     announced, (of_first, _) = await gathered(stage, publication)

@@ -441,7 +441,7 @@ def test_an_error_of_the_buckets_reaches_every_member(peers, sender, version) ->
 
     for epoch, (error, raised, words) in enumerate(
         [
-            (BroadcastFailed(0, "no bucket came"), BroadcastFailed, "the learner: no bucket came"),
+            (OSError("no bucket came"), BroadcastFailed, "the learner: no bucket came"),
             (KeyError("a weight"), KeyError, r"the learner: the learner failed: KeyError\('a weight'\)"),
         ],
         start=1,
