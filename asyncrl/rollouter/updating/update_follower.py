@@ -64,7 +64,7 @@ from asyncrl.weights.held_version import HeldVersion
 
 T = TypeVar("T")
 SLEEP_REPORT_S = 1.0
-"""Longest wait (s) until the parameter server knows that the engine sleeps."""
+"""Longest wait (s) until the parameter server knows that the engine sleeps, because the learner waits for its GPU."""
 PROBE_S = 30.0
 """Longest time for a probe of an engine that serves requests meanwhile."""
 
@@ -205,7 +205,8 @@ class UpdateFollower:
 
     async def _sleep(self) -> None:
         """Let the learner have the GPU. An engine that cannot sleep is declared dead, and so frees the GPU too."""
-        await self._report_sleep()
+        # Without the report this replica could be counted as a member of a broadcast, and others would pause in vain.
+        await self._report(ReportSleep(), SLEEP_REPORT_S)
         if self._host.is_half_loaded:
             # vLLM cannot put a half-loaded engine to sleep.
             self._host.declare_dead("the learner asks for the GPU after a failed load")
@@ -441,23 +442,12 @@ class UpdateFollower:
         await self._report(report)
         self._current_offer = None
 
-    async def _report(self, report: ReportUpdate) -> None:
+    async def _report(self, report: ReportUpdate | ReportSleep, timeout_s: float | None = None) -> None:
+        """Send a report once. If it is lost, the parameter server's own deadlines end the update."""
         try:
-            await self._call(PARAMETER_SERVER, report, None)
+            await self._call(PARAMETER_SERVER, report, timeout_s)
         except (DeadlineExceeded, RemoteError) as lost:
-            # The parameter server ends this replica's permission to load by itself after its deadline.
-            self._log.warning("update not reported", version=report.version, error=str(lost))
-
-    async def _report_sleep(self) -> None:
-        """Report that the engine sleeps next. The learner waits for its GPU, so a lost report is not repeated.
-
-        Without the report the parameter server could count the replica as a member of a broadcast, whose other members
-        would pause for it in vain.
-        """
-        try:
-            await self._call(PARAMETER_SERVER, ReportSleep(), SLEEP_REPORT_S)
-        except (DeadlineExceeded, RemoteError) as lost:
-            self._log.info("sleep not reported", error=str(lost))
+            self._log.warning("not reported", report=type(report).__name__, error=str(lost))
 
     async def _ask(self, request: Request) -> Any:
         """Call the parameter server; returns its reply, or None after a pause if the call failed."""
