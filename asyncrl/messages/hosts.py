@@ -18,6 +18,8 @@ It is ``lost`` if it was leaving and its connection was lost before it had left.
 class NewHost(Struct, gc=False, frozen=True, kw_only=True):
     """A host with rollouters that is to join a live run."""
 
+    ask: Annotated[str, Meta(min_length=16, max_length=64)]
+    """Random id, by which the controller recognises a repeat of the request, and the command can withdraw the host."""
     host: Annotated[str, Meta(min_length=1, max_length=200)]
     """Its name in the hostfile."""
     address: str = ""
@@ -47,7 +49,7 @@ class MemberHost(Message, frozen=True, kw_only=True):
     """Seconds that it has to finish the groups in progress, once it leaves."""
     address: str = ""
     ask: str = ""
-    """Join.ask of the request that brought it; empty for a host of the start."""
+    """That of NewHost; empty for a host of the start."""
     number: int = 0
     """Number of the first members that it is among; 0 for a host of the start."""
 
@@ -76,7 +78,8 @@ class Leave(Request, frozen=True, kw_only=True):
     reply = MemberHost
     senders = LAUNCHER
     host: str
-    """Its name in the hostfile, its own hostname, or the name of its agent."""
+    """Its name in the hostfile, its own hostname, or the name of its agent; until the agent has registered, also the
+    id of its NewHost."""
     within_s: Annotated[float, Meta(ge=0)]
     """Seconds that it has to finish the groups in progress; the rest then goes back to the dataloader."""
     reason: str = ""
@@ -123,14 +126,17 @@ class Members(Message, frozen=True, kw_only=True):
 class Join(Request, frozen=True, kw_only=True):
     """Launcher to controller: let these hosts join. The caller may retry if the run is still starting.
 
-    Those of the reply with this ``ask`` are the hosts of the request, in its order. They may be started.
+    The reply has the hosts of the request, with their ``ask`` and in its order. They may be started.
     """
 
     reply = Members
     senders = LAUNCHER
-    ask: Annotated[str, Meta(min_length=16, max_length=64)]
-    """Random id of the request, by which the controller recognises a repeat."""
     hosts: Annotated[list[NewHost], Meta(min_length=1, max_length=1024)]
+
+    def brought(self, members: Members) -> list[MemberHost]:
+        """The members that this request brought, in its order."""
+        asks = {host.ask for host in self.hosts}
+        return [host for host in members.hosts if host.ask in asks]
 
 
 class WatchMembers(Request, frozen=True, kw_only=True):

@@ -223,7 +223,9 @@ class HostChanges:
     def _nameable_hosts(self) -> list[KnownHost]:
         """Return all hosts that a user may name: registered ones, and joined ones whose agent is not registered."""
         hosts = {
-            host.agent: KnownHost(host.agent, host.host, frozenset(host.actors), frozenset({host.address} - {""}))
+            host.agent: KnownHost(
+                host.agent, host.host, frozenset(host.actors), frozenset({host.address, host.ask} - {""})
+            )
             for host in self._membership.members.at("joining", "serving", "leaving")
         }
         return sorted((hosts | self._hosts.known).values(), key=lambda known: int(known.agent.partition("/")[2]))

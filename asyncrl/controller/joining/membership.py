@@ -48,10 +48,10 @@ class Membership:
     def join(self, request: Join, known: Collection[KnownHost], taken: Iterable[str]) -> None:
         """Add new hosts, and give names to their agents and actors.
 
-        A repeated request, which has the same ``ask``, changes nothing. ``known`` are all hosts of the run, and
+        A repeated request changes nothing. ``known`` are all hosts of the run, and
         ``taken`` all names that are used in it. Raises InvalidRequest, also for a repeat if one of its hosts has left.
         """
-        admitted = [host for host in self.members.hosts if host.ask == request.ask]
+        admitted = request.brought(self.members)
         if dismissed := [f"{host.host}: {host.reason}" for host in admitted if not host.takes_part]:
             raise InvalidRequest(f"let go before it could begin: {'; '.join(dismissed)}")
         if admitted:
@@ -70,7 +70,7 @@ class Membership:
                 stage="joining",
                 keys=new.keys,
                 address=new.address,
-                ask=request.ask,
+                ask=new.ask,
                 number=self.members.number + 1,
             )
             joining.append(host)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.load import config_to_json
-from asyncrl.core.errors import ActorFailed, AsyncRLError, ConfigError, NotKept, RemoteError, UsageError
+from asyncrl.core.errors import ActorFailed, AsyncRLError, ConfigError, UsageError
 from asyncrl.launcher.agent_handle import (
     SLACK_S,
     AgentHandle,
@@ -57,7 +57,7 @@ from asyncrl.launcher.live.live_run import LiveController, LiveRun
 from asyncrl.launcher.run_folder.private import RUN_ID
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
 from asyncrl.launcher.terminal.progress import TerminalProgress
-from asyncrl.messages.hosts import Join, Leave, MemberHost, Members, NewHost, WatchMembers
+from asyncrl.messages.hosts import Join, Leave, MemberHost, Members, NewHost
 from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 from asyncrl.rpc.wire.keys import keyring_of, make_pairs
 
@@ -172,12 +172,12 @@ class JoinedHosts:
             host_pairs = [make_pairs(attempts) for _ in range(key_holders)]
             keys = [[pair["public"] for pair in each] for each in host_pairs]
             pairs += host_pairs
-            added.append(NewHost(host=name, address=place.address, replicas=replicas, keys=keys))
-        request = Join(ask=secrets.token_hex(16), hosts=added)
-        joined = list[MemberHost]()
+            ask = secrets.token_hex(16)
+            added.append(NewHost(ask=ask, host=name, address=place.address, replicas=replicas, keys=keys))
+        request = Join(hosts=added)
         try:
             members: Members = await self.controller.ask(request, timeout=config.supervision.start_timeout_s)
-            joined = _brought_by(request, members)
+            joined = request.brought(members)
             names = [name for host in joined for name in host.names]
             named = dict(zip(names, pairs, strict=credentials.curve))
             # The keys of other joined hosts are not needed yet: every actor asks the controller for the members.
@@ -190,37 +190,17 @@ class JoinedHosts:
             self.members = [self._start_agent(host) for host in joined]
         except BaseException as error:
             if self.run.lives:
-                # A Join without a reply may have been carried out.
-                names = [host.agent for host in joined] or await self._find_admitted(request)
                 reason = f"it could not be started: {str(error) or type(error).__name__}"
-                await asyncio.gather(*(self._withdraw(name, reason) for name in names))
+                await asyncio.gather(*(self._withdraw(host, reason) for host in added))
             raise
         for host in joined:
             self.progress.say(f"{host.host} joins as {host.agent} with {', '.join(host.actors)}")
 
-    async def _find_admitted(self, request: Join) -> list[str]:
-        """Repeat a Join once, because only that shows whether the controller has admitted its hosts.
-
-        Returns names of those hosts by which they can leave; none if the controller does not answer.
-        """
-        call = self.controller.peer.call
-        try:
-            try:
-                members: Members = await call(request, timeout=WITHDRAW_S)
-            except RemoteError as error:
-                if error.code == NotKept.code:
-                    # They are admitted, so no other host has these names; the members on disk do not have them so far.
-                    return [host.host for host in request.hosts]
-                # The repeat is also refused if one of several admitted hosts has to leave.
-                members = await call(WatchMembers(), timeout=WITHDRAW_S)
-        except AsyncRLError:
-            return []
-        return [host.agent for host in _brought_by(request, members) if host.takes_part]
-
-    async def _withdraw(self, name: str, reason: str) -> None:
-        # An error does not matter: the controller drops the host later.
+    async def _withdraw(self, host: NewHost, reason: str) -> None:
+        # A Join without a reply may have been carried out. An error does not matter: the controller does not know the
+        # host, or drops it later.
         with contextlib.suppress(AsyncRLError):
-            leave = Leave(host=name, within_s=0.0, reason=reason)
+            leave = Leave(host=host.ask, within_s=0.0, reason=reason)
             await self.controller.ask(leave, timeout=WITHDRAW_S)
 
     def _start_agent(self, host: MemberHost) -> AgentHandle:
@@ -351,8 +331,3 @@ class JoinedHosts:
             how = {"done": "is done", "preempted": "was preempted"}.get(ended.result, "ended before its last step")
             self.progress.say(f"{member.host} ends with the run, which {how}")
         return ended.exit_code
-
-
-def _brought_by(request: Join, members: Members) -> list[MemberHost]:
-    """The hosts that this request brought, in its order."""
-    return [host for host in members.hosts if host.ask == request.ask]

@@ -49,14 +49,13 @@ def ended(name, exit_code, *, fatal=False):
 
 
 async def join(cluster, *hosts, ask=ASK, replicas=1):
-    asked = Join(ask=ask, hosts=[NewHost(host=host, replicas=replicas) for host in hosts])
-    return await asked_to_join(cluster, asked)
+    return await asked_to_join(cluster, *(NewHost(ask=ask + host, host=host, replicas=replicas) for host in hosts))
 
 
-async def asked_to_join(cluster, request):
-    """The hosts of the request in the reply."""
-    members = await cluster.caller(LAUNCHER).call(request, timeout=1.0)
-    return [host for host in members.hosts if host.ask == request.ask]
+async def asked_to_join(cluster, *hosts):
+    """These hosts in the reply."""
+    request = Join(hosts=list(hosts))
+    return request.brought(await cluster.caller(LAUNCHER).call(request, timeout=1.0))
 
 
 def leave(cluster, host, within_s=3.0, **how):
@@ -150,7 +149,7 @@ async def test_i6_a_joined_actor_and_another_find_each_other_once_both_know_the_
 async def test_i6_only_readers_of_the_private_folder_may_call_and_only_during_the_run(cluster, tmp_path):
     """Every other caller is counted."""
 
-    for asked in (Join(ask=ASK, hosts=[NewHost(host="c", replicas=1)]), Leave(host="c", within_s=1)):
+    for asked in (Join(hosts=[NewHost(ask=ASK, host="c", replicas=1)]), Leave(host="c", within_s=1)):
         for name in ("rollouter/0", "agent/0"):
             with pytest.raises(RemoteError, match=f"{name} may not send {type(asked).__name__}: launcher may"):
                 await cluster.caller(name).call(asked)
@@ -173,6 +172,22 @@ async def test_a_repeated_request_to_leave_is_answered_even_if_the_run_ends(clus
     assert await leave(cluster, "c") == await leave(cluster, begun.agent) == begun
     with pytest.raises(RemoteError, match="no host can leave any more: the run is ending"):
         await leave(cluster, "d")
+
+
+@on_cluster()
+async def test_a_command_withdraws_the_hosts_that_it_could_not_start(cluster):
+    await serve(cluster)
+    with pytest.raises(RemoteError, match="c takes part in this run already"):
+        await join(cluster, "c", ask="b" * 16)
+    with pytest.raises(RemoteError, match=f"no host {'b' * 16}c takes part"):
+        await leave(cluster, "b" * 16 + "c")
+    with nothing_written():
+        joining = cluster.caller(LAUNCHER).call(Join(hosts=[NewHost(ask=ASK + "d", host="d", replicas=1)]))
+        assert await is_parked(joining)
+        leaving = leave(cluster, f"{ASK}d")
+        assert await is_parked(leaving)
+    assert (await leaving).host == "d"
+    assert [(host.host, host.stage) for host in (await members(cluster)).hosts] == [("c", "serving"), ("d", "left")]
 
 
 @on_cluster()
@@ -256,13 +271,12 @@ async def test_a_drain_waits_for_an_actor_that_joined_while_a_successor_of_the_c
 
 @on_cluster()
 async def test_a_successor_of_the_controller_knows_a_joined_host_by_its_address(cluster, tmp_path):
-    asked = Join(ask=ASK, hosts=[NewHost(host="gpu-5", replicas=1, address="10.0.0.5")])
-    (found,) = await asked_to_join(cluster, asked)
-    alias = Join(ask="b" * 16, hosts=[NewHost(host="alias", replicas=1, address="10.0.0.5")])
+    (found,) = await asked_to_join(cluster, NewHost(ask=ASK, host="gpu-5", replicas=1, address="10.0.0.5"))
+    alias = NewHost(ask="b" * 16, host="alias", replicas=1, address="10.0.0.5")
     refusal = rf"takes part in this run already, as gpu-5 \({found.agent}\), at 10.0.0.5"
     # Even before its agent has registered.
     with pytest.raises(RemoteError, match=refusal):
-        await cluster.caller(LAUNCHER).call(alias, timeout=1.0)
+        await asked_to_join(cluster, alias)
     facts = {"actors": found.actors, "host": "gpu-5"}
     await cluster.register(found.agent, address="tcp://10.0.0.5:7001", facts=facts)
     await cluster.register(found.actors[0])
@@ -275,7 +289,7 @@ async def test_a_successor_of_the_controller_knows_a_joined_host_by_its_address(
     await cluster.register(found.actors[0])
     await cluster.state(lambda state: state.phase == "running")
     with pytest.raises(RemoteError, match=refusal):
-        await cluster.caller(LAUNCHER).call(alias, timeout=1.0)
+        await asked_to_join(cluster, alias)
     assert (await leave(cluster, "10.0.0.5")).agent == found.agent
 
 

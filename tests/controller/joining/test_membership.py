@@ -24,12 +24,13 @@ def key(number):
 
 def new(host="c", replicas=1, first=0, **changes):
     keys = [[key(first + 10 * actor + attempt) for attempt in range(2)] for actor in range(1 + replicas)]
-    return NewHost(**({"host": host, "replicas": replicas, "keys": keys} | changes))
+    return NewHost(**({"ask": f"{ASK}{host}{first}", "host": host, "replicas": replicas, "keys": keys} | changes))
 
 
-def join(membership, *hosts, ask=ASK, known=KNOWN, taken=TAKEN):
-    membership.join(Join(ask=ask, hosts=list(hosts)), known, taken)
-    return [host for host in membership.members.hosts if host.ask == ask]
+def join(membership, *hosts, known=KNOWN, taken=TAKEN):
+    request = Join(hosts=list(hosts))
+    membership.join(request, known, taken)
+    return request.brought(membership.members)
 
 
 def leave(membership, host, within_s=5.0, known=KNOWN, serving=SERVING, awaited=()):
@@ -192,7 +193,7 @@ def test_a_host_that_never_served_may_leave_and_cannot_join_again():
     with pytest.raises(InvalidRequest, match="let go before it could begin: c: "):
         join(membership, new("c"), new("d", first=500))
     assert membership.members.at("joining") == [second]
-    assert join(membership, new("c", first=900), ask="b" * 16)[0].agent == "agent/4"
+    assert join(membership, new("c", first=900))[0].agent == "agent/4"
 
 
 def test_a_host_lost_while_it_leaves_is_dead_and_learns_so_when_it_is_back():
@@ -214,7 +215,7 @@ def test_a_successor_of_the_controller_forgets_nothing(steps):
         joined = next((host for host in membership.members.hosts if host.takes_part), None)
         leaving = next((host for host in membership.members.at("leaving", "lost")), None)
         if step == "join":
-            join(membership, new(f"h{at}", first=1000 * at), ask=f"{at:016d}")
+            join(membership, new(f"h{at}", first=1000 * at))
         elif step == "ready" and joined is not None:
             membership.judge(set(joined.actors), {})
         elif step == "leave" and joined is not None:
