@@ -39,9 +39,7 @@ class HostChanges:
     def __init__(
         self, actor: Actor, registry: Registry, run: RunStateMachine, hosts: KnownHosts, *, changed: Callable[[], None]
     ) -> None:
-        self._membership = Membership(
-            curve=actor.context.credentials.curve, episodes=actor.config.episode.kind != "single"
-        )
+        self._membership = Membership(episodes=actor.config.episode.kind != "single")
         self._actor, self._registry, self._run, self._hosts = actor, registry, run, hosts
         self._run_changed, self._now, self._log = changed, actor.clock.now, actor.log
         self._path = actor.context.run_dir / "private" / MEMBERS_FILE
@@ -66,44 +64,29 @@ class HostChanges:
         except FileNotFoundError:
             return
         self.members = self._membership.members = members
-        serving = [name for host in members.at("serving") for name in host.actors]
-        self._run.joined(serving, self._now(), has_served=True)
+        for host in members.at("joining", "serving"):
+            self._run.joined(host.actors, self._now(), has_served=host.served)
         self._run.left([name for host in members.hosts if not host.takes_part for name in host.actors], self._now())
         self._run.tell_members(members.number, self._membership.leaving)
 
     async def run(self) -> None:
-        """End the trial of joined hosts, and keep and send each change; until cancelled."""
+        """Let joined hosts serve or leave, and keep and send each change; until cancelled."""
         for host in self.members.at("lost", "left"):
             # The list of hosts of an earlier controller may still name it.
             self._hosts.forget(host.agent)
         while True:
             await self._changed.wait()
             self._changed.clear()
-            # A successor does not wait for a host on trial during its own start.
-            if self._run.phase != "starting":
-                self._try_joined()
+            resting = {each.name: each.reason for each in self._run.resting}
+            for host in self._membership.judge(self._registry.ready(), resting, self._hosts.lost):
+                self._log.error("joined host does not serve, so it has to leave", host=host.host, reason=host.reason)
+                self._remove_from_run(host)
             for host in self._membership.members.at("leaving"):
                 if host.agent in self._hosts.lost:
                     self._hosts.forget(host.agent)
                     self._membership.left(host.agent, lost=True)
             if self._membership.members is not self.members:
                 await self._keep_and_send()
-
-    def _try_joined(self) -> None:
-        """Add joined actors to the run, and let each joined host serve or leave whose trial is over."""
-        ready, entries = self._registry.ready(), self._registry.entries
-        for host in self._membership.members.at("joining"):
-            if self._run.joined(host.actors, self._now()):
-                # While the run starts, an actor may register before it is added.
-                for name in host.actors:
-                    if name in entries and not entries[name].ended:
-                        self._run.started(name)
-                self._run.ready(ready, self._now())
-                self._run_changed()
-        resting = {each.name: each.reason for each in self._run.resting}
-        for host in self._membership.judge(ready, resting, self._hosts.lost):
-            self._log.error("joined host does not serve, so it has to leave", host=host.host, reason=host.reason)
-            self._remove_from_run(host)
 
     async def _keep_and_send(self) -> None:
         """Write the members to disk, again and again until that works; then answer parked calls and update the run."""
@@ -173,6 +156,8 @@ class HostChanges:
             raise NotYet(f"no host can join so far: the run starts, and waits for {', '.join(self._run.waiting_for)}")
         taken = [*self._run.expected, *self._hosts.known, *self._registry.entries, *self._actor.roster.peers]
         self._membership.join(request, self._nameable_hosts(), taken)
+        for host in self._membership.members.at("joining"):
+            self._run.joined(host.actors, self._now())
         self._log.info("hosts join", hosts=[host.host for host in request.hosts])
         await self._until_kept(caller.park_s)
         return self.members
@@ -180,12 +165,12 @@ class HostChanges:
     @handler
     async def leave(self, request: Leave, caller: Caller) -> MemberHost:
         """Let a host leave the run; answers once the change is kept. Raises InvalidRequest, NotYet and NotKept."""
-        members_before, known = self._membership.members, self._nameable_hosts()
-        if self._membership.departed(request.host, known) is None:
+        known = self._nameable_hosts()
+        host = self._membership.departed(request.host, known)
+        if host is None:
             self._check_run("leave")
-        serving = self._run.expected & self._registry.ready()
-        host = self._membership.leave(request, known, serving, self._run.awaited)
-        if self._membership.members is not members_before:
+            serving = self._run.expected & self._registry.ready()
+            host = self._membership.leave(request, known, serving, self._run.awaited)
             self._log.info("host leaves", host=host.host, actors=host.actors, within_s=request.within_s)
             self._remove_from_run(host)
         await self._until_kept(caller.park_s)

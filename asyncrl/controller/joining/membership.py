@@ -35,13 +35,9 @@ class NotYet(InvalidRequest):
 
 
 class Membership:
-    """The members of one run.
+    """The members of one run. ``episodes`` says whether each rollouter has an episode host."""
 
-    ``curve`` says whether actors have CURVE keys, and ``episodes`` whether each rollouter has an episode host.
-    """
-
-    def __init__(self, *, curve: bool, episodes: bool = False) -> None:
-        self._curve = curve
+    def __init__(self, *, episodes: bool = False) -> None:
         self._roles = (ROLLOUTER, EPISODES) if episodes else (ROLLOUTER,)
         self.members = Members(number=0)
 
@@ -56,7 +52,7 @@ class Membership:
             raise InvalidRequest(f"let go before it could begin: {'; '.join(dismissed)}")
         if admitted:
             return
-        if problems := self._problems(request.hosts, known):
+        if problems := _problems(request.hosts, known):
             raise InvalidRequest("; ".join(problems))
         names = [*taken, *(name for host in self.members.hosts for name in host.names)]
         # An episode host gets the number of its rollouter. The next number must be free for both roles.
@@ -98,14 +94,12 @@ class Membership:
     def leave(
         self, request: Leave, known: Collection[KnownHost], serving: Collection[str], awaited: Collection[str]
     ) -> MemberHost:
-        """Find the host that the request names, and let it leave. A repeated request changes nothing.
+        """Find the host that the request names, and let it leave; it has not ``departed``.
 
         ``known`` are all hosts, ``serving`` all ready actors, and ``awaited`` the actors that may become ready. Raises
         InvalidRequest if the name is unknown or ambiguous, or if the run needs the host. This is NotYet while the run
         waits for a rollouter of another host.
         """
-        if (departed := self.departed(request.host, known)) is not None:
-            return departed
         staying = self._staying(known)
         matches = [host for host in staying if host.is_called(request.host)]
         if not matches:
@@ -167,24 +161,16 @@ class Membership:
         table = {host.agent: host for host in (*self.members.hosts, *hosts)}
         self.members = Members(number=self.members.number + 1, hosts=list(table.values()))
 
-    def _problems(self, hosts: Collection[NewHost], known: Collection[KnownHost]) -> list[str]:
-        """Returns the reasons that these hosts cannot join; empty if they can."""
-        problems, names = [], [new.host.lower() for new in hosts]
-        for number, (new, name) in enumerate(zip(hosts, names, strict=True)):
-            if name in names[:number]:
-                problems.append(f"{new.host} is named twice")
-            same = next((host for host in known if host.is_called(name) or host.is_called(new.address)), None)
-            if same is not None:
-                where = f", at {new.address}" if same.name.lower() != name else ""
-                problems.append(f"{new.host} takes part in this run already, as {same}{where}")
-            actors = new.replicas * len(self._roles)
-            if self._curve and (len(new.keys) != 1 + actors or not all(new.keys)):
-                problems.append(f"{new.host}: keys are missing, and this run admits no host without them")
-        owners = [*(host.keys for host in self.members.hosts), *(new.keys for new in hosts)]
-        keys = [key for owned in owners for each in owned for key in each]
-        if len(set(keys)) < len(keys):
-            problems.append("a public key is there twice")
-        return problems
+
+def _problems(hosts: Collection[NewHost], known: Collection[KnownHost]) -> list[str]:
+    """Returns the reasons that these hosts cannot join; empty if they can."""
+    problems = []
+    for new in hosts:
+        same = next((host for host in known if host.is_called(new.host) or host.is_called(new.address)), None)
+        if same is not None:
+            where = f", at {new.address}" if same.name.lower() != new.host.lower() else ""
+            problems.append(f"{new.host} takes part in this run already, as {same}{where}")
+    return problems
 
 
 def _other_rollouters(actors: Collection[str], names: Iterable[str]) -> list[str]:

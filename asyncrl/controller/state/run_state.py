@@ -128,7 +128,7 @@ class RunStateMachine:
     @property
     def waiting_for(self) -> list[str]:
         """The actors that are not ready and that a starting run needs; empty in every later phase."""
-        return sorted(self.expected - self._ready - self._spared - self._resting) if self.phase == "starting" else []
+        return sorted(self._proven - self._ready - self._spared - self._resting) if self.phase == "starting" else []
 
     @property
     def awaited(self) -> frozenset[str]:
@@ -194,7 +194,7 @@ class RunStateMachine:
         self._on_trial -= self._ready
         self._recalled -= self._ready
         self._update_waits(now)
-        if self.phase == "starting" and self._ready >= self.expected - self._spared - self._resting:
+        if self.phase == "starting" and self._ready >= self._proven - self._spared - self._resting:
             self.phase = "running"
             return self._changed()
         return (phase, waiting_for) != (self.phase, self.waiting_for) and self._changed(matters=False)

@@ -489,6 +489,8 @@ def test_a_recalled_replica_counts_before_it_is_ready_again():
     """A successor of the controller hears of the end of the start's rollouters before it hears the joined one."""
     run = machine(running=False)
     run.joined(["rollouter/7"], 0.0, has_served=True)
+    # The run does not wait for one that was never ready.
+    run.joined(["rollouter/8"], 0.0)
     for name in ROLLOUTERS:
         gives_up(run, name)
     assert (run.phase, run.waiting_for) == ("starting", sorted((*SINGLE, "rollouter/7")))
