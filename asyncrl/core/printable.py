@@ -32,7 +32,7 @@ def say(text: str, stream: TextIO) -> None:
     stream.write(shown + "\n")
 
 
-def name_some(names: Sequence[str], most: int) -> str:
+def name_some(names: Sequence[str], most: int = 8) -> str:
     """List the first ``most`` names and count the others: ``a, b and 3 more``."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -19,6 +19,7 @@ from typing import Literal
 
 from asyncrl.core.errors import DataError
 from asyncrl.core.files import FILE_SUFFIX
+from asyncrl.core.printable import name_some
 
 Kind = Literal["jsonl", "parquet", "hf"]
 PARQUET_MAGIC = b"PAR1"
@@ -143,8 +144,7 @@ def _is_of_split(file: PurePath, split: str) -> bool:
 
 
 def _listed(paths: Sequence[PurePath]) -> str:
-    names = [str(path) for path in paths]
-    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+    return name_some([str(path) for path in paths], LISTED)
 
 
 def fetch_command(path: str, *, is_dataset: bool = False) -> str:

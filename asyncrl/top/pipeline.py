@@ -13,6 +13,7 @@ from rich.text import Text
 
 from asyncrl.core.errors import phase_and_reason, phase_word
 from asyncrl.core.numbers import count, duration, fixed, percent, rate
+from asyncrl.core.printable import name_some
 from asyncrl.messages.monitor import OVER, ActorView
 from asyncrl.observe.metrics_line import is_eval_mean, number_in, served_versions
 from asyncrl.top.bottleneck import Stage, by_kind, kind_of
@@ -212,21 +213,18 @@ def verdict(view: SnapshotView, width: int) -> list[Text]:
         word, why, style = "stalled", run.stalled, "bad"
     elif run.phase == "starting":
         word, style = "starting", "start"
-        why = f"waiting for {_some(run.waiting_for)}" if run.waiting_for else ""
+        why = f"waiting for {name_some(run.waiting_for, NAMES_SHOWN)}" if run.waiting_for else ""
     elif bottleneck.stage is None:
         word, why, style = "bottleneck", bottleneck.why or "unknown", "dim"
     else:
         word, why, style = f"◆ {bottleneck.stage}", bottleneck.why, "mark"
     resting = [f"{name} ({why})" for name, why in run.resting.items()]
     problems = {"lost hosts: ": run.lost_hosts, "resting: ": resting, "down: ": view.down}
-    missing = joined(*(text(title, "bad") + text(_some(names)) for title, names in problems.items() if names))
+    missing = joined(
+        *(text(title, "bad") + text(name_some(names, NAMES_SHOWN)) for title, names in problems.items() if names)
+    )
     head = text(word + (":" if why else ""), style) + text(f" {why}")
     return [missing, *wrapped(head, width, 1)] if missing else [*wrapped(head, width, 2), text("")][:2]
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 # --- tabs, time bar, foot ---

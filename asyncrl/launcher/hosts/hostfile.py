@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.core.errors import UsageError
+from asyncrl.core.printable import name_some
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _SLOTS = re.compile(r"[0-9]{1,4}")
@@ -83,24 +84,20 @@ def select_hosts(hosts: Sequence[HostLine], include: Sequence[str] = (), exclude
     Raises UsageError for names that are not in the hostfile, and if no host is left.
     """
     known = {host.name.lower(): host for host in hosts}
+    listed = name_some([host.name for host in hosts])
     problems = []
     for option, names in (("--include", include), ("--exclude", exclude)):
         for name in names:
             if name.lower() not in known:
                 near = difflib.get_close_matches(name.lower(), known, n=1)
-                hint = f"did you mean {known[near[0]].name}?" if near else f"there are {_listed(hosts)}"
+                hint = f"did you mean {known[near[0]].name}?" if near else f"there are {listed}"
                 problems.append(f"{option}: {name} is not in the hostfile; {hint}")
     if problems:
         raise UsageError("\n".join(problems))
     wanted = {name.lower() for name in include or known} - {name.lower() for name in exclude}
     if not wanted:
-        raise UsageError(f"--include and --exclude leave no host of {_listed(hosts)}")
+        raise UsageError(f"--include and --exclude leave no host of {listed}")
     return [host for host in hosts if host.name.lower() in wanted]
-
-
-def _listed(hosts: Sequence[HostLine], most: int = 8) -> str:
-    names = ", ".join(host.name for host in hosts[:most])
-    return names + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
 
 
 def _name_problems(name: str) -> list[str]:

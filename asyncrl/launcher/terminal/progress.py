@@ -17,7 +17,7 @@ from typing import TextIO
 from rich.cells import cell_len, set_cell_size
 
 from asyncrl.core.numbers import duration
-from asyncrl.core.printable import printable
+from asyncrl.core.printable import name_some, printable
 from asyncrl.core.roles import role_of
 from asyncrl.core.streams import PRINTER
 from asyncrl.launcher.common.agent_messages import (
@@ -117,7 +117,7 @@ class TerminalProgress:
                     or len(names) <= self._actors_awaited // 2
                 ):
                     self._actors_awaited, self._stages = len(names), stages
-                    self._set_state(f"starting: waiting for {_listed(names)}" if names else "starting")
+                    self._set_state(f"starting: waiting for {name_some(names, NAMES_SHOWN)}" if names else "starting")
             case StateEvent(phase="running"):
                 # Keep a line of metrics, which says more.
                 if not self._state_text.startswith(("step", WARM_STEP)):
@@ -162,15 +162,17 @@ class TerminalProgress:
         self._controller, self._lost_hosts = state.controller, state.lost_hosts
         for host, actors in state.lost_hosts.items():
             if host not in lost_before:
-                self.warn([f"host {host} is lost: nothing is heard of it; dead with it: {_listed(actors)}"])
+                self.warn(
+                    [f"host {host} is lost: nothing is heard of it; dead with it: {name_some(actors, NAMES_SHOWN)}"]
+                )
         agents = tuple(f"({name})" for name in state.leaving)
         for host, actors in lost_before.items():
             if host in state.lost_hosts:
                 continue
             if host.endswith(agents):
-                self.say(f"host {host} leaves the run, which continues without: {_listed(actors)}")
+                self.say(f"host {host} leaves the run, which continues without: {name_some(actors, NAMES_SHOWN)}")
             else:
-                self.say(f"host {host} is back; fenced, and started again there: {_listed(actors)}")
+                self.say(f"host {host} is back; fenced, and started again there: {name_some(actors, NAMES_SHOWN)}")
 
     def _show_step(self, line: Line) -> None:
         """Show a training step's line, with the pace and the increases of what was not trained."""
@@ -202,7 +204,9 @@ class TerminalProgress:
         if self._is_terminal or not self._hosts_awaited or len(hosts) <= self._hosts_awaited // 2:
             self._hosts_awaited = len(hosts)
             self._set_state(
-                f"reaching hosts: waiting for {_listed(hosts)}" if hosts else "reaching hosts: all are there"
+                f"reaching hosts: waiting for {name_some(hosts, NAMES_SHOWN)}"
+                if hosts
+                else "reaching hosts: all are there"
             )
 
     def say(self, text: str) -> None:
@@ -260,11 +264,6 @@ def _retrained_words(first: int, last: int) -> str:
     if first > last:
         return "no step is trained again"
     return f"step {last} is trained again" if first == last else f"steps {first} to {last} are trained again"
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 class RunPace:

@@ -29,6 +29,7 @@ import torch
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.core.printable import name_some
 from asyncrl.observe.logging import write_text
 
 BEAT_S = 2.0
@@ -114,8 +115,7 @@ def in_words(blamed: list[str]) -> str:
     """Join the texts of ``Others.blame`` for an error, at most MOST_NAMED of them."""
     if not blamed:
         return "the other ranks of the learner"
-    more = f" and {len(blamed) - MOST_NAMED} more" if len(blamed) > MOST_NAMED else ""
-    return ", ".join(blamed[:MOST_NAMED]) + more
+    return name_some(blamed, MOST_NAMED)
 
 
 def end_process(error: DeadlineExceeded) -> NoReturn:
