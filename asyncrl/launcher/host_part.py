@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -87,7 +86,6 @@ def host_row(host: PlacementHost, argv: Sequence[str], more: str = "") -> str:
 def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[str, Any]) -> HostSpec:
     """Return the specification that prepares the host of agent ``index``; ``credentials`` are its key files."""
     return HostSpec(
-        version=version("asyncrl"),
         run_id=folder.run_id,
         run_dir=str(folder.path),
         log_dir=str(folder.logs),

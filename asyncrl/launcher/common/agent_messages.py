@@ -69,7 +69,6 @@ class Checked(Struct, frozen=True, kw_only=True, tag="checked"):
 class HostSpec(Struct, frozen=True, kw_only=True, tag="host"):
     """Hands over a host's part of a run. The host answers Prepared; its agent then reads the rest (AgentSpec)."""
 
-    version: str
     run_id: str
     run_dir: str
     log_dir: str
@@ -88,9 +87,7 @@ class HostSpec(Struct, frozen=True, kw_only=True, tag="host"):
 
 
 class Prepared(Struct, frozen=True, kw_only=True, tag="prepared"):
-    """The host is ready and becomes the guard. ``shared``: it sees the launcher's run folder."""
-
-    shared: bool
+    """The host is ready and becomes the guard."""
 
 
 class EndOrder(Struct, frozen=True, kw_only=True, tag="end"):

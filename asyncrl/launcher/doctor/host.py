@@ -52,7 +52,7 @@ from asyncrl.launcher.doctor.orders import (
     Time,
 )
 from asyncrl.launcher.hosts.addresses import find_routes
-from asyncrl.launcher.hosts.checks import answer_check
+from asyncrl.launcher.hosts.checks import answer
 from asyncrl.launcher.hosts.remote import NVIDIA_SMI_S, find_facts, serve
 from asyncrl.weights.segments import host_id
 
@@ -99,8 +99,8 @@ def main() -> int:
         os.environ.update(order.env)
         return gather_facts(facts)
 
-    def answer_and_extend_deadline(answer: Callable[[Any], Any], order: Any) -> Any:
-        answered = answer(order)
+    def answer_and_extend_deadline(work: Callable[[Any], Any], order: Any) -> Any:
+        answered = work(order)
         signal.alarm(deadline_s)
         return answered
 
@@ -110,16 +110,14 @@ def main() -> int:
             Begin: begin,
             ReadClock: lambda _: Time(wall_ns=time.time_ns()),
             RouteQuery: find_routes,
-            CheckOrder: lambda order: answer_check(order, facts),
+            CheckOrder: lambda order: answer(order, facts),
             FindLeftovers: find_leftovers,
             Listen: partial(listen, left=left),
             Connect: connect,
             Mark: partial(mark, left=left),
             Look: lambda order: Marked(path=order.path if Path(order.path).exists() else ""),
         }
-        return serve(
-            facts, {kind: partial(answer_and_extend_deadline, answer) for kind, answer in answers.items()}, output
-        )
+        return serve(facts, {kind: partial(answer_and_extend_deadline, work) for kind, work in answers.items()}, output)
 
 
 def find_leftovers(order: FindLeftovers) -> Checked:

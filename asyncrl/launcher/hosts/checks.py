@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from asyncrl.launcher.checks.check_list import CheckedHost, check_host
 from asyncrl.launcher.checks.findings import CheckOrder, Fetched, FetchOrder
@@ -18,21 +18,12 @@ from asyncrl.launcher.common.agent_messages import Checked, HostOffer
 from asyncrl.launcher.hosts.addresses import interface_of
 
 LOOK_S = 0.2
-A = TypeVar("A")
 
 
-def answer_check(order: CheckOrder, facts: HostOffer, *, is_cut: Callable[[], bool] = lambda: False) -> Checked:
-    """Run the checks, as ``_answer`` runs the work of an order."""
-    return _answer(order, check_part(order, facts), is_cut)
-
-
-def answer_fetch(order: FetchOrder, *, is_cut: Callable[[], bool]) -> Fetched:
-    """Download the files, as ``_answer`` runs the work of an order."""
-    return _answer(order, fetch(order), is_cut)
-
-
-def _answer(order: CheckOrder | FetchOrder, work: Coroutine[Any, Any, A], is_cut: Callable[[], bool]) -> A:
-    """Do the work in the launcher's working directory, with its variables; this process keeps both afterwards.
+def answer(
+    order: CheckOrder | FetchOrder, facts: HostOffer, *, is_cut: Callable[[], bool] = lambda: False
+) -> Checked | Fetched:
+    """Carry out an order in the launcher's working directory, with its variables; this process keeps both afterwards.
 
     Every LOOK_S ``is_cut`` is called; if it returns True, because the caller is gone, the process exits.
     """
@@ -40,8 +31,10 @@ def _answer(order: CheckOrder | FetchOrder, work: Coroutine[Any, Any, A], is_cut
         os.chdir(order.folder or ".")
     os.environ.update(order.env)
 
-    async def work_until_cut() -> A:
-        working = asyncio.create_task(work)
+    async def work_until_cut() -> Checked | Fetched:
+        work: Coroutine[Any, Any, Checked | Fetched]
+        work = fetch(order) if isinstance(order, FetchOrder) else check_part(order, facts)
+        working: asyncio.Task[Checked | Fetched] = asyncio.create_task(work)
         while not working.done():
             await asyncio.wait([working], timeout=LOOK_S)
             if not working.done() and is_cut():

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -68,8 +68,8 @@ def main() -> int:
     facts = find_facts()
     answers: dict[type[Any], Callable[[Any], Any]] = {
         RouteQuery: find_routes,
-        CheckOrder: lambda order: check(order, facts),
-        FetchOrder: fetch,
+        CheckOrder: lambda order: _answer_until_cut(order, facts),
+        FetchOrder: lambda order: _answer_until_cut(order, facts),
         EndOrder: end,
         HostSpec: _become_guard,
     }
@@ -107,30 +107,16 @@ def serve(facts: HostOffer, answers: Mapping[type[Any], Callable[[Any], Any]], o
     return 0
 
 
-def check(order: CheckOrder, facts: HostOffer) -> Checked:
-    """Answer a CheckOrder. Exits the process if the launcher closes the connection meanwhile."""
+def _answer_until_cut(order: CheckOrder | FetchOrder, facts: HostOffer) -> Checked | Fetched:
+    """Run checks or download files. Exits the process if the launcher closes the connection meanwhile."""
     # Imported late, because it imports the configuration, which would delay the host's first line.
-    from asyncrl.launcher.hosts.checks import answer_check
+    from asyncrl.launcher.hosts.checks import answer
 
-    with _output_to_error():
-        return answer_check(order, facts, is_cut=_launcher_hung_up)
-
-
-def fetch(order: FetchOrder) -> Fetched:
-    """Answer a FetchOrder. Exits the process if the launcher closes the connection meanwhile."""
-    from asyncrl.launcher.hosts.checks import answer_fetch
-
-    with _output_to_error():
-        return answer_fetch(order, is_cut=_launcher_hung_up)
-
-
-@contextlib.contextmanager
-def _output_to_error() -> Iterator[None]:
-    """Let output of other code go to standard error, so that it does not come between the answers."""
+    # Output of other code goes to standard error, so that it does not come between the answers.
     output = os.dup(1)
     os.dup2(2, 1)
     try:
-        yield
+        return answer(order, facts, is_cut=_launcher_hung_up)
     finally:
         os.dup2(output, 1)
         os.close(output)
@@ -149,9 +135,6 @@ def _become_guard(spec: HostSpec) -> NoReturn:
     this host's own part of the run if it has one. An error before the private folder is held leaves the marked folder,
     because another run may be live in it. Raises UsageError, OSError.
     """
-    own_version = version("asyncrl")
-    if spec.version != own_version:
-        raise UsageError(f"asyncrl {own_version} is installed there, the launcher is {spec.version}")
     run_dir, logs = Path(spec.run_dir), Path(spec.log_dir)
     for path in remove_abandoned(run_dir.parent):
         sys.stderr.write(f"removed {path}, left behind by a run that was killed\n")
@@ -171,7 +154,7 @@ def _become_guard(spec: HostSpec) -> NoReturn:
         os.environ.update(spec.env)
         # The lock stays held: execv makes this process the guard, with the same descriptors.
         os.set_inheritable(lock, True)
-        _send(Prepared(shared=shared))
+        _send(Prepared())
         sys.stderr.flush()
         # Standard error becomes the agent's log, which can be written even if the connection breaks.
         os.dup2(log, 2)

@@ -117,19 +117,17 @@ def ask(*orders):
     return [json.loads(line) for line in done.stdout.splitlines()], done.returncode
 
 
-def spec(folder, **changed):
-    fields = {
-        "version": version("asyncrl"),
-        "run_id": "r1",
-        "run_dir": str(folder / "runs" / "trial"),
-        "log_dir": str(folder / "runs" / "trial" / "logs" / "attempt_1"),
-        "index": 1,
-        "config": "{}",
-        "credentials": make_keyring("r1", ["agent/1"], attempts=1, curve=True).files_of(["agent/1"]),
-        "folder": "/",
-        "env": {},
-    }
-    return HostSpec(**fields | changed)
+def spec(folder):
+    return HostSpec(
+        run_id="r1",
+        run_dir=str(folder / "runs" / "trial"),
+        log_dir=str(folder / "runs" / "trial" / "logs" / "attempt_1"),
+        index=1,
+        config="{}",
+        credentials=make_keyring("r1", ["agent/1"], attempts=1, curve=True).files_of(["agent/1"]),
+        folder="/",
+        env={},
+    )
 
 
 def part(folder, actor="rollouter/0", **tables):
@@ -145,7 +143,7 @@ def part(folder, actor="rollouter/0", **tables):
     )
 
 
-def test_i7_the_entry_point_reports_the_host_refuses_foreign_versions_and_leaves_nothing(tmp_path):
+def test_i7_the_entry_point_reports_the_host_refuses_a_folder_in_use_and_leaves_nothing(tmp_path):
     """I7: nor does a part whose launcher is gone before the agent lives."""
     write_weights(write_model(tmp_path / "m") / "model.safetensors", cut=3)
     there, none = part(tmp_path, model={"path": "m"}), part("/nowhere", model={"path": "/nowhere/m"})
@@ -159,12 +157,11 @@ def test_i7_the_entry_point_reports_the_host_refuses_foreign_versions_and_leaves
     assert "m: model.safetensors is cut off" in cut.detail
     assert missing.detail == "/nowhere/m is not a folder here"
     assert said[4] == {"type": "gone", "living": False, "killed": False, "ended": None}
-    assert (said[5], code) == ({"type": "prepared", "shared": False}, 1)
+    assert (said[5], code) == ({"type": "prepared"}, 1)
     assert not list((tmp_path / "runs").iterdir())
-    said, code = ask(spec(tmp_path, version="9.9"))
-    assert (said[1]["type"], code) == ("refusal", 2) and "the launcher is 9.9" in said[1]["reason"]
     (tmp_path / "runs" / "trial").mkdir(parents=True)
     said, code = ask(spec(tmp_path))
+    assert (said[1]["type"], code) == ("refusal", 2)
     assert "is there already and is not part of this run" in said[1]["reason"]
     assert not list((tmp_path / "runs" / "trial").iterdir())
 
