@@ -83,8 +83,6 @@ class Follower:
     """The first unexpected end of an agent."""
     _killing: bool = False
     """True once the run is to end at once."""
-    _member_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when an agent has ended; ``_wait_until`` then checks its condition again."""
 
     @property
     def _head(self) -> AgentHandle:
@@ -100,13 +98,16 @@ class Follower:
         obeying = asyncio.create_task(self._obey_signals())
         try:
             async with asyncio.TaskGroup() as tasks:
-                watch = watch_silence(self.members, self.config, self.progress)
-                watching = tasks.create_task(watch)
+                background = [tasks.create_task(watch_silence(self.members, self.config, self.progress))]
                 following = [tasks.create_task(self._follow(member)) for member in self.members]
-                await self._wait_until(lambda: self._head.over and not self._head.lost)
-                await self._end_others()
+                await asyncio.wait(following[:1])
+                if not (self._head.lost or all(member.over for member in self.members)):
+                    # The run has ended on the head, and agents still run elsewhere.
+                    ending = end_in_steps(self.members, self.config.supervision.drain_s)
+                    background.append(tasks.create_task(ending))
                 await asyncio.wait(following)
-                watching.cancel()
+                for task in background:
+                    task.cancel()
             if self._head.lost and self._reported_end is None:
                 await self._wait_for_lost_head()
         finally:
@@ -126,7 +127,6 @@ class Follower:
             # The head hung, and was killed at the second signal.
             member.ended = await asyncio.to_thread(self._end_of_killed_run)
         self._handle_end(member)
-        self._member_ended.set()
 
     def _end_of_killed_run(self) -> EndedEvent:
         """Return the result of a run that a second signal killed: preempted if it has a checkpoint, else stopped."""
@@ -259,23 +259,6 @@ class Follower:
             self.progress.warn([f"{self._head.host}: cannot be asked to preempt the run ({_reason(error)})"])
         else:
             self.progress.say(f"{self._head.host}: is asked to preempt the run")
-
-    async def _end_others(self) -> None:
-        """End the agents that still run after the run has ended on the head."""
-        if all(member.over for member in self.members):
-            return
-        ending = asyncio.create_task(end_in_steps(self.members, self.config.supervision.drain_s))
-        ending.add_done_callback(lambda _: self._member_ended.set())
-        try:
-            await self._wait_until(ending.done)
-        finally:
-            ending.cancel()
-
-    async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until ``condition()`` is true or all connections have ended."""
-        while not (condition() or all(member.over for member in self.members)):
-            await self._member_ended.wait()
-            self._member_ended.clear()
 
     async def _end_leftovers(self) -> None:
         """End an agent that is left on this host, and check the other hosts whose end is unknown."""
