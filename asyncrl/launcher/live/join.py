@@ -38,6 +38,7 @@ from asyncrl.launcher.agent_handle import (
 from asyncrl.launcher.checks.findings import errors_of
 from asyncrl.launcher.checks.hub import pin
 from asyncrl.launcher.common.agent_messages import (
+    AT_ONCE,
     CONTROLLER_AT,
     EndedEvent,
     Prepared,
@@ -92,8 +93,6 @@ class JoinedHosts:
     """By agent: the host as it was last shown."""
     _drain_refused: bool = False
     """Whether the controller has refused to drain a host."""
-    _killing: bool = False
-    """Whether the agents were asked to kill their actors."""
 
     def __post_init__(self) -> None:
         limit_s = self.run.config.supervision.start_timeout_s
@@ -291,7 +290,6 @@ class JoinedHosts:
         if self._drain_refused:
             # Returns at once if the second signal has arrived.
             await self.interrupts.first()
-        self._killing = True
         self.progress.say("ending them at once")
         await kill_members(self.members, self.interrupts)
 
@@ -325,7 +323,7 @@ class JoinedHosts:
             why = f": {ended.reason}" if ended.reason else ""
             self.progress.warn([f"{member.host} has left the run without having served{why}"])
             return 1
-        elif self._killing:
+        elif ended.reason == AT_ONCE:
             self.progress.say(f"{member.host} was ended at once")
         else:
             how = {"done": "is done", "preempted": "was preempted"}.get(ended.result, "ended before its last step")
