@@ -29,9 +29,9 @@ from asyncrl.checkpoint.folder import checkpoint_dir, is_leftover
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_from_json
 from asyncrl.core.errors import ConfigError
-from asyncrl.core.files import lock_is_free, try_lock
+from asyncrl.core.files import lock_is_free
 from asyncrl.launcher.checks.findings import Finding, listed, ok, warn
-from asyncrl.launcher.run_folder.private import CONFIG, LOCK, PART, PRIVATE
+from asyncrl.launcher.run_folder.private import CONFIG, LOCK, PART, PRIVATE, remove_if_abandoned
 
 SCRATCH = "asyncrl-engine-"
 SCRATCH_LOCK = "lock"
@@ -113,8 +113,8 @@ def remove(leftover: Leftover) -> bool:
     path = leftover.path
     assert path is not None
     if path.name.startswith(PRIVATE):
-        return _remove_private(path)
-    if path.name.startswith(SCRATCH) or not is_held(_run_folder_around(path)):
+        remove_if_abandoned(path)
+    elif path.name.startswith(SCRATCH) or not is_held(_run_folder_around(path)):
         shutil.rmtree(path, ignore_errors=True)
     return not os.path.lexists(path)
 
@@ -160,15 +160,6 @@ def _private_folders(runs: Path) -> Iterator[Leftover]:
             elif folder.is_dir() and not is_held(folder.parent):
                 # A folder that is being created has no lock for a moment.
                 yield Leftover(f"{folder} (without a lock)", folder, certain=False)
-
-
-def _remove_private(path: Path) -> bool:
-    # The lock is held during the removal, so that no launcher takes the folder over.
-    with contextlib.suppress(OSError), try_lock(path / LOCK) as is_free:
-        if is_free:
-            shutil.rmtree(path, ignore_errors=True)
-            return not path.exists()
-    return False
 
 
 def _unfinished_checkpoints(runs: Path) -> Iterator[Leftover]:

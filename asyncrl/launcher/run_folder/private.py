@@ -92,14 +92,14 @@ def remove_part(run_dir: Path) -> None:
 
 def remove_abandoned(parent: Path) -> list[Path]:
     """Remove the private folders of killed runs in ``parent``, the folder of run folders, and return them."""
-    removed = []
-    for lock in parent.glob(f"*/{PRIVATE}*/{LOCK}"):
-        with contextlib.ExitStack() as held:
-            try:
-                is_free = held.enter_context(try_lock(lock))
-            except OSError:
-                continue
-            if is_free:
-                shutil.rmtree(lock.parent, ignore_errors=True)
-                removed.append(lock.parent)
-    return removed
+    return [lock.parent for lock in parent.glob(f"*/{PRIVATE}*/{LOCK}") if remove_if_abandoned(lock.parent)]
+
+
+def remove_if_abandoned(private: Path) -> bool:
+    """Remove a private folder whose lock is free. Returns whether it was; False also if the lock cannot be read."""
+    # The lock is held during the removal, so that no launcher takes the folder over.
+    with contextlib.suppress(OSError), try_lock(private / LOCK) as is_free:
+        if is_free:
+            shutil.rmtree(private, ignore_errors=True)
+            return True
+    return False
