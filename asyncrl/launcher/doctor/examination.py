@@ -27,7 +27,7 @@ from asyncrl.launcher.checks.check_list import in_order
 from asyncrl.launcher.checks.findings import CheckOrder, Finding, fail, ok, on_host, warn
 from asyncrl.launcher.checks.hub import Pins, for_actors, pin
 from asyncrl.launcher.common.agent_messages import Checked, RouteQuery, Routes
-from asyncrl.launcher.common.placement import Placed, PlacementHost, place, shared_gpus, with_episode_hosts, with_gpus
+from asyncrl.launcher.common.placement import Placed, place, shared_gpus, with_episode_hosts, with_gpus
 from asyncrl.launcher.doctor.between_hosts import (
     Link,
     best_offset,
@@ -54,7 +54,7 @@ from asyncrl.launcher.doctor.orders import (
     ReadClock,
     Time,
 )
-from asyncrl.launcher.host_part import passed_on
+from asyncrl.launcher.host_part import host_of, passed_on
 from asyncrl.launcher.hosts.addresses import by_interface, by_route, interface_of, usable
 from asyncrl.launcher.hosts.contact import Contact
 from asyncrl.launcher.hosts.hostfile import HostLine
@@ -248,15 +248,13 @@ class Examination:
             return
         hosts, lines = [], {line.name: line for line, _ in self.targets}
         for name, each in self._facts.items():
+            address = self._addresses.get(name, "")
             try:
-                gpus = lines[name].usable(each.facts.gpus)
+                hosts.append(host_of(lines[name], each.facts, address))
             except UsageError as error:
                 fix = "correct slots, or find out why the driver shows fewer"
                 self._findings.append(fail("gpus", str(error).removeprefix(f"{name}: "), fix, name))
-                gpus = tuple(each.facts.gpus)
-            hosts.append(
-                PlacementHost(name=name, cpus=each.facts.cpus, gpus=gpus, address=self._addresses.get(name, ""))
-            )
+                hosts.append(host_of(HostLine(name), each.facts, address))
         try:
             self.config = with_gpus(self.config, hosts)
             self.config = with_episode_hosts(self.config, hosts)
