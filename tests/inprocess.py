@@ -15,7 +15,7 @@ from asyncrl.config import Config
 from asyncrl.core.errors import Refused
 from asyncrl.core.roles import ROLES, is_optional, rank_group_of, role_of
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState, StopRun, WatchRun
-from asyncrl.messages.hosts import HostLeft, Join, Leave, MemberHost, NewHost
+from asyncrl.messages.hosts import HostLeft, Join, Leave, MemberHost
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller
 from asyncrl.rpc.lifecycle.incarnations import Incarnations
 from asyncrl.rpc.services import Clock
@@ -125,9 +125,8 @@ class System:
     async def join(self, host: str, replicas: int = 1) -> MemberHost:
         """A host joins. Its rollouters start, and its agent is heard."""
         controller = self.actors[CONTROLLER]
-        asked = Join(ask=f"{host:x<16}", hosts=[NewHost(host=host, replicas=replicas)])
-        members = await controller.members.join(asked, self.caller(LAUNCHER))
-        (found,) = [joined for joined in members.hosts if joined.ask == asked.ask]
+        asked = Join(ask=f"{host:x<16}", host=host, replicas=replicas)
+        found: MemberHost = await controller.members.join(asked, self.caller(LAUNCHER))
         facts = {"actors": found.actors, "host": host}
         record = ActorRecord(name=found.agent, incarnation=1, address="", host=host, facts=facts)
         controller.register(Register(record=record), self.caller(found.agent))

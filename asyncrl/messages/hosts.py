@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from asyncrl.messages import AGENT, LAUNCHER, MEMBERS, Count, Done, Message, Request
 
@@ -13,22 +13,6 @@ HostStage = Literal["joining", "serving", "leaving", "lost", "left"]
 """Stage of a host. It is ``serving`` once one of its rollouters has been ready.
 
 It is ``lost`` if it was leaving and its connection was lost before it had left."""
-
-
-class NewHost(Struct, gc=False, frozen=True, kw_only=True):
-    """A host with rollouters that is to join a live run."""
-
-    ask: Annotated[str, Meta(min_length=16, max_length=64)]
-    """Random id, by which the controller recognises a repeat of the request, and the command can withdraw the host."""
-    host: Annotated[str, Meta(min_length=1, max_length=200)]
-    """Its name in the hostfile."""
-    address: str = ""
-    """Address to which its actors bind."""
-    replicas: Annotated[int, Meta(ge=1, le=1024)]
-    keys: list[list[PublicKey]] = []
-    """Public keys of its agent, then of each rollouter, then of each episode host; each has a key for each attempt.
-
-    Empty without CURVE."""
 
 
 class MemberHost(Message, frozen=True, kw_only=True):
@@ -42,14 +26,14 @@ class MemberHost(Message, frozen=True, kw_only=True):
     served: bool = False
     """Whether a joined host has ever served."""
     keys: list[list[PublicKey]] = []
-    """Those of NewHost; empty without CURVE, and for a host of the start."""
+    """Those of Join; empty without CURVE, and for a host of the start."""
     reason: str = ""
     """Reason that it leaves or has left."""
     within_s: float = 0.0
     """Seconds that it has to finish the groups in progress, once it leaves."""
     address: str = ""
     ask: str = ""
-    """That of NewHost; empty for a host of the start."""
+    """That of Join; empty for a host of the start."""
     number: int = 0
     """Number of the first members that it is among; 0 for a host of the start."""
 
@@ -78,8 +62,8 @@ class Leave(Request, frozen=True, kw_only=True):
     reply = MemberHost
     senders = LAUNCHER
     host: str
-    """Its name in the hostfile, its own hostname, or the name of its agent; until the agent has registered, also the
-    id of its NewHost."""
+    """Its name in the hostfile, its own hostname, or the name of its agent; until the agent has registered, also
+    ``Join.ask``."""
     within_s: Annotated[float, Meta(ge=0)]
     """Seconds that it has to finish the groups in progress; the rest then goes back to the dataloader."""
     reason: str = ""
@@ -124,19 +108,24 @@ class Members(Message, frozen=True, kw_only=True):
 
 
 class Join(Request, frozen=True, kw_only=True):
-    """Launcher to controller: let these hosts join. The caller may retry if the run is still starting.
+    """Launcher to controller: let a host with rollouters join. A repeat gets the same answer.
 
-    The reply has the hosts of the request, with their ``ask`` and in its order. They may be started.
+    The caller may retry if the run is still starting. It may start the host once this is answered.
     """
 
-    reply = Members
+    reply = MemberHost
     senders = LAUNCHER
-    hosts: Annotated[list[NewHost], Meta(min_length=1, max_length=1024)]
+    ask: Annotated[str, Meta(min_length=16, max_length=64)]
+    """Random id, by which the controller recognises a repeat, and the command can withdraw the host."""
+    host: Annotated[str, Meta(min_length=1, max_length=200)]
+    """Its name in the hostfile."""
+    address: str = ""
+    """Address to which its actors bind."""
+    replicas: Annotated[int, Meta(ge=1, le=1024)]
+    keys: list[list[PublicKey]] = []
+    """Public keys of its agent, then of each rollouter, then of each episode host; each has a key for each attempt.
 
-    def brought(self, members: Members) -> list[MemberHost]:
-        """The members that this request brought, in its order."""
-        asks = {host.ask for host in self.hosts}
-        return [host for host in members.hosts if host.ask in asks]
+    Empty without CURVE."""
 
 
 class WatchMembers(Request, frozen=True, kw_only=True):

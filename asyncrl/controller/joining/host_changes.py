@@ -149,18 +149,17 @@ class HostChanges:
     # --- requests ---
 
     @handler
-    async def join(self, request: Join, caller: Caller) -> Members:
-        """Admit new hosts, once. Raises InvalidRequest, NotYet while the run starts, and NotKept."""
+    async def join(self, request: Join, caller: Caller) -> MemberHost:
+        """Admit a new host, once. Raises InvalidRequest, NotYet while the run starts, and NotKept."""
         self._check_run("join")
         if self._run.phase == "starting":
             raise NotYet(f"no host can join so far: the run starts, and waits for {', '.join(self._run.waiting_for)}")
         taken = [*self._run.expected, *self._hosts.known, *self._registry.entries, *self._actor.roster.peers]
-        self._membership.join(request, self._nameable_hosts(), taken)
-        for host in self._membership.members.at("joining"):
-            self._run.joined(host.actors, self._now())
-        self._log.info("hosts join", hosts=[host.host for host in request.hosts])
+        host = self._membership.join(request, self._nameable_hosts(), taken)
+        if self._run.joined(host.actors, self._now()):
+            self._log.info("host joins", host=host.host, actors=host.actors)
         await self._until_kept(caller.park_s)
-        return self.members
+        return host
 
     @handler
     async def leave(self, request: Leave, caller: Caller) -> MemberHost:

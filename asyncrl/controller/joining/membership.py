@@ -23,7 +23,7 @@ from asyncrl.controller.joining.known_hosts import KnownHost
 from asyncrl.core.errors import InvalidRequest
 from asyncrl.core.roles import role_of
 from asyncrl.messages.actors import Leaving
-from asyncrl.messages.hosts import Join, Leave, MemberHost, Members, NewHost
+from asyncrl.messages.hosts import Join, Leave, MemberHost, Members
 
 AGENT, ROLLOUTER, EPISODES = "agent", "rollouter", "episodes"
 
@@ -41,37 +41,36 @@ class Membership:
         self._roles = (ROLLOUTER, EPISODES) if episodes else (ROLLOUTER,)
         self.members = Members(number=0)
 
-    def join(self, request: Join, known: Collection[KnownHost], taken: Iterable[str]) -> None:
-        """Add new hosts, and give names to their agents and actors.
+    def join(self, request: Join, known: Collection[KnownHost], taken: Iterable[str]) -> MemberHost:
+        """Add a new host, and give names to its agent and actors. A repeated request gets the same host.
 
-        A repeated request changes nothing. ``known`` are all hosts of the run, and
-        ``taken`` all names that are used in it. Raises InvalidRequest, also for a repeat if one of its hosts has left.
+        ``known`` are all hosts of the run, and ``taken`` all names that are used in it. Raises InvalidRequest, also for
+        a repeat whose host has to leave.
         """
-        admitted = request.brought(self.members)
-        if dismissed := [f"{host.host}: {host.reason}" for host in admitted if not host.takes_part]:
-            raise InvalidRequest(f"let go before it could begin: {'; '.join(dismissed)}")
-        if admitted:
-            return
-        if problems := _problems(request.hosts, known):
-            raise InvalidRequest("; ".join(problems))
+        admitted = next((host for host in self.members.hosts if host.ask == request.ask), None)
+        if admitted is not None and admitted.takes_part:
+            return admitted
+        if admitted is not None:
+            raise InvalidRequest(f"let go before it could begin: {admitted.host}: {admitted.reason}")
+        same = next((host for host in known if host.is_called(request.host) or host.is_called(request.address)), None)
+        if same is not None:
+            where = f", at {request.address}" if same.name.lower() != request.host.lower() else ""
+            raise InvalidRequest(f"{request.host} takes part in this run already, as {same}{where}")
         names = [*taken, *(name for host in self.members.hosts for name in host.names)]
         # An episode host gets the number of its rollouter. The next number must be free for both roles.
-        agent, rollouter = _next_index(names, AGENT), _next_index(names, ROLLOUTER, EPISODES)
-        joining = []
-        for new in request.hosts:
-            host = MemberHost(
-                agent=f"{AGENT}/{agent}",
-                host=new.host,
-                actors=[f"{role}/{rollouter + local}" for role in self._roles for local in range(new.replicas)],
-                stage="joining",
-                keys=new.keys,
-                address=new.address,
-                ask=new.ask,
-                number=self.members.number + 1,
-            )
-            joining.append(host)
-            agent, rollouter = agent + 1, rollouter + new.replicas
-        self._change(*joining)
+        first = _next_index(names, ROLLOUTER, EPISODES)
+        host = MemberHost(
+            agent=f"{AGENT}/{_next_index(names, AGENT)}",
+            host=request.host,
+            actors=[f"{role}/{first + local}" for role in self._roles for local in range(request.replicas)],
+            stage="joining",
+            keys=request.keys,
+            address=request.address,
+            ask=request.ask,
+            number=self.members.number + 1,
+        )
+        self._change(host)
+        return host
 
     def judge(self, ready: Collection[str], resting: Mapping[str, str], lost: Collection[str] = ()) -> list[MemberHost]:
         """Let each joined host serve of which a rollouter is ``ready``, and let those go that cannot serve any more.
@@ -156,21 +155,10 @@ class Membership:
         self._change(host)
         return host
 
-    def _change(self, *hosts: MemberHost) -> None:
-        """Replace ``members``: with new or changed hosts, and the next number."""
-        table = {host.agent: host for host in (*self.members.hosts, *hosts)}
+    def _change(self, host: MemberHost) -> None:
+        """Replace ``members``: with a new or changed host, and the next number."""
+        table = {each.agent: each for each in (*self.members.hosts, host)}
         self.members = Members(number=self.members.number + 1, hosts=list(table.values()))
-
-
-def _problems(hosts: Collection[NewHost], known: Collection[KnownHost]) -> list[str]:
-    """Returns the reasons that these hosts cannot join; empty if they can."""
-    problems = []
-    for new in hosts:
-        same = next((host for host in known if host.is_called(new.host) or host.is_called(new.address)), None)
-        if same is not None:
-            where = f", at {new.address}" if same.name.lower() != new.host.lower() else ""
-            problems.append(f"{new.host} takes part in this run already, as {same}{where}")
-    return problems
 
 
 def _other_rollouters(actors: Collection[str], names: Iterable[str]) -> list[str]:

@@ -58,7 +58,7 @@ from asyncrl.launcher.live.live_run import LiveController, LiveRun
 from asyncrl.launcher.run_folder.private import RUN_ID
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
 from asyncrl.launcher.terminal.progress import TerminalProgress
-from asyncrl.messages.hosts import Join, Leave, MemberHost, Members, NewHost
+from asyncrl.messages.hosts import Join, Leave, MemberHost
 from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 from asyncrl.rpc.wire.keys import keyring_of, make_pairs
 
@@ -163,24 +163,20 @@ class JoinedHosts:
         """
         config, folder, credentials = self.run.config, self.run.folder, self.run.credentials
         attempts, episodes = config.supervision.max_restarts + 1, config.episode.kind != "single"
-        added, pairs = [], list[list[dict[str, str]]]()
-        for name, place in self._hosts.items():
-            replicas = replicas_of(config, place)
-            # The agent comes first, then the rollouters and the episode hosts. Each has a key pair for each start.
-            key_holders = 1 + replicas * (2 if episodes else 1) if credentials.curve else 0
-            host_pairs = [make_pairs(attempts) for _ in range(key_holders)]
-            keys = [[pair["public"] for pair in each] for each in host_pairs]
-            pairs += host_pairs
-            ask = secrets.token_hex(16)
-            added.append(NewHost(ask=ask, host=name, address=place.address, replicas=replicas, keys=keys))
-        request = Join(hosts=added)
+        requests, joined, pairs = list[Join](), list[MemberHost](), dict[str, list[dict[str, str]]]()
         try:
-            members: Members = await self.controller.ask(request, timeout=config.supervision.start_timeout_s)
-            joined = request.brought(members)
-            names = [name for host in joined for name in host.names]
-            named = dict(zip(names, pairs, strict=credentials.curve))
+            for name, place in self._hosts.items():
+                replicas = replicas_of(config, place)
+                # The agent comes first, then the rollouters and the episode hosts. Each has a key pair for each start.
+                key_holders = 1 + replicas * (2 if episodes else 1) if credentials.curve else 0
+                host_pairs = [make_pairs(attempts) for _ in range(key_holders)]
+                keys = [[pair["public"] for pair in each] for each in host_pairs]
+                ask = secrets.token_hex(16)
+                requests.append(Join(ask=ask, host=name, address=place.address, replicas=replicas, keys=keys))
+                joined.append(await self.controller.ask(requests[-1], timeout=config.supervision.start_timeout_s))
+                pairs |= zip(joined[-1].names, host_pairs, strict=credentials.curve)
             # The keys of other joined hosts are not needed yet: every actor asks the controller for the members.
-            keyring = keyring_of(credentials.run_id, credentials.secret, credentials.peers, named)
+            keyring = keyring_of(credentials.run_id, credentials.secret, credentials.peers, pairs)
             specs = {host.host: host_spec(config, folder, host.index, keyring.files_of(host.names)) for host in joined}
             # A host that can read this file sees the run folder, and uses it.
             with contextlib.suppress(FileExistsError), (folder.logs / RUN_ID).open("x") as file:
@@ -190,16 +186,16 @@ class JoinedHosts:
         except BaseException as error:
             if self.run.lives:
                 reason = f"it could not be started: {str(error) or type(error).__name__}"
-                await asyncio.gather(*(self._withdraw(host, reason) for host in added))
+                await asyncio.gather(*(self._withdraw(request, reason) for request in requests))
             raise
         for host in joined:
             self.progress.say(f"{host.host} joins as {host.agent} with {', '.join(host.actors)}")
 
-    async def _withdraw(self, host: NewHost, reason: str) -> None:
+    async def _withdraw(self, request: Join, reason: str) -> None:
         # A Join without a reply may have been carried out. An error does not matter: the controller does not know the
         # host, or drops it later.
         with contextlib.suppress(AsyncRLError):
-            leave = Leave(host=host.ask, within_s=0.0, reason=reason)
+            leave = Leave(host=request.ask, within_s=0.0, reason=reason)
             await self.controller.ask(leave, timeout=WITHDRAW_S)
 
     def _start_agent(self, host: MemberHost) -> AgentHandle:

@@ -16,7 +16,7 @@ from asyncrl.controller.joining import host_changes
 from asyncrl.core.errors import Refused, RemoteError
 from asyncrl.launcher.node.agent_link import AgentLink
 from asyncrl.messages.actors import ActorEnded, BringBack, ReportFailure, Resolve, StopRun, WatchRun
-from asyncrl.messages.hosts import HostLeft, Join, Leave, Members, NewHost, WatchMembers
+from asyncrl.messages.hosts import HostLeft, Join, Leave, Members, WatchMembers
 from asyncrl.messages.monitor import WatchSnapshot, decode_snapshot
 from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER
 
@@ -49,13 +49,11 @@ def ended(name, exit_code, *, fatal=False):
 
 
 async def join(cluster, *hosts, ask=ASK, replicas=1):
-    return await asked_to_join(cluster, *(NewHost(ask=ask + host, host=host, replicas=replicas) for host in hosts))
-
-
-async def asked_to_join(cluster, *hosts):
-    """These hosts in the reply."""
-    request = Join(hosts=list(hosts))
-    return request.brought(await cluster.caller(LAUNCHER).call(request, timeout=1.0))
+    launcher, requests = (
+        cluster.caller(LAUNCHER),
+        [Join(ask=ask + host, host=host, replicas=replicas) for host in hosts],
+    )
+    return [await launcher.call(request, timeout=1.0) for request in requests]
 
 
 def leave(cluster, host, within_s=3.0, **how):
@@ -149,7 +147,7 @@ async def test_i6_a_joined_actor_and_another_find_each_other_once_both_know_the_
 async def test_i6_only_readers_of_the_private_folder_may_call_and_only_during_the_run(cluster, tmp_path):
     """Every other caller is counted."""
 
-    for asked in (Join(hosts=[NewHost(ask=ASK, host="c", replicas=1)]), Leave(host="c", within_s=1)):
+    for asked in (Join(ask=ASK, host="c", replicas=1), Leave(host="c", within_s=1)):
         for name in ("rollouter/0", "agent/0"):
             with pytest.raises(RemoteError, match=f"{name} may not send {type(asked).__name__}: launcher may"):
                 await cluster.caller(name).call(asked)
@@ -182,7 +180,7 @@ async def test_a_command_withdraws_the_hosts_that_it_could_not_start(cluster):
     with pytest.raises(RemoteError, match=f"no host {'b' * 16}c takes part"):
         await leave(cluster, "b" * 16 + "c")
     with nothing_written():
-        joining = cluster.caller(LAUNCHER).call(Join(hosts=[NewHost(ask=ASK + "d", host="d", replicas=1)]))
+        joining = cluster.caller(LAUNCHER).call(Join(ask=ASK + "d", host="d", replicas=1))
         assert await is_parked(joining)
         leaving = leave(cluster, f"{ASK}d")
         assert await is_parked(leaving)
@@ -271,12 +269,13 @@ async def test_a_drain_waits_for_an_actor_that_joined_while_a_successor_of_the_c
 
 @on_cluster()
 async def test_a_successor_of_the_controller_knows_a_joined_host_by_its_address(cluster, tmp_path):
-    (found,) = await asked_to_join(cluster, NewHost(ask=ASK, host="gpu-5", replicas=1, address="10.0.0.5"))
-    alias = NewHost(ask="b" * 16, host="alias", replicas=1, address="10.0.0.5")
+    asked = Join(ask=ASK, host="gpu-5", replicas=1, address="10.0.0.5")
+    found = await cluster.caller(LAUNCHER).call(asked, timeout=1.0)
+    alias = Join(ask="b" * 16, host="alias", replicas=1, address="10.0.0.5")
     refusal = rf"takes part in this run already, as gpu-5 \({found.agent}\), at 10.0.0.5"
     # Even before its agent has registered.
     with pytest.raises(RemoteError, match=refusal):
-        await asked_to_join(cluster, alias)
+        await cluster.caller(LAUNCHER).call(alias, timeout=1.0)
     facts = {"actors": found.actors, "host": "gpu-5"}
     await cluster.register(found.agent, address="tcp://10.0.0.5:7001", facts=facts)
     await cluster.register(found.actors[0])
@@ -289,7 +288,7 @@ async def test_a_successor_of_the_controller_knows_a_joined_host_by_its_address(
     await cluster.register(found.actors[0])
     await cluster.state(lambda state: state.phase == "running")
     with pytest.raises(RemoteError, match=refusal):
-        await asked_to_join(cluster, alias)
+        await cluster.caller(LAUNCHER).call(alias, timeout=1.0)
     assert (await leave(cluster, "10.0.0.5")).agent == found.agent
 
 

@@ -18,7 +18,7 @@ from asyncrl.controller.observation.observation import Observation
 from asyncrl.core.errors import Refused, RemoteError
 from asyncrl.messages import Done
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Notice, WatchRun
-from asyncrl.messages.hosts import Join, Leave, NewHost, WatchMembers
+from asyncrl.messages.hosts import Join, Leave, WatchMembers
 from asyncrl.messages.monitor import Heartbeat
 from asyncrl.rpc.actor import CONTROLLER, Actor, Caller, handler
 from asyncrl.rpc.wire.keys import LAUNCHER
@@ -116,9 +116,7 @@ async def test_a_host_that_is_lost_before_it_serves_may_join_again(cluster, task
     await cluster.state(lambda state: state.phase == "running")
 
     async def join(ask):
-        request = Join(hosts=[NewHost(ask=ask * 16, host="c", replicas=1)])
-        members = await cluster.caller(LAUNCHER).call(request, timeout=1.0)
-        return members.hosts[-1]
+        return await cluster.caller(LAUNCHER).call(Join(ask=ask * 16, host="c", replicas=1), timeout=1.0)
 
     found = await join("a")
     await cluster.register(found.agent, host="c", address="", facts={"actors": found.actors})
@@ -149,7 +147,7 @@ async def test_a_lost_host_that_leaves_during_a_write_is_not_reported_as_back(cl
         write(*item, **how)
 
     monkeypatch.setattr(host_changes, "replace_file", slow)
-    join = Join(hosts=[NewHost(ask="a" * 16, host="c", replicas=1)])
+    join = Join(ask="a" * 16, host="c", replicas=1)
     joined = cluster.caller(LAUNCHER).call(join, timeout=5.0)
     await until(begun.is_set)
     left = cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))

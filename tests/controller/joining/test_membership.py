@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from asyncrl.controller.joining.known_hosts import KnownHost
 from asyncrl.controller.joining.membership import Membership
 from asyncrl.core.errors import InvalidRequest
-from asyncrl.messages.hosts import Join, Leave, Members, NewHost
+from asyncrl.messages.hosts import Join, Leave, Members
 
 HEAD = KnownHost("agent/0", "head", ["controller/0", "dataloader/0", "learner/0", "rollouter/0"], ["10.0.0.1"])
 FAR = KnownHost("agent/1", "far", ["rollouter/1"], ["10.0.0.2", "box-17"])
@@ -24,13 +24,11 @@ def key(number):
 
 def new(host="c", replicas=1, first=0, **changes):
     keys = [[key(first + 10 * actor + attempt) for attempt in range(2)] for actor in range(1 + replicas)]
-    return NewHost(**({"ask": f"{ASK}{host}{first}", "host": host, "replicas": replicas, "keys": keys} | changes))
+    return Join(**({"ask": f"{ASK}{host}{first}", "host": host, "replicas": replicas, "keys": keys} | changes))
 
 
-def join(membership, *hosts, known=KNOWN, taken=TAKEN):
-    request = Join(hosts=list(hosts))
-    membership.join(request, known, taken)
-    return request.brought(membership.members)
+def join(membership, *requests, known=KNOWN, taken=TAKEN):
+    return [membership.join(request, known, taken) for request in requests]
 
 
 def leave(membership, host, within_s=5.0, known=KNOWN, serving=SERVING, awaited=()):
@@ -184,9 +182,8 @@ def test_a_host_that_never_served_may_leave_and_cannot_join_again():
     known = [*KNOWN, KnownHost(first.agent, first.host, first.actors)]
     leave(membership, "c", known=known, serving=[])
     membership.left(first.agent)
-    # Not even if another host of the same request still joins.
     with pytest.raises(InvalidRequest, match="let go before it could begin: c: "):
-        join(membership, new("c"), new("d", first=500))
+        join(membership, new("c"))
     assert membership.members.at("joining") == [second]
     assert join(membership, new("c", first=900))[0].agent == "agent/4"
 

@@ -21,7 +21,7 @@ from asyncrl.launcher.run_folder.folders import create_run_folder, private_folde
 from asyncrl.launcher.run_folder.private import CONFIG
 from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.actors import BringBack
-from asyncrl.messages.hosts import Join, Leave, MemberHost, Members, WatchMembers
+from asyncrl.messages.hosts import Join, Leave, MemberHost, WatchMembers
 from asyncrl.rpc import controller_client
 from asyncrl.rpc.calls.server import CROWDED
 
@@ -233,9 +233,7 @@ class Near:
 
 
 ASK = "a" * 16
-ADMITTED = Members(
-    number=1, hosts=[MemberHost(host="c", agent="agent/1", actors=["rollouter/1"], stage="joining", ask=ASK)]
-)
+ADMITTED = MemberHost(host="c", agent="agent/1", actors=["rollouter/1"], stage="joining", ask=ASK)
 AWAY = DeadlineExceeded("launcher/0", "controller/0", "Join", 300.0)
 
 
@@ -283,7 +281,7 @@ def test_a_join_that_fails_in_any_way_is_withdrawn(join_host_c, ends):
 
     run_virtual(main())
     join, leave = controller.asked
-    assert ([host.ask for host in join.hosts], leave.host, leave.within_s) == ([ASK], ASK, 0.0)
+    assert (join.ask, leave.host, leave.within_s) == (ASK, ASK, 0.0)
 
 
 def test_a_new_host_has_the_address_of_its_route_to_the_head():
