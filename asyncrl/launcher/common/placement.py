@@ -319,40 +319,29 @@ def _spread(counts: list[int], more: int, hosts: Sequence[PlacementHost], comput
 def _split_ranks(config: Config, hosts: Sequence[PlacementHost], gpus_each: int) -> list[int]:
     """Return the number of learner ranks on each host, one GPU for each. An engine takes ``gpus_each`` GPUs.
 
-    The hosts are filled in order, but all engines must still fit. A first pass over the hosts, from the last, computes
-    how many engines fit with n ranks on the hosts from i on. A second pass gives each host the most ranks with which
-    the rest still fits. Raises ConfigError if there is no such split.
+    The hosts are filled in order, but all engines must still fit: each host gets the most ranks with which the rest
+    fits. Raises ConfigError if there is no such split.
     """
-    ranks, replicas = config.learner.ranks, config.rollout.replicas if gpus_each else 0
-    # most_engines[i][n]: the most engines that fit on hosts[i:] with n ranks there; None if the ranks do not fit. It
-    # begins with the row of no hosts.
-    most_engines: list[list[int | None]] = [[0] + [None] * ranks]
-    for host in reversed(hosts):
-        later_row, gpus = most_engines[0], len(host.gpus)
-        row: list[int | None] = []
-        for wanted in range(ranks + 1):
-            fits = [
-                (gpus - taken) // gpus_each + engines_later if gpus_each else engines_later
-                for taken in range(min(wanted, gpus) + 1)
-                if (engines_later := later_row[wanted - taken]) is not None
-            ]
-            row.append(max(fits, default=None))
-        most_engines.insert(0, row)
+    # If engines take no GPUs, their number does not matter.
+    each, replicas = (gpus_each, config.rollout.replicas) if gpus_each else (1, 0)
+    gpus = [len(host.gpus) for host in hosts]
+    later_gpus, later_engines = sum(gpus), sum(count // each for count in gpus)
     split: list[int] = []
-    ranks_left, engines = ranks, 0
-    for index, host in enumerate(hosts):
-        gpus = len(host.gpus)
+    ranks_left, engines = config.learner.ranks, 0
+    for count in gpus:
+        later_gpus, later_engines = later_gpus - count, later_engines - count // each
         # Rank 0 must be on the head.
-        fewest = 1 if index == 0 else 0
-        for taken in range(min(ranks_left, gpus), fewest - 1, -1):
-            engines_later = most_engines[index + 1][ranks_left - taken]
-            engines_here = (gpus - taken) // gpus_each if gpus_each else 0
-            if engines_later is not None and engines + engines_here + engines_later >= replicas:
+        fewest = 0 if split else 1
+        for taken in range(min(ranks_left, count), fewest - 1, -1):
+            later_ranks, engines_here = ranks_left - taken, (count - taken) // each
+            # Ranks on the later hosts first take the GPUs that are too few for an engine.
+            most_engines = engines + engines_here + min(later_engines, (later_gpus - later_ranks) // each)
+            if later_ranks <= later_gpus and most_engines >= replicas:
                 split.append(taken)
-                ranks_left, engines = ranks_left - taken, engines + engines_here
+                ranks_left, engines = later_ranks, engines + engines_here
                 break
         else:
-            raise _refusal(config, hosts, ranks, gpus_each)
+            raise _refusal(config, hosts, config.learner.ranks, gpus_each)
     return split
 
 
