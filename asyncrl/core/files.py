@@ -48,7 +48,7 @@ def write_file(path: Path, chunks: Iterable[bytes]) -> Digest:
         for chunk in chunks:
             hasher.update(chunk)
             size += len(chunk)
-            _write_all(descriptor, chunk)
+            write_all(descriptor, chunk)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -108,7 +108,7 @@ def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, asid
         try:
             descriptor = os.open(aside, _NEW, 0o666 if mode is None else mode)
             try:
-                _write_all(descriptor, content)
+                write_all(descriptor, content)
                 # ``open`` clears the bits of the umask in its mode.
                 if mode is not None:
                     os.fchmod(descriptor, mode)
@@ -134,7 +134,7 @@ def append_whole(descriptor: int, data: bytes | memoryview) -> None:
     """
     size = os.fstat(descriptor).st_size
     try:
-        _write_all(descriptor, data)
+        write_all(descriptor, data)
     except OSError:
         os.ftruncate(descriptor, size)
         raise
@@ -213,7 +213,8 @@ class KeptWrites:
         return records
 
 
-def _write_all(descriptor: int, data: bytes | memoryview) -> None:
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write all of the data; ``os.write`` may write a part. Raises OSError."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]

@@ -30,6 +30,7 @@ from asyncrl.config import Config
 from asyncrl.config.hub import localized
 from asyncrl.config.load import config_from_json, config_to_json, validate_config
 from asyncrl.core.errors import AsyncRLError, ConfigError, EngineDied
+from asyncrl.core.files import write_all
 from asyncrl.core.printable import say
 from asyncrl.launcher.checks.inputs import FirstRow, first_rows
 from asyncrl.launcher.checks.process import ask_process
@@ -393,9 +394,7 @@ def main() -> None:
         if answer.problems:
             printed.seek(max(0, printed.seek(0, os.SEEK_END) - PRINTED_BYTES))
             answer.printed = printed.read().decode(errors="replace")
-    data = msgspec.msgpack.encode(answer)
-    while data:
-        data = data[os.write(answers, data) :]
+    write_all(answers, msgspec.msgpack.encode(answer))
     # A library's threads must not keep the process alive.
     os._exit(0)
 

@@ -15,7 +15,6 @@ import hashlib
 import math
 import os
 import platform
-import shutil
 import signal
 import socket
 import subprocess
@@ -53,7 +52,7 @@ from asyncrl.launcher.doctor.orders import (
 )
 from asyncrl.launcher.hosts.addresses import find_routes
 from asyncrl.launcher.hosts.checks import answer
-from asyncrl.launcher.hosts.remote import NVIDIA_SMI_S, find_facts, serve
+from asyncrl.launcher.hosts.remote import ask_nvidia_smi, find_facts, serve
 from asyncrl.weights.segments import host_id
 
 UNSTARTED_S = 60
@@ -168,14 +167,12 @@ def _version(name: str) -> str:
 
 def find_cards() -> tuple[dict[str, Card], str]:
     """Ask nvidia-smi. Returns the GPUs by index, and why they are unknown; without nvidia-smi both are empty."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return {}, ""
-    argv = [tool, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
     try:
-        ended = subprocess.run(argv, capture_output=True, text=True, timeout=NVIDIA_SMI_S, stdin=subprocess.DEVNULL)
+        ended = ask_nvidia_smi(QUERY)
     except (OSError, subprocess.TimeoutExpired) as error:
         return {}, f"nvidia-smi: {error}"
+    if ended is None:
+        return {}, ""
     if ended.returncode:
         output = " ".join((ended.stdout + ended.stderr).split())
         return {}, f"nvidia-smi ends with {ended.returncode}: {output[:200] or 'no output'}"

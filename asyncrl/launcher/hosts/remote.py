@@ -29,6 +29,7 @@ from typing import Any, NoReturn, Union
 import msgspec
 
 from asyncrl.core.errors import AsyncRLError, UsageError
+from asyncrl.core.files import write_all
 from asyncrl.launcher.checks.findings import CheckOrder, Fetched, FetchOrder
 from asyncrl.launcher.common.agent_messages import (
     Checked,
@@ -265,9 +266,7 @@ def _read_line(within_s: float) -> bytes:
 
 
 def _send(answer: Any, output: int = 1) -> None:
-    data = msgspec.json.encode(answer) + b"\n"
-    while data:
-        data = data[os.write(output, data) :]
+    write_all(output, msgspec.json.encode(answer) + b"\n")
 
 
 # --- what the host offers ---
@@ -294,24 +293,24 @@ def _gpus() -> tuple[list[str], str]:
         gpus = [part.strip() for part in visible.split(",") if part.strip()]
         # CUDA ignores everything from the first unknown device on, and -1 is unknown.
         return list(takewhile(lambda gpu: gpu != "-1", gpus)), ""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return [], ""
     try:
-        listed = subprocess.run(
-            [tool, "--query-gpu=index", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=NVIDIA_SMI_S,
-            check=True,
-        )
+        ended = ask_nvidia_smi("index")
     except subprocess.TimeoutExpired:
         problem = f"nvidia-smi does not answer within {NVIDIA_SMI_S:g} s"
         return [], f"{problem}; set CUDA_VISIBLE_DEVICES to say which GPUs to use"
-    except subprocess.CalledProcessError:
+    if ended is None or ended.returncode:
         # The tool without a driver: a host without GPUs.
         return [], ""
-    return [line.strip() for line in listed.stdout.splitlines() if line.strip()], ""
+    return [line.strip() for line in ended.stdout.splitlines() if line.strip()], ""
+
+
+def ask_nvidia_smi(fields: str) -> subprocess.CompletedProcess[str] | None:
+    """Ask for these fields of each GPU; None without nvidia-smi. Raises subprocess.TimeoutExpired, and OSError."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    argv = [tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=NVIDIA_SMI_S, stdin=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":
