@@ -141,7 +141,7 @@ class System:
             Leave(host=host.host, within_s=within_s), self.caller(LAUNCHER, within_s=answer_s)
         )
         await asyncio.wait([self._lives[name] for name in host.actors])
-        await controller.host_left(HostLeft(), self.caller(host.agent))
+        await controller.members.host_left(HostLeft(), self.caller(host.agent))
 
     def caller(self, name: str, incarnation: int = 1, within_s: float = 20.0) -> Caller:
         return Caller(name, incarnation, -1, asyncio.get_running_loop().time() + within_s)

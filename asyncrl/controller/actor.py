@@ -49,7 +49,6 @@ from asyncrl.messages.actors import (
     StopRun,
     WatchRun,
 )
-from asyncrl.messages.hosts import HostLeft
 from asyncrl.messages.monitor import Heartbeat, MetricsLine
 from asyncrl.rpc.actor import CONTROLLER, ActorContext, Caller, handler
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
@@ -111,7 +110,7 @@ class Controller(RunActor):
         self._registered = ParkingLot()
         """Resolve calls, which wait for an actor's address."""
         # The hosts that join or leave, and the actors on them.
-        self.members = HostChanges(self, self.registry, self.machine, self._hosts, changed=self._members_changed)
+        self.members = HostChanges(self, self._hosts, changed=self._members_changed)
         self._observation = Observation(self, self._sinks)
         self._failures = FailureDetector(self, self._hosts, self._observation)
         self._succession = Succession(self, self._hosts, self._observation)
@@ -377,18 +376,6 @@ class Controller(RunActor):
         self.log.error("run has failed", actor=caller.name, reason=reason)
         if self.machine.fail(caller.name, reason, "", request.exit_code, self.clock.now()):
             self.state_changed()
-        return Done()
-
-    # --- the timeline, and hosts that join and leave ---
-
-    @handler
-    async def host_left(self, request: HostLeft, caller: Caller) -> Done:
-        """Note that everything has ended on a host that leaves."""
-        try:
-            await self.members.host_left(caller.name, caller.park_s)
-        finally:
-            # The actors of the host have ended, even if the change is not on disk in time.
-            self.registry_changed()
         return Done()
 
     def _members_changed(self) -> None:

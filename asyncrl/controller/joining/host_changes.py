@@ -20,12 +20,12 @@ import msgspec
 
 from asyncrl.controller.joining.known_hosts import KnownHost, KnownHosts
 from asyncrl.controller.joining.membership import Membership, NotYet
-from asyncrl.controller.state.run_state import RunStateMachine
+from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.core.errors import InvalidRequest, NotKept
 from asyncrl.core.files import replace_file
-from asyncrl.messages.hosts import Join, Leave, MemberHost, Members, WatchMembers
-from asyncrl.rpc.actor import Actor, Caller, handler
-from asyncrl.rpc.lifecycle.registry import Registry
+from asyncrl.messages import Done
+from asyncrl.messages.hosts import HostLeft, Join, Leave, MemberHost, Members, WatchMembers
+from asyncrl.rpc.actor import Caller, handler
 from asyncrl.rpc.parking import ParkingLot
 
 MEMBERS_FILE = "members.json"
@@ -36,11 +36,9 @@ WRITE_AGAIN_S = 1.0
 class HostChanges:
     """Handles hosts that join and leave, for the controller ``actor``; calls ``changed`` after each change."""
 
-    def __init__(
-        self, actor: Actor, registry: Registry, run: RunStateMachine, hosts: KnownHosts, *, changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, actor: RunActor, hosts: KnownHosts, *, changed: Callable[[], None]) -> None:
         self._membership = Membership(episodes=actor.config.episode.kind != "single")
-        self._actor, self._registry, self._run, self._hosts = actor, registry, run, hosts
+        self._actor, self._registry, self._run, self._hosts = actor, actor.registry, actor.machine, hosts
         self._run_changed, self._now, self._log = changed, actor.clock.now, actor.log
         self._path = actor.context.run_dir / "private" / MEMBERS_FILE
         self.members = self._membership.members
@@ -132,16 +130,6 @@ class HostChanges:
         numbers = [host.number for host in self.members.hosts if one in host.actors or other in host.actors]
         return all(self._taken_in.get(name, 0) >= max(numbers, default=0) for name in (one, other))
 
-    async def host_left(self, agent: str, park_s: float) -> None:
-        """Handle an agent's report that everything on its leaving host has ended. Returns once this change is kept.
-
-        Does nothing if the host is not leaving. Raises NotKept if the change is not on disk within ``park_s``.
-        """
-        if self._membership.left(agent):
-            self._log.info("host has left", agent=agent)
-            self._hosts.forget(agent)
-        await self._until_kept(park_s)
-
     def wake(self) -> None:
         """Look again after a change of the run or the registry."""
         self._changed.set()
@@ -174,6 +162,19 @@ class HostChanges:
             self._remove_from_run(host)
         await self._until_kept(caller.park_s)
         return host
+
+    @handler
+    async def host_left(self, request: HostLeft, caller: Caller) -> Done:
+        """Note that everything on a leaving host has ended; answers once the change is kept. Raises NotKept."""
+        try:
+            if self._membership.left(caller.name):
+                self._log.info("host has left", agent=caller.name)
+                self._hosts.forget(caller.name)
+            await self._until_kept(caller.park_s)
+        finally:
+            # The actors of the host have ended, even if the change is not on disk in time.
+            self._actor.registry_changed()
+        return Done()
 
     @handler
     async def watch_members(self, request: WatchMembers, caller: Caller) -> Members:
