@@ -40,7 +40,6 @@ from asyncrl.launcher.checks.hub import pin
 from asyncrl.launcher.common.agent_messages import (
     AT_ONCE,
     CONTROLLER_AT,
-    EndedEvent,
     Prepared,
     RouteQuery,
     Routes,
@@ -243,8 +242,7 @@ class JoinedHosts:
     async def _follow(self, member: AgentHandle) -> None:
         # The run's state is the same for all members, so only that from the first live one is shown.
         def take(event: Any) -> None:
-            is_first = member is next((one for one in self.members if not one.over), None)
-            if not isinstance(event, EndedEvent | StateEvent) or (isinstance(event, StateEvent) and is_first):
+            if not isinstance(event, StateEvent) or member is next(one for one in self.members if not one.over):
                 self.progress.show(event)
 
         await member.hear(self.run.folder.logs, self.progress, take)
