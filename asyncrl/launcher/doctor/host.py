@@ -125,13 +125,6 @@ def find_leftovers(order: FindLeftovers) -> Checked:
     return Checked(findings=[check_leftovers(runs, is_head=order.is_head, fix=order.fix)])
 
 
-def listen(order: Listen, left: contextlib.ExitStack) -> Listening:
-    """Accept connections in threads until ``left`` is closed."""
-    listeners = Listeners()
-    left.callback(listeners.close)
-    return listeners.listen(order)
-
-
 def mark(order: Mark, left: contextlib.ExitStack) -> Marked:
     """Create a file, which is removed when ``left`` is closed."""
     path = nearest_folder(Path(order.path)) / order.name
@@ -199,36 +192,32 @@ def _proof(token: str) -> bytes:
     return hashlib.sha256(f"asyncrl-doctor {token}".encode()).hexdigest().encode()
 
 
-class Listeners:
-    """Listening sockets. Each answers a peer that sends the token with the proof, until it is closed."""
+def listen(order: Listen, left: contextlib.ExitStack) -> Listening:
+    """Listen at the first free port of each range in ``order``, in threads, until ``left`` is closed.
 
-    def __init__(self) -> None:
-        self._sockets: list[socket.socket] = []
-
-    def listen(self, order: Listen) -> Listening:
-        """Listen at the first free port of each range in ``order``. The result lacks a range without a port to bind."""
-        port_of = {}
-        for ports in order.ports:
-            for port in ports_of(ports):
-                try:
-                    listener = bind(order.address, port)
-                except OSError as error:
-                    if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                        continue
-                    break
-                self._sockets.append(listener)
-                port_of[ports] = int(listener.getsockname()[1])
-                threading.Thread(target=_serve, args=(listener, order.token), daemon=True).start()
+    Each socket answers a peer that sends the token with the proof. The result lacks a range without a port to bind.
+    """
+    port_of = {}
+    for ports in order.ports:
+        for port in ports_of(ports):
+            try:
+                listener = bind(order.address, port)
+            except OSError as error:
+                if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                    continue
                 break
-        return Listening(ports=port_of)
+            left.callback(_close, listener)
+            port_of[ports] = int(listener.getsockname()[1])
+            threading.Thread(target=_serve, args=(listener, order.token), daemon=True).start()
+            break
+    return Listening(ports=port_of)
 
-    def close(self) -> None:
-        """Stop listening."""
-        for listener in self._sockets:
-            with contextlib.suppress(OSError):
-                # ``close`` alone does not end an ``accept`` in another thread.
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
+
+def _close(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        # ``close`` alone does not end an ``accept`` in another thread.
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
 
 
 def _serve(listener: socket.socket, token: str) -> None:

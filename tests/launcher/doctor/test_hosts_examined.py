@@ -1,5 +1,6 @@
 """Hosts one by one, differences between them, and the connections from one to another."""
 
+import contextlib
 import socket
 import threading
 
@@ -27,7 +28,7 @@ from asyncrl.launcher.doctor.between_hosts import (
     judge_links,
     needed_packages,
 )
-from asyncrl.launcher.doctor.host import Listeners, connect, find_cards, gather_facts, parse_cards
+from asyncrl.launcher.doctor.host import connect, find_cards, gather_facts, listen, parse_cards
 from asyncrl.launcher.doctor.orders import Card, Connect, HostFacts, Listen, Listener
 from asyncrl.launcher.hosts.remote import find_facts
 
@@ -209,10 +210,9 @@ INTERFACES = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1"}
 
 
 @pytest.fixture
-def listeners():
-    made = Listeners()
-    yield made
-    made.close()
+def left():
+    with contextlib.ExitStack() as left:
+        yield left
 
 
 @pytest.fixture
@@ -221,21 +221,21 @@ def pair():
         yield port
 
 
-def test_a_listener_answers_only_with_the_token(listeners, pair):
+def test_a_listener_answers_only_with_the_token(left, pair):
     ports = f"{pair}-{pair + 1}"
-    found = listeners.listen(Listen(address=HERE, ports=[ports, "0"], token="secret"))
+    found = listen(Listen(address=HERE, ports=[ports, "0"], token="secret"), left)
     assert found.ports[ports] == pair + 1
     peer = Listener(host="b", address=HERE, ports=found.ports)
     order = Connect(peers=[peer], token="secret", timeout_s=10)
     assert connect(order).problems == {"b": {ports: "", "0": ""}}
     stranger = connect(Connect(peers=[peer], token="another", timeout_s=10)).problems["b"]
     assert all("answered by another program" in problem for problem in stranger.values())
-    listeners.close()
+    left.close()
     assert all("refused" in problem for problem in connect(order).problems["b"].values())
 
 
-def test_a_silent_listener_is_unreachable_and_a_silent_client_blocks_no_other(listeners):
-    port = listeners.listen(Listen(address=HERE, ports=["0"], token="x")).ports["0"]
+def test_a_silent_listener_is_unreachable_and_a_silent_client_blocks_no_other(left):
+    port = listen(Listen(address=HERE, ports=["0"], token="x"), left).ports["0"]
     with socket.create_server((HERE, 0)) as silent, socket.create_connection((HERE, port)):
         for there, timeout_s, said in (
             (silent.getsockname()[1], 0.3, "no answer within 0.3 s"),
@@ -246,10 +246,10 @@ def test_a_silent_listener_is_unreachable_and_a_silent_client_blocks_no_other(li
             assert said in problem and bool(problem) == bool(said)
 
 
-def test_a_range_without_a_free_port_has_no_listener(listeners, pair):
+def test_a_range_without_a_free_port_has_no_listener(left, pair):
     ports = f"{pair}-{pair}"
-    assert listeners.listen(Listen(address=HERE, ports=[ports], token="x")).ports == {}
-    assert listeners.listen(Listen(address="203.0.113.9", ports=["0"], token="x")).ports == {}
+    assert listen(Listen(address=HERE, ports=[ports], token="x"), left).ports == {}
+    assert listen(Listen(address="203.0.113.9", ports=["0"], token="x"), left).ports == {}
 
 
 @pytest.mark.parametrize(
@@ -273,10 +273,10 @@ def test_variables_of_nccl_and_gloo(env, infiniband, several, result):
     assert all(key in found.detail for key in env) or result == "ok"
 
 
-def test_a_closed_listener_leaves_no_thread(listeners):
+def test_a_closed_listener_leaves_no_thread(left):
     before = threading.active_count()
-    listeners.listen(Listen(address=HERE, ports=["0"], token="x"))
-    listeners.close()
+    listen(Listen(address=HERE, ports=["0"], token="x"), left)
+    left.close()
     for thread in threading.enumerate():
         if thread.daemon and thread.name.endswith("(_serve)"):
             thread.join(10)
