@@ -63,7 +63,7 @@ def run_actor(
     configure_logging(config.log.level)
     credentials = load_credentials(run_dir / private, name, attempt)
 
-    async def live() -> None:
+    async def main() -> None:
         context = ActorContext(
             config=config,
             name=name,
@@ -78,27 +78,34 @@ def run_actor(
             address=address,
             born=time.monotonic() - age_s(),
         )
-        actor = actor_class(context)
-        listen(actor.events.add)
-        actor.measure()
-        heartbeat = None
-        if controller is not None:
-            heartbeat = HeartbeatThread(actor, controller, asyncio.get_running_loop())
-            heartbeat.start()
-        try:
-            await actor.main()
-        finally:
-            if heartbeat is not None:
-                heartbeat.stop(LAST_BEAT_S)
-            actor.stop_measuring()
+        await live(actor_class(context), controller, LAST_BEAT_S)
 
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run(live())
+            runner.run(main())
     except AsyncRLError as error:
         write_text(f"{name}: {error}\n")
         return error.exit_code
     return 0
+
+
+async def live(actor: Actor, controller: str | None, last_beat_s: float = 0.0) -> None:
+    """Run an actor to its end, with measurements of this process and heartbeats to the ``controller``, if it has one.
+
+    The last heartbeat waits for the controller at most ``last_beat_s`` seconds. Raises as ``Actor.main``.
+    """
+    listen(actor.events.add)
+    actor.measure()
+    heartbeat = None
+    if controller is not None:
+        heartbeat = HeartbeatThread(actor, controller, asyncio.get_running_loop())
+        heartbeat.start()
+    try:
+        await actor.main()
+    finally:
+        if heartbeat is not None:
+            heartbeat.stop(last_beat_s)
+        actor.stop_measuring()
 
 
 def tune_memory() -> None:

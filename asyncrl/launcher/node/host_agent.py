@@ -48,11 +48,11 @@ from asyncrl.launcher.node.stuck_actors import StuckActors
 from asyncrl.launcher.run_folder.ended import write_ended
 from asyncrl.launcher.run_folder.private import PART, remove_part
 from asyncrl.messages.actors import NOTICE, READY, ActorEnded, ActorStarted, EndNoted, RunState, StopRun
-from asyncrl.observe.logging import get_logger, listen
+from asyncrl.observe.logging import get_logger
 from asyncrl.rpc.actor import CONTROLLER
 from asyncrl.rpc.controller_client import ADDRESS_FILE, read_address_file
-from asyncrl.rpc.heartbeat import HeartbeatThread
 from asyncrl.rpc.lifecycle.incarnations import Incarnations
+from asyncrl.rpc.process import live
 
 LOOK_FOR_CONTROLLER_S = 0.02
 STACKS_S = 5.0
@@ -272,17 +272,10 @@ class HostAgent:
 
     async def _follow(self, link: AgentLink) -> None:
         """Run the link to the controller, with heartbeats and measurements of this process, until it fails."""
-        heartbeat = HeartbeatThread(link, self._address, asyncio.get_running_loop())
-        listen(link.events.add)
-        link.measure()
-        heartbeat.start()
         try:
-            await link.main()
+            await live(link, self._address)
         except AsyncRLError as error:
             self._carry_out_and_wake(self._state.controller_lost(str(error), time.monotonic()))
-        finally:
-            heartbeat.stop()
-            link.stop_measuring()
 
     def _on_state(self, state: RunState) -> None:
         """Report the run's state to the launcher, then act on it."""

@@ -50,12 +50,8 @@ class Link:
     def __init__(self, monkeypatch, *, refuses, is_heard=True):
         self.refuses, self.is_heard = refuses, is_heard
         self.living, self.said, self.heard = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.events = SimpleNamespace(add=None)
-        self.measure = self.stop_measuring = lambda: None
-        beats = SimpleNamespace(start=lambda: None, stop=lambda: None)
         monkeypatch.setattr(host_agent, "make_link", self.make)
-        monkeypatch.setattr(host_agent, "HeartbeatThread", lambda *_: beats)
-        monkeypatch.setattr(host_agent, "listen", lambda _: None)
+        monkeypatch.setattr(host_agent, "live", lambda link, _: link.main())
 
     def make(self, *_, on_state, **how):
         self.on_state = on_state
