@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ from asyncrl.rpc.calls.server import CROWDED
 
 @pytest.fixture(autouse=True)
 def keep_signal_handlers(monkeypatch):
-    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
 @pytest.fixture
