@@ -47,6 +47,10 @@ def run_dir(tmp_path):
     return tmp_path
 
 
+def test_the_title_of_a_group_names_its_source():
+    assert shown(uid="3-7", source="sums")[0] == "trained  prompt 3-7  source sums"
+
+
 def test_the_newest_groups_come_first_and_a_selection_omits_others(run_dir):
     assert uids(run_dir) == ["held_out@2-0", "0-3", "0-1", "0-2", "held@0-0", "0-6", "0-5"]
     assert uids(run_dir, 2) == ["held_out@2-0", "0-3"]
