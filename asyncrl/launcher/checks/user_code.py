@@ -87,6 +87,8 @@ class RewardTrial:
     def __init__(self, config: Config, *, import_s: float = IMPORT_S, calls_s: float = CALLS_S) -> None:
         self._reward, self._group_size = config.reward, config.rollout.samples_per_prompt
         self._import_s, self._calls_s = import_s, calls_s
+        self._own_options = {each.name: each.reward_options for each in config.data.mixture if each.reward is not None}
+        """Options of the sources of a mixture that have a reward of their own."""
         single = self._reward.model_copy(update={"workers": 1})
         arguments: dict[str, Any] = {
             "max_tokens": config.rollout.max_tokens,
@@ -131,7 +133,7 @@ class RewardTrial:
         If not even the first call ends in that time, the finding is a warning.
         """
         trials: dict[str, Trial] = {}
-        calls = list(_calls(self._reward, samples, self._group_size))
+        calls = list(_calls(self._reward, samples, self._group_size, self._own_options))
         try:
             async with asyncio.timeout(self._calls_s):
                 for sample, completions in calls:
@@ -157,15 +159,15 @@ class RewardTrial:
 
 
 def _calls(
-    reward: RewardConfig, samples: Sequence[Sample], group_size: int
+    reward: RewardConfig, samples: Sequence[Sample], group_size: int, own_options: Mapping[str, dict[str, Any]]
 ) -> Iterator[tuple[Sample, list[Completion]]]:
     """Yield the arguments of each call: a sample, and completions for it that a model might give.
 
     The completions are the row's answer, if it has one, and PLAIN. With reward.per = "group" a call gets ``group_size``
     completions, which repeat these two; else each call gets one.
     """
-    column = reward.options.get("answer_key", "answer")
     for sample in samples:
+        column = own_options.get(sample.source, reward.options).get("answer_key", "answer")
         answer = column_of(sample.row, column)
         texts = [str(answer), PLAIN] if isinstance(answer, str | int | float) else [PLAIN]
         completions = [Completion(text=text, finish_reason="stop", tokens=max(1, len(text.split()))) for text in texts]
