@@ -7,7 +7,7 @@ from asyncrl.config import Config
 from asyncrl.config.evaluating import for_evaluation
 from asyncrl.config.learnable import obstacles
 from asyncrl.config.load import validate_config
-from asyncrl.config.training import LearnerConfig
+from asyncrl.config.training import DataConfig, LearnerConfig
 from asyncrl.core.errors import ConfigError
 
 RUN = {
@@ -28,7 +28,8 @@ RUN = {
 def test_it_evaluates_each_set_once_and_trains_nothing():
     config, run = for_evaluation(validate_config(RUN)), validate_config(RUN)
     assert config.run.name == "mine-eval" and config.model == run.model and config.rollout == run.rollout
-    assert config.data == run.eval["held"].data and config.data.system == "Be brief."
+    held = run.eval["held"].data
+    assert config.data == DataConfig(**held.model_dump()) and config.data.system == "Be brief."
     own = {"every_versions": 0, "at_start": True, "at_end": False}
     assert config.eval == {name: each.model_copy(update=own) for name, each in run.eval.items()}
     assert (config.checkpoint.every_versions, config.checkpoint.export_at_end) == (0, False)
