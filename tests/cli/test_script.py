@@ -70,7 +70,7 @@ def test_a_finished_run_is_continued_with_more_steps(run):
 
 
 def test_a_stopped_run_is_resumed_by_name_of_its_folder(tmp_path):
-    config = validate_config(tree(tmp_path, learner={"steps": 60}, data={"source": "synthetic", "size": 400}))
+    config = validate_config(tree(tmp_path, learner={"steps": 1000}, data={"source": "synthetic", "size": 400}))
     first = asyncrl.train(config, reward=of_this_module, overrides={"run.name": "long"}, progress=False)
     wait_until(lambda: (first.folder / "metrics.jsonl").exists() and len(first.metrics) > 2, "some steps")
     with pytest.raises(TimeoutError, match="has not ended after 0 s"):
