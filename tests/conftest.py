@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import quick
 import structlog
-from examples import TIMES, load_profile
+from draws import TIMES, load_profile
 from hypothesis import is_hypothesis_test
 
 from asyncrl.observe import logging

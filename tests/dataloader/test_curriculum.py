@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from examples import examples
+from draws import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_settings import simulated_run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from examples import examples
+from draws import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

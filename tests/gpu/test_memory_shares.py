@@ -4,7 +4,7 @@ import contextlib
 from dataclasses import replace
 
 import pytest
-from examples import examples
+from draws import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from examples import examples
+from draws import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

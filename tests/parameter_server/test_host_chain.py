@@ -2,7 +2,7 @@
 
 import pytest
 from conductor_play import Play
-from examples import examples
+from draws import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

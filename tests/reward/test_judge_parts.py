@@ -6,7 +6,7 @@ import random
 import time
 
 import pytest
-from examples import examples
+from draws import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge_server import shown

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 from dataloader.eval_sets import eval_set
-from examples import examples
+from draws import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

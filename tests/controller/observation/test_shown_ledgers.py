@@ -4,7 +4,7 @@ import random
 
 import msgspec
 import pytest
-from examples import examples
+from draws import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace

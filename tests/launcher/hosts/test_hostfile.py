@@ -1,7 +1,7 @@
 """The hostfile, by tables and properties."""
 
 import pytest
-from examples import examples
+from draws import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

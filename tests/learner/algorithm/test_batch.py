@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from examples import examples
+from draws import examples
 from harness import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st

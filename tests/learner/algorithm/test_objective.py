@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from algorithm_cases import by_sequence, make_batch
-from examples import examples
+from draws import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

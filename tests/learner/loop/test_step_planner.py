@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from examples import examples
+from draws import examples
 from harness import until
 from hypothesis import event, given, settings
 from hypothesis import strategies as st

@@ -5,7 +5,7 @@ import json
 from datetime import UTC, datetime
 
 import pytest
-from examples import examples
+from draws import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from examples import examples
+from draws import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollouter.engines.engine_cases import LONG_S, ask, load, part_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from conversation_cases import TEMPLATES, Player, by_character, echo, encode, reserialised, tool, user
-from examples import examples
+from draws import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 
-from examples import examples
+from draws import examples
 from harness import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st

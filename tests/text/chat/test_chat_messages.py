@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from examples import examples
+from draws import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from chat_models import CHATML, FAMILIES, LLAMA, id_of, renderer_of, write_chat_model
-from examples import examples
+from draws import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from spoken import Spoken
