@@ -23,10 +23,10 @@ from asyncrl.config import Config
 from asyncrl.config.load import config_from_json
 from asyncrl.config.training import CurriculumConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.messages.ledger import Result
+from asyncrl.messages.ledger import GroupResult
 from asyncrl.workers.user_code import Keys, NotCallable, accepted, describe, load
 
-Rests = Callable[[Sequence[Result], int], bool]
+Rests = Callable[[Sequence[GroupResult], int], bool]
 """Whether a prompt with these results, the oldest first, rests in this epoch of its source."""
 KEYS = Keys("data.curriculum.function", "data.curriculum.options")
 
@@ -41,7 +41,7 @@ def find_curriculum(config: Config) -> Rests | None:
     return _of_user(curriculum.function, curriculum.options)
 
 
-def rests_until(results: Sequence[Result], curriculum: CurriculumConfig, tolerance: float) -> int:
+def rests_until(results: Sequence[GroupResult], curriculum: CurriculumConfig, tolerance: float) -> int:
     """Return the last epoch in which a prompt with these results rests; -1 if it does not rest."""
     if not results or not _is_flat(results[-1], curriculum, tolerance):
         return -1
@@ -52,7 +52,7 @@ def rests_until(results: Sequence[Result], curriculum: CurriculumConfig, toleran
     return last.epoch + min(length, curriculum.longest)
 
 
-def _is_flat(result: Result, curriculum: CurriculumConfig, tolerance: float) -> bool:
+def _is_flat(result: GroupResult, curriculum: CurriculumConfig, tolerance: float) -> bool:
     is_solved = curriculum.solved is not None and result.mean >= curriculum.solved
     return result.spread <= tolerance or is_solved
 
@@ -67,7 +67,7 @@ def _of_user(spec: str, options: dict[str, Any]) -> Rests:
     except NotCallable as error:
         raise ConfigError(error.problems) from error
 
-    def rests(results: Sequence[Result], epoch: int) -> bool:
+    def rests(results: Sequence[GroupResult], epoch: int) -> bool:
         given = options | {"epoch": epoch, "results": [(each.epoch, each.mean, each.spread) for each in results]}
         try:
             sampled = function(**{name: given[name] for name in passed})
@@ -86,7 +86,7 @@ def problems_of(config: Config) -> list[str]:
         rests = find_curriculum(config)
         if rests is not None:
             rests([], 0)
-            rests([Result(0, 0.0, 0.0), Result(2, 0.5, 1.0)], 3)
+            rests([GroupResult(0, 0.0, 0.0), GroupResult(2, 0.5, 1.0)], 3)
     except ConfigError as error:
         return error.problems
     return []

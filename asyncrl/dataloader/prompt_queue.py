@@ -53,7 +53,7 @@ class TrainingPrompt:
 
 
 @dataclass(slots=True)
-class Source:
+class PromptSource:
     """A source of prompts. ``oversize`` must leave out at least one prompt."""
 
     order: EpochOrder
@@ -82,7 +82,7 @@ class PromptQueue:
     The constructor searches the ledger for the first prompts without an outcome: about a second for a million prompts.
     """
 
-    def __init__(self, sources: Sequence[Source], ledger: Ledger, rests: Rests | None = None) -> None:
+    def __init__(self, sources: Sequence[PromptSource], ledger: Ledger, rests: Rests | None = None) -> None:
         assert len(sources) == ledger.number_of_sources
         self.ledger = ledger
         """Ledger of the outcomes, changed here alone."""
@@ -150,7 +150,7 @@ class PromptQueue:
 class _SourceQueue:
     """The prompts of one source of ``queue``; its epochs in the ledger are ``number`` plus multiples of ``stride``."""
 
-    def __init__(self, queue: PromptQueue, number: int, source: Source) -> None:
+    def __init__(self, queue: PromptQueue, number: int, source: PromptSource) -> None:
         # Rows may be appended to a growing source at this moment.
         assert source.prefix is not None or len(source.oversize) < source.order.size
         self.source = source

@@ -19,7 +19,7 @@ from asyncrl.dataloader.curriculum import Rests
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate, WorkingLimit
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.prompt_queue import PromptQueue, Source, growths
+from asyncrl.dataloader.prompt_queue import PromptQueue, PromptSource, growths
 from asyncrl.messages.dataloader import LeasesHeld, Restored, Resumed
 from asyncrl.messages.ledger import Growth, Ledger, position_of
 
@@ -36,7 +36,7 @@ class Restorer:
     """Rebuilds the book over the sources of the training prompts; ``rests`` is the curriculum."""
 
     def __init__(
-        self, config: Config, sources: Sequence[Source], evals: Sequence[EvalSet] = (), rests: Rests | None = None
+        self, config: Config, sources: Sequence[PromptSource], evals: Sequence[EvalSet] = (), rests: Rests | None = None
     ) -> None:
         self._config, self._sources, self._evals, self._rests = config, sources, evals, rests
         self.seed = sources[0].order.seed

@@ -20,7 +20,7 @@ from asyncrl.config.training import EvalConfig, PromptsConfig, SourceConfig
 from asyncrl.data.rows import EpochOrder, GrowingFile
 from asyncrl.dataloader.evals import EvalPrompt
 from asyncrl.dataloader.holders import PromptLease
-from asyncrl.dataloader.prompt_queue import Source
+from asyncrl.dataloader.prompt_queue import PromptSource
 from asyncrl.dataloader.prompts import PromptSet, collect, follows, growing_file, load_dataset
 from asyncrl.messages.groups import Lease
 from asyncrl.rpc.services import ActorServices
@@ -37,7 +37,7 @@ class TrainingSet:
     name: str
     """Its name in a mixture; empty for the only set."""
     prompts: PromptSet
-    source: Source
+    source: PromptSource
     """The same prompts as the queue sees them."""
     file: GrowingFile | None = None
 
@@ -67,7 +67,7 @@ class RunPrompts:
             file = growing_file(data) if follows(data) else None
             prompts = await self._read(key, data, tokenizer, services, file)
             order = EpochOrder(prompts.fingerprint, self._config.run.seed, len(prompts), shuffle=data.shuffle)
-            source = Source(order, prompts.oversize, prefix=prompts.fingerprint_at if file is not None else None)
+            source = PromptSource(order, prompts.oversize, prefix=prompts.fingerprint_at if file is not None else None)
             if isinstance(data, SourceConfig):
                 source.weight = data.weight
             self.training.append(TrainingSet(data.source_name, prompts, source, file))

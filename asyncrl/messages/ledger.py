@@ -56,7 +56,7 @@ class ConcludedEpochs(Struct, gc=False, frozen=True, kw_only=True):
     """Bit k of byte j is set if prompt below + 8 * j + k has an outcome. The first byte is not 255, the last not 0."""
 
 
-class Result(Struct, gc=False, frozen=True, array_like=True):
+class GroupResult(Struct, gc=False, frozen=True, array_like=True):
     """The rewards of a prompt's group."""
 
     epoch: Count
@@ -88,7 +88,7 @@ class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
     """Number of prompts with an outcome, by its kind, over all epochs."""
     sources: list[dict[Kind, Count]] = []
     """The same for each source of a mixture, over the epochs from first_epoch on; empty for one source."""
-    results: list[dict[Count, list[Result]]] = []
+    results: list[dict[Count, list[GroupResult]]] = []
     """Last results by index, for each source; the oldest first. Empty without a curriculum."""
     grown: list[Growth] = []
     """Sizes of growing sources, ascending by epoch within a source; the first of each is that at the start."""
@@ -188,7 +188,7 @@ class Ledger:
         """Forget what is kept for each source."""
         self.number_of_sources = sources
         self._of_source = [dict.fromkeys(KINDS, 0) for _ in range(sources)]
-        self._results: list[dict[int, list[Result]]] = [{} for _ in range(sources)]
+        self._results: list[dict[int, list[GroupResult]]] = [{} for _ in range(sources)]
         self.grown: list[Growth] = []
         """LedgerState.grown."""
 
@@ -261,11 +261,11 @@ class Ledger:
             if rewards is not None:
                 # Outcomes may come in another order than epochs. A new list, since copies share the old one.
                 results = sorted(
-                    [*self.results(epoch, index), Result(own_epoch, *rewards)], key=lambda each: each.epoch
+                    [*self.results(epoch, index), GroupResult(own_epoch, *rewards)], key=lambda each: each.epoch
                 )
                 self._results[source][index] = results[-KEPT_RESULTS:]
 
-    def results(self, epoch: int, index: int) -> list[Result]:
+    def results(self, epoch: int, index: int) -> list[GroupResult]:
         """The last results of a prompt, the oldest first."""
         return self._results[epoch % self.number_of_sources].get(index, [])
 

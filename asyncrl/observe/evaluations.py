@@ -43,7 +43,7 @@ class PromptRewards(msgspec.Struct, frozen=True):
     """Rewards of the samples; empty for a prompt that failed."""
 
 
-class Interval(msgspec.Struct, frozen=True):
+class ConfidenceInterval(msgspec.Struct, frozen=True):
     """A value, and the interval of 95 % around it."""
 
     value: float
@@ -61,7 +61,7 @@ class SetResult(msgspec.Struct, frozen=True):
     """Most samples of a prompt."""
     pass_at: float
     """Reward from which a sample passes (eval.NAME.pass_at)."""
-    values: dict[str, Interval]
+    values: dict[str, ConfidenceInterval]
     """Mean reward over samples as ``mean``, and pass@k as ``pass@K``; empty if all prompts failed."""
 
 
@@ -71,7 +71,7 @@ class Difference(msgspec.Struct, frozen=True):
     prompts: int
     unpaired: int
     """Prompts with rewards in one of the two runs alone."""
-    values: dict[str, Interval]
+    values: dict[str, ConfidenceInterval]
     """As ``SetResult.values``; empty without a common prompt."""
 
 
@@ -107,7 +107,7 @@ class Evaluation(msgspec.Struct, frozen=True):
         return "\n".join(rows)
 
 
-def _words(found: Interval, sign: str = "") -> str:
+def _words(found: ConfidenceInterval, sign: str = "") -> str:
     value = fixed(found.value, 3)
     shown = f"{sign}{value}" if found.value > 0 else value
     return f"{shown:>7}  [{fixed(found.low, 3)}, {fixed(found.high, 3)}]"
@@ -160,7 +160,7 @@ def compare(own: Rewards, other: Rewards, pass_at: float) -> Difference:
     scored, others = ({key for key, each in rewards.items() if each} for rewards in (own, other))
     # Sorted, because the order decides which prompts a resample takes.
     common = sorted(scored & others)
-    values: dict[str, Interval] = {}
+    values: dict[str, ConfidenceInterval] = {}
     if common:
         pair = [own[key] for key in common], [other[key] for key in common]
         samples = min(max(map(len, each)) for each in pair)
@@ -184,7 +184,7 @@ def pass_at_ks(samples: int) -> list[int]:
 
 def _intervals(
     own: Sequence[Sequence[float]], other: Sequence[Sequence[float]] | None, pass_at: float, ks: Iterable[int]
-) -> dict[str, Interval]:
+) -> dict[str, ConfidenceInterval]:
     """Return mean and pass@k of the prompts ``own``, or with ``other`` the differences, with their intervals."""
     ks = list(ks)
     tables = [_table(rewards, pass_at, ks) for rewards in (own, other) if rewards is not None]
@@ -199,7 +199,7 @@ def _intervals(
     draws = [values(np.bincount(random.integers(size, size=size), minlength=size)) for _ in range(RESAMPLES)]
     low, high = np.nanquantile(draws, (TAIL, 1.0 - TAIL), axis=0)
     found = zip(values(np.ones(size)).tolist(), low.tolist(), high.tolist(), strict=True)
-    return dict(zip((MEAN, *(f"pass@{k}" for k in ks)), (Interval(*each) for each in found), strict=True))
+    return dict(zip((MEAN, *(f"pass@{k}" for k in ks)), (ConfidenceInterval(*each) for each in found), strict=True))
 
 
 def _table(rewards: Sequence[Sequence[float]], pass_at: float, ks: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -82,7 +82,7 @@ class Question:
     """Number of the vote, from 0; it distinguishes votes that are asked in the same words."""
 
 
-class Verdict(NamedTuple):
+class JudgeVerdict(NamedTuple):
     """A judge's score of a trajectory or a criterion, and its words."""
 
     worth: float
@@ -129,23 +129,23 @@ class RelativeJudge:
         read = partial(_read_scores, ids, body_of, self.options.low, self.options.high)
         return Question(_chat(system, "\n\n".join(parts)), SCORES_SCHEMA, read, vote)
 
-    def outcomes(self, request: Score, answers: Sequence[list[Verdict]]) -> list[Outcome]:
+    def outcomes(self, request: Score, answers: Sequence[list[JudgeVerdict]]) -> list[Outcome]:
         """Compute the outcome of each completion, (reward, components), from the scores of at least one vote."""
         all_components = [
             _vote_components([each.worth for each in votes], self.options) for votes in zip(*answers, strict=True)
         ]
         return [(components[JUDGE_COMPONENT], components) for components in all_components]
 
-    def judgements(self, answers: Sequence[list[Verdict]]) -> list[str]:
+    def judgements(self, answers: Sequence[list[JudgeVerdict]]) -> list[str]:
         """The judge's words about each completion, vote by vote."""
         return [_joined([each.words for each in votes]) for votes in zip(*answers, strict=True)]
 
 
-def _read_scores(ids: list[str], body_of: list[int], low: float, high: float, text: str) -> list[Verdict]:
+def _read_scores(ids: list[str], body_of: list[int], low: float, high: float, text: str) -> list[JudgeVerdict]:
     """Parse a judge's answer. Returns the verdict on each completion, in their order. Raises BadAnswer."""
 
-    def verdict(entry: dict[str, Any]) -> Verdict:
-        return Verdict(read_number(entry.get("score"), low, high), _words(entry, "explanation"))
+    def verdict(entry: dict[str, Any]) -> JudgeVerdict:
+        return JudgeVerdict(read_number(entry.get("score"), low, high), _words(entry, "explanation"))
 
     verdicts = match(read_entries(text, "scores"), "id", ids, verdict)
     return [verdicts[ids[body]] for body in body_of]
@@ -200,7 +200,7 @@ class Rubric:
             raise ValueError(f"row[{key!r}] holds no such criteria: {'; '.join(problems)}")
         return criteria
 
-    def outcomes(self, request: Score, answers: Sequence[dict[str, Verdict]]) -> list[Outcome]:
+    def outcomes(self, request: Score, answers: Sequence[dict[str, JudgeVerdict]]) -> list[Outcome]:
         """Compute the outcome of the trajectory: its reward is the mean over all votes.
 
         Each criterion of the options is a component: the mean value of its verdicts. ``answers`` are the results of
@@ -212,7 +212,7 @@ class Rubric:
             components[criterion.name] = sum(answer[criterion.name].worth for answer in answers) / len(answers)
         return [(components[JUDGE_COMPONENT], components)]
 
-    def judgements(self, answers: Sequence[dict[str, Verdict]]) -> list[str]:
+    def judgements(self, answers: Sequence[dict[str, JudgeVerdict]]) -> list[str]:
         """The judge's words about the trajectory: for each vote a line for each criterion."""
         votes = ["\n".join(f"{name}: {each.words}" for name, each in answer.items()) for answer in answers]
         return [_joined(votes)]
@@ -239,22 +239,22 @@ def _words(entry: Mapping[str, Any], key: str) -> str:
     return words.strip() if isinstance(words, str) else ""
 
 
-def read_verdicts(criteria: Sequence[Criterion], text: str) -> dict[str, Verdict]:
+def read_verdicts(criteria: Sequence[Criterion], text: str) -> dict[str, JudgeVerdict]:
     """Parse a judge's answer. Returns each criterion's verdict, by its name. Raises BadAnswer."""
     levels = {
         criterion.name: {level.casefold(): worth for level, worth in criterion.levels.items()} for criterion in criteria
     }
 
-    def read(entry: dict[str, Any]) -> Verdict:
+    def read(entry: dict[str, Any]) -> JudgeVerdict:
         known, verdict = levels[entry["name"]], entry.get("verdict")
         if not isinstance(verdict, str) or verdict.strip().casefold() not in known:
             raise ValueError(f"the verdict {json.dumps(verdict, default=str)[:80]} is not one of {', '.join(known)}")
-        return Verdict(known[verdict.strip().casefold()], f"{verdict.strip()}. {_words(entry, 'reason')}".rstrip())
+        return JudgeVerdict(known[verdict.strip().casefold()], f"{verdict.strip()}. {_words(entry, 'reason')}".rstrip())
 
     return match(read_entries(text, "verdicts"), "name", levels, read)
 
 
-def rubric_reward(criteria: Sequence[Criterion], verdicts: Mapping[str, Verdict]) -> float:
+def rubric_reward(criteria: Sequence[Criterion], verdicts: Mapping[str, JudgeVerdict]) -> float:
     """Compute a reward from each criterion's verdict, by its name.
 
     A gate fails if its verdict is below its highest level; the reward is then the lowest of the failed gates. Otherwise

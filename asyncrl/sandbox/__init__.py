@@ -1,8 +1,8 @@
 """Runs untrusted programs, such as code that a policy wrote, for users' episodes and rewards.
 
-``run`` blocks, ``run_async`` is awaited. Both make a Request and give it to a backend: by default Bubblewrap, whose
-processes are in jail.py, or a class of the user. Invariant: a result is about the program. If the sandbox itself fails,
-SandboxError is raised, so a host without bubblewrap never looks like a wrong answer.
+``run`` blocks, ``run_async`` is awaited. Both make a SandboxRequest and give it to a backend: by default Bubblewrap,
+whose processes are in jail.py, or a class of the user. Invariant: a result is about the program. If the sandbox itself
+fails, SandboxError is raised, so a host without bubblewrap never looks like a wrong answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from asyncrl.workers.user_code import load
 
-__all__ = ["Backend", "Bubblewrap", "Request", "Result", "SandboxError", "run", "run_async"]
+__all__ = ["Bubblewrap", "SandboxBackend", "SandboxError", "SandboxRequest", "SandboxResult", "run", "run_async"]
 
 MIB = 1 << 20
 START_S = 60.0
@@ -36,7 +36,7 @@ class SandboxError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SandboxRequest:
     """A program and its limits. Raises ValueError for a path that is not relative or leaves the work folder."""
 
     argv: Sequence[str]
@@ -73,7 +73,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class SandboxResult:
     """The end of a program."""
 
     exit_code: int
@@ -93,17 +93,17 @@ class Result:
         return self.exit_code == 0 and not self.timed_out and not self.memory_exceeded
 
 
-class Backend(Protocol):
+class SandboxBackend(Protocol):
     """What runs a request. A class that is named as backend="MODULE:CLASS" is called without arguments."""
 
-    def run(self, request: Request) -> Result:
+    def run(self, request: SandboxRequest) -> SandboxResult:
         """Run the program until it ends or reaches a limit. Raises SandboxError."""
 
 
 class Bubblewrap:
     """Runs programs by bubblewrap on this host (jail.py)."""
 
-    def run(self, request: Request) -> Result:
+    def run(self, request: SandboxRequest) -> SandboxResult:
         """Run the program; blocks."""
         with subprocess.Popen(JAIL, stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
             try:
@@ -115,7 +115,7 @@ class Bubblewrap:
                 process.kill()
         return _decoded(output, errors)
 
-    async def run_async(self, request: Request) -> Result:
+    async def run_async(self, request: SandboxRequest) -> SandboxResult:
         """Run the program. If it is cancelled, no process is left when it returns."""
         process = await asyncio.create_subprocess_exec(*JAIL, stdin=PIPE, stdout=PIPE, stderr=PIPE)
         try:
@@ -137,15 +137,15 @@ def run(
     timeout: float = 10.0,
     network: bool = False,
     *,
-    backend: str | Backend = "",
+    backend: str | SandboxBackend = "",
     **limits: Any,
-) -> Result:
+) -> SandboxResult:
     """Run a program in a sandbox and wait for its end; for reward functions and plain episodes.
 
-    ``limits`` are further fields of Request. ``backend`` is an object or "MODULE:CLASS"; by default Bubblewrap.
+    ``limits`` are further fields of SandboxRequest. ``backend`` is an object or "MODULE:CLASS"; by default Bubblewrap.
     Raises SandboxError if there is no sandbox, and ValueError for a request that makes no sense.
     """
-    request = Request(argv=argv, files=files or {}, timeout=timeout, network=network, **limits)
+    request = SandboxRequest(argv=argv, files=files or {}, timeout=timeout, network=network, **limits)
     return _backend(backend).run(request)
 
 
@@ -155,24 +155,24 @@ async def run_async(
     timeout: float = 10.0,
     network: bool = False,
     *,
-    backend: str | Backend = "",
+    backend: str | SandboxBackend = "",
     **limits: Any,
-) -> Result:
+) -> SandboxResult:
     """Run a program in a sandbox, as ``run`` does; for episodes. A backend without ``run_async`` gets a thread."""
-    request = Request(argv=argv, files=files or {}, timeout=timeout, network=network, **limits)
+    request = SandboxRequest(argv=argv, files=files or {}, timeout=timeout, network=network, **limits)
     chosen = _backend(backend)
     if isinstance(chosen, Bubblewrap):
         return await chosen.run_async(request)
     return await asyncio.to_thread(chosen.run, request)
 
 
-def _backend(named: str | Backend) -> Backend:
+def _backend(named: str | SandboxBackend) -> SandboxBackend:
     if not isinstance(named, str):
         return named
     return load(named, "backend", "MODULE:CLASS")() if named else Bubblewrap()
 
 
-def _encoded(request: Request) -> bytes:
+def _encoded(request: SandboxRequest) -> bytes:
     """The request in JSON, with contents in base64."""
     contents = {path: _base64(content) for path, content in request.files.items()}
     return json.dumps(asdict(request) | {"files": contents, "stdin": _base64(request.stdin)}).encode()
@@ -182,10 +182,10 @@ def _base64(content: str | bytes) -> str:
     return base64.b64encode(content.encode() if isinstance(content, str) else content).decode()
 
 
-def _decoded(output: bytes, errors: bytes) -> Result:
+def _decoded(output: bytes, errors: bytes) -> SandboxResult:
     if not output:
         lines = errors.decode(errors="replace").strip().splitlines()
         raise SandboxError(lines[-1] if lines else "the process of the sandbox was killed")
     found: dict[str, Any] = json.loads(output)
     found["outputs"] = {path: base64.b64decode(content) for path, content in found["outputs"].items()}
-    return Result(**found)
+    return SandboxResult(**found)

@@ -73,7 +73,7 @@ def main() -> None:
         put_files(Path(SCRATCH, "work"), request["files"], owner)
     except OSError as error:
         fail(f"writing its files: {error.strerror}; disk_bytes is {request['disk_bytes']}")
-    result = Program([bubblewrap, *arguments(request, root=root)], request).run()
+    result = JailedProgram([bubblewrap, *arguments(request, root=root)], request).run()
     outputs: dict[str, str] = {}
     left = request["disk_bytes"]
     for path in request["outputs"]:
@@ -117,7 +117,7 @@ def output(path: str, most_bytes: int) -> bytes | None:
             os.close(descriptor)
 
 
-class Kept:
+class KeptOutput:
     """One output of the program: the first and the last half of the limit, and the number of bytes between them."""
 
     def __init__(self, limit: int) -> None:
@@ -140,7 +140,7 @@ class Kept:
         return self._first.decode(errors="replace") + mark + self._last.decode(errors="replace")
 
 
-class Program:
+class JailedProgram:
     """The untrusted program while it runs below bubblewrap."""
 
     def __init__(self, command: list[str], request: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ class Program:
         process = self._process
         assert process.stdout is not None
         assert process.stderr is not None
-        kept = {each.fileno(): Kept(self._request["output_bytes"]) for each in (process.stdout, process.stderr)}
+        kept = {each.fileno(): KeptOutput(self._request["output_bytes"]) for each in (process.stdout, process.stderr)}
         status = bytearray()
         timed_out = memory_exceeded = False
         poll = select.poll()

@@ -1,4 +1,4 @@
-"""What a program can score, beside the judge."""
+"""Scores of a program, beside those of the judge."""
 
 
 def short(*, completion: str) -> float:

@@ -1,6 +1,6 @@
 """The model gets a repository whose tests fail, edits its files by tools, and is rewarded if they pass.
 
-Whatever the model writes runs in a sandbox: without network, without this machine's files, with limits.
+All that the model writes runs in a sandbox: without network, without this machine's files, with limits.
 """
 
 import json
@@ -55,7 +55,7 @@ class Repository:
             return (self.files | self.tests).get(path, f"there is no file {path!r}; there are {self.names()}")
         if name == "write_file":
             # Raises ValueError for a path out of the repository.
-            sandbox.Request(argv=["true"], files={path: content})
+            sandbox.SandboxRequest(argv=["true"], files={path: content})
             self.files[path] = content
             return "written"
         return f"there is no tool {name!r}"

@@ -18,14 +18,14 @@ from asyncrl.config.training import CurriculumConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.curriculum import find_curriculum, problems_of, rests_until
-from asyncrl.dataloader.prompt_queue import RESTS, PromptQueue, Source
-from asyncrl.messages.ledger import KEPT_RESULTS, Ledger, LedgerState, Result, position_of
+from asyncrl.dataloader.prompt_queue import RESTS, PromptQueue, PromptSource
+from asyncrl.messages.ledger import KEPT_RESULTS, GroupResult, Ledger, LedgerState, position_of
 
 FLAT, MIXED = (0.0, 0.0), (0.5, 1.0)
 
 
-def results(*groups: tuple[int, tuple[float, float]]) -> list[Result]:
-    return [Result(epoch, *rewards) for epoch, rewards in groups]
+def results(*groups: tuple[int, tuple[float, float]]) -> list[GroupResult]:
+    return [GroupResult(epoch, *rewards) for epoch, rewards in groups]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_prompt_rests_after_groups_without_a_signal(keys: dict, past: list, un
 
 def make_queue(size: int, ledger: Ledger | None = None, **keys: int) -> PromptQueue:
     rests = find_curriculum(simulated_run(data={"curriculum": {"rest": 1} | keys}))
-    return PromptQueue([Source(EpochOrder("f", 0, size))], ledger or Ledger(), rests)
+    return PromptQueue([PromptSource(EpochOrder("f", 0, size))], ledger or Ledger(), rests)
 
 
 def play(queue: PromptQueue, rewards: dict[int, tuple[float, float]]) -> int:
@@ -109,7 +109,7 @@ def test_a_run_whose_prompts_all_rest_goes_on() -> None:
 
 def test_resting_prompts_count_in_no_share() -> None:
     rests = find_curriculum(simulated_run(data={"curriculum": {"rest": 1}}))
-    sources = [Source(EpochOrder(name, 0, 4), weight=weight) for name, weight in (("a", 3.0), ("b", 1.0))]
+    sources = [PromptSource(EpochOrder(name, 0, 4), weight=weight) for name, weight in (("a", 3.0), ("b", 1.0))]
     queue = PromptQueue(sources, Ledger(2), rests)
     for _ in range(64):
         prompt = queue.take()

@@ -14,7 +14,7 @@ from asyncrl.dataloader.evals import EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate, WorkingLimit
 from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.prompt_queue import PromptQueue, Source
+from asyncrl.dataloader.prompt_queue import PromptQueue, PromptSource
 from asyncrl.dataloader.restoring import Restorer
 from asyncrl.messages.dataloader import LeasesHeld, Outcome, Outcomes, Rejected, Restored
 from asyncrl.messages.ledger import Ledger
@@ -39,7 +39,7 @@ class Book(LeaseBook):
         gate = Gate(limit, groups_per_version=groups, groups_left=steps * groups)
         ledger = Ledger()
         ledger.attempts = dict(deaths or {})
-        queue = PromptQueue([Source(EpochOrder("f", 0, 100, shuffle=False))], ledger)
+        queue = PromptQueue([PromptSource(EpochOrder("f", 0, 100, shuffle=False))], ledger)
         super().__init__(queue, gate, EvalRounds(evals), max_attempts=3)
 
     def lease(self, name: str = A, free: int = 4, *, seen: int = 0, served: int = 0, life: int = 1, **of: Any) -> Any:
@@ -117,7 +117,7 @@ def restored_without_answer(book: Book, *claims: str) -> LeaseBook:
         claims=list(claims),
     )
     config = simulated_run(learner={"groups_per_step": 4}, staleness={"max": 1, "adapt": False})
-    restorer = Restorer(config, [Source(EpochOrder("f", 0, 100, shuffle=False))])
+    restorer = Restorer(config, [PromptSource(EpochOrder("f", 0, 100, shuffle=False))])
     return restorer.rebuild(word, {}, book, book.status_number + 1)
 
 

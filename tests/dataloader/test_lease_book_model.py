@@ -21,7 +21,7 @@ from asyncrl.dataloader.evals import EvalRounds
 from asyncrl.dataloader.gate import Gate, WorkingLimit
 from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.prompt_queue import PromptQueue, Source
+from asyncrl.dataloader.prompt_queue import PromptQueue, PromptSource
 from asyncrl.messages.dataloader import Outcome, Outcomes
 from asyncrl.messages.ledger import Ledger
 
@@ -74,7 +74,7 @@ class Loop(RuleBasedStateMachine):
         gate = Gate(limit, groups_per_version=self.per_version, groups_left=self.groups)
         self.order = EpochOrder("model", 0, size)
         self.leases = LeaseBook(
-            PromptQueue([Source(self.order, oversize)], Ledger()), gate, EvalRounds(()), max_attempts=3
+            PromptQueue([PromptSource(self.order, oversize)], Ledger()), gate, EvalRounds(()), max_attempts=3
         )
         self.rollouters = [Rollouter(f"rollouter/{i}") for i in range(replicas)]
 

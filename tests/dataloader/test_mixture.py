@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.data.mixture import Shares, fingerprint_of_mixture
 from asyncrl.data.rows import EpochOrder
-from asyncrl.dataloader.prompt_queue import PromptQueue, Source
+from asyncrl.dataloader.prompt_queue import PromptQueue, PromptSource
 from asyncrl.messages.ledger import Growth, Ledger, position_of
 
 WEIGHTS = st.lists(st.sampled_from([0.1, 0.25, 1 / 3, 1.0, 2.0, 3.0, 7.5, 100.0]), min_size=1, max_size=6)
@@ -71,7 +71,7 @@ def test_a_mixture_has_the_fingerprint_of_its_sources_and_weights() -> None:
 def make_queue(sizes: list[int], weights: list[float], ledger: Ledger | None = None, oversize: int = 0) -> PromptQueue:
     """Sources of these sizes, whose first prompts are too long."""
     sources = [
-        Source(EpochOrder(f"source {number}", 0, size), frozenset(range(min(oversize, size - 1))), weight)
+        PromptSource(EpochOrder(f"source {number}", 0, size), frozenset(range(min(oversize, size - 1))), weight)
         for number, (size, weight) in enumerate(zip(sizes, weights, strict=True))
     ]
     return PromptQueue(sources, ledger or Ledger(len(sizes)))
@@ -154,12 +154,12 @@ def test_counts_of_sources_begin_again_with_other_prompts() -> None:
 # --- files that grow ---
 
 
-def growing(size: int, ledger: Ledger | None = None) -> tuple[PromptQueue, Source]:
-    source = Source(EpochOrder(f"first {size}", 0, size, shuffle=False), prefix=lambda count: f"first {count}")
+def growing(size: int, ledger: Ledger | None = None) -> tuple[PromptQueue, PromptSource]:
+    source = PromptSource(EpochOrder(f"first {size}", 0, size, shuffle=False), prefix=lambda count: f"first {count}")
     return PromptQueue([source], ledger or Ledger()), source
 
 
-def append(queue: PromptQueue, source: Source, size: int) -> None:
+def append(queue: PromptQueue, source: PromptSource, size: int) -> None:
     source.order = replace(source.order, size=size, fingerprint=f"first {size}")
     queue.grow()
 

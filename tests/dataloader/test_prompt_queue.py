@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.data.rows import EpochOrder
-from asyncrl.dataloader.prompt_queue import PromptQueue, Source
+from asyncrl.dataloader.prompt_queue import PromptQueue, PromptSource
 from asyncrl.messages.ledger import Ledger
 
 
@@ -40,7 +40,7 @@ def test_the_order_depends_only_on_fingerprint_seed_and_epoch() -> None:
 
 
 def make_queue(*oversize: int, size: int = 3, ledger: Ledger | None = None) -> PromptQueue:
-    source = Source(EpochOrder("f", 0, size, shuffle=False), frozenset(oversize))
+    source = PromptSource(EpochOrder("f", 0, size, shuffle=False), frozenset(oversize))
     return PromptQueue([source], ledger or Ledger())
 
 

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.observe import evaluations
-from asyncrl.observe.evaluations import FILE, Evaluation, Interval, compare, evaluate, read_evaluation, read_rewards
+from asyncrl.observe.evaluations import (
+    FILE,
+    ConfidenceInterval,
+    Evaluation,
+    compare,
+    evaluate,
+    read_evaluation,
+    read_rewards,
+)
 
 
 def drawn(seed, prompts, samples=4, shift=0.0):
@@ -33,7 +41,7 @@ def test_samples_that_were_dropped_count_in_no_mean_and_prompts_with_too_few_in_
     result = evaluate({"0": [1.0, 0.0, 0.0, 0.0], "1": [1.0]}, 1.0)
     assert result.values["mean"].value == pytest.approx(2 / 5)
     assert result.values["pass@1"].value == pytest.approx((0.25 + 1.0) / 2)
-    assert result.values["pass@4"] == Interval(1.0, 1.0, 1.0)
+    assert result.values["pass@4"] == ConfidenceInterval(1.0, 1.0, 1.0)
 
 
 def test_intervals_cover_the_truth_as_often_as_they_claim(monkeypatch):
@@ -76,7 +84,10 @@ rewards = st.dictionaries(st.sampled_from("abcdef"), st.lists(st.sampled_from([0
 @settings(max_examples=examples(10))
 @given(rewards)
 def test_a_run_differs_from_itself_by_nothing(given_rewards):
-    assert all(found == Interval(0.0, 0.0, 0.0) for found in compare(given_rewards, given_rewards, 0.5).values.values())
+    assert all(
+        found == ConfidenceInterval(0.0, 0.0, 0.0)
+        for found in compare(given_rewards, given_rewards, 0.5).values.values()
+    )
 
 
 def line(round, index, *rewards, row="r", name="held"):
@@ -90,7 +101,7 @@ def test_the_newest_round_of_each_set_counts_and_a_torn_line_does_not(tmp_path):
     assert read_rewards(tmp_path) == {"held": {"1-r": [1.0], "0-r": [1.0]}, "other-set": {"0-r": [0.0]}}
     limits = {"held": 1.0, "other-set": 1.0}
     result = read_evaluation(tmp_path, "m", limits, tmp_path)
-    assert result.differences["held"].values["mean"] == Interval(0.0, 0.0, 0.0)
+    assert result.differences["held"].values["mean"] == ConfidenceInterval(0.0, 0.0, 0.0)
     shown = str(result)
     assert "eval/held: 2 prompts, up to 1 samples each" in shown and f"less {tmp_path}, paired by prompt" in shown
     assert json.loads(result.to_json())["sets"]["held"]["values"]["mean"] == {"value": 1.0, "low": 1.0, "high": 1.0}

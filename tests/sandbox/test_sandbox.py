@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from asyncrl import sandbox
-from asyncrl.sandbox import Request, Result, SandboxError
+from asyncrl.sandbox import SandboxError, SandboxRequest, SandboxResult
 from asyncrl.workers.frames import FrameReader, framed
 
 HERE = Path(__file__).parent
@@ -37,7 +37,7 @@ REASON = why_not()
 sandboxed = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
-def python(code: str, **given: Any) -> Result:
+def python(code: str, **given: Any) -> SandboxResult:
     return sandbox.run([*given.pop("before", ()), "python3", "program.py"], {"program.py": code}, **given)
 
 
@@ -153,9 +153,9 @@ def test_a_program_that_is_not_there_is_a_result() -> None:
 @pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "", ".", "a\0b"])
 def test_paths_out_of_the_work_folder_are_refused(path: str) -> None:
     with pytest.raises(ValueError, match="not a path below the work folder"):
-        Request(argv=["true"], files={path: "x"})
+        SandboxRequest(argv=["true"], files={path: "x"})
     with pytest.raises(ValueError, match="not a path below the work folder"):
-        Request(argv=["true"], outputs=[path])
+        SandboxRequest(argv=["true"], outputs=[path])
 
 
 def test_a_command_line_in_one_text_is_refused() -> None:
@@ -365,8 +365,8 @@ def test_without_namespaces_the_error_says_so() -> None:
 class Remote:
     """A plug-in."""
 
-    def run(self, request: Request) -> Result:
-        return Result(
+    def run(self, request: SandboxRequest) -> SandboxResult:
+        return SandboxResult(
             exit_code=0,
             stdout=" ".join(request.argv),
             stderr="",

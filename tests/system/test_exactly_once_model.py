@@ -28,7 +28,7 @@ from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.evals import EvalPrompt
 from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.prompt_queue import Source
+from asyncrl.dataloader.prompt_queue import PromptSource
 from asyncrl.dataloader.restoring import Restorer, RollouterAnswer
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake, IntakeState
@@ -136,7 +136,9 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.config, self.capacity = config.learner, config.gate_capacity
         self.evaluates = evals
         sets = [eval_set("e", (0, 1), every_versions=2, at_start=True, at_end=True)] if evals else []
-        self.make_restorer = partial(Restorer, config, [Source(RememberedOrder("model", seed, size), oversize)], sets)
+        self.make_restorer = partial(
+            Restorer, config, [PromptSource(RememberedOrder("model", seed, size), oversize)], sets
+        )
         self.restorer = self.make_restorer()
         self.mark = -1
         self.incarnations = 0

@@ -12,7 +12,7 @@ from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.groups.intake import FLAT, FRACTION_FROM, MASKED, Intake, IntakeState
 from asyncrl.messages.dataloader import Outcome, Rejected
 from asyncrl.messages.groups import Group
-from asyncrl.messages.ledger import KINDS, Ledger, Result
+from asyncrl.messages.ledger import KINDS, GroupResult, Ledger
 
 LEARNER = LearnerConfig(groups_per_step=2, max_filtered_ratio=2.0, max_quarantined_fraction=0.2)
 
@@ -264,7 +264,7 @@ def test_a_curriculum_gets_the_rewards_of_each_group_and_its_rests() -> None:
         "1-3": ("rested", None),
         "0-0": ("trained", (0.5, 1.0)),
     }
-    assert intake.ledger.results(0, 0) == [Result(0, 0.5, 1.0)]
+    assert intake.ledger.results(0, 0) == [GroupResult(0, 0.5, 1.0)]
     counts = intake.counts()
     assert (counts["ledger/rested"], counts["source/a/trained"], counts["source/a/filtered"]) == (1, 1, 1)
     assert (counts["source/b/rested"], counts["source/b/trained"]) == (1, 0)
