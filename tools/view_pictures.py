@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tools import kept
+
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PICTURES: dict[str, dict[str, str]] = {"view": {}, "view-tokens": {"view": "tokens", "colour": "entropy"}}
@@ -81,4 +83,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(kept.run(main))

@@ -10,7 +10,7 @@ import contextlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,8 +61,8 @@ def _main(argv: list[str]) -> int:
     from asyncrl.core.errors import AsyncRLError
 
     try:
-        other = _other_run(given.compare) if given.compare is not None else None
         config = load_config(given.configs, overrides)
+        other = _other_run(given.compare, config.eval) if given.compare is not None else None
         # Progress is no part of the JSON.
         output = contextlib.redirect_stdout(sys.stderr) if given.json else contextlib.nullcontext()
         with output, chosen_model(config, given.model, given.checkpoint) as (model, name):
@@ -132,14 +132,17 @@ def _split_step(text: str) -> tuple[str, int | None]:
     return (run, int(step)) if run and step.isdecimal() else (text, None)
 
 
-def _other_run(run: str) -> Path:
-    """Return the folder of a run to compare with. Raises UsageError if no evaluation has ended there."""
+def _other_run(run: str, sets: Collection[str]) -> Path:
+    """Return the folder of a run to compare with. Raises UsageError if none of these sets was evaluated there."""
     from asyncrl.core.errors import UsageError
-    from asyncrl.observe.evaluations import FILE
+    from asyncrl.observe.evaluations import FILE, read_rewards
 
     folder = run_folder(run, "--compare").absolute()
     if not (folder / FILE).is_file():
         raise UsageError(f"--compare {run}: {folder} has no {FILE}, so no evaluation has ended there")
+    evaluated = read_rewards(folder)
+    if not evaluated.keys() & set(sets):
+        raise UsageError(f"--compare {run}: it evaluated {', '.join(sorted(evaluated))}, and none of {', '.join(sets)}")
     return folder
 
 

@@ -96,8 +96,15 @@ def train(
     return Run(order, functions, progress=progress)
 
 
+def open_run(run: str | Path) -> RunRecords:
+    """Open the records of a run by its folder or its name. Raises UsageError if there is none."""
+    from asyncrl.cli.which_run import run_folder
+
+    return RunRecords(run_folder(str(run), "open_run").absolute())
+
+
 def evaluate(
-    model: str | Path | Run | None = None,
+    model: str | Path | RunRecords | None = None,
     data: Rows | None = None,
     reward: Function | None = None,
     *,
@@ -108,9 +115,9 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a model without training, and return the result, as ``asyncrl-eval`` does.
 
-    ``model`` is a folder, a name of the hub, or None for model.path. Of a run, the newest checkpoint is evaluated, by
-    default with the run's configuration and functions. With ``data`` there is one evaluation set, called data, with
-    ``n`` samples of each prompt; else the sets are those of ``config``. Raises RunFailed.
+    ``model`` is a folder, a name of the hub, or None for model.path. Of a run, the newest checkpoint is evaluated. One
+    that this program has started also brings its configuration and functions. With ``data`` there is one evaluation
+    set, called data, with ``n`` samples of each prompt; else the sets are those of ``config``. Raises RunFailed.
     """
     base = model if isinstance(model, Run) else None
     functions = Functions(base._functions if base is not None else None)
@@ -123,9 +130,9 @@ def evaluate(
         tables["model"] = {"path": str(model)}
     order = _order({} if config is None else config, tables, functions, {f"eval.{EVALUATION}.data": data}, overrides)
     order |= {"evaluates": True, "set": EVALUATION if data is not None else None}
-    if base is not None:
-        order["checkpoint"] = str(base.folder)
-        if config is None:
+    if isinstance(model, RunRecords):
+        order["checkpoint"] = str(model.folder)
+        if base is not None and config is None:
             order["layers"] = [*base._order["layers"], *order["layers"]]
             order["overrides"] = base._order["overrides"] | order["overrides"]
             order["rows"] = base._order["rows"] | order["rows"]
@@ -165,6 +172,8 @@ def _order(
             layers.append(nested(f"{key}.path", str(given)))
         elif given is not None:
             rows[key] = "".join(json.dumps(dict(row), default=_plain) + "\n" for row in given)
+            if not rows[key]:
+                raise UsageError(f"{key}: the list of rows is empty")
     if isinstance(config, Config):
         tree = config.model_dump(mode="json")
         # The launcher pins names of the hub itself.
@@ -189,11 +198,53 @@ def _flags(overrides: Mapping[str, Any]) -> dict[str, str]:
     return {key: default_words(value) for key, value in overrides.items()}
 
 
-class Run:
-    """A run that this program has started."""
+class RunRecords:
+    """The records of a run, which may be live or have ended, started by any program."""
 
     folder: Path
     """The run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """The metrics of the run so far: a row for each step, a column for each metric of training or evaluation.
+
+        Evaluations are in the row of the last step before them; those at the start are in step 0.
+        """
+        try:
+            import pandas
+        except ImportError:
+            problem = "Run.metrics needs the package pandas: pip install 'asyncrl[notebook]'"
+            raise UsageError(problem) from None
+        from asyncrl.observe.metrics_line import read_metrics
+
+        rows: dict[int, dict[str, Any]] = {}
+        for line in read_metrics(self.folder / "metrics.jsonl", ("train", "eval")):
+            row = {key: value for key, value in line.items() if key not in ("kind", "start")}
+            # A step's own line says which version was trained.
+            rows[line["step"]] = row | rows.get(line["step"], {}) if line["kind"] == "eval" else row
+        return pandas.DataFrame.from_records(list(rows.values()), index="step" if rows else None).sort_index()
+
+    def samples(
+        self, step: int | None = None, kind: Literal["trained", "filtered", "evaluation"] = "trained"
+    ) -> list[dict[str, Any]]:
+        """Return the kept prompt groups of a step (None: the newest), as in samples/: prompt, responses, rewards."""
+        import msgspec
+
+        from asyncrl.observe.samples import KINDS, SampleChoice, SampleGroup, groups_in, sample_files
+
+        if kind not in KINDS:
+            raise UsageError(f"samples: kind is {kind!r}; it may be {', '.join(KINDS)}")
+        files = sample_files(self.folder, SampleChoice(kind=kind, step=step))
+        if step is None:
+            files = files[:1]
+        return [msgspec.to_builtins(group) for path in files for group in groups_in(path, SampleGroup)]
+
+
+class Run(RunRecords):
+    """A run that this program has started."""
 
     def __init__(self, order: dict[str, Any], functions: Functions, *, progress: bool = True) -> None:
         """Start the run of an order (script_process.py). Raises RunFailed; use ``train``."""
@@ -313,39 +364,6 @@ class Run:
         self._order["resume"] = str(self.folder)
         self._start()
         return self
-
-    @property
-    def metrics(self) -> pandas.DataFrame:
-        """The metrics of the run so far: a row for each step, a column for each metric of training or evaluation.
-
-        Evaluations are in the row of the last step before them; those at the start are in step 0.
-        """
-        try:
-            import pandas
-        except ImportError:
-            problem = "Run.metrics needs the package pandas: pip install 'asyncrl[notebook]'"
-            raise UsageError(problem) from None
-        from asyncrl.observe.metrics_line import read_metrics
-
-        rows: dict[int, dict[str, Any]] = {}
-        for line in read_metrics(self.folder / "metrics.jsonl", ("train", "eval")):
-            row = {key: value for key, value in line.items() if key not in ("kind", "start")}
-            # A step's own line says which version was trained.
-            rows[line["step"]] = row | rows.get(line["step"], {}) if line["kind"] == "eval" else row
-        return pandas.DataFrame.from_records(list(rows.values()), index="step" if rows else None).sort_index()
-
-    def samples(
-        self, step: int | None = None, kind: Literal["trained", "filtered", "evaluation"] = "trained"
-    ) -> list[dict[str, Any]]:
-        """Return the kept prompt groups of a step (None: the newest), as in samples/: prompt, responses, rewards."""
-        import msgspec
-
-        from asyncrl.observe.samples import SampleChoice, SampleGroup, groups_in, sample_files
-
-        files = sample_files(self.folder, SampleChoice(kind=kind, step=step))
-        if step is None:
-            files = files[:1]
-        return [msgspec.to_builtins(group) for path in files for group in groups_in(path, SampleGroup)]
 
 
 def _modules_path() -> list[str]:

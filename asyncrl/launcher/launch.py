@@ -231,6 +231,7 @@ class Launch:
             self._show_plan(as_json=self.dry_run == "json")
             return 0
         if self.resumption is not None and finished:
+            self.on_folder(self.resumption.folder.path)
             self.progress.say(self.resumption.describe_finished(self.config))
             self.progress.warn(self.resumption.warnings)
             return 0

@@ -124,6 +124,8 @@ def accepted(
             problems.append(f"{keys.code}: {name} takes {parameter.name!r} by position only; give it a keyword")
         elif parameter.name not in (*given, *options):
             offered = f"; with each call it is given {', '.join(given)}" if given else ""
+            if "row" in given:
+                offered += f"; a column of the data is row[{parameter.name!r}]"
             problems.append(f"{keys.options}.{parameter.name}: is required by {name}{offered}")
     if not takes_any:
         option_names = keywords - set(given)

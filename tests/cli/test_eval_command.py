@@ -1,6 +1,7 @@
 """asyncrl-eval on simulated runs."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,6 +73,15 @@ def test_json_goes_to_standard_output_alone_with_the_differences_to_another_eval
     before = json.loads((evaluated[1] / RESULT).read_text())["sets"]["held"]["values"]["mean"]["value"]
     found = result["sets"]["held"]["values"]["mean"]["value"] - before
     assert difference["values"]["mean"]["value"] == pytest.approx(found)
+
+
+def test_a_comparison_without_a_common_set_starts_nothing(folder, evaluated):
+    other = shutil.copytree(evaluated[1], folder / "runs" / "renamed")
+    (other / FILE).write_text((other / FILE).read_text().replace('"eval":"', '"eval":"my_'))
+    before = set(folder.glob("runs/*"))
+    ended = evaluate(folder, "--compare", "renamed")
+    assert ended.returncode == 2 and "it evaluated my_held, my_other, and none of held, other" in ended.stderr
+    assert set(folder.glob("runs/*")) == before
 
 
 def test_a_signal_ends_it_without_a_result(folder):

@@ -67,6 +67,25 @@ def test_a_finished_run_is_continued_with_more_steps(run):
     assert run.resume({"learner.steps": 8}) is run and run.wait() == "done"
     assert run.metrics.index[-1] == 8
     assert (run.folder / "logs" / "attempt_2").is_dir()
+    # With nothing left to do, no attempt begins.
+    assert run.resume({"checkpoint.export_at_end": False}) is run and run.wait() == "done"
+    assert not (run.folder / "logs" / "attempt_3").exists()
+
+
+def test_an_ended_run_is_read_without_starting_anything(run):
+    opened = asyncrl.open_run(run.folder)
+    assert opened.folder == run.folder and opened.metrics.equals(run.metrics)
+    assert opened.samples(2) == run.samples(2) != []
+    with pytest.raises(UsageError, match="may be trained, filtered, evaluation"):
+        opened.samples(kind="eval")
+    with pytest.raises(UsageError, match="no such folder"):
+        asyncrl.open_run("nowhere")
+
+
+def test_an_empty_list_of_rows_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="data: the list of rows is empty"):
+        asyncrl.train(tree(tmp_path), reward=of_this_module, data=[], progress=False)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_stopped_run_is_resumed_by_name_of_its_folder(tmp_path):
@@ -82,7 +101,8 @@ def test_a_stopped_run_is_resumed_by_name_of_its_folder(tmp_path):
     assert json.loads((first.folder / "config.json").read_text())["reward"]["function"] == "test_script:of_this_module"
     again = asyncrl.train(config, reward=of_this_module, resume=first.folder, progress=False)
     assert again.folder == first.folder
-    wait_until(lambda: len(again.metrics) > trained, "another step")
+    # The node agent learns a moment after the first step that the run has begun; before that, it would stop it at once.
+    wait_until(lambda: len(again.metrics) > trained + 5, "more steps")
     assert again.stop() == "preempted"
 
 

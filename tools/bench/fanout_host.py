@@ -71,9 +71,13 @@ class Root(ParameterServer):
         segment.write(0, np.random.default_rng(order["version"]).bytes(size))
         bucket = segment.seal(specs)
         self._emit("published", version=order["version"])
+        manifest = Manifest(version=order["version"], buckets=[bucket])
+        self.tasks.create_task(self._publish(manifest, segment.fd), name="publish")
+
+    async def _publish(self, manifest: Manifest, descriptor: int) -> None:
         learner = Caller("learner/0", 1, -1, asyncio.get_running_loop().time())
-        self.publish(Publish(manifest=Manifest(version=order["version"], buckets=[bucket])), learner)
-        os.close(segment.fd)
+        await self.publish(Publish(manifest=manifest), learner)
+        os.close(descriptor)
 
 
 class Replica(Actor):

@@ -287,8 +287,13 @@ def _reward_advice(rewards: Counter[float], see: str, *, alone: bool, has_traine
     """Advice for groups with equal rewards; ``alone``: no group failed. ``see`` names where to look."""
     if len(rewards) <= 1:
         reward = next(iter(rewards), 0.0)
-        learned = f"if {reward:g} is the best reward, the model has learned these prompts, so take harder ones; else "
-        return f"{learned if has_trained else ''}see in {see} why every response gets the same reward"
+        if not has_trained:
+            return f"see in {see} why every response gets the same reward"
+        return (
+            f"if {reward:g} is the best reward, the model has learned these prompts, so take harder ones; if "
+            "policy/entropy fell to about 0, all its responses are alike: start again with a smaller learner.lr; else "
+            f"see in {see} why every response gets the same reward"
+        )
     words = (
         f"see {see}: take prompts that the model answers now well, now badly, a reward with more steps between, or a "
         "larger rollout.samples_per_prompt"
