@@ -13,7 +13,7 @@ from asyncrl.config import Config
 from asyncrl.config.algorithm import LoraConfig, TeacherServerConfig
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS
 from asyncrl.config.operation import TAKE_SHARE
-from asyncrl.config.training import JUDGES, DataConfig, PromptsConfig, TrainingPromptsConfig
+from asyncrl.config.training import JUDGES, DataConfig, LearnerConfig, PromptsConfig, TrainingPromptsConfig
 
 Problem = tuple[str, str]
 """A dotted key, and the words that follow it in an error: what is wrong with the value, and what to do."""
@@ -213,7 +213,7 @@ def _time_slice_problems(config: Config) -> Iterator[Problem]:
 
 def cross_check(config: Config) -> Iterator[Problem]:
     """Yield a problem for every conflict between the values of a valid configuration."""
-    rollout, learner, reward = config.rollout, config.learner, config.reward
+    rollout, learner = config.rollout, config.learner
     simulated = rollout.traits.makes_up and learner.backend == "sim"
     if config.model.path is None and not simulated:
         yield "model.path", 'is required unless rollout.engine and learner.backend are both "sim"'
@@ -228,19 +228,7 @@ def cross_check(config: Config) -> Iterator[Problem]:
             at_once_key,
             f"is {most_at_once}, less than one prompt group needs (samples_per_prompt = {rollout.samples_per_prompt})",
         )
-    if learner.updates_per_batch > learner.groups_per_step:
-        problem = f"is {learner.updates_per_batch}, more than there are groups (learner.groups_per_step = "
-        yield "learner.updates_per_batch", f"{problem}{learner.groups_per_step})"
-    if learner.ranks % learner.replicas:
-        yield "learner.replicas", f"is {learner.replicas}, which does not divide learner.ranks = {learner.ranks}"
-    if learner.ranks % learner.context_parallel:
-        problem = f"is {learner.context_parallel}, which does not divide learner.ranks = {learner.ranks}"
-        yield "learner.context_parallel", problem
-    if learner.context_parallel > 1 and learner.packing == "off":
-        yield "learner.packing", 'is "off", but ranks share packed rows (learner.context_parallel); leave it out'
-    if learner.advantage == "reinforce" and learner.dynamic_sampling:
-        problem = "drops groups of equal rewards, from which the advantage reinforce learns; set it to false"
-        yield "learner.dynamic_sampling", problem
+    yield from _learner_problems(learner)
     yield from _episode_problems(config)
     if not rollout.traits.kv_cache and rollout.concurrency == "auto":
         problem = f"auto needs the engine's KV cache, and the {rollout.engine} engine has none; give a number"
@@ -269,19 +257,7 @@ def cross_check(config: Config) -> Iterator[Problem]:
     yield from _time_slice_problems(config)
     if config.weights.transport == "nccl" and (not rollout.traits.gpus or rollout.gpus_per_replica == 0):
         yield "weights.transport", "nccl reaches engines on GPUs only; take auto, shm, stream or gloo"
-    if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:
-        yield "reward.overlong.margin_tokens", f"must be below rollout.max_tokens = {rollout.max_tokens}"
-    if reward.per == "group" and reward.on_timeout != "fail":
-        yield (
-            "reward.on_timeout",
-            'a number needs reward.per = "trajectory": it is unknown which response of a group made the function '
-            'hang, and one reward for all of them teaches nothing; set it to "fail"',
-        )
-    if reward.function == "episode" and config.episode.kind == "single":
-        yield "reward.function", "episode is for runs with an [episode]; name a function"
-    unmade = [each for each in _scored_by_default(config) if each.source != "reasoning_gym"]
-    if reward.function == "reasoning_gym" and unmade:
-        yield "reward.function", 'reasoning_gym scores only prompts of data.source = "reasoning_gym"'
+    yield from _reward_problems(config)
     if learner.warmup_steps > learner.steps:
         yield "learner.warmup_steps", f"is more than learner.steps = {learner.steps}"
     if learner.steps % learner.steps_per_version:
@@ -316,6 +292,41 @@ def cross_check(config: Config) -> Iterator[Problem]:
         yield "network.ports", f"{config.network.ports!r} is not a range LOW-HIGH within 1-65535"
     if config.security.curve == "off" and config.network.host not in ("127.0.0.1", "::1", "localhost"):
         yield "security.curve", f"may be off on loopback only; network.host is {config.network.host}"
+
+
+def _learner_problems(learner: LearnerConfig) -> Iterator[Problem]:
+    """Conflicts among the learner's groups, ranks and rows."""
+    if learner.updates_per_batch > learner.groups_per_step:
+        problem = f"is {learner.updates_per_batch}, more than there are groups (learner.groups_per_step = "
+        yield "learner.updates_per_batch", f"{problem}{learner.groups_per_step})"
+    if learner.ranks % learner.replicas:
+        yield "learner.replicas", f"is {learner.replicas}, which does not divide learner.ranks = {learner.ranks}"
+    if learner.ranks % learner.context_parallel:
+        problem = f"is {learner.context_parallel}, which does not divide learner.ranks = {learner.ranks}"
+        yield "learner.context_parallel", problem
+    if learner.context_parallel > 1 and learner.packing == "off":
+        yield "learner.packing", 'is "off", but ranks share packed rows (learner.context_parallel); leave it out'
+    if learner.advantage == "reinforce" and learner.dynamic_sampling:
+        problem = "drops groups of equal rewards, from which the advantage reinforce learns; set it to false"
+        yield "learner.dynamic_sampling", problem
+
+
+def _reward_problems(config: Config) -> Iterator[Problem]:
+    """Conflicts of the reward with the data, the episodes and the limit of responses."""
+    reward, rollout = config.reward, config.rollout
+    if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:
+        yield "reward.overlong.margin_tokens", f"must be below rollout.max_tokens = {rollout.max_tokens}"
+    if reward.per == "group" and reward.on_timeout != "fail":
+        yield (
+            "reward.on_timeout",
+            'a number needs reward.per = "trajectory": it is unknown which response of a group made the function '
+            'hang, and one reward for all of them teaches nothing; set it to "fail"',
+        )
+    if reward.function == "episode" and config.episode.kind == "single":
+        yield "reward.function", "episode is for runs with an [episode]; name a function"
+    unmade = [each for each in _scored_by_default(config) if each.source != "reasoning_gym"]
+    if reward.function == "reasoning_gym" and unmade:
+        yield "reward.function", 'reasoning_gym scores only prompts of data.source = "reasoning_gym"'
 
 
 def _scored_by_default(config: Config) -> list[PromptsConfig]:
