@@ -26,7 +26,7 @@ from asyncrl.messages.groups import Deliver, Group, Lease, NewLeases, RequestLea
 from asyncrl.rollouter.serving.admission import Slots
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rpc.calls.peer import Peer
-from asyncrl.rpc.calls.retry import AWAY_S, log_away, pause, wait_out
+from asyncrl.rpc.calls.retry import AWAY_S, log_and_pause, log_away, pause
 from asyncrl.rpc.services import ActorServices
 
 DATALOADER, LEARNER = "dataloader/0", "learner/0"
@@ -138,7 +138,7 @@ class HeldLeases:
             # A replaced dataloader's lease does not count: its successor may give the same number to another lease.
             return reply if call.answered_by >= self._dataloader else None
         except (DeadlineExceeded, RemoteError) as error:
-            await wait_out(self._log, "dataloader", error)
+            await log_and_pause(self._log, "dataloader", error)
             return None
         finally:
             changed.cancel()

@@ -20,7 +20,7 @@ from asyncrl.core.errors import DeadlineExceeded, RemoteError, WireError
 from asyncrl.messages.actors import LONGEST_KEY, LONGEST_NOTICE, Notice, Register, RunState, WatchRun
 from asyncrl.messages.hosts import WatchMembers
 from asyncrl.messages.monitor import TracePart
-from asyncrl.rpc.calls.retry import is_refusal, wait_out
+from asyncrl.rpc.calls.retry import is_refusal, log_and_pause
 from asyncrl.rpc.lifecycle.roster import CONTROLLER
 from asyncrl.rpc.wire.codec import encodable
 
@@ -162,7 +162,7 @@ class ControllerSession:
                 if state.members > actor.roster.number:
                     await self.learn_members()
             except (DeadlineExceeded, RemoteError) as error:
-                await wait_out(actor.log, "controller", error)
+                await log_and_pause(actor.log, "controller", error)
                 continue
             if call.answered_by != self._registered_with:
                 actor.log.info("controller has started again", incarnation=call.answered_by)
@@ -172,7 +172,7 @@ class ControllerSession:
                     # A controller that refuses has replaced or condemned this incarnation, which must end.
                     if is_refusal(error):
                         raise
-                    await wait_out(actor.log, "controller", error)
+                    await log_and_pause(actor.log, "controller", error)
                     continue
                 self.notices.repeat_waits()
                 self.noticed.set()

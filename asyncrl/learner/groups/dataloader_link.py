@@ -34,7 +34,7 @@ from asyncrl.messages.dataloader import (
     SamplePrompts,
     WatchDataloader,
 )
-from asyncrl.rpc.calls.retry import AWAY_S, DEADLINE, backoff, log_away, wait_out
+from asyncrl.rpc.calls.retry import AWAY_S, DEADLINE, backoff, log_and_pause, log_away
 from asyncrl.rpc.services import ActorServices
 
 DATALOADER = "dataloader/0"
@@ -133,7 +133,7 @@ class DataloaderLink:
                 try:
                     sample: PromptSample = await self._call(SamplePrompts(count=SEQUENCES))
                 except (DeadlineExceeded, RemoteError) as error:
-                    await wait_out(self._log, "dataloader", error)
+                    await log_and_pause(self._log, "dataloader", error)
                 else:
                     return sample.prompts
 
@@ -230,4 +230,4 @@ class DataloaderLink:
         if isinstance(error, RemoteError) and error.code == RestoreNeeded.code:
             await self.restore()
             return
-        await wait_out(self._log, "dataloader", error)
+        await log_and_pause(self._log, "dataloader", error)

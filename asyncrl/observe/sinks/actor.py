@@ -22,7 +22,7 @@ from asyncrl.observe.sinks.history_sinks import Line, TensorBoardSink, WandbSink
 from asyncrl.observe.sinks.prometheus import PrometheusSink
 from asyncrl.observe.sinks.sink_thread import Sink, SinkThread
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext
-from asyncrl.rpc.calls.retry import wait_out
+from asyncrl.rpc.calls.retry import log_and_pause
 
 NICENESS = 10
 """Niceness of the process, which leaves the processors to training first."""
@@ -92,7 +92,7 @@ class Sinks(Actor):
             try:
                 reply: Metrics = await self.peer(CONTROLLER).call(request)
             except WireError as error:
-                await wait_out(self.log, "controller", error)
+                await log_and_pause(self.log, "controller", error)
                 continue
             request = WatchMetrics(line=reply.line, snapshot_number=reply.snapshot_number)
             records: list[Line | Snapshot] = [*reply.lines]

@@ -57,7 +57,7 @@ from asyncrl.rollouter.engines import engine_dtype
 from asyncrl.rollouter.serving.drift import Drift, DriftLimits, DriftRecord, explain, find_limits, judge
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.updating.fetch import PARAMETER_SERVER, Call, Relay, fetch
-from asyncrl.rpc.calls.retry import AWAY_S, wait_out
+from asyncrl.rpc.calls.retry import AWAY_S, log_and_pause
 from asyncrl.rpc.lifecycle.supervision import RestartBudget
 from asyncrl.rpc.services import ActorServices
 from asyncrl.weights.held_version import HeldVersion
@@ -454,5 +454,5 @@ class UpdateFollower:
         try:
             return await self._call(PARAMETER_SERVER, request, None)
         except (DeadlineExceeded, RemoteError) as error:
-            await wait_out(self._log, "parameter server", error)
+            await log_and_pause(self._log, "parameter server", error)
             return None

@@ -60,7 +60,7 @@ def log_away(log: Logger, whom: str, error: WireError, **facts: Any) -> None:
     (log.info if ending else log.warning)(f"{whom} is away", error=str(error), **facts)
 
 
-async def wait_out(log: Logger, whom: str, error: WireError, **facts: Any) -> None:
+async def log_and_pause(log: Logger, whom: str, error: WireError, **facts: Any) -> None:
     """Log that a peer does not answer, and sleep for AWAY_S."""
     log_away(log, whom, error, **facts)
     await asyncio.sleep(AWAY_S)
@@ -73,7 +73,7 @@ async def reply_unless_away(call: Awaitable[T], log: Logger, whom: str, **facts:
     except (DeadlineExceeded, RemoteError) as error:
         if is_refusal(error):
             raise
-        await wait_out(log, whom, error, **facts)
+        await log_and_pause(log, whom, error, **facts)
         return None
 
 
