@@ -94,7 +94,7 @@ class SandboxResult:
 
 
 class SandboxBackend(Protocol):
-    """What runs a request. A class that is named as backend="MODULE:CLASS" is called without arguments."""
+    """Runs requests. A class that is named as backend="MODULE:CLASS" is called without arguments."""
 
     def run(self, request: SandboxRequest) -> SandboxResult:
         """Run the program until it ends or reaches a limit. Raises SandboxError."""

@@ -1,9 +1,9 @@
 """The process of one sandbox: ``python -m asyncrl.sandbox.jail``. Reads a request (JSON), writes a result (JSON).
 
 The jail enters user and mount namespaces of its own, and mounts the work folder there: a file system in memory with a
-limit of bytes and files, which the kernel frees with the jail. It starts bubblewrap, which builds what the untrusted
-program sees (view.py). The jail itself runs nothing untrusted:
-it keeps the limits, reads the outputs and kills.
+limit of bytes and files, which the kernel frees with the jail. It starts bubblewrap, which builds the folders and
+namespaces of the untrusted program (bubblewrap_arguments.py). The jail itself runs nothing untrusted: it keeps the
+limits, reads the outputs and kills.
 
 Invariants: when the jail ends, no process and no file of the program is left, since its process namespace ends with
 bubblewrap, and bubblewrap with the jail. Whatever the program does is a result. If the sandbox cannot start, the jail
@@ -28,7 +28,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from asyncrl.rpc.linux import die_with_parent
-from asyncrl.sandbox.view import SCRATCH, arguments
+from asyncrl.sandbox.bubblewrap_arguments import SCRATCH, arguments
 from asyncrl.workers import isolation, memory
 
 LOOK_S = 0.05

@@ -1,4 +1,4 @@
-"""What a program in a sandbox sees and may do: the arguments of bubblewrap, and a filter of system calls.
+"""The arguments of bubblewrap, and a filter of system calls: they decide what a program in a sandbox sees and may do.
 
 The program gets read-only system folders and the Python environment, its work folder, a process namespace and, unless
 the request asks for one, no network. It is a user without any right, and gets no variable of the caller. Invariant:
