@@ -51,6 +51,7 @@ UNITS = {
 }
 """Units that the name does not show."""
 PREFIXES = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
+TABLE = ("| key | type | default | unit | description |", "|---|---|---|---|---|")
 
 
 def document() -> str:
@@ -74,10 +75,12 @@ def _sections(path: str, field: FieldInfo, places: dict[type[Section], str]) -> 
     section, free = table
     heading = f"{path}.NAME" if free else path
     lines = [f"{'###' if '.' in path else '##'} {heading}", ""]
-    if (wider := next((each for each in places if issubclass(each, section)), None)) is not None:
-        without = ", ".join(f"`{key}`" for key in wider.model_fields if key not in section.model_fields)
-        keys = f"The keys of [{places[wider]}](#{_anchor(places[wider])})"
-        return [*lines, f"{keys}{f' without {without}' if without else ''}.", ""]
+    bases = [base for base in section.__mro__ if issubclass(base, Section) and base is not Section]
+    if (like := next((each for each in places for base in bases if issubclass(each, base)), None)) is not None:
+        without = ", ".join(f"`{key}`" for key in like.model_fields if key not in section.model_fields)
+        keys = f"The keys of [{places[like]}](#{_anchor(places[like])}){f' without {without}' if without else ''}"
+        own = _own_rows(heading, section, like)
+        return [*lines, *([f"{keys}, and:", "", *TABLE, *own] if own else [f"{keys}."]), ""]
     places[section] = heading
     lines += [_prose(inspect.getdoc(section) or ""), ""]
     if free:
@@ -93,17 +96,22 @@ def _sections(path: str, field: FieldInfo, places: dict[type[Section], str]) -> 
             if (item := listed_table_of(each)) is not None:
                 inner += _listed(f"{heading}.{key}", item, section)
     if rows:
-        lines += ["| key | type | default | unit | description |", "|---|---|---|---|---|", *rows, ""]
+        lines += [*TABLE, *rows, ""]
     return lines + inner
 
 
 def _listed(path: str, section: type[Section], around: type[Section]) -> list[str]:
     """The lines of the tables of a list: the keys that the table ``around`` it does not have."""
-    heading, texts = f"{path}.NAME", docstrings(section)
-    own = {key: field for key, field in section.model_fields.items() if key not in around.model_fields}
+    heading = f"{path}.NAME"
     lines = [f"### {heading}", "", _prose(inspect.getdoc(section) or ""), ""]
-    rows = [_row(heading, key, field, texts[key]) for key, field in own.items()]
-    return [*lines, "| key | type | default | unit | description |", "|---|---|---|---|---|", *rows, ""]
+    return [*lines, *TABLE, *_own_rows(heading, section, around), ""]
+
+
+def _own_rows(heading: str, section: type[Section], other: type[Section]) -> list[str]:
+    """The rows of the keys of ``section`` that ``other`` does not have."""
+    texts = docstrings(section)
+    own = {key: field for key, field in section.model_fields.items() if key not in other.model_fields}
+    return [_row(heading, key, field, texts[key]) for key, field in own.items()]
 
 
 def _row(heading: str, key: str, field: FieldInfo, text: str) -> str:

@@ -114,8 +114,10 @@ class Config(Section):
     @model_validator(mode="after")
     def _inherit_data(self) -> Config:
         """Let evaluation sets inherit the keys of data that they do not set."""
+        sources: dict[str, PromptsConfig] = {each.name: each for each in self.data.mixture}
         for name, each in self.eval.items():
-            self.eval[name] = each.model_copy(update={"data": each.data.inherit(self.data)})
+            base = sources.get(each.data.source_name, self.data)
+            self.eval[name] = each.model_copy(update={"data": each.data.inherit(base)})
         return self
 
     @property

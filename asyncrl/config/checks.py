@@ -275,6 +275,10 @@ def cross_check(config: Config) -> Iterator[Problem]:
     yield from _curriculum_problems(config)
     for name, evaluation in config.eval.items():
         yield from _check_data(f"eval.{name}.data", evaluation.data, is_episode=is_episode)
+        named = evaluation.data.mixture_source
+        if named is not None and named not in (sources := [each.name for each in config.data.mixture]):
+            known = f"the sources are {', '.join(sources)}" if sources else "there is no [[data.source]]"
+            yield f"eval.{name}.data.mixture_source", f"is {named!r}; {known}"
         longest = evaluation.data.max_prompt_tokens + (evaluation.max_tokens or rollout.max_tokens)
         if context_length is not None and context_length < longest:
             yield _context_key(config), f"is {context_length}, less than eval.{name} needs: {longest}"

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from asyncrl.config import Config
 from asyncrl.config.section import Section
-from asyncrl.config.training import SOURCE_KEYS
+from asyncrl.config.training import SOURCE_KEYS, PromptsConfig
 from asyncrl.core.other_names import describe_meaning, meaning_of
 
 MOST_ADVICE = 8
@@ -50,7 +50,7 @@ def known_keys() -> list[tuple[str, str, str, str]]:
             else:
                 default = "required" if field.is_required() else default_words(field.default)
                 # An evaluation inherits these keys from [data].
-                if prefix == "eval.NAME.data." and name not in SOURCE_KEYS:
+                if prefix == "eval.NAME.data." and name in PromptsConfig.model_fields and name not in SOURCE_KEYS:
                     default = f"that of data.{name}"
                 rows.append((key, type_words(field.annotation, field.metadata), default, descriptions.get(name, "")))
         for key, item in listed.items():

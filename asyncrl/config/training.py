@@ -91,8 +91,8 @@ class PromptsConfig(Section):
         """Column with the prompt: prompt_key, or "question" for sources that generate their prompts."""
         return "question" if self.source in ("reasoning_gym", "synthetic") else self.prompt_key
 
-    def inherit(self, training: DataConfig, own: Set[str] = SOURCE_KEYS) -> Self:
-        """Return this set with the keys of ``training`` (the data section) that it does not set itself.
+    def inherit(self, training: PromptsConfig, own: Set[str] = SOURCE_KEYS) -> Self:
+        """Return this set with the keys of ``training`` (the data section or a source) that it does not set itself.
 
         The keys ``own`` are not inherited: by default those that say where rows come from. Without the chat template,
         neither are keys that need it.
@@ -117,8 +117,20 @@ class PromptsConfig(Section):
 
     @property
     def source_name(self) -> str:
-        """Name of the source in a mixture; empty for other sets."""
+        """Name of the source of a mixture whose reward scores the set; empty for reward.function."""
         return ""
+
+
+class EvalPromptsConfig(PromptsConfig):
+    """The prompts of an evaluation set."""
+
+    mixture_source: str | None = None
+    """Name of a source of [[data.source]]: its reward scores the set, which inherits its keys. By default
+    reward.function and [data]."""
+
+    @property
+    def source_name(self) -> str:
+        return self.mixture_source or ""
 
 
 class TrainingPromptsConfig(PromptsConfig):
@@ -405,7 +417,7 @@ class EvalConfig(Section):
     limits; a key of its own wins. `system = ""` removes the system message of [data].
     """
 
-    data: PromptsConfig
+    data: EvalPromptsConfig
     """Prompts of the set; they are never trained."""
     every_versions: NonNegative = 0
     """Evaluate at each multiple of this many versions; 0 never."""

@@ -131,7 +131,8 @@ class RunPrompts:
         prompt, rollout = lease.prompt, self._config.rollout
         sampling: RolloutConfig | EvalConfig = rollout
         if isinstance(prompt, EvalPrompt):
-            prompts, sampling, source = self.evals[prompt.name], self._config.eval[prompt.name], ""
+            prompts, sampling = self.evals[prompt.name], self._config.eval[prompt.name]
+            source = sampling.data.source_name
             purpose, epoch, samples = f"eval/{prompt.name}", prompt.version, sampling.n
         else:
             training = self.training[prompt.epoch % len(self.training)]

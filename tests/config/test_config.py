@@ -156,6 +156,14 @@ WRONG = [
     ({"data": {"curriculum": {"options": {"a": 1}}}}, "data.curriculum.options: are for data.curriculum.function"),
     ({"eval": {"a": {"data": {"source": [ROWS]}}}}, "eval.a.data.source: input should be 'auto'"),
     ({"eval": {"a": {"data": OTHERS}}}, "eval.a.data.name: unknown key"),
+    (
+        {"data": {"source": [ROWS]}, "eval": {"a": {"data": {"path": "e.jsonl", "mixture_source": "no"}}}},
+        "eval.a.data.mixture_source: is 'no'; the sources are ",
+    ),
+    (
+        {"eval": {"a": {"data": {"path": "e.jsonl", "mixture_source": "no"}}}},
+        "eval.a.data.mixture_source: is 'no'; there is no [[data.source]]",
+    ),
     ({"rollout": SIM | {"concurrency": 4}}, "rollout.concurrency: is 4, less than one prompt group"),
     ({"rollout": {"engine": "reference", "concurrency": "auto"}}, "rollout.concurrency: auto needs the engine's"),
     ({"rollout": SIM | {"replicas": 2, "min_replicas": 3}}, "rollout.min_replicas: is more than"),

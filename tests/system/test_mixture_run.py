@@ -43,7 +43,11 @@ def tree_of(folder: Path) -> dict[str, Any]:
         reward={"options": {"spread": 1.0}},
         checkpoint={"every_versions": 3, "export_at_end": False},
     )
-    return tree | {"data": {"source": sources}}
+    sets = {
+        name: {"at_start": False, "data": {"path": str(folder / "words.jsonl"), "mixture_source": name}}
+        for name in SIZES
+    }
+    return tree | {"data": {"source": sources}, "eval": sets}
 
 
 @pytest.mark.timeout(300)
@@ -82,3 +86,11 @@ def test_i1_a_killed_mixture_trains_each_prompt_once_in_each_epoch_of_its_source
     assert (lines[-1]["source/sums/trained"], lines[-1]["source/words/trained"]) == (90, 30)
     assert {line.get("source/words/reward_mean", 5.0) // 1 for line in lines} <= {4.0, 5.0}
     assert lines[-1]["reward/signal_fraction"] == 1.0
+    # The same prompts, scored by the reward of each source.
+    means = {
+        name: line[f"eval/{name}/mean"]
+        for line in metrics(run_dir, "eval")
+        for name in SIZES
+        if f"eval/{name}/mean" in line
+    }
+    assert means["words"] > 4.0 > 2.0 > means["sums"]

@@ -28,9 +28,10 @@ def test_the_page_matches_the_configuration():
 
 def test_each_key_has_a_row_with_type_default_unit_and_text():
     rows = dict(keys_of_the_page(PAGE.read_text()))
-    # The table of an evaluation's prompts is the same as that of the training prompts, as are most keys of a source.
-    known = {key for key, *_ in known_keys() if not key.startswith("eval.NAME.data.")}
-    known -= {key for key in known if key.startswith("data.source.NAME.") and key.replace("source.NAME.", "") in known}
+    # Most keys of an evaluation's prompts and of a source are those of the training prompts.
+    known = {key for key, *_ in known_keys()}
+    for table in ("eval.NAME.data.", "data.source.NAME."):
+        known -= {key for key in known if key.startswith(table) and key.replace(table, "data.") in known}
     assert rows.keys() == known
     for row in rows.values():
         cells = re.split(r" \| ", row.removeprefix("| ").removesuffix(" |"))
