@@ -8,7 +8,7 @@ For scripts and notebooks: ``train``, ``evaluate`` and ``open_run``, with
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncrl.cli.script import Run, RunFailed, RunRecords, evaluate, open_run, train
+    from asyncrl.api.runs import Run, RunFailed, RunRecords, evaluate, open_run, train
     from asyncrl.observe.evaluations import Evaluation
     from asyncrl.rollouter.gathering import TrajectoryGroup, gather_groups
 
@@ -37,5 +37,5 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         from importlib import import_module
 
-        return getattr(import_module(f"asyncrl.{_MODULES.get(name, 'cli.script')}"), name)
+        return getattr(import_module(f"asyncrl.{_MODULES.get(name, 'api.runs')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -52,6 +52,7 @@ MAY_IMPORT = {
     # It plays an episode with the same parts as a run.
     "launcher/doctor": FOR_ACTORS | {"launcher", "launcher/checks", "rollouter", "episodes"},
     "cli": FOR_ACTORS | {"launcher", "launcher/checks", "launcher/doctor"} | ACTORS | VIEWERS,
+    "api": {"core", "config", "workers", "observe", "launcher", "cli"},
     **dict.fromkeys(ACTORS, FOR_ACTORS),
     "learner": FOR_ACTORS | {"learner/groups/teacher"},
     "learner/groups/teacher": {"core", "config"},
@@ -71,7 +72,7 @@ HEAVY = {
     "transformers": ("learner/", "rollouter/engines/vllm/", "rollouter/engines/reference", "text/tokenizer.py"),
 }
 UNPICKLING = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
-WRITES_PICKLES = "cli/script_functions.py"
+WRITES_PICKLES = "api/functions.py"
 """Pickles functions of a script into a module of the run folder, and reads none."""
 UNPICKLED = {"broadcast_object_list", "all_gather_object", "scatter_object_list", "recv_pyobj"}
 

@@ -14,8 +14,8 @@ from launcher.launched import Launched, command_line, end_marked, marked, next_o
 from run_settings import SIMULATED, laid_over
 
 import asyncrl
-from asyncrl.cli import script as api
-from asyncrl.cli.script_functions import MODULE, Functions
+from asyncrl.api import runs as api
+from asyncrl.api.functions import MODULE, Functions
 from asyncrl.config.keys import default_words
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import UsageError
@@ -98,7 +98,7 @@ def test_a_stopped_run_is_resumed_by_name_of_its_folder(tmp_path):
         first.resume()
     assert first.stop() == "preempted" and first.wait() == "preempted"
     trained = len(first.metrics)
-    assert json.loads((first.folder / "config.json").read_text())["reward"]["function"] == "test_script:of_this_module"
+    assert json.loads((first.folder / "config.json").read_text())["reward"]["function"] == "test_runs:of_this_module"
     again = asyncrl.train(config, reward=of_this_module, resume=first.folder, progress=False)
     assert again.folder == first.folder
     # The node agent learns a moment after the first step that the run has begun; before that, it would stop it at once.
@@ -218,7 +218,7 @@ def test_functions_and_rows_become_keys_of_the_configuration(monkeypatch):
     monkeypatch.setattr(api, "Run", lambda order, functions, progress: order)
     given = {"tools": [of_this_module, "mine:Tools"], "overrides": {"learner.steps": 3, "rollout.stop": ["\n"]}}
     order = asyncrl.train("mine.toml", data=[{"prompt": "a", "n": np.int64(3), "v": np.ones(2)}], **given)
-    tools = {"episode": {"tools": ["test_script:of_this_module", "mine:Tools"]}}
+    tools = {"episode": {"tools": ["test_runs:of_this_module", "mine:Tools"]}}
     assert order["layers"] == ["mine.toml", tools, {"data": {"source": "auto"}}]
     assert order["overrides"] == {"learner.steps": "3", "rollout.stop": '["\\n"]'}
     assert order["rows"] == {"data": '{"prompt": "a", "n": 3, "v": [1.0, 1.0]}\n'}
@@ -233,7 +233,7 @@ def test_functions_and_rows_become_keys_of_the_configuration(monkeypatch):
 def test_functions_of_modules_keep_their_names_and_others_are_pickled_with_their_places(tmp_path, monkeypatch):
     functions = Functions()
     assert functions.spec("rewards:exact") == "rewards:exact"
-    assert functions.spec(of_this_module) == "test_script:of_this_module" and functions.text() == ""
+    assert functions.spec(of_this_module) == "test_runs:of_this_module" and functions.text() == ""
     first, second = scale_by(1.0), scale_by(2.0)
     names = [functions.spec(each) for each in (first, second, first)]
     assert names == [f"{MODULE}:function", f"{MODULE}:function_", f"{MODULE}:function"]

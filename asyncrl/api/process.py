@@ -1,4 +1,4 @@
-"""The launcher of a run that a Python program has started: ``python -m asyncrl.cli.script_process FD``.
+"""The launcher of a run that a Python program has started: ``python -m asyncrl.api.process FD``.
 
 The program writes an Order, a line of JSON, to standard input and keeps that open. When it ends, even by SIGKILL, this
 process preempts the run. To FD it writes JSON lines: the run folder once the checks have passed, or the error.
@@ -114,7 +114,7 @@ def _inputs(config: Config, order: dict[str, Any]) -> Iterator[tuple[Config, Pat
     folder = resumed or reserve_run_folder(config)
     try:
         if text := order["functions"]:
-            from asyncrl.cli.script_functions import MODULE
+            from asyncrl.api.functions import MODULE
 
             module = _write(folder, f"{_digest(text)}/{MODULE}.py", text)
             sys.path.insert(0, str(module.parent))

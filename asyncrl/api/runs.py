@@ -1,6 +1,6 @@
 """Runs and evaluations from Python: a script or a notebook.
 
-A run is asyncrl-launch in a process of its own (script_process.py), in a session of its own, so that neither a signal
+A run is asyncrl-launch in a process of its own (process.py), in a session of its own, so that neither a signal
 for a notebook's kernel nor its event loop concerns the run. The process holds a pipe to this one. When this process
 ends, even by SIGKILL, the run is preempted. One host; the checks are those of asyncrl-launch.
 
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from asyncrl.cli.script_functions import Functions
+from asyncrl.api.functions import Functions
 from asyncrl.config import Config
 from asyncrl.config.keys import default_words
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE, ActorFailed, AsyncRLError, UsageError
@@ -160,8 +160,8 @@ def _order(
     data: Mapping[str, Rows | None],
     overrides: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the order for a process (script_process.py). Raises UsageError or TypeError."""
-    from asyncrl.cli.script_process import nested
+    """Return the order for a process (process.py). Raises UsageError or TypeError."""
+    from asyncrl.api.process import nested
 
     layers: list[Any] = [tables]
     rows: dict[str, str] = {}
@@ -247,7 +247,7 @@ class Run(RunRecords):
     """A run that this program has started."""
 
     def __init__(self, order: dict[str, Any], functions: Functions, *, progress: bool = True) -> None:
-        """Start the run of an order (script_process.py). Raises RunFailed; use ``train``."""
+        """Start the run of an order (process.py). Raises RunFailed; use ``train``."""
         self._order, self._functions, self._progress = order, functions, progress
         self._start()
 
@@ -264,7 +264,7 @@ class Run(RunRecords):
             sys.stdout.flush()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.cli.script_process", str(write_end)],
+                [sys.executable, "-m", "asyncrl.api.process", str(write_end)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT if display is not None else output,

@@ -1,0 +1,1 @@
+"""Runs and evaluations from Python programs. They go by the commands of cli/, which know nothing of this folder."""
