@@ -1,6 +1,6 @@
 """Evaluation sets over made-up prompts."""
 
-from asyncrl.config.training import DataConfig, EvalConfig
+from asyncrl.config.training import EvalConfig, EvalPromptsConfig
 from asyncrl.dataloader.evals import EvalSet
 
 
@@ -9,6 +9,6 @@ def eval_set(
 ) -> EvalSet:
     """A set that is evaluated at these times only."""
     config = EvalConfig(
-        data=DataConfig(source="synthetic"), every_versions=every_versions, at_start=at_start, at_end=at_end
+        data=EvalPromptsConfig(source="synthetic"), every_versions=every_versions, at_start=at_start, at_end=at_end
     )
     return EvalSet(name, prompts, config)
