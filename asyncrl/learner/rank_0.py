@@ -10,22 +10,21 @@ Fails with CannotLearn when there is no signal, after the last checkpoint if the
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from asyncrl.checkpoint.contents import Contents
+from asyncrl.checkpoint.contents import Adapters, CheckpointState, Contents, Geometry
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.origin import Origin
 from asyncrl.core.disk import in_words
 from asyncrl.core.errors import CannotLearn
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
-from asyncrl.learner.checkpoint.checkpoint_reports import CheckpointReports
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.final_writes import FinalWrites
-from asyncrl.learner.checkpoint.run_checkpoints import RunCheckpoints
 from asyncrl.learner.controller_link import ControllerLink
 from asyncrl.learner.groups.dataloader_link import DATALOADER, DataloaderLink
 from asyncrl.learner.groups.deliveries import ComponentNames, Deliveries
@@ -88,18 +87,16 @@ class Rank0:
             actor.notify("version mark", f"{self._run_dir / FILE} {numbers.problem}; {above}")
         await self._meet()
         files = await asyncio.to_thread(RecordFiles, self._run_dir, start)
-        self._reports = CheckpointReports(
-            services, self._controller.report, tasks=actor.tasks, track=actor.trace.track("checkpoint", CHECKPOINTS)
-        )
         self._writer = CheckpointWriter(
             checkpoint_dir(config, self._run_dir),
             actor.context.incarnation,
             self._backend,
             self._thread,
-            self._reports,
+            services,
+            self._controller.report,
             config=config.checkpoint,
             tasks=actor.tasks,
-            clock=actor.clock,
+            track=actor.trace.track("checkpoint", CHECKPOINTS),
         )
         actor.states.enter("starting", "checkpoint")
         restored = await self._writer.restore()
@@ -227,21 +224,7 @@ class Rank0:
             lines=lines,
             group_log=self._group_log,
         )
-        self._checkpoints = RunCheckpoints(
-            config,
-            services,
-            writer=writer,
-            progress=progress,
-            intake=intake,
-            dataloader=dataloader,
-            components=components,
-            records=self._records,
-            lines=lines,
-            origin=origin,
-            conversations=fingerprint,
-            start=start,
-            incarnation=actor.context.incarnation,
-        )
+        self._components, self._origin, self._conversations, self._start = components, origin, fingerprint, start
         self._training = Training(
             config,
             services,
@@ -252,7 +235,8 @@ class Rank0:
             dataloader=dataloader,
             versions=self._versions,
             lines=lines,
-            checkpoints=self._checkpoints,
+            writer=writer,
+            begin_checkpoint=self._begin_checkpoint,
             group_log=self._group_log,
             track=track,
             supervised=supervised,
@@ -265,8 +249,8 @@ class Rank0:
             backend=backend,
             thread=thread,
             progress=progress,
-            checkpoints=self._checkpoints,
             writer=writer,
+            begin_checkpoint=functools.partial(self._begin_checkpoint, final=True),
         )
 
     def _restore_groups(self, restored: Contents | None, origin: Origin) -> IntakeState | None:
@@ -315,7 +299,7 @@ class Rank0:
         if warmed and config.checkpoint.every_versions:
             # A learner that starts again must not repeat the warm steps.
             states.enter("checkpointing")
-            await self._checkpoints.begin()
+            await self._begin_checkpoint()
         for work in (self._dataloader.report(), self._dataloader.watch(), training.plan_early()):
             self._actor.tasks.create_task(work)
         try:
@@ -325,7 +309,7 @@ class Rank0:
             await self._final_writes.begin(preempted=False)
             await self._finish(preempted=True)
             raise
-        self._reports.is_trained = True
+        self._writer.is_trained = True
         preempted = self.progress.step < config.learner.steps
         # The checkpoint is written during the last evaluations.
         await self._final_writes.begin(preempted=preempted)
@@ -349,8 +333,43 @@ class Rank0:
         failure = await self._final_writes.finish(preempted=preempted)
         await self._records.write_untrained()
         await self.lines.finish()
-        await self._reports.all_sent()
+        await self._writer.all_reported()
         return failure
+
+    async def _begin_checkpoint(self, *, final: bool = False) -> None:
+        """Collect the state of the run at a version boundary and begin to write it as a checkpoint.
+
+        If another checkpoint is being written, a ``final`` one waits for its end, and any other is skipped.
+        """
+        # No await before ``write``, so that ledger, groups and numbers are of one moment.
+        intake, progress, dataloader = self.intake.state(), self.progress, self._dataloader
+        state = CheckpointState(
+            version=progress.version,
+            trained_at_version=progress.trained_at_version,
+            step=progress.step,
+            start=self._start,
+            incarnation=self._actor.context.incarnation,
+            ledger=intake.ledger,
+            fingerprint=dataloader.fingerprint,
+            seed=dataloader.seed,
+            prompts=dataloader.prompts,
+            geometry=Geometry.of(self._config),
+            adapters=Adapters.of(self._config),
+            world_size=self._config.learner.ranks,
+            limit=dataloader.limit,
+            rounds_closed=sorted(self._records.rounds_written),
+            quarantined=intake.failed,
+            components=self._components.names,
+            delivered_lengths=intake.delivered_lengths,
+            conversations=self._conversations,
+            origin=self._origin,
+        )
+        await self._writer.write(state, intake.buffered, intake.filtered, self._write_lines, final=final)
+
+    async def _write_lines(self, state: CheckpointState) -> None:
+        """Write the lines about everything in a checkpoint, which a run that continues from it will not write again."""
+        await self._records.write_untrained()
+        await self.lines.written(state.step)
 
     def preempt(self) -> None:
         """Let the loop stop at the next version boundary, with a checkpoint."""
@@ -360,7 +379,6 @@ class Rank0:
 
     async def close(self) -> None:
         """Close everything; call it after the tasks of ``run`` have ended."""
-        self._writer.close()
         await self._versions.close()
         if self._teacher is not None:
             await self._teacher.close()

@@ -1,11 +1,11 @@
-"""Writes and restores checkpoints, on the event loop of rank 0; the disk has threads of its own.
+"""Writes, restores and reports checkpoints, on the event loop of rank 0; the disk has threads of its own.
 
 Training waits only until the state is copied. Writing, flushing, committing and removing old checkpoints happen in a
 task. At most one checkpoint is written at a time: one that comes due meanwhile is skipped and counted, except a final
 one, which waits.
 
-A checkpoint is not begun if the disk lacks room for it, because a full disk would break metrics and logs too. A task
-then checks the free space, and the writer is ``overdue`` as soon as there is enough.
+A checkpoint is not begun if the disk lacks room for it, because a full disk would break metrics and logs too. Training
+begins another one at the first version boundary at which the writer ``has_room_again``.
 
 ``restore`` passes over damaged checkpoints, and fails with CheckpointError if none is whole. If a checkpoint cannot be
 written, its files are removed, the failure is reported, the last complete checkpoint stays, and training continues.
@@ -16,8 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
@@ -37,15 +36,16 @@ from asyncrl.config.operation import CheckpointConfig
 from asyncrl.core.disk import free_bytes, no_room
 from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backends.backend import Backend
-from asyncrl.learner.checkpoint.checkpoint_reports import CheckpointReports
-from asyncrl.learner.checkpoint.failed_writes import LOOK_S, FailedWrite, Kept
+from asyncrl.learner.checkpoint.failed_writes import FailedWrite, Kept, checkpoint_complete_again, checkpoint_failed
+from asyncrl.messages import Request
+from asyncrl.messages.actors import CheckpointWritten
 from asyncrl.messages.groups import Group
-from asyncrl.rpc.services import Clock
+from asyncrl.observe.trace import Track
+from asyncrl.rpc.services import ActorServices
 
 AROUND_BYTES = 1 << 16
 """Estimated bytes of a checkpoint apart from the trainer's files, the groups and the ledger."""
 _FILES = (STATE, GROUPS, f"{TRAINER}/{CONTENTS}")
-_LOG = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
@@ -57,30 +57,34 @@ class CheckpointWriter:
         incarnation: int,
         backend: Backend,
         thread: Executor,
-        reports: CheckpointReports,
+        services: ActorServices,
+        report: Callable[[Request], Coroutine[None, None, None]],
         *,
         config: CheckpointConfig,
         tasks: asyncio.TaskGroup,
-        clock: Clock,
+        track: Track,
     ) -> None:
-        self.skipped = 0
-        """Checkpoints that were skipped because another one was being written."""
+        """``report`` sends a message to the controller until it is answered."""
+        self.is_trained = False
+        """Whether the last step is trained. Then FinalWrites notifies the user of a failed write."""
         self.newest: Kept | None = None
         """The newest complete checkpoint, restored or written; None before the first."""
         self.failed: FailedWrite | None = None
         """Failure of the newest attempt; None while one is being written, and after a success."""
-        self.overdue = False
-        """Whether the last attempt failed for lack of room and the disk now has enough."""
-        self._room_watch: asyncio.Task[None] | None = None
-        """Task of ``_watch_for_room``, which may have ended; None if the last attempt did not fail for lack of room."""
+        self._failures = 0
+        """Number of failed checkpoints since the last complete one."""
+        self._sending: set[asyncio.Task[None]] = set()
+        """Tasks whose message the controller has not answered."""
         self._folder = CheckpointFolder(folder)
         self._incarnation = incarnation
         self._backend = backend
         self._thread = thread
-        self._reports = reports
+        self._counters, self._log, self._notify = services.counters, services.log, services.notify
+        self._clock = services.clock
+        self._report = report
         self._config = config
         self._tasks = tasks
-        self._clock = clock
+        self._track = track
         self._idle = asyncio.Event()
         """Set while no checkpoint is being copied or written."""
         self._idle.set()
@@ -110,13 +114,11 @@ class CheckpointWriter:
                 continue
             new_names = await asyncio.to_thread(search.set_aside)
             self.newest = Kept(version=contents.state.version, step=contents.state.step, path=path)
-            self._reports.restored(
-                self.newest,
-                {
-                    damaged.path.name: damaged.describe(path, contents.state.step, now_at)
-                    for damaged, now_at in zip(search.damaged, new_names, strict=True)
-                },
-            )
+            for damaged, now_at in zip(search.damaged, new_names, strict=True):
+                self._notify(f"damaged {damaged.path.name}", damaged.describe(path, contents.state.step, now_at))
+            if search.damaged:
+                # The controller may still name a damaged one as the newest.
+                self._announce(self.newest)
             return contents
         return None
 
@@ -136,15 +138,14 @@ class CheckpointWriter:
         write them again. The groups must not change later.
         """
         if self.busy and not final:
-            self.skipped += 1
+            self._counters.add("checkpoint/skipped")
             return False
         buffered, filtered = list(buffered), list(filtered)
         # A loop, because another write may begin before this task runs again.
         while self.busy:
             await self._idle.wait()
         self._idle.clear()
-        self._stop_room_watch()
-        self.overdue, self.failed = False, None
+        self.failed = None
         began = self._clock.now()
         group_bytes = sum(map(_group_bytes, (*buffered, *filtered)))
         # JSON holds the bits of the ledger in base64: 4 characters for 3 bytes.
@@ -175,9 +176,14 @@ class CheckpointWriter:
         """Wait until no checkpoint is being written. Cancelling the wait does not cancel the write."""
         await self._idle.wait()
 
-    def close(self) -> None:
-        """Stop checking for room."""
-        self._stop_room_watch()
+    async def has_room_again(self) -> bool:
+        """Whether the last attempt failed for lack of room, and the disk now has enough."""
+        failed = self.failed
+        return failed is not None and failed.lacks_room and await asyncio.to_thread(failed.fits_now)
+
+    async def all_reported(self) -> None:
+        """Wait until the controller knows every checkpoint: the exit code of the run depends on them."""
+        await asyncio.gather(*self._sending)
 
     def _begin(self, version: int, needed: int) -> Path:
         """Create the folder of a checkpoint. Raises CheckpointError, also if the disk reports less than ``needed``."""
@@ -190,8 +196,7 @@ class CheckpointWriter:
     async def _report_failure(self, state: CheckpointState, error: CheckpointError, needed: int) -> None:
         """Report a failed checkpoint; its files must be removed before.
 
-        On a full disk, measure the free bytes and list older checkpoints for the advice. If the disk lacks room, begin
-        to watch it.
+        On a full disk, measure the free bytes and list older checkpoints for the advice.
         """
         folder, reason, older, free = self._folder.folder, error.reason, list[str](), None
         if error.full:
@@ -201,7 +206,7 @@ class CheckpointWriter:
                 older = await asyncio.to_thread(self._folder.older)
         elif error.path != str(folder):
             reason = f"{error.path}: {reason}"
-        self.failed = FailedWrite(
+        self.failed = failed = FailedWrite(
             version=state.version,
             step=state.step,
             folder=folder,
@@ -211,23 +216,12 @@ class CheckpointWriter:
             free=free,
             older=older,
         )
-        if self.failed.lacks_room:
-            self._room_watch = self._tasks.create_task(self._watch_for_room(needed))
-        self._reports.failed(self.failed, self.newest)
-
-    async def _watch_for_room(self, needed: int) -> None:
-        """Check the disk every LOOK_S; set ``overdue`` once it has the ``needed`` bytes."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            free = await asyncio.to_thread(free_bytes, self._folder.folder)
-            if free is not None and free >= needed:
-                self.overdue = True
-                return
-
-    def _stop_room_watch(self) -> None:
-        if self._room_watch is not None:
-            self._room_watch.cancel()
-            self._room_watch = None
+        self._counters.add("checkpoint/failed")
+        self._failures += 1
+        self._log.error("no checkpoint; the last complete one stays", version=failed.version, error=failed.reason)
+        if not self.is_trained:
+            text, meanwhile = checkpoint_failed(failed, self.newest)
+            self._notify("checkpoint", text, count=self._failures, meanwhile=meanwhile)
 
     async def _finish(
         self,
@@ -262,7 +256,7 @@ class CheckpointWriter:
                 self._folder.commit, partial, version=state.version, step=state.step, files=_FILES
             )
             self.newest = Kept(version=state.version, step=state.step, path=path)
-            self._reports.written(self.newest, staged_s=staged_s, seconds=self._clock.now() - began)
+            self._report_written(self.newest, began=began, staged_s=staged_s)
             await self._retain()
         except CheckpointError as error:
             await asyncio.to_thread(self._folder.discard, partial)
@@ -270,12 +264,39 @@ class CheckpointWriter:
         finally:
             self._idle.set()
 
+    def _report_written(self, kept: Kept, *, began: float, staged_s: float) -> None:
+        """Report a complete checkpoint: counters, timeline, log, and a message to the controller.
+
+        Training waited for the first ``staged_s`` seconds.
+        """
+        self._counters["checkpoint/version"] = kept.version
+        self._counters["checkpoint/stage_s"] = staged_s
+        self._counters["checkpoint/write_s"] = self._clock.now() - began
+        self._track.add(
+            f"checkpoint v{kept.version}",
+            began,
+            step=kept.step,
+            version=kept.version,
+            staged_s=round(staged_s, 6),
+        )
+        if self._failures:
+            self._notify("checkpoint", checkpoint_complete_again(self._failures, kept.path, kept.step))
+            self._failures = 0
+        self._log.info("checkpoint is complete", version=kept.version, step=kept.step, path=str(kept.path))
+        self._announce(kept)
+
+    def _announce(self, kept: Kept) -> None:
+        message = CheckpointWritten(version=kept.version, step=kept.step, path=str(kept.path))
+        sending = self._tasks.create_task(self._report(message))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
+
     async def _retain(self) -> None:
         try:
             keep, keep_every_steps = self._config.keep, self._config.keep_every_steps
             await asyncio.to_thread(self._folder.retain, keep=keep, keep_every_steps=keep_every_steps)
         except CheckpointError as error:
-            _LOG.warning("old checkpoints could not be removed: %s", error)
+            self._log.warning("old checkpoints could not be removed", error=str(error))
 
     def _read(self, path: Path) -> Contents:
         self._folder.verify(self._folder.at(path))

@@ -45,6 +45,11 @@ class FailedWrite:
         """Whether the disk reports less room than is needed. A quota, for example, may not show in its report."""
         return self.free is not None and self.free < self.needed
 
+    def fits_now(self) -> bool:
+        """Whether the disk now reports enough room."""
+        free = free_bytes(self.folder)
+        return free is not None and free >= self.needed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
@@ -64,11 +69,8 @@ async def wait_for_disk_space(failed: FailedWrite, until: Callable[[], float], c
     retry_at = clock.now() + REFUSED_PAUSE_S
     while (left := until() - clock.now()) > 0:
         await asyncio.sleep(min(LOOK_S, left))
-        free = await asyncio.to_thread(free_bytes, failed.folder)
-        if failed.lacks_room:
-            if free is not None and free >= failed.needed:
-                return True
-        elif clock.now() >= retry_at:
+        makes_sense = await asyncio.to_thread(failed.fits_now) if failed.lacks_room else clock.now() >= retry_at
+        if makes_sense:
             return True
     return False
 

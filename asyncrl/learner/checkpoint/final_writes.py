@@ -25,7 +25,6 @@ from asyncrl.core.errors import ActorFailed, AsyncRLError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.failed_writes import FailedWrite, end_of_run, wait_for_disk_space, waits_for_room
-from asyncrl.learner.checkpoint.run_checkpoints import RunCheckpoints
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.rpc.services import ActorServices
 
@@ -45,9 +44,10 @@ class FinalWrites:
         backend: Backend,
         thread: Executor,
         progress: TrainingProgress,
-        checkpoints: RunCheckpoints,
         writer: CheckpointWriter,
+        begin_checkpoint: Callable[[], Awaitable[None]],
     ) -> None:
+        """``begin_checkpoint`` collects the state of the run and begins to write it, after a checkpoint under way."""
         self._config = config
         self._name, self._clock, self._log = services.name, services.clock, services.log
         self._states, self._notify = services.states, services.notify
@@ -55,7 +55,7 @@ class FinalWrites:
         self._backend = backend
         self._thread = thread
         self._progress = progress
-        self._checkpoints, self._writer = checkpoints, writer
+        self._writer, self._begin_checkpoint = writer, begin_checkpoint
         self._room_until = math.inf
         """Time (s) at which the wait for room ends; ``preempted`` and ``finish`` set it."""
 
@@ -72,7 +72,7 @@ class FinalWrites:
         is_new = kept is None or kept.step < self._progress.step
         if preempted or (self._config.checkpoint.every_versions and is_new):
             self._states.enter("checkpointing")
-            await self._checkpoints.begin(final=True)
+            await self._begin_checkpoint()
 
     async def finish(self, *, preempted: bool) -> str:
         """Wait for the last checkpoint, then export the model, unless ``preempted``.
@@ -99,7 +99,7 @@ class FinalWrites:
             return None if self._last_step_is_kept else self._writer.failed
 
         async def write() -> FailedWrite | None:
-            await self._checkpoints.begin(final=True)
+            await self._begin_checkpoint()
             return await wait_for_write()
 
         return await self._persist("the last checkpoint", await wait_for_write(), write)

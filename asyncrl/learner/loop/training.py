@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -38,7 +38,7 @@ from asyncrl.learner.algorithm.probe_sequences import from_groups, from_prompts,
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.backends.backend import Backend
-from asyncrl.learner.checkpoint.run_checkpoints import RunCheckpoints
+from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import MASKED, Intake
 from asyncrl.learner.groups.served_teacher import ServedTeacher
@@ -69,7 +69,8 @@ class Training:
         dataloader: DataloaderLink,
         versions: Versions,
         lines: StepLines,
-        checkpoints: RunCheckpoints,
+        writer: CheckpointWriter,
+        begin_checkpoint: Callable[[], Awaitable[None]],
         group_log: GroupLog,
         track: Track,
         supervised: SupervisedSteps | None,
@@ -83,7 +84,8 @@ class Training:
         self._backend, self._thread = backend, thread
         self._intake, self._dataloader = intake, dataloader
         self._versions = versions
-        self._lines, self._checkpoints, self._group_log = lines, checkpoints, group_log
+        self._lines, self._group_log = lines, group_log
+        self._writer, self._begin_checkpoint = writer, begin_checkpoint
         self._track, self._supervised, self._teacher = track, supervised, teacher
         self._first_version = -1
         """Version that this learner published at its start; -1 before."""
@@ -178,21 +180,21 @@ class Training:
             # If the version could not be begun, a checkpoint that is due waits for the next boundary.
             if at_boundary:
                 # After the last step FinalWrites writes the checkpoint.
-                if progress.step < learner.steps and self._checkpoint_is_due(last_boundary):
+                if progress.step < learner.steps and await self._checkpoint_is_due(last_boundary):
                     self._states.enter("checkpointing")
-                    await self._checkpoints.begin()
+                    await self._begin_checkpoint()
                 last_boundary = progress.step
         self._planner.plan_early(None)
         await self._publish_the_rest()
 
-    def _checkpoint_is_due(self, last_boundary: int) -> bool:
-        """Whether an interval of checkpoints ended after the step ``last_boundary``, or a checkpoint is overdue.
+    async def _checkpoint_is_due(self, last_boundary: int) -> bool:
+        """Whether an interval of checkpoints ended after the step ``last_boundary``, or a full disk has room again.
 
         Steps are compared, since a run may be resumed inside a version.
         """
         every = self._config.checkpoint.every_versions * self._config.learner.steps_per_version
         is_due = bool(every and self._progress.step // every > last_boundary // every)
-        return is_due or self._checkpoints.overdue
+        return is_due or await self._writer.has_room_again()
 
     async def finish(self) -> None:
         """Wait for the last evaluations, after the last step.

@@ -55,7 +55,7 @@ class GroupRecords:
     async def write_untrained(self) -> None:
         """Write the left-out and quarantined prompts since the last call, and the kept texts of filtered groups.
 
-        Left-out prompts go to the group log alone. RunCheckpoints also calls this, before a checkpoint is complete.
+        Left-out prompts go to the group log alone. Rank0 also calls this, before a checkpoint is complete.
         """
         async with self._writing:
             left_out, self._intake.left_out = self._intake.left_out, []

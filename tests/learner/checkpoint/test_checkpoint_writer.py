@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from disks import fill, flip, small_disk, tear
 from harness import until
 from learner.learner_cases import make_config, make_state, plan_of, random_groups
-from virtual import LoopClock
+from services import services
 
 from asyncrl.checkpoint import contents as contents_module
 from asyncrl.checkpoint.contents import (
@@ -34,6 +35,7 @@ from asyncrl.learner.backends.backend import create
 from asyncrl.learner.checkpoint import checkpoint_writer as writer_module
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.failed_writes import FailedWrite, Kept
+from asyncrl.messages.actors import CheckpointWritten
 from asyncrl.messages.groups import Group
 from asyncrl.messages.ledger import Ledger
 
@@ -121,45 +123,31 @@ class _Held:
         done.set_result(None)
 
 
-class _Reports:
-    """The reports about checkpoints, kept for the test."""
-
-    def __init__(self) -> None:
-        self.damaged: list[str] = []
-        self.complete: list[Kept] = []
-        self.seconds: list[tuple[float, float]] = []
-        self.failures: list[FailedWrite] = []
-
-    def restored(self, kept: Kept, damaged: Mapping[str, str]) -> None:
-        self.damaged += damaged.values()
-
-    def written(self, kept: Kept, *, staged_s: float, seconds: float) -> None:
-        self.complete.append(kept)
-        self.seconds.append((staged_s, seconds))
-
-    def failed(self, failed: FailedWrite, kept: Kept | None) -> None:
-        self.failures.append(failed)
-
-
 class _World:
+    """A writer of checkpoints, with everything that it reports."""
+
     def __init__(
         self, folder: Path, thread: ThreadPoolExecutor, *, backend: Any = None, incarnation: int = 100, keep: int = 1
     ) -> None:
         self.folder, self.thread, self.incarnation, self.keep = folder, thread, incarnation, keep
         self.backend = backend or create(CONFIG, 0)
-        self.reports = _Reports()
-        self.written, self.failed, self.damaged = self.reports.complete, self.reports.failures, self.reports.damaged
+        self.services = services(notify=self._notify)
+        self.written: list[CheckpointWritten] = []
+        self.seconds: list[tuple[float, float]] = []
+        self.failed: list[FailedWrite] = []
+        self.damaged: list[str] = []
 
     def make(self, tasks: asyncio.TaskGroup) -> CheckpointWriter:
-        writer = CheckpointWriter(
+        self.writer = writer = CheckpointWriter(
             self.folder,
             self.incarnation,
             self.backend,
             self.thread,
-            self.reports,  # type: ignore[arg-type]
+            self.services,
+            self._report,
             config=CONFIG.checkpoint.model_copy(update={"keep": self.keep}),
             tasks=tasks,
-            clock=LoopClock(),
+            track=Mock(),
         )
         write = writer.write
 
@@ -168,6 +156,19 @@ class _World:
 
         writer.write = with_lines  # type: ignore[method-assign, assignment]
         return writer
+
+    async def _report(self, message: Any) -> None:
+        self.written.append(message)
+        counters = self.services.counters
+        if "checkpoint/write_s" in counters:
+            self.seconds.append((counters["checkpoint/stage_s"], counters["checkpoint/write_s"]))
+
+    def _notify(self, key: str, text: str, **_: Any) -> None:
+        if key.startswith("damaged "):
+            self.damaged.append(text)
+        elif self.writer.failed is not None:
+            assert text == f"no checkpoint of version {self.writer.failed.version}: {self.writer.failed.reason}"
+            self.failed.append(self.writer.failed)
 
     async def write_lines(self, state: CheckpointState) -> None:
         """The lines of what is in a checkpoint are written before it is committed."""
@@ -209,8 +210,11 @@ def test_a_run_continues_from_its_newest_checkpoint(folder, thread) -> None:
     for step in range(8):
         world.backend.train(plan_of(world.backend, CONFIG, step))
     world.play(first)
-    assert [(w.version, w.step, w.path.name) for w in world.written] == [(3, 6, "v00000003"), (4, 8, "v00000004")]
-    assert all(0 <= staged_s <= seconds for staged_s, seconds in world.reports.seconds)
+    assert [(w.version, w.step, Path(w.path).name) for w in world.written] == [
+        (3, 6, "v00000003"),
+        (4, 8, "v00000004"),
+    ]
+    assert all(0 <= staged_s <= seconds for staged_s, seconds in world.seconds)
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000004", "writer.json"]
 
     second = _World(folder, thread, incarnation=101)
@@ -235,7 +239,6 @@ def test_the_needed_disk_space_includes_the_ledger(folder, thread, monkeypatch) 
     async def script(checkpoints: CheckpointWriter) -> None:
         await checkpoints.restore()
         assert not await checkpoints.write(state, [], [])
-        checkpoints.close()
 
     monkeypatch.setattr(writer_module, "free_bytes", lambda folder: 0)
     world = _World(folder, thread)
@@ -257,7 +260,7 @@ def test_a_checkpoint_due_during_a_write_is_skipped_and_a_final_one_waits(folder
         mine.clear()
         assert both == [True, False]
         assert not await checkpoints.write(make_state(5), [], [])
-        assert (checkpoints.skipped, len(held.savings), checkpoints.busy) == (2, 1, True)
+        assert (world.services.counters["checkpoint/skipped"], len(held.savings), checkpoints.busy) == (2, 1, True)
         final = asyncio.create_task(checkpoints.write(make_state(5), [], [], final=True))
         await asyncio.sleep(0)
         assert not final.done() and not world.written
@@ -323,8 +326,7 @@ def _full(*arguments: Any, **keywords: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_checkpoint_without_disk_space_waits_for_space(tmp_path, thread, monkeypatch) -> None:
-    monkeypatch.setattr(writer_module, "LOOK_S", 0.01)
+def test_a_checkpoint_without_disk_space_waits_for_space(tmp_path, thread) -> None:
     held = _Held(create(CONFIG, 0))
     held.bytes = 3 << 18
 
@@ -337,12 +339,12 @@ def test_a_checkpoint_without_disk_space_waits_for_space(tmp_path, thread, monke
             await checkpoints.settle()
         ballast = fill(disk, left=1 << 18)
         assert not await checkpoints.write(make_state(4), [], [])
-        assert not checkpoints.busy and not checkpoints.overdue
+        assert not checkpoints.busy and not await checkpoints.has_room_again()
         assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000002", "v00000003", "writer.json"]
         ballast.unlink()
-        await until(lambda: checkpoints.overdue, "room")
+        assert await checkpoints.has_room_again()
         assert await checkpoints.write(make_state(5), [], [])
-        assert checkpoints.failed is None and not checkpoints.overdue
+        assert checkpoints.failed is None and not await checkpoints.has_room_again()
         held.finish()
 
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
@@ -356,24 +358,21 @@ def test_a_checkpoint_without_disk_space_waits_for_space(tmp_path, thread, monke
         assert [w.version for w in world.written] == [2, 3, 5]
 
 
-def test_an_exhausted_quota_does_not_make_the_learner_wait(folder, thread, monkeypatch) -> None:
+def test_an_exhausted_quota_does_not_make_the_learner_wait(folder, thread) -> None:
     """The disk says that there is room: the next checkpoint is tried when it is due."""
-    monkeypatch.setattr(writer_module, "LOOK_S", 0.01)
     held = _Held(create(CONFIG, 0))
 
-    async def script(checkpoints: CheckpointWriter) -> CheckpointWriter:
+    async def script(checkpoints: CheckpointWriter) -> None:
         await checkpoints.restore()
         for version in (3, 4, 5):
-            assert not checkpoints.overdue
             assert await checkpoints.write(make_state(version), [], [])
             used_up = CheckpointError("trainer", "Disk quota exceeded", full=errno.EDQUOT)
             held.finish(error=None if version == 4 else used_up)
             await checkpoints.settle()
-        return checkpoints
+            assert not await checkpoints.has_room_again()
 
     world = _World(folder, thread, backend=held)
-    # Its tasks have ended: one that looked for room would have found it.
-    assert not world.play(script).overdue
+    world.play(script)
     assert [failed.version for failed in world.failed] == [3, 5]
     for failed in world.failed:
         assert failed.reason.startswith(f"the disk quota is used up on {folder}: ")
@@ -427,6 +426,8 @@ def test_a_learner_skips_a_damaged_checkpoint_and_reports_it(two, thread, name, 
         return contents
 
     assert world.play(script).state.version == 3
+    # The controller may still name the damaged one.
+    assert [written.version for written in world.written] == [3]
     (text,) = world.damaged
     aside = two / "damaged-v00000004"
     assert text.startswith(f"checkpoint v00000004, now {aside}, is damaged: {two / 'v00000004'}")

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from disks import fill, small_disk
@@ -21,11 +21,9 @@ from asyncrl.checkpoint.contents import CheckpointState
 from asyncrl.core.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.backends.backend import create
 from asyncrl.learner.checkpoint import failed_writes
-from asyncrl.learner.checkpoint.checkpoint_reports import CheckpointReports
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.final_writes import FinalWrites
 from asyncrl.learner.groups.training_progress import TrainingProgress
-from asyncrl.rpc.services import Clock
 
 WAIT_S = 30.0
 MIB = 1 << 20
@@ -77,11 +75,8 @@ class Scene:
                 await checkpoints.settle()
                 self.progress.step = self.progress.version = 8
                 arrange()
-                try:
-                    await self.final_writes.begin(preempted=preempted)
-                    return await self.final_writes.finish(preempted=preempted)
-                finally:
-                    checkpoints.close()
+                await self.final_writes.begin(preempted=preempted)
+                return await self.final_writes.finish(preempted=preempted)
 
         return asyncio.run(main())
 
@@ -91,10 +86,11 @@ class Scene:
             100,
             self.backend,  # type: ignore[arg-type]
             self.thread,
-            Mock(CheckpointReports),
+            services(),
+            AsyncMock(),
             config=self.config.checkpoint,
             tasks=tasks,
-            clock=Clock(),
+            track=Mock(),
         )
         self.final_writes = FinalWrites(
             self.config,
@@ -103,8 +99,8 @@ class Scene:
             backend=self.backend,  # type: ignore[arg-type]
             thread=self.thread,
             progress=self.progress,
-            checkpoints=SimpleNamespace(begin=lambda final: self._write(checkpoints)),  # type: ignore[arg-type]
             writer=checkpoints,
+            begin_checkpoint=lambda: self._write(checkpoints),
         )
         return checkpoints
 

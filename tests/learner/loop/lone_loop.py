@@ -58,6 +58,8 @@ class LoneTraining:
         """Lines of its steps."""
         self.written: list[int] = []
         """Steps at which a checkpoint began."""
+        self.has_room_again = False
+        """Whether a disk that was full has room again."""
         self.backend, self.dataloader = backend, dataloader
         self.intake, self.progress = Intake(config.learner), TrainingProgress(step=step)
         self._thread, shared = ThreadPoolExecutor(1, thread_name_prefix="train"), services(clock=clock)
@@ -67,7 +69,10 @@ class LoneTraining:
         async def put(trained: Any) -> None:
             self.lines.append(trained.line)
 
-        async def begin() -> None:
+        async def has_room_again() -> bool:
+            return self.has_room_again
+
+        async def begin_checkpoint() -> None:
             self.written.append(self.progress.step)
 
         self.training = Training(
@@ -80,7 +85,8 @@ class LoneTraining:
             dataloader=dataloader,
             versions=self.versions,
             lines=cast(Any, SimpleNamespace(put=put)),
-            checkpoints=cast(Any, SimpleNamespace(begin=begin, overdue=False)),
+            writer=cast(Any, SimpleNamespace(has_room_again=has_room_again)),
+            begin_checkpoint=begin_checkpoint,
             group_log=GroupLog("learner/0"),
             track=Trace(clock.now, clock.wall, window_s=0.0).track("steps", STEPS),
             supervised=None,

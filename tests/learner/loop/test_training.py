@@ -106,6 +106,17 @@ def test_checkpoints_come_as_often_after_a_resumption_inside_a_version(begins: i
     assert run_virtual(main()) == written
 
 
+def test_a_checkpoint_begins_at_the_next_version_once_a_full_disk_has_room_again() -> None:
+    async def main() -> list[int]:
+        scene = Scene(steps=6, learner={"steps_per_version": 2}, checkpoint={"every_versions": 0})
+        scene.has_room_again = True
+        await scene.run()
+        scene.close()
+        return scene.written
+
+    assert run_virtual(main()) == [2, 4]
+
+
 @pytest.mark.parametrize("after_s", [0.5 * ASKED_S, 1.5 * ASKED_S])
 def test_a_preempted_run_gives_up_its_last_evaluations(after_s: float) -> None:
     """Also while the dataloader is asked whether they are over."""
