@@ -9,16 +9,13 @@ Fails with ConfigError if the driver does not report a GPU's memory, or as ``pla
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from asyncrl.config import Config
 from asyncrl.config.operation import TAKE_SHARE
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.model_files import read_settings
 from asyncrl.gpu.memory_shares import SHARED_GPU_VARIABLE, GpuShares, plan_sharing, sharers_of
 from asyncrl.gpu.slices import RankSlices
 from asyncrl.observe.machine import read_gpu
@@ -69,12 +66,4 @@ def read_shares(config: Config, gpus: Sequence[str]) -> GpuShares:
         scoring.append(learner.kl.path or policy)
     if learner.teacher is not None and learner.teacher_url is None:
         scoring.append(learner.teacher)
-    return plan_sharing(config, _settings(policy), min(sizes), {path: _settings(path) for path in scoring})
-
-
-def _settings(path: str) -> Mapping[str, Any]:
-    """Read a model's config.json; empty if it cannot be read, which the check of the model's folder reports."""
-    settings: Any = {}
-    with contextlib.suppress(OSError, ValueError):
-        settings = json.loads((Path(path) / "config.json").read_text())
-    return settings if isinstance(settings, dict) else {}
+    return plan_sharing(config, read_settings(policy), min(sizes), {path: read_settings(path) for path in scoring})

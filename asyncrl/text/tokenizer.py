@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from asyncrl.config import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.model_files import eos_token_ids, read_optional, text_config
 
 _LONGEST_QUOTE = 40
 """Most characters of a text that an error quotes."""
@@ -190,21 +191,17 @@ class _HuggingFace:
     def __init__(self, folder: Path, settings: TemplateSettings) -> None:
         self._folder = folder
         self._date, self._options = settings
-        self._config = _read_json(folder / "tokenizer_config.json")
-        self.eos_ids: set[int] = set()
-        model = _read_json(folder / "config.json")
-        text_model = model.get("text_config") or {}
+        self._config = read_optional(folder / "tokenizer_config.json")
         self.special_ids: dict[str, int] = {}
+        model = read_optional(folder / "config.json")
+        self.eos_ids = eos_token_ids(folder, model)
         # 0 if config.json does not say it.
-        self.vocabulary = int(text_model.get("vocab_size") or model.get("vocab_size") or 0)
-        for source in (_read_json(folder / "generation_config.json"), model, text_model):
-            ids = source.get("eos_token_id")
-            self.eos_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        self.vocabulary = int(text_config(model).get("vocab_size") or model.get("vocab_size") or 0)
 
     @cached_property
     def _special_tokens(self) -> dict[str, str]:
         """Texts of the named special tokens: bos_token, eos_token and so on."""
-        merged = _read_json(self._folder / "special_tokens_map.json") | self._config
+        merged = read_optional(self._folder / "special_tokens_map.json") | self._config
         named = {name: _text(value) for name, value in merged.items() if name.endswith("_token")}
         return {name: text for name, text in named.items() if text is not None}
 
@@ -420,16 +417,3 @@ def _text(token: Any) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file; empty if the file does not exist. Raises ConfigError."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"model.path: {path} cannot be read: {error}"]) from None
-    if not isinstance(value, dict):
-        raise ConfigError([f"model.path: {path} is not a JSON object"])
-    return value

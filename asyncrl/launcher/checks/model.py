@@ -14,18 +14,18 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.config.algorithm import LoraConfig
 from asyncrl.core.disk import in_bytes
+from asyncrl.core.model_files import (
+    DOWNLOAD,
+    Unreadable,
+    read_header,
+    read_json,
+    read_settings,
+    text_config,
+)
 from asyncrl.data.files import fetch_advice
 from asyncrl.launcher.checks.findings import Finding, fail, listed, ok
 from asyncrl.launcher.checks.needs import ModelSize
-from asyncrl.launcher.checks.weights import (
-    DOWNLOAD,
-    Unreadable,
-    check_form,
-    check_tensors,
-    read_header,
-    read_json,
-    weight_files,
-)
+from asyncrl.launcher.checks.weights import check_form, check_tensors, weight_files
 
 BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of one parameter, by the name of its dtype in config.json."""
@@ -124,26 +124,18 @@ def check_window(config: Config) -> Finding | None:
 def check_served(config: Config) -> Finding | None:
     """Fail if the engine computes this architecture differently from the learner; None if not, or if unknown."""
     judge, model = config.rollout.traits.judge, _settings(config)
-    problem = pkgutil.resolve_name(judge)(config, model) if judge and model is not None else None
+    problem = pkgutil.resolve_name(judge)(config, model) if judge and model else None
     return fail("model", problem.detail, problem.fix, key=problem.key) if problem else None
 
 
 def window_of(config: Config) -> int | None:
     """Return the model's context length in tokens; None if unknown, or if the model extends it (rope_scaling)."""
-    model = _settings(config)
-    if model is None:
-        return None
-    text = model.get("text_config") or model
+    text = text_config(_settings(config))
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     window = text.get("max_position_embeddings")
     return window if isinstance(window, int) and "factor" not in rope else None
 
 
-def _settings(config: Config) -> dict[str, Any] | None:
-    """The model's config.json; None if it cannot be read."""
-    if config.model.path is None:
-        return None
-    try:
-        return read_json(Path(config.model.path) / "config.json")
-    except (OSError, Unreadable):
-        return None
+def _settings(config: Config) -> dict[str, Any]:
+    """The model's config.json; empty without a model, and if it cannot be read."""
+    return read_settings(config.model.path) if config.model.path is not None else {}

@@ -14,13 +14,13 @@ import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.model_files import read_settings, text_config
 from asyncrl.data.files import fetch_advice
 from asyncrl.launcher.checks.findings import Finding, fail, ok, warn
 from asyncrl.launcher.checks.model import check_model
@@ -166,8 +166,5 @@ def highest_id(config: Config, tokenizer: Tokenizer) -> int:
 
 def _vocabulary(folder: Path) -> int:
     """Read vocab_size from config.json; 0 if unknown."""
-    try:
-        model: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
-        return int((model.get("text_config") or model).get("vocab_size") or 0)
-    except (OSError, ValueError, AttributeError):
-        return 0
+    size = text_config(read_settings(folder)).get("vocab_size")
+    return size if isinstance(size, int) else 0

@@ -1,7 +1,7 @@
 """The weights in a model's folder: the files that transformers loads, and whether they can be trained.
 
-Only the headers of safetensors files are read. They hold the dtype, the shape and the byte range of every tensor, which
-reveals a file that was cut off. An index maps each tensor to its file; a tensor that no file holds is found too.
+Only the headers of safetensors files are read. An index maps each tensor to its file; a tensor that no file holds is
+found too.
 
 Invariant: a folder passes only if it holds one whole model with weights in floating point of 16 bits or more.
 Quantized weights and adapters are refused, even if a package that reads them is installed.
@@ -11,18 +11,15 @@ Raises Unreadable or Untrainable, which say what the folder holds and what to do
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from asyncrl.core.model_files import Tensor, Unreadable, read_json
 from asyncrl.launcher.checks.findings import listed
 from asyncrl.weights.lora import ADAPTER_FILE, SETTINGS_FILE
 
-# safetensors itself refuses a header of more than 100 MB.
-MOST_HEADER_BYTES = 100 << 20
 LOADED = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -34,17 +31,9 @@ A file that transformers_weights in config.json names comes before these.
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".npz")
 """Suffixes of files that may hold weights, though transformers does not load them under their names."""
 ADAPTERS = (SETTINGS_FILE, ADAPTER_FILE, "adapter_model.bin")
-DOWNLOAD = "copy or download the whole model folder again, readable for this user"
-_LENGTH = struct.Struct("<Q")
 _FLOATS = ("F16", "BF16", "F32", "F64")
 # In names of integer tensors that are quantized weights. Older checkpoints also have integer masks and positions.
 _WEIGHT = re.compile(r"weight|packed|blocks|qzeros")
-
-
-class Unreadable(ValueError):
-    """A file of the model is missing or damaged."""
-
-    fix = DOWNLOAD
 
 
 class Untrainable(Unreadable):
@@ -53,18 +42,6 @@ class Untrainable(Unreadable):
     def __init__(self, text: str, fix: str) -> None:
         super().__init__(text)
         self.fix = fix
-
-
-class Tensor(NamedTuple):
-    """A tensor as the header of a safetensors file describes it."""
-
-    dtype: str
-    """Name in safetensors, for example BF16."""
-    shape: tuple[int, ...]
-    start: int
-    """Offset of its first byte in the file."""
-    size: int
-    """Number of bytes."""
 
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:
@@ -114,53 +91,6 @@ def check_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
         raise _quantized_error(
             f"{file.name} holds {len(quantized)} tensors that are not floating point of 16 bits or more: {first}"
         )
-
-
-def read_header(file: Path) -> dict[str, Tensor]:
-    """Read the header of a safetensors file and return its tensors by name. Raises Unreadable or OSError.
-
-    The file holds the header's length (8 bytes), the header (JSON) and the tensors, and nothing after them. See
-    https://github.com/huggingface/safetensors, Format.
-    """
-    file_bytes = file.stat().st_size
-    with file.open("rb") as source:
-        prefix = source.read(_LENGTH.size)
-        if len(prefix) < _LENGTH.size:
-            raise Unreadable(f"{file.name} is cut off: it has {file_bytes} bytes")
-        (length,) = _LENGTH.unpack(prefix)
-        if length > MOST_HEADER_BYTES:
-            raise Unreadable(f"{file.name} is not a safetensors file (is it a pointer of git-lfs?)")
-        if length > file_bytes - _LENGTH.size:
-            raise Unreadable(f"{file.name} is cut off: it has {file_bytes} bytes, and its header alone takes {length}")
-        try:
-            header = json.loads(source.read(length))
-            descriptions = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            by_name = {name: _tensor(entry, _LENGTH.size + length) for name, entry in descriptions.items()}
-            end = max((tensor.start + tensor.size for tensor in by_name.values()), default=_LENGTH.size + length)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            raise Unreadable(f"the header of {file.name} cannot be read") from None
-    if end > file_bytes:
-        raise Unreadable(f"{file.name} is cut off: it has {file_bytes} bytes, and its header describes {end}")
-    if end < file_bytes:
-        raise Unreadable(f"{file.name} has {file_bytes} bytes, and its header describes {end}")
-    return by_name
-
-
-def _tensor(entry: Mapping[str, Any], start: int) -> Tensor:
-    """Parse an entry of a header. Its offsets count from ``start``, the end of the header."""
-    begin, end = map(int, entry["data_offsets"])
-    return Tensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), start + begin, end - begin)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object. Raises Unreadable or OSError."""
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError:
-        raise Unreadable(f"{path.name} is not valid JSON") from None
-    if not isinstance(value, dict):
-        raise Unreadable(f"{path.name} is not a JSON object")
-    return value
 
 
 def _is_quantized(name: str, tensor: Tensor) -> bool:

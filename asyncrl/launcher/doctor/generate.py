@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -31,11 +30,12 @@ from asyncrl.config.hub import localized
 from asyncrl.config.load import config_from_json, config_to_json, validate_config
 from asyncrl.core.errors import AsyncRLError, ConfigError, EngineDied
 from asyncrl.core.files import write_all
+from asyncrl.core.model_files import COMPUTED, DTYPES, Tensor, Unreadable, read_header
 from asyncrl.core.printable import say
 from asyncrl.launcher.checks.inputs import FirstRow, first_rows
 from asyncrl.launcher.checks.process import ask_process
 from asyncrl.launcher.checks.user_code import RewardTrial
-from asyncrl.launcher.checks.weights import Tensor, Unreadable, read_header, weight_files
+from asyncrl.launcher.checks.weights import weight_files
 from asyncrl.launcher.doctor.lone_episode import CannotPlay, LoneEpisode, lone_lease
 from asyncrl.messages.groups import Lease, Trajectory, sampled_tokens
 from asyncrl.messages.reward import Completion, Score
@@ -68,9 +68,6 @@ T = TypeVar("T")
 MODULE = "asyncrl.launcher.doctor.generate"
 SAMPLE_S = 120.0
 """Longest time for sampling a response (s); the configuration bounds rewards and episodes."""
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
-"""Names of tensors that old versions of transformers saved, and that every engine computes itself."""
 COPIED_BYTES = 64 << 20
 
 

@@ -3,16 +3,12 @@
 vLLM accepts any set of adapters. If one were missing or had a wrong name, vLLM would compute that layer without an
 adapter and report nothing. So ``check_adapters`` finds the adapters that a version must have.
 
-The module reads JSON files, and the JSON headers of safetensors files
-(https://github.com/huggingface/safetensors#format).
-
 Fails with ConfigError, which names the file and the remedy. Fails with WeightsCorrupt for weights that are not the
 model's.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,35 +16,31 @@ from typing import Any
 
 from asyncrl.config.algorithm import LoraConfig
 from asyncrl.core.errors import ConfigError, WeightsCorrupt
+from asyncrl.core.model_files import (
+    COMPUTED,
+    DTYPES,
+    Unreadable,
+    eos_token_ids,
+    read_header,
+    read_optional,
+    text_config,
+)
 from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
 from asyncrl.weights.lora import layer_of, tensor_names
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of each tensor, by its checkpoint name."""
 
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Old versions of transformers wrote these tensors; every engine computes them itself.
-_COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
-# safetensors itself allows 100,000,000 bytes.
-_HEADER_LIMIT = 100 << 20
 _INDEX = re.compile(r"\.\d+\.")
 
 
 def read_config(folder: str) -> dict[str, Any]:
     """Read config.json. Raises ConfigError if the folder has none."""
     path = Path(folder) / "config.json"
-    if not Path(folder).is_dir():
-        raise ConfigError([f"model.path: {folder} is no folder; give the folder of a Hugging Face model"])
-    config = _read(path)
-    if config is None:
-        raise ConfigError([f"model.path: {folder} holds no config.json; give the folder of a Hugging Face model"])
-    return config
-
-
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config.json that describes the language model; multimodal models have it as text_config."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else config
+    if not path.is_file():
+        what = "holds no config.json" if Path(folder).is_dir() else "is no folder"
+        raise ConfigError([f"model.path: {folder} {what}; give the folder of a Hugging Face model"])
+    return read_optional(path)
 
 
 def stop_token_ids(folder: str, *, required: bool = True) -> list[int]:
@@ -56,15 +48,11 @@ def stop_token_ids(folder: str, *, required: bool = True) -> list[int]:
 
     Raises ConfigError if they are ``required`` and missing, because every response would run to its limit.
     """
-    config = read_config(folder)
-    stop_ids: set[int] = set()
-    for source in (_read(Path(folder) / "generation_config.json") or {}, config, text_config(config)):
-        ids = source.get("eos_token_id")
-        stop_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    token = (_read(Path(folder) / "tokenizer_config.json") or {}).get("eos_token")
+    stop_ids = eos_token_ids(Path(folder), read_config(folder))
+    token = read_optional(Path(folder) / "tokenizer_config.json").get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     if isinstance(content, str):
-        tokenizer = _read(Path(folder) / "tokenizer.json") or {}
+        tokenizer = read_optional(Path(folder) / "tokenizer.json")
         stop_ids.update(added["id"] for added in tokenizer.get("added_tokens", ()) if added["content"] == content)
     if required and not stop_ids:
         raise ConfigError(
@@ -78,17 +66,20 @@ def stop_token_ids(folder: str, *, required: bool = True) -> list[int]:
 
 def weight_shapes(folder: str) -> Shapes | None:
     """Read the dtypes and shapes of the folder's tensors; None if it has no safetensors files."""
-    index = _read(Path(folder) / "model.safetensors.index.json")
+    index = read_optional(Path(folder) / "model.safetensors.index.json")
     names: Iterable[str] = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
     shapes: Shapes = {}
     for name in names:
         path = Path(folder) / name
         if not path.is_file():
             return None
-        for tensor, entry in _header(path).items():
-            if tensor != "__metadata__" and not _COMPUTED.search(tensor):
-                dtype = _DTYPES.get(entry["dtype"], entry["dtype"].lower())
-                shapes[tensor] = (dtype, tuple(entry["shape"]))
+        try:
+            tensors = read_header(path)
+        except Unreadable as error:
+            raise ConfigError([f"model.path: {folder}: {error}"]) from None
+        for tensor, entry in tensors.items():
+            if not COMPUTED.search(tensor):
+                shapes[tensor] = (DTYPES.get(entry.dtype, entry.dtype.lower()), entry.shape)
     return shapes
 
 
@@ -121,27 +112,6 @@ def check_layout(staged: HeldVersion, folder: str) -> None:
     if shapes is not None:
         optional = optional_names(read_config(folder), shapes.keys() | staged.layout.keys())
         check_complete(staged.version, staged.layout, shapes, optional=optional, dtypes=False)
-
-
-def _header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        # The shortest header is {}, 2 bytes.
-        if not 2 <= length <= _HEADER_LIMIT:
-            raise ConfigError([f"model.path: {path} is no safetensors file"])
-        header: dict[str, Any] = json.loads(file.read(length))
-    return header
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """Read a JSON file; None if it is missing."""
-    try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"model.path: {path} cannot be read: {error}"]) from error
-    return content
 
 
 # --- adapters ---

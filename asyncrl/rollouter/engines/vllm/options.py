@@ -25,8 +25,9 @@ from asyncrl.config.algorithm import VLLM_RANKS
 from asyncrl.core.compile_cache import compile_cache
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.files import lock_is_free
+from asyncrl.core.model_files import text_config
 from asyncrl.gpu.memory_shares import ALONE, GpuShares
-from asyncrl.rollouter.engines.vllm.model_folder import targets, text_config
+from asyncrl.rollouter.engines.vllm.model_folder import targets
 
 SCRATCH_PREFIX = "asyncrl-engine-"
 SCRATCH_LOCK = "lock"
@@ -289,7 +290,7 @@ def judge(config: Config, model: dict[str, Any]) -> Unserved | None:
     ``model`` is its config.json.
     """
     longest = config.rollout.engine_context or config.longest_sequence
-    text = model.get("text_config") or model
+    text = text_config(model)
     if config.rollout.truncation is not None and os.environ.get(V2_RUNNER) == "0":
         problem = f"only vLLM's second model runner returns the tokens that are left, and {V2_RUNNER} is 0"
         return Unserved(problem, "unset the variable, or leave the key out", f"rollout.{config.rollout.truncation_key}")

@@ -285,7 +285,7 @@ def test_shapes_come_from_the_headers(tmp_path):
     def write_safetensors(name: str, *tensors: str) -> None:
         entry = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
         text = json.dumps({"__metadata__": {}} | dict.fromkeys(tensors, entry)).encode()
-        (tmp_path / name).write_bytes(struct.pack("<Q", len(text)) + text)
+        (tmp_path / name).write_bytes(struct.pack("<Q", len(text)) + text + bytes(12))
 
     assert model_folder.weight_shapes(str(tmp_path)) is None
     write_safetensors("one.safetensors", "a")
