@@ -1,7 +1,7 @@
 """The model card of an exported model: README.md for a repository of the Hugging Face hub. Pure.
 
-The card is public, so it shows of the configuration only what training depends on. Folders lose their place on the
-host. Addresses, the command of an agent and options that are named like secrets are left out.
+The card is public, so it shows of the configuration only what training depends on. Of an absolute
+path only the last name is shown. Addresses, the command of an agent and options that are named like secrets are left out.
 """
 
 from __future__ import annotations
@@ -113,9 +113,11 @@ def _changed(section: Section, default: Section, prefix: str) -> Iterator[tuple[
 
 
 def _public(value: Any) -> Any:
-    """Return a value without what only this host or its user should know; None if nothing is left."""
+    """Return a value without URLs, folders of absolute paths and secrets; None for a URL."""
     if isinstance(value, str):
-        return None if "://" in value else PurePath(value).name if value.startswith("/") else value
+        if "://" in value:
+            return None
+        return PurePath(value).name if value.startswith("/") else value
     if isinstance(value, Mapping):
         kept = {key: _public(each) for key, each in value.items() if not SECRET.fullmatch(str(key))}
         return {key: each for key, each in kept.items() if each is not None}

@@ -80,7 +80,7 @@ def listed_table_of(field: FieldInfo) -> type[Section] | None:
 
 
 def docstrings(section: type[Section]) -> dict[str, str]:
-    """Return the docstring below each field of a section by the field's name, with the fields of its base classes."""
+    """Return the docstring of each field of a section and its base classes, by the field's name. Reads the source."""
     texts: dict[str, str] = {}
     for each in reversed(section.__mro__):
         if issubclass(each, Section):

@@ -1,6 +1,6 @@
 """The pool of workers that play episodes of Python code: function, env, tools.
 
-Invariant: each episode ends with the result of its code or with the end of its worker. The pool kills and replaces a
+Invariant: each attempt at an episode ends with the result of its code or with the end of its worker. The pool kills and replaces a
 worker that stalls its event loop, takes too much memory, or holds a stopped episode that does not end. A new episode
 goes to the worker with the fewest episodes. After two workers died with an episode, the episode gets a lone worker: a
 process that plays nothing else. The pool blames an episode for the end of its worker if the worker was a lone one.
@@ -36,7 +36,7 @@ MOST = 4096
 
 
 @dataclass(eq=False, slots=True)
-class Open:
+class OpenEpisode:
     """An episode that runs or waits for a worker."""
 
     session: PolicySession
@@ -53,14 +53,14 @@ class EpisodePlace(Place):
     """
 
     ledger: StateLedger = field(default_factory=lambda: StateLedger(time.monotonic, "player"))
-    open: dict[str, Open] = field(default_factory=dict)
+    open: dict[str, OpenEpisode] = field(default_factory=dict)
     """Open episodes of the worker, by the keys of their sessions."""
     heard: float = 0.0
     """Loop time (s) of the worker's latest message."""
     silent_s: float = 0.0
-    """Seconds since the worker's latest message, as ``silence`` counts them."""
+    """Seconds since the worker's latest message, without delays of this process (``silence``)."""
     guilty: str = ""
-    """Session key of the episode for which the worker is killed, because it does not end; else empty."""
+    """Session key of the episode to blame for the kill of the worker (``unended``); empty if none is to blame."""
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
             observer=observer,
             look_s=min(LOOK_S, setup.alive_s),
         )
-        self._waiting: deque[Open] = deque()
+        self._waiting: deque[OpenEpisode] = deque()
         """Episodes that wait for a worker."""
         self._suspects = Suspects()
         self._answers: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -156,7 +156,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         If the future is cancelled, the episode is asked to end. If it does not end, its worker is killed.
         """
         playing = Playing(loop=self._loop)
-        opened = Open(session, playing)
+        opened = OpenEpisode(session, playing)
         playing.on_stop = partial(self._stop, opened)
         self._waiting.append(opened)
         self._assign()
@@ -251,7 +251,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         Episodes for which there is no worker stay in the queue. There are at most ``episode.workers`` lone workers.
         """
         ready = [place for place in self._places if place.ready]
-        still_waiting: deque[Open] = deque()
+        still_waiting: deque[OpenEpisode] = deque()
         while self._waiting:
             opened = self._waiting.popleft()
             if self._suspects.alone(opened.session.task.episode_id):
@@ -266,7 +266,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
                 still_waiting.append(opened)
         self._waiting = still_waiting
 
-    def _begin(self, place: EpisodePlace, opened: Open) -> None:
+    def _begin(self, place: EpisodePlace, opened: OpenEpisode) -> None:
         session = opened.session
         place.open[session.key] = opened
         if place.ledger.state != "playing":
@@ -278,7 +278,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         if place.process is not None:
             place.process.send(self._encoder.encode(message))
 
-    def _stop(self, opened: Open) -> None:
+    def _stop(self, opened: OpenEpisode) -> None:
         """End an episode that its caller has cancelled: take it out of the queue, or ask its worker to end it."""
         self.counters.stopped += 1
         if opened in self._waiting:
@@ -289,7 +289,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
             if opened.session.key in place.open:
                 self._send(place, frames.StopEpisode(opened.session.key))
 
-    def _finish(self, opened: Open, done: EpisodeDone) -> None:
+    def _finish(self, opened: OpenEpisode, done: EpisodeDone) -> None:
         if not opened.playing.done():
             self.counters.played += 1
             self.counters.failed += bool(done.error)

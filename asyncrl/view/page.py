@@ -1,8 +1,8 @@
-"""The files of the page, and one step of a run as a single page that needs nothing else, to be sent.
+"""The files of the page, and one step of a run as a single page for a user to send.
 
 A sent page is that of the server, with its scripts, its styles and the answers that it would ask for inside. Invariant:
-the browser runs only these scripts (observe/pages.py), loads nothing, and takes the answers as data. Tokens beyond
-MOST_BYTES are left out. Raises NotFound without recorded groups.
+the browser runs only these scripts (observe/pages.py), loads nothing, and takes the answers as data. Once the
+answers have MOST_BYTES, further tokens are left out. Raises NotFound without recorded groups.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS_ON_PAGE = 100
 
 
 def step_page(answers: Answers, step: int) -> str:
-    """Make the page of a step of the first run."""
+    """Make the page of a step of the first run of ``answers``: the folder that the command names."""
     data: dict[str, Answer] = {}
     size = 0
 
@@ -45,7 +45,7 @@ def step_page(answers: Answers, step: int) -> str:
 
     add("runs")
     newest = answers.answer("steps", {"until": str(step), "count": "1"})["steps"]
-    # Step 0, before training, has groups and no numbers.
+    # Step 0, before training, has groups and no line in metrics.jsonl.
     steps = [each for each in newest if each["step"] == step] or [{"step": step}]
     data[f"steps?count={STEPS_ON_PAGE}"] = {"steps": steps, "before": 0, "count": 1}
     groups = add("groups", step=step)["groups"]

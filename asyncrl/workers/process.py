@@ -150,14 +150,15 @@ class WorkerProcess(WorkerSocket):
         self._loop.call_soon(self._reap, self._loop.time() + REAP_GRACE_S)
 
     def _reap(self, kill_at: float, pause_s: float = REAP_INTERVAL_S, *, is_first: bool = True) -> None:
-        """After the hang-up: reap the process if it has ended, and call ``on_end``; else look again after ``pause_s``.
+        """Once either side has closed the socket: reap the process if it has ended, else look again after ``pause_s``.
 
         A process that still lives at ``kill_at`` (loop time, s) is killed: first through its warden if it has one, then
-        directly, again and again until it ends.
+        directly, again and again until it ends. A keeper, which has a session of its own, ends its own processes; every
+        other process has a warden.
         """
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
-            # Kill processes that a killed keeper has left in its group. Nothing else has its pid until it is reaped.
+            # Kill processes that a killed keeper or warden has left in its group. Nothing else has its pid until it is reaped.
             kill_group(self._process.pid)
             # A keeper that ends with 0 has ended its session itself; any other end may leave processes in it.
             if self._own_session and (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):
@@ -170,7 +171,7 @@ class WorkerProcess(WorkerSocket):
             self.output.close()
             return
         if (now := self._loop.time()) >= kill_at:
-            # The process has closed its socket but lives.
+            # Its socket is closed, by either side, but the process lives.
             self._fault = self._fault or f"{SOCKET_CLOSED}; the process was killed"
             if is_first and not self._own_session:
                 warden.end(self._process.pid)
@@ -178,7 +179,7 @@ class WorkerProcess(WorkerSocket):
             else:
                 self._kill_hard()
                 kill_at = now + REAP_GRACE_S
-            # Longer pauses: its end may take long, as on a hung file system, and each try reads all of /proc.
+            # Look less often after each kill: the end may take long, as on a hung file system.
             is_first, pause_s = False, min(2 * pause_s, REAP_GRACE_S)
         self._loop.call_later(pause_s, partial(self._reap, kill_at, pause_s, is_first=is_first))
 

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.episodes.episode_pool import MOST, EpisodePlace, Open, Suspects, silence, unended
+from asyncrl.episodes.episode_pool import MOST, EpisodePlace, OpenEpisode, Suspects, silence, unended
 
 
 def place(heard: float, **stopped: float) -> EpisodePlace:
-    return EpisodePlace(heard=heard, open={key: Open(None, None, stopped=at) for key, at in stopped.items()})
+    return EpisodePlace(heard=heard, open={key: OpenEpisode(None, None, stopped=at) for key, at in stopped.items()})
 
 
 @pytest.mark.parametrize(

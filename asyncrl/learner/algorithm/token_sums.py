@@ -42,12 +42,13 @@ class TokenSums:
             setattr(self, item.name, max(own, added) if item.name == "ratio_max" else own + added)
 
     def metrics(self) -> dict[str, float]:
-        """Means of the sums, as metrics; empty without tokens.
+        """Return the metrics of these sums; empty without tokens. theta is the policy that is trained.
 
         ``policy/behaviour_kl``: KL(behaviour || theta) by the k3 estimator mean(r - 1 - log r)
         (http://joschu.net/blog/kl-approx.html). ``policy/ess``: (sum r)^2 / (n sum r^2), the effective share of the
         sample, 1 on policy (Kong 1992). ``policy/engine_kl``: the same KL over fresh tokens, which shows how far engine
-        and trainer differ. With ``policy/engine_kl_tokens``, their number, it is absent if there are no fresh tokens.
+        and trainer differ. ``policy/engine_kl_tokens`` is their number. Both are absent without fresh tokens, as after
+        the first update of a step.
         """
         if not self.count:
             return {}
@@ -70,9 +71,9 @@ def token_sums(batch: TokenBatch, *, fresh: bool, cap: float) -> Tensor:
     ``fresh``: whether the weights being trained are the newest published ones, so that tokens of staleness 0 come from
     them.
     """
-    r = log_ratio(batch.logprobs.detach(), batch.behaviour).double()
-    ratio = r.exp()
-    kl = ratio - 1.0 - r
+    log_r = log_ratio(batch.logprobs.detach(), batch.behaviour).double()
+    ratio = log_r.exp()
+    kl = ratio - 1.0 - log_r
     real = (batch.weights > 0).double()
     new = real * (batch.staleness == 0) * fresh
     rows = [

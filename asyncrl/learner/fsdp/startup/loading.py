@@ -255,7 +255,7 @@ def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 def _distribute(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
     """All ranks together: distribute rank 0's whole model, tensor by tensor; each rank keeps its rows.
 
-    The others' ``policy`` is on device "meta" before. Buffers become whole on every rank.
+    On other ranks ``policy`` has no values yet (device "meta"). All tensors are in host memory. Buffers are not sharded.
     """
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     parameters = dict(policy.named_parameters())
@@ -264,8 +264,8 @@ def _distribute(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
     for name, parameter in policy.named_parameters(remove_duplicate=False):
         places[id(parameter)].append(name)
     for parameter in parameters.values():
-        full = parameter.detach() if not ranks.rank else torch.empty(parameter.shape, dtype=parameter.dtype)
-        shard = nn.Parameter(distribute_tensor(full, mesh, placements), requires_grad=parameter.requires_grad)
+        whole = parameter.detach() if not ranks.rank else torch.empty(parameter.shape, dtype=parameter.dtype)
+        shard = nn.Parameter(distribute_tensor(whole, mesh, placements), requires_grad=parameter.requires_grad)
         for name in places[id(parameter)]:
             _replace(policy, name, shard)
         ranks.note_progress()

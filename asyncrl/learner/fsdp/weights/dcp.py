@@ -371,6 +371,10 @@ def _generators(device: torch.device) -> _Generators:
 
 
 def _restore_generators(path: Path, contents: TrainerContents, device: torch.device) -> None:
+    """Restore this rank's generators; a rank that was not there when the checkpoint was written has none.
+
+    ``load`` has compared the checksum of the file.
+    """
     if path.name not in contents.files:
         return
     saved = msgspec.msgpack.decode(path.read_bytes(), type=_Generators)
