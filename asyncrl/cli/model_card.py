@@ -1,7 +1,7 @@
 """The model card of an exported model: README.md for a repository of the Hugging Face hub. Pure.
 
-The card is public, so it shows of the configuration only what training depends on. Of an absolute
-path only the last name is shown. Addresses, the command of an agent and options that are named like secrets are left out.
+The card is public, so it shows of the configuration only what training depends on. Of an absolute path
+only the last name is shown. Addresses, the command of an agent and options that are named like secrets are left out.
 """
 
 from __future__ import annotations

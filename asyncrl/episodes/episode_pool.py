@@ -1,10 +1,10 @@
 """The pool of workers that play episodes of Python code: function, env, tools.
 
-Invariant: each attempt at an episode ends with the result of its code or with the end of its worker. The pool kills and replaces a
-worker that stalls its event loop, takes too much memory, or holds a stopped episode that does not end. A new episode
-goes to the worker with the fewest episodes. After two workers died with an episode, the episode gets a lone worker: a
-process that plays nothing else. The pool blames an episode for the end of its worker if the worker was a lone one.
-It also blames an episode that was stopped and did not end. The pool fails if no worker can be started.
+Invariant: each attempt at an episode ends with the result of its code or with the end of its worker. The pool kills
+and replaces a worker that stalls its event loop, takes too much memory, or holds a stopped episode that does not end.
+A new episode goes to the worker with the fewest episodes. After two workers died with an episode, the episode gets a
+lone worker: a process that plays nothing else. The pool blames an episode for the end of its worker if the worker was a
+lone one. It also blames an episode that was stopped and did not end. The pool fails if no worker can be started.
 """
 
 from __future__ import annotations

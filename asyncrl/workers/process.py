@@ -158,7 +158,8 @@ class WorkerProcess(WorkerSocket):
         """
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
-            # Kill processes that a killed keeper or warden has left in its group. Nothing else has its pid until it is reaped.
+            # Kill processes that a killed keeper or warden has left in its group. Nothing else has its pid until it is
+            # reaped.
             kill_group(self._process.pid)
             # A keeper that ends with 0 has ended its session itself; any other end may leave processes in it.
             if self._own_session and (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):

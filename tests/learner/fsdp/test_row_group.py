@@ -35,8 +35,8 @@ from asyncrl.learner.algorithm.scoring import build_scoring
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.fsdp.model import attention, row_group
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
-from asyncrl.learner.fsdp.model.row_group import RowGroup, sharing_problem
-from asyncrl.learner.fsdp.startup.startup_check import LENGTHS
+from asyncrl.learner.fsdp.model.row_group import RowGroup
+from asyncrl.learner.fsdp.startup.startup_check import LENGTHS, sharing_problem
 from asyncrl.learner.fsdp.trainer import compile_seconds
 from asyncrl.text.sft.conversations import Conversations, TokenizedRow
 from asyncrl.text.sft.encoding import Encoded

@@ -10,7 +10,7 @@ back. At the end ``gather`` gives every rank the scores of the whole row, so all
                 scores, so the gradients of the group's ranks add up to that of the row
 
 Invariant: a row's tokens see the same keys as on one rank. Works for layers that see other tokens in attention alone;
-``sharing_problem`` says why a model cannot be split, and the check at start compares split rows with whole ones.
+the check at start (startup_check.py) refuses other models, and compares split rows with whole ones.
 """
 
 from __future__ import annotations
@@ -27,13 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from asyncrl.learner.fsdp.model.recurrence import recurrent_modules
-
 if TYPE_CHECKING:
-    from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
+    from asyncrl.learner.fsdp.model.policy import PackedRow
 
-MOVING_ROTATIONS = ("dynamic", "longrope")
-"""Kinds of rotary embeddings that depend on the longest position that a rank computes."""
 _GROUPS: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 """Process groups by name, until they are destroyed. torch.compile takes a name for a constant."""
 
@@ -55,22 +51,6 @@ def join_row_group(size: int, timeout_s: float) -> RowGroup | None:
     group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=timeout_s))  # type: ignore[no-untyped-call]
     _GROUPS[group.group_name] = group
     return RowGroup(size, dist.get_rank(group), group.group_name)
-
-
-def sharing_problem(policy: Policy, size: int) -> str | None:
-    """Return the reason that ``size`` ranks cannot share the rows of a policy; None if they can."""
-    config = policy.model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int) or heads % size:
-        return f"it has {heads} attention heads, which {size} does not divide"
-    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
-    others = [kind for kind in kinds if "linear" in kind or "attention" not in kind]
-    if others or any(recurrent_modules(layer) for layer in policy.decoder_layers()):
-        return "it has layers with a state (linear attention, convolutions), which need all tokens of a row on one rank"
-    rotations = {str(getattr(module, "rope_type", "")) for module in policy.model.modules()}
-    if any(kind in rotation for rotation in rotations for kind in MOVING_ROTATIONS):
-        return f"its rotary embedding ({' or '.join(MOVING_ROTATIONS)}) depends on the longest position of a row"
-    return None
 
 
 def own_tokens(tokens: int, group: RowGroup) -> tuple[int, int]:

@@ -255,7 +255,8 @@ def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 def _distribute(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
     """All ranks together: distribute rank 0's whole model, tensor by tensor; each rank keeps its rows.
 
-    On other ranks ``policy`` has no values yet (device "meta"). All tensors are in host memory. Buffers are not sharded.
+    On other ranks ``policy`` has no values yet (device "meta"). All tensors are in host memory. Buffers are not
+    sharded.
     """
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     parameters = dict(policy.named_parameters())

@@ -54,7 +54,6 @@ from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.lora import add_adapters, first_adapters, unreached
 from asyncrl.learner.fsdp.model.policy import Policy, local, parts
 from asyncrl.learner.fsdp.model.recurrence import recurrent_modules
-from asyncrl.learner.fsdp.model.row_group import sharing_problem
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.startup.loading import Loaded, load
 from asyncrl.learner.fsdp.startup.sharded_check import confirm_scoring
@@ -64,6 +63,7 @@ from asyncrl.learner.fsdp.startup.startup_check import (
     choose_scoring,
     make_batch,
     sharing_cost,
+    sharing_problem,
     short_tokens,
 )
 from asyncrl.learner.fsdp.weights.shard_plan import own_rows

@@ -34,6 +34,7 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.core.numbers import exact
 from asyncrl.learner.algorithm.packing import find_shared_prefixes, lay_out
 from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make_row
+from asyncrl.learner.fsdp.model.recurrence import recurrent_modules
 from asyncrl.learner.fsdp.startup.rounding import Distance, distance, measure_rounding, score_rows
 from asyncrl.messages.routes import Experts
 
@@ -46,6 +47,9 @@ FOR_PACKED_ROWS: tuple[Attention, ...] = ("packed", "loaded", "plain")
 """Attention for several sequences a row, fastest first."""
 OURS: Attention = "packed"
 """The only attention of FOR_PACKED_ROWS that computes a shared beginning once; VARLEN (attention.py) also does."""
+
+MOVING_ROTATIONS = ("dynamic", "longrope")
+"""Kinds of rotary embeddings that depend on the longest position that a rank computes."""
 
 
 class Scoring(msgspec.Struct, frozen=True):
@@ -186,6 +190,22 @@ def no_packing(config: LearnerConfig, found: str) -> str:
     if config.packing == "required":
         raise ConfigError([f'learner.packing: is "required", but with this model {finding}'])
     return f"{finding}; each row holds one sequence"
+
+
+def sharing_problem(policy: Policy, size: int) -> str | None:
+    """Return the reason that ``size`` ranks cannot share the rows of a policy; None if they can."""
+    config = policy.model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads % size:
+        return f"it has {heads} attention heads, which {size} does not divide"
+    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+    others = [kind for kind in kinds if "linear" in kind or "attention" not in kind]
+    if others or any(recurrent_modules(layer) for layer in policy.decoder_layers()):
+        return "it has layers with a state (linear attention, convolutions), which need all tokens of a row on one rank"
+    rotations = {str(getattr(module, "rope_type", "")) for module in policy.model.modules()}
+    if any(kind in rotation for rotation in rotations for kind in MOVING_ROTATIONS):
+        return f"its rotary embedding ({' or '.join(MOVING_ROTATIONS)}) depends on the longest position of a row"
+    return None
 
 
 def cannot_share(size: int, found: str) -> ConfigError:
