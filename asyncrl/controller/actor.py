@@ -19,8 +19,8 @@ import msgspec
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.controller.health.failure_detector import FailureDetector
+from asyncrl.controller.health.known_hosts import KnownHosts
 from asyncrl.controller.joining.host_changes import HostChanges
-from asyncrl.controller.joining.known_hosts import KnownHosts
 from asyncrl.controller.observation.observation import Observation
 from asyncrl.controller.observation.recent_lines import LONGEST_TEXT, OpenWaits, RecentLines, is_proper
 from asyncrl.controller.observation.sinks_feed import SinksFeed
@@ -118,7 +118,6 @@ class Controller(RunActor):
             self.registry.recall(earlier.newest, earlier.generations)
             self.machine.set_generations(self.registry.generations)
         # Before the first bind: a host that has joined knows the address and connects as soon as it is bound.
-        self.members.recall()
         self.roster.take_in(self.members.members)
 
     async def setup(self) -> None:

@@ -11,7 +11,7 @@ import asyncio
 
 import msgspec
 
-from asyncrl.controller.joining.known_hosts import KnownHosts
+from asyncrl.controller.health.known_hosts import KnownHosts
 from asyncrl.controller.observation.observation import Observation
 from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.core.disk import in_words

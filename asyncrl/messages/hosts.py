@@ -7,35 +7,36 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from asyncrl.messages import AGENT, LAUNCHER, MEMBERS, Count, Done, Message, Request
+from asyncrl.messages.actors import Leaving
 
 PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 HostStage = Literal["joining", "serving", "leaving", "lost", "left"]
-"""Stage of a host. It is ``serving`` once one of its rollouters has been ready.
-
-It is ``lost`` if it was leaving and its connection was lost before it had left."""
+"""A joined host is ``serving`` once one of its rollouters has been ready; one of the start always is. A host is
+``lost`` if it was leaving and its connection was lost before it had left."""
 
 
 class MemberHost(Message, frozen=True, kw_only=True):
-    """A host that has joined, is leaving, or has left."""
+    """A host of the run. ``Members`` has those that have joined, are leaving, or have left."""
 
     agent: str
     host: str
+    """Its name in the hostfile, or else its own hostname."""
+    also: list[str] = []
+    """Further names: its own hostname, its address, and Join.ask."""
     actors: list[str]
-    """Names of its rollouters, and then of their episode hosts."""
-    stage: HostStage
+    """Names of its actors. Those of a joined host are its rollouters, and then their episode hosts."""
+    stage: HostStage = "serving"
     served: bool = False
-    """Whether a joined host has ever served."""
+    """Whether it is a joined host that has ever served."""
     keys: list[list[PublicKey]] = []
-    """Those of Join; empty without CURVE, and for a host of the start."""
+    """Those of Join; none for a host of the start."""
     reason: str = ""
     """Reason that it leaves or has left."""
     within_s: float = 0.0
     """Seconds that it has to finish the groups in progress, once it leaves."""
-    address: str = ""
-    ask: str = ""
-    """That of Join; empty for a host of the start."""
-    number: int = 0
-    """Number of the first members that it is among; 0 for a host of the start."""
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.agent})"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,8 +50,12 @@ class MemberHost(Message, frozen=True, kw_only=True):
 
     @property
     def takes_part(self) -> bool:
-        """Whether it has joined and is not leaving."""
+        """Whether it is in the run and not leaving."""
         return self.stage in ("joining", "serving")
+
+    def is_called(self, name: str) -> bool:
+        """Whether a user may call the host or its agent so."""
+        return name.lower() in map(str.lower, (self.agent, self.host, *self.also))
 
 
 class Leave(Request, frozen=True, kw_only=True):
@@ -62,8 +67,7 @@ class Leave(Request, frozen=True, kw_only=True):
     reply = MemberHost
     senders = LAUNCHER
     host: str
-    """Its name in the hostfile, its own hostname, or the name of its agent; until the agent has registered, also
-    ``Join.ask``."""
+    """The name of the host or of its agent, or a further name. ``Join.ask`` is one until the agent has registered."""
     within_s: Annotated[float, Meta(ge=0)]
     """Seconds that it has to finish the groups in progress; the rest then goes back to the dataloader."""
     reason: str = ""
@@ -84,13 +88,18 @@ class Members(Message, frozen=True, kw_only=True):
 
     @property
     def keys(self) -> dict[str, list[PublicKey]]:
-        """Public keys of each agent and actor that has joined, by name, one for each attempt; empty without CURVE."""
+        """Public keys of each agent and actor that has joined, by name; none without CURVE."""
         return {name: keys for host in self.hosts for name, keys in zip(host.names, host.keys, strict=False)}
 
     @property
     def added(self) -> list[str]:
         """Actors of the joined hosts that serve or have served."""
         return [name for host in self.hosts if host.served for name in host.actors]
+
+    @property
+    def leaving(self) -> list[Leaving]:
+        """The agents and actors that have to leave, and the time that each has."""
+        return [Leaving(name, host.within_s) for host in self.at("leaving", "lost") for name in host.names]
 
     @property
     def gone(self) -> frozenset[str]:
@@ -123,9 +132,7 @@ class Join(Request, frozen=True, kw_only=True):
     """Address to which its actors bind."""
     replicas: Annotated[int, Meta(ge=1, le=1024)]
     keys: list[list[PublicKey]] = []
-    """Public keys of its agent, then of each rollouter, then of each episode host; each has a key for each attempt.
-
-    Empty without CURVE."""
+    """Public keys for each attempt, of its agent, its rollouters and then its episode hosts; none without CURVE."""
 
 
 class WatchMembers(Request, frozen=True, kw_only=True):

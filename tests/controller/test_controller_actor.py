@@ -28,6 +28,7 @@ from asyncrl.messages.actors import (
     StopRun,
     WatchRun,
 )
+from asyncrl.messages.hosts import WatchMembers
 from asyncrl.messages.monitor import Heartbeat, MetricsLine
 from asyncrl.rpc.actor import CONTROLLER, Actor
 from asyncrl.rpc.calls.endpoint import Endpoint
@@ -83,6 +84,13 @@ class Cluster:
         found = await self.caller().call(WatchRun())
         while not condition(found):
             found = await self.caller().call(WatchRun(seen=found.number))
+        return found
+
+    async def members(self, condition=lambda members: True):
+        """The members of the run, once they are so."""
+        found = await self.caller().call(WatchMembers())
+        while not condition(found):
+            found = await self.caller().call(WatchMembers(seen=found.number))
         return found
 
     async def __aexit__(self, *_):

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
+from asyncrl.controller.health.known_hosts import BEATS, KnownHosts
 from asyncrl.controller.health.stalls import (
     ActorStatus,
     StallDetector,
@@ -21,7 +22,6 @@ from asyncrl.controller.health.stalls import (
     describe_silence,
 )
 from asyncrl.controller.health.unreachable import ReadyActor, UnreachableActors, action_after
-from asyncrl.controller.joining.known_hosts import BEATS, KnownHosts
 from asyncrl.controller.observation.observation import Observation
 from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.messages.actors import Condemned, Stuck
@@ -137,14 +137,14 @@ class FailureDetector:
         self._report_silent_agents(silent)
         lost, back = self._hosts.look(self._registry, now)
         for host in back:
-            log.warning("host is back", host=str(host), actors=sorted(host.actors))
+            log.warning("host is back", host=str(host), actors=host.actors)
             self._run.host_back(str(host), now)
         for host in lost:
-            log.error("host is lost", host=str(host), actors=sorted(host.actors))
+            log.error("host is lost", host=str(host), actors=host.actors)
             reason = f"its host {host} was silent for {self._supervision.host_lost_s:g} s"
             if (silent_s := silent.get(host.agent, 0.0)) >= self._supervision.host_lost_s:
-                reason = f"{host.agent} on its host {host.name} was silent for {silent_s:.0f} s"
-            self._registry.lose(sorted(host.actors), reason, now)
+                reason = f"{host.agent} on its host {host.host} was silent for {silent_s:.0f} s"
+            self._registry.lose(host.actors, reason, now)
             self._run.host_lost(str(host), host.actors, now)
         if lost or back:
             self._controller.registry_changed()
@@ -158,7 +158,7 @@ class FailureDetector:
         overdue = {agent: s for agent, s in silent.items() if s >= REPORT_SHARE * self._supervision.agent_silence_s}
         for agent in overdue.keys() - self._silent_agents:
             host = self._hosts.known[agent]
-            what = f"{agent} on {host.name} was silent for {overdue[agent]:.0f} s while its actors beat"
+            what = f"{agent} on {host.host} was silent for {overdue[agent]:.0f} s while its actors beat"
             self._observation.happened("error", agent, f"{what}: none of them is restarted or ended there")
             self._controller.log.error("agent is silent", agent=agent, host=str(host), seconds=overdue[agent])
         for agent in self._silent_agents & silent.keys() - overdue.keys():

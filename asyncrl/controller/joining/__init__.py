@@ -1,1 +1,1 @@
-"""Hosts of a run: those that are lost, that join and that leave."""
+"""Hosts that join the run and leave it."""

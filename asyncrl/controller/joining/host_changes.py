@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from asyncrl.controller.joining.known_hosts import KnownHost, KnownHosts
+from asyncrl.controller.health.known_hosts import KnownHosts
 from asyncrl.controller.joining.membership import Membership, NotYet
 from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.core.errors import InvalidRequest, NotKept
@@ -37,12 +37,13 @@ class HostChanges:
     """Handles hosts that join and leave, for the controller ``actor``; calls ``changed`` after each change."""
 
     def __init__(self, actor: RunActor, hosts: KnownHosts, *, changed: Callable[[], None]) -> None:
-        self._membership = Membership(episodes=actor.config.episode.kind != "single")
         self._actor, self._registry, self._run, self._hosts = actor, actor.registry, actor.machine, hosts
         self._run_changed, self._now, self._log = changed, actor.clock.now, actor.log
         self._path = actor.context.run_dir / "private" / MEMBERS_FILE
-        self.members = self._membership.members
+        self.members = self._recall()
         """Members that are kept, from which a successor continues and which are sent to actors."""
+        episodes = actor.config.episode.kind != "single"
+        self._membership = Membership(hosts.known, self.members, episodes=episodes)
         self._taken_in: dict[str, int] = {}
         """Number of the members that each actor knows. A later incarnation learns them before it can be called."""
         self._changed = asyncio.Event()
@@ -52,44 +53,37 @@ class HostChanges:
 
     # --- its life ---
 
-    def recall(self) -> None:
-        """Restore the members that an earlier controller has kept, if any; called before any actor is admitted.
-
-        Raises OSError.
-        """
+    def _recall(self) -> Members:
+        """Restore the members that an earlier controller kept, if any, and their part in the run. Raises OSError."""
         try:
             members = msgspec.json.decode(self._path.read_bytes(), type=Members)
         except FileNotFoundError:
-            return
-        self.members = self._membership.members = members
+            return Members(number=0)
         for host in members.at("joining", "serving"):
             self._run.joined(host.actors, self._now(), has_served=host.served)
         self._run.left([name for host in members.hosts if not host.takes_part for name in host.actors], self._now())
-        self._run.tell_members(members.number, self._membership.leaving)
+        self._run.set_members(members)
+        return members
 
     async def run(self) -> None:
         """Let joined hosts serve or leave, and keep and send each change; until cancelled."""
-        for host in self.members.at("lost", "left"):
-            # The list of hosts of an earlier controller may still name it.
-            self._hosts.forget(host.agent)
         while True:
-            await self._changed.wait()
-            self._changed.clear()
             resting = {each.name: each.reason for each in self._run.resting}
             for host in self._membership.judge(self._registry.ready(), resting, self._hosts.lost):
                 self._log.error("joined host does not serve, so it has to leave", host=host.host, reason=host.reason)
-                self._remove_from_run(host)
-            for host in self._membership.members.at("leaving"):
-                if host.agent in self._hosts.lost:
-                    self._hosts.forget(host.agent)
-                    self._membership.left(host.agent, lost=True)
+                self._run.left(host.actors, self._now())
+            for host in self._membership.members.at("lost", "left"):
+                # Its agent may have registered again, or the list of hosts of an earlier controller names it.
+                self._hosts.forget(host.agent)
             if self._membership.members is not self.members:
                 await self._keep_and_send()
+            await self._changed.wait()
+            self._changed.clear()
 
     async def _keep_and_send(self) -> None:
         """Write the members to disk, again and again until that works; then answer parked calls and update the run."""
-        # Read before the write: a change during the write sets ``_changed``, and is kept and sent next.
-        members, leaving = self._membership.members, self._membership.leaving
+        # A change during the write sets ``_changed``, and is kept and sent next.
+        members = self._membership.members
         text = msgspec.json.encode(members).decode()
         while True:
             try:
@@ -103,32 +97,31 @@ class HostChanges:
         # Parked calls are answered in this pause: after ``take_in`` no message reaches a host that has left.
         await asyncio.sleep(0)
         self._actor.take_in(members)
-        self._run.tell_members(members.number, leaving)
+        self._run.set_members(members)
         self._run_changed()
 
     @property
     def on_trial(self) -> frozenset[str]:
-        """The actors of joined hosts that do not serve so far."""
+        """The actors of hosts on trial: of joined hosts that do not serve so far."""
         return frozenset(name for host in self._membership.members.at("joining") for name in host.actors)
 
     def can_spare(self, name: str) -> bool:
         """Whether the run does not count on an actor or agent: its joined host does not serve so far, or leaves."""
-        hosts = [host for host in self._membership.members.hosts if name in (host.agent, *host.actors)]
+        hosts = [host for host in self._membership.members.hosts if name in host.names]
         return any(host.stage != "serving" for host in hosts) or self._run.is_on_trial(name)
 
     # --- events of the run ---
 
     def taken_in(self, name: str, number: int) -> bool:
         """Note that an actor knows the members of this number. Returns whether that is new."""
-        is_new = number > self._taken_in.get(name, 0)
-        if is_new:
-            self._taken_in[name] = number
-        return is_new
+        known, self._taken_in[name] = self._taken_in.get(name, 0), number
+        return number > known
 
     def know_each_other(self, one: str, other: str) -> bool:
-        """Whether two actors admit each other's keys: always, unless one of them has joined."""
-        numbers = [host.number for host in self.members.hosts if one in host.actors or other in host.actors]
-        return all(self._taken_in.get(name, 0) >= max(numbers, default=0) for name in (one, other))
+        """Whether two actors admit each other's keys: always, unless the host of one has joined or leaves."""
+        concerned = any(one in host.actors or other in host.actors for host in self.members.hosts)
+        number = self.members.number if concerned else 0
+        return all(self._taken_in.get(name, 0) >= number for name in (one, other))
 
     def wake(self) -> None:
         """Look again after a change of the run or the registry."""
@@ -142,8 +135,8 @@ class HostChanges:
         self._check_run("join")
         if self._run.phase == "starting":
             raise NotYet(f"no host can join so far: the run starts, and waits for {', '.join(self._run.waiting_for)}")
-        taken = [*self._run.expected, *self._hosts.known, *self._registry.entries, *self._actor.roster.peers]
-        host = self._membership.join(request, self._nameable_hosts(), taken)
+        taken = [*self._run.expected, *self._registry.entries, *self._actor.roster.peers]
+        host = self._membership.join(request, taken)
         if self._run.joined(host.actors, self._now()):
             self._log.info("host joins", host=host.host, actors=host.actors)
         await self._until_kept(caller.park_s)
@@ -152,28 +145,23 @@ class HostChanges:
     @handler
     async def leave(self, request: Leave, caller: Caller) -> MemberHost:
         """Let a host leave the run; answers once the change is kept. Raises InvalidRequest, NotYet and NotKept."""
-        known = self._nameable_hosts()
-        host = self._membership.departed(request.host, known)
-        if host is None:
+        host = self._membership.named(request.host)
+        if host.takes_part:
             self._check_run("leave")
             serving = self._run.expected & self._registry.ready()
-            host = self._membership.leave(request, known, serving, self._run.awaited)
+            host = self._membership.leave(host, request, serving, self._run.awaited)
             self._log.info("host leaves", host=host.host, actors=host.actors, within_s=request.within_s)
-            self._remove_from_run(host)
+            self._run.left(host.actors, self._now())
         await self._until_kept(caller.park_s)
         return host
 
     @handler
     async def host_left(self, request: HostLeft, caller: Caller) -> Done:
         """Note that everything on a leaving host has ended; answers once the change is kept. Raises NotKept."""
-        try:
-            if self._membership.left(caller.name):
-                self._log.info("host has left", agent=caller.name)
-                self._hosts.forget(caller.name)
-            await self._until_kept(caller.park_s)
-        finally:
-            # The actors of the host have ended, even if the change is not on disk in time.
-            self._actor.registry_changed()
+        if self._membership.left(caller.name):
+            self._log.info("host has left", agent=caller.name)
+            self._hosts.forget(caller.name)
+        await self._until_kept(caller.park_s)
         return Done()
 
     @handler
@@ -187,12 +175,6 @@ class HostChanges:
 
     # --- private ---
 
-    def _remove_from_run(self, host: MemberHost) -> None:
-        """Remove a leaving host from the run. It has left at once if its agent has never registered."""
-        self._run.left(host.actors, self._now())
-        if host.agent not in self._hosts.known:
-            self._membership.left(host.agent)
-
     async def _until_kept(self, park_s: float) -> None:
         """Wait until the present members are on disk. Raises NotKept after ``park_s``."""
         self._changed.set()
@@ -204,13 +186,3 @@ class HostChanges:
         if self._run.phase not in ("starting", "running"):
             state = "being preempted" if self._run.phase == "preempting" else "ending"
             raise InvalidRequest(f"no host can {what} any more: the run is {state}")
-
-    def _nameable_hosts(self) -> list[KnownHost]:
-        """Return all hosts that a user may name: registered ones, and joined ones whose agent is not registered."""
-        hosts = {
-            host.agent: KnownHost(
-                host.agent, host.host, frozenset(host.actors), frozenset({host.address, host.ask} - {""})
-            )
-            for host in self._membership.members.at("joining", "serving", "leaving")
-        }
-        return sorted((hosts | self._hosts.known).values(), key=lambda known: int(known.agent.partition("/")[2]))

@@ -34,6 +34,7 @@ from asyncrl.controller.state.reserve import ROLLOUTER, PresentRest, Reserve
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from asyncrl.core.roles import ROLES, drain_rank, is_optional, is_replicated, may_rest, rank_group_of, role_of
 from asyncrl.messages.actors import Condemned, Dead, Leaving, RestingReplica, RunPhase, RunState, Stuck
+from asyncrl.messages.hosts import Members
 from asyncrl.messages.monitor import OVER
 from asyncrl.rpc.lifecycle.supervision import UNHEALABLE_EXITS, describe_exit
 
@@ -318,15 +319,15 @@ class RunStateMachine:
         self.tick(now)
         return True
 
-    def tell_members(self, number: int, leaving: list[Leaving]) -> bool:
-        """Set the number of the newest Members message, and the agents and actors that have to leave.
+    def set_members(self, members: Members) -> bool:
+        """Set the number of the newest members, and the agents and actors that have to leave.
 
         A lost host that leaves is removed in the same step, because it would be reported as back otherwise.
         """
-        if (number, leaving) == (self.members, self.leaving):
+        if members.number == self.members:
             return False
-        self.members, self.leaving = number, leaving
-        agents = tuple(f"({each.name})" for each in leaving)
+        self.members, self.leaving = members.number, members.leaving
+        agents = tuple(f"({each.name})" for each in self.leaving)
         self.lost_hosts = {host: lost for host, lost in self.lost_hosts.items() if not host.endswith(agents)}
         return self._changed()
 

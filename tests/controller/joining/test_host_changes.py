@@ -16,7 +16,7 @@ from asyncrl.controller.joining import host_changes
 from asyncrl.core.errors import Refused, RemoteError
 from asyncrl.launcher.node.agent_link import AgentLink
 from asyncrl.messages.actors import ActorEnded, BringBack, ReportFailure, Resolve, StopRun, WatchRun
-from asyncrl.messages.hosts import HostLeft, Join, Leave, Members, WatchMembers
+from asyncrl.messages.hosts import HostLeft, Join, Leave, Members
 from asyncrl.messages.monitor import WatchSnapshot, decode_snapshot
 from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER
 
@@ -60,13 +60,6 @@ def leave(cluster, host, within_s=3.0, **how):
     return cluster.caller(LAUNCHER).call(Leave(host=host, within_s=within_s), **how)
 
 
-async def members(cluster, condition=lambda members: True):
-    found = await cluster.caller().call(WatchMembers())
-    while not condition(found):
-        found = await cluster.caller().call(WatchMembers(seen=found.number))
-    return found
-
-
 async def noticed(cluster):
     """The texts of all notices."""
     told = await cluster.caller().call(WatchRun(seen_line=0))
@@ -84,7 +77,7 @@ async def serve(cluster, name="c", ask=ASK):
     (found,) = await join(cluster, name, ask=ask)
     await host(cluster, found.agent, name, found.actors)
     await cluster.register(found.actors[0])
-    await members(cluster, lambda members: found.actors[0] in members.added)
+    await cluster.members(lambda members: found.actors[0] in members.added)
     return found
 
 
@@ -126,9 +119,9 @@ async def test_i6_a_joined_actor_and_another_find_each_other_once_both_know_the_
         ("agent/2", [f"rollouter/{CONFIG.rollout.replicas + 1}"]),
     ]
     assert await join(cluster, "c", "d") == joined
-    number = (await cluster.state(lambda found: found.members)).members
     (name,) = joined[1].actors
     await cluster.register(name)
+    number = (await cluster.members(lambda members: members.added)).number
     await knows("dataloader/0", number - 1)
     await knows(name, number)
     towards = cluster.caller(name).call(Resolve(name="dataloader/0"))
@@ -185,7 +178,7 @@ async def test_a_command_withdraws_the_hosts_that_it_could_not_start(cluster):
         leaving = leave(cluster, f"{ASK}d")
         assert await is_parked(leaving)
     assert (await leaving).host == "d"
-    assert [(host.host, host.stage) for host in (await members(cluster)).hosts] == [("c", "serving"), ("d", "left")]
+    assert [(host.host, host.stage) for host in (await cluster.members()).hosts] == [("c", "serving"), ("d", "left")]
 
 
 @on_cluster()
@@ -206,7 +199,7 @@ async def test_a_leaving_host_is_informed_and_stays_dead(cluster):
     await agent.call(HostLeft())
     told = await cluster.state(lambda state: not state.leaving)
     assert (told.phase, told.failed_actor) == ("running", "")
-    left = await members(cluster)
+    left = await cluster.members()
     assert left.gone == {found.agent, name}
     assert [(host.host, host.stage) for host in left.hosts] == [("c", "left")]
     with pytest.raises(Refused, match="which is dead"):
@@ -218,10 +211,10 @@ async def test_a_leaving_host_is_informed_and_stays_dead(cluster):
 @on_cluster()
 async def test_a_successor_of_the_controller_knows_the_joined_hosts(cluster, tmp_path):
     found = await serve(cluster)
-    before = await members(cluster)
+    before = await cluster.members()
     await cluster.die()
     await cluster.start(8)
-    assert await members(cluster) == before
+    assert await cluster.members() == before
     told = await cluster.caller().call(WatchRun(seen_line=0))
     assert found.actors[0] in told.waiting_for
     assert told.members == before.number
@@ -258,7 +251,7 @@ async def test_a_drain_waits_for_an_actor_that_joined_while_a_successor_of_the_c
     await cluster.start(8)
     await cluster.register(found.actors[0])
     await cluster.all_ready()
-    await members(cluster, lambda members: members.added)
+    await cluster.members(lambda members: members.added)
     await cluster.caller().call(StopRun(reason="test"))
     for name in OTHERS:
         await cluster.caller().call(ended(name, 0))
@@ -279,7 +272,7 @@ async def test_a_successor_of_the_controller_knows_a_joined_host_by_its_address(
     facts = {"actors": found.actors, "host": "gpu-5"}
     await cluster.register(found.agent, address="tcp://10.0.0.5:7001", facts=facts)
     await cluster.register(found.actors[0])
-    await members(cluster, lambda members: members.added)
+    await cluster.members(lambda members: members.added)
     listed = tmp_path / "private" / "controller.json"
     await until(lambda: found.agent in json.loads(listed.read_text())["hosts"])
     await cluster.die()
@@ -379,7 +372,7 @@ async def test_the_last_message_of_a_host_survives_the_death_of_the_controller(c
     await cluster.start(8)
     await farewell
     # The news that the host has left may end the link. It is known before it is written.
-    (left,) = (await members(cluster, lambda members: members.hosts[0].stage == "left")).hosts
+    (left,) = (await cluster.members(lambda members: members.hosts[0].stage == "left")).hosts
     assert left.reason == ""
 
 
@@ -394,7 +387,7 @@ async def test_a_joined_host_that_gives_up_fails_the_run_only_after_it_has_serve
     await agent.call(ReportFailure(reason="no free port", exit_code=1))
     await agent.call(ended(name, 78, fatal=True))
     await agent.call(HostLeft())
-    left = await members(cluster, lambda members: members.gone)
+    left = await cluster.members(lambda members: members.gone)
     assert left.hosts[0].reason == f"{name}: its reason"
     assert (await cluster.state()).phase == "running"
     found = await serve(cluster, "d", ask="b" * 16)
@@ -417,7 +410,7 @@ async def test_a_joined_host_serves_with_one_rollouter_and_the_other_rests(clust
     await cluster.register(works)
     if gives_up == "after":
         await cluster.caller(found.agent).call(end)
-    now = await members(cluster, lambda members: members.added)
+    now = await cluster.members(lambda members: members.added)
     assert (now.added, now.hosts[0].stage) == (found.actors, "serving")
     assert cluster.controller.registry.ready() & set(found.actors) == {works}
     told = await cluster.state(lambda state: state.resting)
@@ -446,7 +439,7 @@ async def test_a_joined_host_is_released_once_all_of_its_rollouters_give_up(clus
     for name in found.actors:
         assert not (await cluster.state()).leaving
         await agent.call(ended(name, 1, fatal=True))
-    now = await members(cluster, lambda members: members.hosts and members.hosts[0].stage == "leaving")
+    now = await cluster.members(lambda members: members.hosts and members.hosts[0].stage == "leaving")
     assert now.hosts[0].reason == "; ".join(f"{name}: its reason" for name in found.actors)
     told = await cluster.state()
     assert (told.phase, told.resting, await noticed(cluster)) == ("running", [], [])
@@ -458,7 +451,7 @@ async def test_i5_a_joined_host_with_only_its_episode_host_ready_is_released(clu
     (found,) = await join(cluster, "c")
     await host(cluster, found.agent, "c", found.actors)
     await cluster.register(found.actors[1])
-    now = await members(cluster, lambda members: members.hosts and members.hosts[0].stage == "leaving")
+    now = await cluster.members(lambda members: members.hosts and members.hosts[0].stage == "leaving")
     reason = "not ready 1 s after its start (supervision.start_timeout_s)"
     assert now.hosts[0].reason == f"{found.actors[0]}: {reason}"
     assert (await cluster.state()).phase == "running"
@@ -468,7 +461,7 @@ async def test_i5_a_joined_host_with_only_its_episode_host_ready_is_released(clu
 async def test_i5_a_joined_host_that_never_registers_is_released(cluster):
 
     (found,) = await join(cluster, "c")
-    left = await members(cluster, lambda members: members.gone)
+    left = await cluster.members(lambda members: members.gone)
     reason = f"{found.actors[0]}: not ready 1 s after its start (supervision.start_timeout_s)"
     assert [(host.stage, host.reason) for host in left.hosts] == [("left", reason)]
     assert (await cluster.state()).phase == "running"

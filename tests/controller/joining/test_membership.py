@@ -5,15 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.joining.known_hosts import KnownHost
 from asyncrl.controller.joining.membership import Membership
 from asyncrl.core.errors import InvalidRequest
-from asyncrl.messages.hosts import Join, Leave, Members
+from asyncrl.messages.hosts import Join, Leave, MemberHost, Members
 
-HEAD = KnownHost("agent/0", "head", ["controller/0", "dataloader/0", "learner/0", "rollouter/0"], ["10.0.0.1"])
-FAR = KnownHost("agent/1", "far", ["rollouter/1"], ["10.0.0.2", "box-17"])
-KNOWN = [HEAD, FAR]
-TAKEN = [name for host in KNOWN for name in (host.agent, *host.actors)]
+HEAD = MemberHost(
+    agent="agent/0",
+    host="head",
+    also=["10.0.0.1"],
+    actors=["controller/0", "dataloader/0", "learner/0", "rollouter/0"],
+)
+FAR = MemberHost(agent="agent/1", host="far", also=["10.0.0.2", "box-17"], actors=["rollouter/1"])
 SERVING = ["rollouter/0", "rollouter/1", "dataloader/0"]
 ASK = "a" * 16
 
@@ -27,16 +29,27 @@ def new(host="c", replicas=1, first=0, **changes):
     return Join(**({"ask": f"{ASK}{host}{first}", "host": host, "replicas": replicas, "keys": keys} | changes))
 
 
-def join(membership, *requests, known=KNOWN, taken=TAKEN):
-    return [membership.join(request, known, taken) for request in requests]
+def begin(**how):
+    """A run whose agents on two hosts have registered."""
+    return Membership({host.agent: host for host in (HEAD, FAR)}, Members(number=0), **how)
 
 
-def leave(membership, host, within_s=5.0, known=KNOWN, serving=SERVING, awaited=()):
-    return membership.leave(Leave(host=host, within_s=within_s), known, serving, awaited)
+def register(membership, joined):
+    """The agent of a joined host registers."""
+    membership._known[joined.agent] = MemberHost(agent=joined.agent, host=joined.host, actors=joined.actors)
+
+
+def join(membership, *requests, taken=()):
+    return [membership.join(request, taken) for request in requests]
+
+
+def leave(membership, host, within_s=5.0, serving=SERVING, awaited=()):
+    request = Leave(host=host, within_s=within_s)
+    return membership.leave(membership.named(host), request, serving, awaited)
 
 
 def test_new_hosts_get_the_next_names_and_a_repeat_gets_the_same():
-    membership = Membership(episodes=True)
+    membership = begin(episodes=True)
     keys = [[key(10 * actor), key(10 * actor + 1)] for actor in range(8)]
     asked = new("c", 2, keys=keys[:5]), new("d", keys=keys[5:])
     first, second = found = join(membership, *asked)
@@ -48,7 +61,7 @@ def test_new_hosts_get_the_next_names_and_a_repeat_gets_the_same():
     assert (join(membership, *asked), membership.members.number, membership.members.added) == (found, number, [])
     # Numbers continue after those of episode hosts on CPU-only hosts.
     taken = ["rollouter/0", "episodes/0", "episodes/1", "episodes/3"]
-    (member,) = join(Membership(episodes=True), new("c"), known=[], taken=taken)
+    (member,) = join(Membership({}, Members(number=0), episodes=True), new("c"), taken=taken)
     assert member.actors == ["rollouter/4", "episodes/4"]
 
 
@@ -61,7 +74,7 @@ def test_new_hosts_get_the_next_names_and_a_repeat_gets_the_same():
     ],
 )
 def test_a_host_that_cannot_join(hosts, said):
-    membership = Membership()
+    membership = begin()
     with pytest.raises(InvalidRequest, match=said):
         join(membership, *hosts)
     assert membership.members.number == 0
@@ -92,21 +105,21 @@ def test_a_host_that_cannot_join(hosts, said):
     ],
 )
 def test_a_host_that_cannot_leave(host, serving, awaited, said):
-    membership = Membership()
+    membership = begin()
     with pytest.raises(InvalidRequest, match=said) as caught:
         leave(membership, host, serving=serving, awaited=awaited)
     assert getattr(caught.value, "retryable", False) == bool(awaited)
-    assert membership.leaving == []
+    assert membership.members.leaving == []
 
 
 @pytest.mark.parametrize("name", ["far", "agent/1", "10.0.0.2", "Box-17"])
 def test_a_host_present_from_the_start_leaves_and_stays_dead(name):
-    membership = Membership()
+    membership = begin()
     member = leave(membership, name)
     assert (member.agent, member.actors) == ("agent/1", ["rollouter/1"])
     assert membership.members.find("agent/1") is member
-    assert all(membership.departed(each, KNOWN) is member for each in ("far", "agent/1", name))
-    assert [(leaving.name, leaving.within_s) for leaving in membership.leaving] == [
+    assert all(membership.named(each) is member for each in ("far", "agent/1", name))
+    assert [(leaving.name, leaving.within_s) for leaving in membership.members.leaving] == [
         ("agent/1", 5.0),
         ("rollouter/1", 5),
     ]
@@ -114,16 +127,18 @@ def test_a_host_present_from_the_start_leaves_and_stays_dead(name):
     assert membership.left("agent/1")
     assert not membership.left("agent/1")
     assert membership.members.gone == {"agent/1", "rollouter/1"}
-    assert (membership.leaving, membership.members.hosts[0].stage) == ([], "left")
+    assert (membership.members.leaving, membership.members.hosts[0].stage) == ([], "left")
     # The same machine may join again under new names, even if a new controller knows only that it has left.
-    (again,) = join(membership, new("far"), known=[HEAD], taken=["agent/0", "rollouter/0"])
+    del membership._known["agent/1"]
+    assert membership.named("far") is membership.members.find("agent/1")
+    (again,) = join(membership, new("far"))
     assert (again.agent, again.actors) == ("agent/2", ["rollouter/2"])
-    assert membership.departed("far", [HEAD]) is membership.members.find("agent/1")
-    assert membership.departed("far", [HEAD, KnownHost("agent/2", "far", again.actors)]) is None
+    assert membership.named("far") is again
+    assert membership.named("agent/1") is membership.members.find("agent/1")
 
 
 def test_a_joined_host_serves_once_one_of_its_rollouters_is_ready():
-    membership = Membership()
+    membership = begin()
     (member,) = join(membership, new(replicas=2))
     assert membership.judge({"rollouter/0"}, {}) == [] and membership.members.at("joining") == [member]
     assert membership.members.added == []
@@ -133,14 +148,15 @@ def test_a_joined_host_serves_once_one_of_its_rollouters_is_ready():
     # Then it is a host like any other.
     assert membership.judge((), {"rollouter/2": "dead", "rollouter/3": "dead"}) == []
     assert membership.members.number == number
-    leave(membership, "c", known=[*KNOWN, KnownHost(member.agent, "c", member.actors)])
+    register(membership, member)
+    leave(membership, "c")
     assert membership.members.added == member.actors
     membership.left(member.agent)
     assert membership.members.gone == set(member.names)
 
 
 def test_a_joined_host_with_only_an_episode_host_does_not_serve():
-    membership = Membership(episodes=True)
+    membership = begin(episodes=True)
     (member,) = join(membership, new())
     assert membership.judge({"episodes/2"}, {}) == [] and membership.members.at("joining") == [member]
     assert membership.judge({"rollouter/2", "episodes/2"}, {}) == []
@@ -158,8 +174,9 @@ def test_a_joined_host_with_only_an_episode_host_does_not_serve():
     ],
 )
 def test_a_joined_host_leaves_if_each_of_its_rollouters_or_its_episode_host_rests(resting, stays):
-    membership = Membership(episodes=True)
+    membership = begin(episodes=True)
     (member,) = join(membership, new(replicas=2))
+    register(membership, member)
     dismissed = membership.judge({"episodes/3"}, dict.fromkeys(["rollouter/0", *resting], "dead"))
     assert [host.agent for host in dismissed] == [member.agent][stays:]
     (member,) = membership.members.hosts
@@ -168,19 +185,21 @@ def test_a_joined_host_leaves_if_each_of_its_rollouters_or_its_episode_host_rest
 
 
 def test_a_joined_host_that_is_lost_leaves_unless_it_serves():
-    membership = Membership()
+    membership = begin()
     first, second = join(membership, new("c"), new("d", first=500))
+    for host in (first, second):
+        register(membership, host)
     membership.judge(first.actors, {})
     (dismissed,) = membership.judge((), {}, [first.agent, second.agent])
     assert (dismissed.agent, dismissed.reason) == (second.agent, "it was lost before it served")
-    assert [host.stage for host in membership.members.hosts] == ["serving", "leaving"]
+    assert [host.stage for host in membership.members.hosts] == ["serving", "lost"]
 
 
 def test_a_host_that_never_served_may_leave_and_cannot_join_again():
-    membership = Membership()
+    membership = begin()
     first, second = join(membership, new("c"), new("d", first=500))
-    known = [*KNOWN, KnownHost(first.agent, first.host, first.actors)]
-    leave(membership, "c", known=known, serving=[])
+    register(membership, first)
+    leave(membership, "c", serving=[])
     membership.left(first.agent)
     with pytest.raises(InvalidRequest, match="let go before it could begin: c: "):
         join(membership, new("c"))
@@ -188,20 +207,28 @@ def test_a_host_that_never_served_may_leave_and_cannot_join_again():
     assert join(membership, new("c", first=900))[0].agent == "agent/4"
 
 
+def test_a_host_that_never_registered_has_left_at_once():
+    membership = begin()
+    (member,) = join(membership, new())
+    assert leave(membership, "c").stage == "left"
+    assert membership.members.gone == set(member.names)
+
+
 def test_a_host_lost_while_it_leaves_is_dead_and_learns_so_when_it_is_back():
-    membership = Membership()
+    membership = begin()
     leave(membership, "far")
-    assert membership.left("agent/1", lost=True)
-    assert not membership.left("agent/1", lost=True)
+    for _ in range(2):
+        membership.judge((), {}, ["agent/1"])
+        assert membership.members.number == 2
     assert membership.members.gone == {"rollouter/1"}
     assert membership.members.hosts[0].stage == "lost"
-    assert [leaving.name for leaving in membership.leaving] == ["agent/1", "rollouter/1"]
+    assert [leaving.name for leaving in membership.members.leaving] == ["agent/1", "rollouter/1"]
     assert membership.left("agent/1")
 
 
 @given(st.lists(st.sampled_from(["join", "ready", "leave", "left", "dismiss", "lost"]), max_size=12))
 def test_a_successor_of_the_controller_forgets_nothing(steps):
-    membership = Membership()
+    membership = begin()
     numbers = [0]
     for at, step in enumerate(steps):
         joined = next((host for host in membership.members.hosts if host.takes_part), None)
@@ -209,18 +236,18 @@ def test_a_successor_of_the_controller_forgets_nothing(steps):
         if step == "join":
             join(membership, new(f"h{at}", first=1000 * at))
         elif step == "ready" and joined is not None:
+            register(membership, joined)
             membership.judge(set(joined.actors), {})
         elif step == "leave" and joined is not None:
-            leave(membership, joined.host, known=[*KNOWN, KnownHost(joined.agent, joined.host, joined.actors)])
+            leave(membership, joined.host)
         elif step == "dismiss" and joined is not None:
             membership.judge((), dict.fromkeys(joined.actors, "late"))
-        elif step in ("left", "lost") and leaving is not None:
-            membership.left(leaving.agent, lost=step == "lost")
+        elif step == "left" and leaving is not None:
+            membership.left(leaving.agent)
+        elif step == "lost" and leaving is not None:
+            membership.judge((), {}, [leaving.agent])
         numbers.append(membership.members.number)
-        successor = Membership()
-        successor.members = msgspec.json.decode(msgspec.json.encode(membership.members), type=Members)
-        assert successor.members == membership.members
-        assert successor.leaving == membership.leaving
+        assert msgspec.json.decode(msgspec.json.encode(membership.members), type=Members) == membership.members
         actors = [name for host in membership.members.hosts for name in (host.agent, *host.actors)]
         assert len(actors) == len(set(actors))
     assert numbers == sorted(numbers)

@@ -234,7 +234,7 @@ class Near:
 
 
 ASK = "a" * 16
-ADMITTED = MemberHost(host="c", agent="agent/1", actors=["rollouter/1"], stage="joining", ask=ASK)
+ADMITTED = MemberHost(host="c", agent="agent/1", actors=["rollouter/1"], stage="joining", also=[ASK])
 AWAY = DeadlineExceeded("launcher/0", "controller/0", "Join", 300.0)
 
 

@@ -26,7 +26,7 @@ def credentials(name, known=NAMES):
 
 def members(seen, **changes):
     """The members of this number after ``rollouter/1`` has joined, with ``changes`` of its host."""
-    joined = MemberHost(agent="agent/1", host="c", actors=["rollouter/1"], stage="serving", served=True, number=1)
+    joined = MemberHost(agent="agent/1", host="c", actors=["rollouter/1"], stage="serving", served=True)
     return Members(number=seen, hosts=[msgspec.structs.replace(joined, **changes)])
 
 
@@ -82,7 +82,7 @@ def test_only_a_newer_roster_counts():
     keys = [["of its agent"], KEYS["rollouter/1"]]
     assert roster.take_in(members(3, keys=keys)) == []
     assert roster.actors == ("dataloader/0", "rollouter/0", "rollouter/1")
-    start = {"agent": "agent/0", "actors": ["rollouter/0"], "served": False, "number": 0}
+    start = {"agent": "agent/0", "actors": ["rollouter/0"], "served": False}
     assert roster.take_in(members(2, stage="left", **start)) == []
     assert roster.take_in(members(4, stage="leaving", **start)) == []
     assert roster.actors == NAMES

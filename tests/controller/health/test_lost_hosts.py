@@ -18,7 +18,7 @@ from asyncrl.controller.observation.observation import Observation
 from asyncrl.core.errors import Refused, RemoteError
 from asyncrl.messages import Done
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Notice, WatchRun
-from asyncrl.messages.hosts import Join, Leave, WatchMembers
+from asyncrl.messages.hosts import Join, Leave
 from asyncrl.messages.monitor import Heartbeat
 from asyncrl.rpc.actor import CONTROLLER, Actor, Caller, handler
 from asyncrl.rpc.wire.keys import LAUNCHER
@@ -120,9 +120,7 @@ async def test_a_host_that_is_lost_before_it_serves_may_join_again(cluster, task
 
     found = await join("a")
     await cluster.register(found.agent, host="c", address="", facts={"actors": found.actors})
-    members = await cluster.caller().call(WatchMembers())
-    while not members.at("lost"):
-        members = await cluster.caller().call(WatchMembers(seen=members.number))
+    members = await cluster.members(lambda members: members.at("lost"))
     assert members.hosts[0].reason == "it was lost before it served"
     state = await cluster.state()
     assert (state.phase, state.lost_hosts) == ("running", {})
@@ -237,63 +235,64 @@ async def test_an_actor_hears_of_each_death_once_and_nothing_more_from_the_dead(
     assert actor.heard == actor.asked == lives
 
 
-def test_a_host_is_lost_if_only_its_agent_is_silent(tmp_path, monkeypatch):
+@pytest.fixture
+def events(monkeypatch):
+    """The levels and texts of the events of agent/1."""
+    found = []
+    monkeypatch.setattr(
+        Observation, "happened", lambda _, level, actor, text: actor == "agent/1" and found.append((level, text))
+    )
+    return found
+
+
+async def freeze_agent(cluster, tasks, over, beating):
+    """All actors are ready, and those ``beating`` beat. So does the agent of the far host, which then falls silent."""
+    frozen = asyncio.Event()
+    await cluster.register("agent/1", host="b", address="", facts={"actors": FAR})
+    tasks.create_task(beats(cluster.caller("agent/1"), until=frozen))
+    for name in [*NEAR, *FAR]:
+        await cluster.register(name, address=f"memory://{name}")
+    for name in beating:
+        tasks.create_task(beats(cluster.caller(name), until=over))
+    await cluster.state(lambda state: state.phase == "running")
+    frozen.set()
+
+
+def test_a_host_is_lost_if_only_its_agent_is_silent(tmp_path, monkeypatch, events):
     """Nothing there is restarted or ended, though its actors beat."""
     monkeypatch.setattr(SupervisionConfig, "agent_silence_s", property(lambda _: 0.4))
-    events = []
-    monkeypatch.setattr(Observation, "happened", lambda _, level, actor, text: events.append((level, actor, text)))
 
     async def scenario(cluster, tasks, over):
-        frozen = asyncio.Event()
-        await cluster.register("agent/1", host="b", address="", facts={"actors": FAR})
-        tasks.create_task(beats(cluster.caller("agent/1"), until=frozen))
-        for name in [*NEAR, *FAR]:
-            await cluster.register(name, address=f"memory://{name}")
-            tasks.create_task(beats(cluster.caller(name), until=over))
-        await cluster.state(lambda state: state.phase == "running")
-        frozen.set()
+        await freeze_agent(cluster, tasks, over, [*NEAR, *FAR])
         state = await cluster.state(lambda state: state.condemned)
         assert state.lost_hosts == {"b (agent/1)": FAR}
         assert state.condemned[0].reason.startswith("agent/1 on its host b was silent for ")
 
     run(tmp_path, scenario)
-    ((level, text),) = [(level, text) for level, actor, text in events if actor == "agent/1"]
+    ((level, text),) = events
     assert level == "error" and text.startswith("agent/1 on b was silent for ") and "while its actors beat" in text
 
 
-def test_a_silent_agent_is_reported_once_even_if_its_host_is_in_doubt_at_times(tmp_path, monkeypatch):
+def test_a_silent_agent_is_reported_once_even_if_its_host_is_in_doubt_at_times(tmp_path, monkeypatch, events):
     """The end of its silence is reported once, too."""
     monkeypatch.setattr(SupervisionConfig, "agent_silence_s", property(lambda _: 60.0))
     monkeypatch.setattr(failure_detector, "REPORT_SHARE", 0.3 / 60.0)
-    events = []
-    monkeypatch.setattr(Observation, "happened", lambda _, level, actor, text: events.append((level, actor, text)))
     config = validate_config(FAST.model_dump() | {"supervision": {"heartbeat_s": 0.05, "host_lost_s": 60.0}})
 
-    def reports():
-        return [(level, text) for level, actor, text in events if actor == "agent/1"]
-
     async def scenario(cluster, tasks, over):
-        frozen = asyncio.Event()
-        await cluster.register("agent/1", host="b", address="", facts={"actors": FAR})
-        tasks.create_task(beats(cluster.caller("agent/1"), until=frozen))
-        for name in [*NEAR, *FAR]:
-            await cluster.register(name, address=f"memory://{name}")
-        for name in NEAR:
-            tasks.create_task(beats(cluster.caller(name), until=over))
-        await cluster.state(lambda state: state.phase == "running")
-        frozen.set()
+        await freeze_agent(cluster, tasks, over, NEAR)
         far = cluster.caller(FAR[0])
         await far.call(WatchRun())
         for beat in range(1, 1000):
             far.cast(Heartbeat(beat=beat, state="ready"))
             # Longer than the three heartbeats after which a host is in doubt.
             await asyncio.sleep(0.3 if beat % 5 == 0 else 0.05)
-            if beat >= 30 and reports():
+            if beat >= 30 and events:
                 break
         tasks.create_task(beats(cluster.caller("agent/1"), until=over, above=1000))
-        await until(lambda: len(reports()) > 1)
+        await until(lambda: len(events) > 1)
 
     run(tmp_path, scenario, config)
-    (first, text), second = reports()
+    (first, text), second = events
     assert first == "error" and "while its actors beat" in text
     assert second == ("info", "is heard again")

@@ -13,12 +13,12 @@ time (s).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.hosts import MemberHost
 from asyncrl.rpc.lifecycle.registry import Registry
 
 BEATS = 3
@@ -29,25 +29,6 @@ HOST = "host"
 """Key in a node agent's facts: the name of its host in the hostfile; absent in a run on one host."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownHost:
-    """A host of the run, as its agent reports it."""
-
-    agent: str
-    name: str
-    """Name of the host in the hostfile, or else its own hostname."""
-    actors: frozenset[str]
-    also: frozenset[str] = frozenset()
-    """Further names of the host: its own hostname and its address; known once its agent has registered."""
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.agent})"
-
-    def is_called(self, name: str) -> bool:
-        """Whether ``name`` is a name of the host or of its agent, or the host's address."""
-        return name.lower() in (self.agent, self.name.lower(), *map(str.lower, self.also))
-
-
 @dataclass(slots=True)
 class KnownHosts:
     """The hosts of one run, by their agents. ``head`` is the name of an actor on the head."""
@@ -55,8 +36,8 @@ class KnownHosts:
     lost_s: float
     heartbeat_s: float
     head: str
-    frozen_s: float = math.inf
-    known: dict[str, KnownHost] = field(default_factory=dict)
+    frozen_s: float
+    known: dict[str, MemberHost] = field(default_factory=dict)
     lost: dict[str, float] = field(default_factory=dict)
     """By agent of each lost host: the time of the loss (s)."""
     _known_since: dict[str, float] = field(default_factory=dict)
@@ -68,13 +49,13 @@ class KnownHosts:
             return False
         name, bound = str(record.facts.get(HOST) or record.host), record.address.partition("://")[2].rpartition(":")[0]
         # A loopback address does not identify a host.
-        also = frozenset({record.host, *([] if bound.startswith("127.") else [bound])} - {""})
-        return self._add(KnownHost(record.name, name, frozenset(map(str, actors)), also), now)
+        also = {record.host, "" if bound.startswith("127.") else bound} - {""}
+        return self._add(record.name, name, actors, also, now)
 
     def recall(self, described: Mapping[str, Any], now: float) -> None:
         """Restore hosts from the ``describe`` of an earlier controller."""
         for agent, (name, actors, also) in described.items():
-            self._add(KnownHost(agent, name, frozenset(actors), frozenset(also)), now)
+            self._add(agent, name, actors, also, now)
 
     def forget(self, agent: str) -> None:
         """Remove a host that has left the run for good."""
@@ -83,9 +64,9 @@ class KnownHosts:
 
     def describe(self) -> dict[str, tuple[str, list[str], list[str]]]:
         """By agent: the name, the actors and the further names of its host."""
-        return {host.agent: (host.name, sorted(host.actors), sorted(host.also)) for host in self.known.values()}
+        return {host.agent: (host.host, host.actors, host.also) for host in self.known.values()}
 
-    def look(self, registry: Registry, now: float) -> tuple[list[KnownHost], list[KnownHost]]:
+    def look(self, registry: Registry, now: float) -> tuple[list[MemberHost], list[MemberHost]]:
         """Returns the hosts that are newly lost, and those that are back; called once in each heartbeat interval."""
         registry.listen(now, self.lost_s)
         heard = {agent: entry.heard for agent in self.lost if (entry := registry.entries.get(agent)) is not None}
@@ -114,36 +95,37 @@ class KnownHosts:
             actor for host in self.known.values() if self._is_in_doubt(host, registry, now) for actor in host.actors
         }
 
-    def _add(self, host: KnownHost, now: float) -> bool:
-        self._known_since.setdefault(host.agent, now)
-        is_new = self.known.get(host.agent) != host
-        self.known[host.agent] = host
+    def _add(self, agent: str, name: str, actors: Iterable[str], also: Iterable[str], now: float) -> bool:
+        host = MemberHost(agent=agent, host=name, actors=sorted(map(str, actors)), also=sorted(also))
+        self._known_since.setdefault(agent, now)
+        is_new = self.known.get(agent) != host
+        self.known[agent] = host
         return is_new
 
-    def _is_in_doubt(self, host: KnownHost, registry: Registry, now: float) -> bool:
+    def _is_in_doubt(self, host: MemberHost, registry: Registry, now: float) -> bool:
         """Whether the agent and all living actors of the host have missed BEATS heartbeats; never for the head."""
         if self.head in host.actors:
             return False
-        limits = [(self._known_since[host.agent], BEATS)]
-        for name in self._living(host, registry):
-            if (entry := registry.entries.get(name)) is not None:
-                left_out = entry.heartbeat.left_out if entry.heartbeat is not None else 0
-                limits.append((entry.heard, BEATS + left_out))
-        return all(registry.silence_since(heard, now) >= beats * self.heartbeat_s for heard, beats in limits)
+        for name, silent_s in self._silences(host, registry, now).items():
+            entry = registry.entries.get(name)
+            left_out = entry.heartbeat.left_out if entry is not None and entry.heartbeat is not None else 0
+            if silent_s < (BEATS + left_out) * self.heartbeat_s:
+                return False
+        return True
 
-    def _is_lost(self, host: KnownHost, registry: Registry, now: float) -> bool:
+    def _is_lost(self, host: MemberHost, registry: Registry, now: float) -> bool:
         """Whether the whole host was silent for ``lost_s``, or its agent for ``frozen_s``; never for the head."""
         if self.head in host.actors:
             return False
-        # A restarted controller may hear the actors before the agent, so count from when it knew the host.
-        since, entries = self._known_since[host.agent], registry.entries
-        heard = {name: max(since, entries[name].heard) for name in self._living(host, registry) if name in entries}
-        silent_s = registry.silence_since(max(heard.values(), default=since), now)
-        agent_silent_s = registry.silence_since(heard.get(host.agent, since), now)
-        return silent_s >= self.lost_s or agent_silent_s >= self.frozen_s
+        silent_s = self._silences(host, registry, now)
+        return min(silent_s.values()) >= self.lost_s or silent_s[host.agent] >= self.frozen_s
 
-    @staticmethod
-    def _living(host: KnownHost, registry: Registry) -> Iterable[str]:
-        """Names of the host's agent, even if it is dead, and of the living actors."""
-        entries = registry.entries
-        return [host.agent, *(name for name in host.actors if name in entries and entries[name].heard_of)]
+    def _silences(self, host: MemberHost, registry: Registry, now: float) -> dict[str, float]:
+        """Seconds of silence of the host's agent, even if it is dead, and of the living actors.
+
+        A restarted controller may hear the actors before the agent, so all count from when it knew the host.
+        """
+        entries, since = registry.entries, self._known_since[host.agent]
+        names = [host.agent, *(name for name in host.actors if name in entries and entries[name].heard_of)]
+        heard = {name: entries[name].heard if name in entries else since for name in names}
+        return {name: registry.silence_since(max(since, at), now) for name, at in heard.items()}

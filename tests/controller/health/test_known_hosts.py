@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.joining.known_hosts import BEATS, KnownHost, KnownHosts
+from asyncrl.controller.health.known_hosts import BEATS, KnownHosts
 from asyncrl.core.errors import Refused
 from asyncrl.core.roles import rank_group_of
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
+from asyncrl.messages.hosts import MemberHost
 from asyncrl.messages.monitor import Heartbeat
 from asyncrl.rpc.lifecycle.registry import Registry
 
@@ -86,7 +87,8 @@ def test_a_silent_host_is_lost_and_its_actors_are_dead():
     assert world.registry.dead == []
     assert world.passes(1) == (["agent/1"], [])
     assert world.hosts.lost == {"agent/1": world.now}
-    assert world.hosts.known["agent/1"] == KnownHost("agent/1", "1", frozenset(PLACED["agent/1"]), frozenset("1"))
+    described = MemberHost(agent="agent/1", host="1", actors=PLACED["agent/1"], also=["1"])
+    assert world.hosts.known["agent/1"] == described
     assert sorted(dead.name for dead in world.registry.dead) == ["learner/1", "rollouter/1"]
     # And the rank group of a rank that was there has to start again, though no death was reported.
     assert sorted(actor.name for actor in world.registry.condemned) == ["learner/0", "learner/1", "rollouter/1"]
@@ -159,7 +161,7 @@ def test_a_successor_of_the_controller_knows_the_hosts_that_are_cut_off():
     world, registry = World(), Registry()
     for facts in ({}, {"actors": "rollouter/0"}, {"actors": None}):
         assert not world.hosts.register(ActorRecord(name="agent/9", incarnation=1, address="", facts=facts), 0.0)
-    successor = KnownHosts(LOST_S, BEAT_S, "controller/0")
+    successor = KnownHosts(LOST_S, BEAT_S, "controller/0", FROZEN_S)
     successor.recall(world.hosts.describe(), 100.0)
     assert successor.known == world.hosts.known
     assert not any(successor.look(registry, float(now))[0] for now in range(100, 130))
