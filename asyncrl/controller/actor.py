@@ -116,7 +116,7 @@ class Controller(RunActor):
         self._succession = Succession(self, self._hosts, self._observation)
         if (earlier := self._succession.earlier) is not None:
             self.registry.recall(earlier.newest, earlier.generations)
-            self.machine.set_generations(self.registry.generations)
+            self.machine.follow_registry(self.registry.condemned, self.registry.dead, self.registry.generations)
         # Before the first bind: a host that has joined knows the address and connects as soon as it is bound.
         self.roster.take_in(self.members.members)
 
@@ -403,9 +403,7 @@ class Controller(RunActor):
         ready = self.registry.ready()
         self._succession.follow_registry()
         self.machine.ready(ready, self.clock.now())
-        self.machine.condemn(self.registry.condemned)
-        self.machine.set_dead(self.registry.dead)
-        self.machine.set_generations(self.registry.generations)
+        self.machine.follow_registry(self.registry.condemned, self.registry.dead, self.registry.generations)
         self._registered.wake()
         self.state_changed()
 

@@ -194,7 +194,7 @@ class FailureDetector:
             number = self._unreachable.condemnations(actor.name)
             match action_after(number, can_spare=self._run.can_spare(actor.name), max_restarts=max_restarts):
                 case "let it rest":
-                    self._run.let_rest(actor.name, actor.incarnation, actor.reason, "", now)
+                    self._run.let_rest([actor.name], actor.incarnation, actor.reason, "", now)
                 case "fail the run":
                     reason = f"{actor.reason}, after {number - 1} restarts for this (supervision.max_restarts)"
                     self._run.fail(actor.name, reason, "", 1, now)

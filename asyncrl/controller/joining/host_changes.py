@@ -108,7 +108,7 @@ class HostChanges:
     def can_spare(self, name: str) -> bool:
         """Whether the run does not count on an actor or agent: its joined host does not serve so far, or leaves."""
         hosts = [host for host in self._membership.members.hosts if name in host.names]
-        return any(host.stage != "serving" for host in hosts) or self._run.is_on_trial(name)
+        return any(host.stage != "serving" for host in hosts) or name in self._run.on_trial
 
     # --- events of the run ---
 

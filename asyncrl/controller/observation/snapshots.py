@@ -216,7 +216,7 @@ class Snapshots:
                 reason=(f"{outcome.actor}: {outcome.reason}" if outcome.actor else outcome.reason) if outcome else "",
                 exit_code=outcome.exit_code if outcome else 0,
                 waiting_for=run.waiting_for,
-                lost_hosts=sorted(run.lost_hosts),
+                lost_hosts=sorted(run.lost.hosts),
                 stalled=actor.stalled,
                 staleness_max=config.staleness.max,
                 groups_per_step=config.learner.groups_per_step,

@@ -1,1 +1,1 @@
-"""The state of a run, and the replicas that are resting."""
+"""The state of a run, the actors of lost hosts, and the replicas that are resting."""

@@ -10,14 +10,10 @@
   grows: to the next rank when every actor of the present one has ended, or when its share of ``drain_s`` is over. So
   draining takes ``drain_s`` at most. The controller has the last rank, at which the state is final.
 * A preempted run has the exit code for preemption only if there is a complete checkpoint.
-* Actors of a lost host are not awaited. The run continues without replicas while enough of their role are left:
-  ``min_replicas`` rollouters, or one actor of another role. It needs no sinks. It waits ``host_grace_s`` for any other
-  actor, and then fails.
+* Actors of a lost host are not awaited (lost_actors.py). The run fails if it needs one for too long.
 * A replica has to rest (reserve.py) if its agent has given it up, it stays unreachable or it is not ready in time. It
   is started again after a rest. The run fails if fewer than ``min_replicas`` rollouters or no reward pool are left. A
   preempted run does not, because it only needs the learner.
-
-Replicas may join and leave at any time.
 
 Each change of the message has a new ``number``. A method that may change it returns whether it did, except
 ``stage_changed``. The caller passes the time (monotonic, s) and calls ``tick`` no later than ``next_deadline``.
@@ -26,13 +22,13 @@ Each change of the message has a new ``number``. A method that may change it ret
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.controller.state.reserve import ROLLOUTER, PresentRest, Reserve
+from asyncrl.controller.state.lost_actors import LostActors
+from asyncrl.controller.state.reserve import Reserve
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
-from asyncrl.core.roles import ROLES, drain_rank, is_optional, is_replicated, may_rest, rank_group_of, role_of
+from asyncrl.core.roles import ROLES, drain_rank, is_replicated, may_rest, role_of
 from asyncrl.messages.actors import Condemned, Dead, Leaving, RestingReplica, RunPhase, RunState, Stuck
 from asyncrl.messages.hosts import Members
 from asyncrl.messages.monitor import OVER
@@ -90,26 +86,22 @@ class RunStateMachine:
     """Actors whose stacks their agents take."""
     trace: int = 0
     """Number of the trace for which actors send their spans now; 0 for none."""
-    lost_hosts: dict[str, list[str]] = field(default_factory=dict)
-    """By name of each lost host: its actors."""
     members: int = 0
     """Number of the newest Members message."""
     leaving: list[Leaving] = field(default_factory=list)
     """Agents and actors that have to leave the run."""
     generations: dict[str, int] = field(default_factory=dict)
     """For each rank group, by its role: the oldest generation that is not over."""
-    _dead: list[Dead] = field(default_factory=list)
-    _lost: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """By actor of a lost host: the time of the loss (s), and the host."""
-    _ready: set[str] = field(default_factory=set)
-    _on_trial: set[str] = field(default_factory=set)
+    awaited: dict[str, float] = field(default_factory=dict)
+    """By actor that is not ready and could be: the time since which the run waits for it (s)."""
+    on_trial: set[str] = field(default_factory=set)
     """Replicas that have joined and have not been ready so far."""
+    _dead: list[Dead] = field(default_factory=list)
+    _ready: set[str] = field(default_factory=set)
     _recalled: set[str] = field(default_factory=set)
     """Replicas whose joined host has served under an earlier controller, and that have not been ready since."""
     _ended: set[str] = field(default_factory=set)
     """Actors whose process has ended, or whose host is lost; draining does not wait for them."""
-    _awaited_since: dict[str, float] = field(default_factory=dict)
-    """Time since which the run waits for each actor that is not ready."""
     _condemned: list[Condemned] = field(default_factory=list)
     _message: RunState | None = None
     _preempted_until: float = 0.0
@@ -118,23 +110,20 @@ class RunStateMachine:
     """Time at which the next drain rank begins at the latest."""
     _drain_until: float = 0.0
     """Time at which the last rank begins at the latest."""
+    lost: LostActors = field(init=False)
     _reserve: Reserve = field(init=False)
 
     def __post_init__(self) -> None:
         self._reserve = Reserve(self.rest_s)
+        self.lost = LostActors(self.host_grace_s, self.min_replicas)
         assert all(drain_rank(name) < LAST_RANK for name in self.expected)
         self.matters = self.number
-        self._awaited_since = dict.fromkeys(self.expected, self.now)
+        self.awaited = dict.fromkeys(self.expected, self.now)
 
     @property
     def waiting_for(self) -> list[str]:
         """The actors that are not ready and that a starting run needs; empty in every later phase."""
-        return sorted(self._proven - self._ready - self._spared - self._resting) if self.phase == "starting" else []
-
-    @property
-    def awaited(self) -> frozenset[str]:
-        """The actors that are not ready and that the run waits for, in any phase."""
-        return frozenset(self._awaited_since)
+        return sorted(self._needed - self._ready) if self.phase == "starting" else []
 
     @property
     def resting(self) -> list[RestingReplica]:
@@ -174,7 +163,7 @@ class RunStateMachine:
                 stuck=self.stuck,
                 checkpoint=self.checkpoint,
                 dead=self.dead,
-                lost_hosts=dict(self.lost_hosts),
+                lost_hosts=dict(self.lost.hosts),
                 members=self.members,
                 leaving=self.leaving,
                 trace=self.trace,
@@ -192,10 +181,10 @@ class RunStateMachine:
         """Store the actors that are ready now. A starting run becomes running once every needed actor is ready."""
         phase, waiting_for = self.phase, self.waiting_for
         self._ready = set(names) & self.expected
-        self._on_trial -= self._ready
+        self.on_trial -= self._ready
         self._recalled -= self._ready
         self._update_waits(now)
-        if self.phase == "starting" and self._ready >= self._proven - self._spared - self._resting:
+        if self.phase == "starting" and self._ready >= self._needed:
             self.phase = "running"
             return self._changed()
         return (phase, waiting_for) != (self.phase, self.waiting_for) and self._changed(matters=False)
@@ -221,50 +210,39 @@ class RunStateMachine:
         waited_for = self.waiting_for
         self._ready.discard(name)
         self._ended.add(name)
-        if not self._is_excused(name) and name not in self._reserve.resting and name not in self._on_trial:
+        if not self.lost.excuses(name) and name not in self._reserve.resting and name not in self.on_trial:
             # The actor has start_timeout_s from now to be ready again. One on trial keeps its first deadline.
-            self._awaited_since[name] = now
+            self.awaited[name] = now
         if self.drain:
             return self.tick(now)
         # A recalled replica may never have been ready either; an earlier controller let it rest then.
-        is_healable = exit_code not in UNHEALABLE_EXITS or name in self._on_trial or name in self._recalled
+        is_healable = exit_code not in UNHEALABLE_EXITS or name in self.on_trial or name in self._recalled
         if fatal and may_rest(name, is_healable=is_healable):
-            return self.let_rest(name, incarnation, reason or describe_exit(exit_code), log, now)
+            return self.let_rest([name], incarnation, reason or describe_exit(exit_code), log, now)
         if fatal:
             code = exit_code if exit_code in UNHEALABLE_EXITS else 1
             return self.fail(name, reason or describe_exit(exit_code), log, code, now)
         return self.waiting_for != waited_for and self._changed(matters=False)
 
-    def is_on_trial(self, name: str) -> bool:
-        """Whether it is a joined replica that has never been ready."""
-        return name in self._on_trial
+    def follow_registry(
+        self, condemned: Iterable[Condemned], dead: Iterable[Dead], generations: Mapping[str, int]
+    ) -> bool:
+        """Set the condemned actors that have not ended, the dead ones without a successor, and the generations.
 
-    def condemn(self, actors: Iterable[Condemned]) -> bool:
-        """Set the condemned actors that have not ended. Those that are not expected are left out."""
-        condemned_before = self.condemned
-        self._condemned = sorted((actor for actor in actors if actor.name in self.expected), key=lambda a: a.name)
-        return self.condemned != condemned_before and self._changed()
-
-    def set_dead(self, actors: Iterable[Dead]) -> bool:
-        """Set the actors that are dead and have no successor."""
-        dead_before = self.dead
-        self._dead = sorted((actor for actor in actors if actor.name in self.expected), key=lambda a: a.name)
-        return self.dead != dead_before and self._changed()
-
-    def set_generations(self, generations: Mapping[str, int]) -> bool:
-        """Set, for each rank group, the oldest generation that is not over."""
-        if generations == self.generations:
-            return False
+        Actors that are not expected are left out.
+        """
+        before = self.condemned, self.dead, self.generations
+        self._condemned = sorted((actor for actor in condemned if actor.name in self.expected), key=lambda a: a.name)
+        self._dead = sorted((actor for actor in dead if actor.name in self.expected), key=lambda a: a.name)
         self.generations = dict(generations)
-        return self._changed()
+        return before != (self.condemned, self.dead, self.generations) and self._changed()
 
     def host_lost(self, host: str, names: Iterable[str], now: float) -> bool:
         """Note that ``host`` is lost, and these actors with it. If the run needs one, it fails only after a grace."""
         lost = self.expected.intersection(names)
-        self._lost.update(dict.fromkeys(lost, (now, host)))
+        self.lost.add(host, lost, now)
         # A drain does not wait for lost actors.
         self._ended |= lost
-        self.lost_hosts[host] = sorted(lost)
         self.ready(self._ready - lost, now)
         self._changed()
         self.tick(now)
@@ -272,8 +250,7 @@ class RunStateMachine:
 
     def host_back(self, host: str, now: float) -> bool:
         """Note that ``host`` is back. Its actors have start_timeout_s from now to be ready."""
-        self._lost = {name: (lost_at, on) for name, (lost_at, on) in self._lost.items() if on != host}
-        self.lost_hosts.pop(host, None)
+        self.lost.remove(host)
         self._update_waits(now)
         return self._changed()
 
@@ -298,7 +275,7 @@ class RunStateMachine:
         if has_served:
             self._recalled |= new
         else:
-            self._on_trial |= new
+            self.on_trial |= new
             # A drain waits for them only once they have ``started``.
             self._ended |= new
         self._update_waits(now)
@@ -308,10 +285,10 @@ class RunStateMachine:
         """Remove these actors from the run."""
         self.expected -= frozenset(names)
         for name in names:
-            self._lost.pop(name, None)
-            self._awaited_since.pop(name, None)
+            self.lost.since.pop(name, None)
+            self.awaited.pop(name, None)
         self._ended &= self.expected
-        self._on_trial &= self.expected
+        self.on_trial &= self.expected
         self._recalled &= self.expected
         self._reserve.forget(names)
         self.ready(self._ready, now)
@@ -328,7 +305,7 @@ class RunStateMachine:
             return False
         self.members, self.leaving = members.number, members.leaving
         agents = tuple(f"({each.name})" for each in self.leaving)
-        self.lost_hosts = {host: lost for host, lost in self.lost_hosts.items() if not host.endswith(agents)}
+        self.lost.hosts = {host: lost for host, lost in self.lost.hosts.items() if not host.endswith(agents)}
         return self._changed()
 
     def set_stuck(self, actors: list[Stuck]) -> bool:
@@ -389,14 +366,14 @@ class RunStateMachine:
         if self.phase == "preempting":
             return now >= self._preempted_until and self._begin_drain(self._preempted_outcome(), now)
         if not self.drain:
-            late = [n for n, since in self._awaited_since.items() if now - since >= self.start_timeout_s]
+            late = [n for n, since in self.awaited.items() if now - since >= self.start_timeout_s]
             if late:
-                return self._act_on_late(sorted(late, key=lambda name: (self._awaited_since[name], name)), now)
-            due, name, host = self._lost_host_deadline() or (math.inf, "", "")
+                return self._act_on_late(sorted(late, key=lambda name: (self.awaited[name], name)), now)
+            due, name, host = self.lost.deadline(self._spared) or (math.inf, "", "")
             if now >= due:
                 resting = self._reserve.described(role_of(name))
                 # If replicas are resting, the host may have been lost for longer than host_grace_s.
-                lost_at, _ = self._lost[name]
+                lost_at, _ = self.lost.since[name]
                 lost_s = now - lost_at if resting else self.host_grace_s
                 reason = f"its host {host} has been lost for {round(lost_s, 1):g} s (supervision.host_grace_s){resting}"
                 return self.fail(name, reason, "", 1, now)
@@ -404,7 +381,8 @@ class RunStateMachine:
             back = [self.bring_back(name, now) for name in self._reserve.due(now)]
             return any(back)
         rank_before = self.drain
-        while self.drain < LAST_RANK and (now >= self._rank_until or not self._has_living(self.drain)):
+        living = [drain_rank(name) for name in self.expected - self._ended]
+        while self.drain < LAST_RANK and (now >= self._rank_until or self.drain not in living):
             self.drain += 1
             self._rank_until = min(now + self.drain_s * DRAIN_SHARES.get(self.drain, 0.0), self._drain_until)
         if self.drain == rank_before:
@@ -422,10 +400,10 @@ class RunStateMachine:
             return self._rank_until
         if self.phase == "preempting":
             return self._preempted_until
-        times = [since + self.start_timeout_s for since in self._awaited_since.values()]
+        times = [since + self.start_timeout_s for since in self.awaited.values()]
         if (rest_over := self._reserve.next_deadline()) is not None:
             times.append(rest_over)
-        if (lost := self._lost_host_deadline()) is not None:
+        if (lost := self.lost.deadline(self._spared)) is not None:
             due, _name, _host = lost
             times.append(due)
         return min(times, default=None)
@@ -433,114 +411,61 @@ class RunStateMachine:
     @property
     def _spared(self) -> set[str]:
         """The actors of lost hosts that the run does not need."""
-        if not self._lost:
-            return set()
-        # Actors that are left by role: on no lost host, and not resting.
-        left = Counter(role_of(name) for name in self._proven - self._lost.keys() - self._resting)
-        return {
-            name
-            for name in self._lost
-            if is_optional(name)
-            or name in self._on_trial
-            or (is_replicated(name) and left[role_of(name)] >= (self.min_replicas if role_of(name) == ROLLOUTER else 1))
-        }
+        return self.lost.spared(self._proven - self._reserve.resting.keys(), self.on_trial)
 
     @property
     def _proven(self) -> frozenset[str]:
         """The actors of the run without those that have joined and have never been ready."""
-        return self.expected - self._on_trial
+        return self.expected - self.on_trial
 
     @property
-    def _resting(self) -> set[str]:
-        """Replicas that are resting."""
-        return set(self._reserve.resting)
+    def _needed(self) -> frozenset[str]:
+        """The actors that have to be ready for a starting run to become running."""
+        return self._proven - self._spared - self._reserve.resting.keys()
 
     def can_spare(self, name: str) -> bool:
         """Whether the run can continue without this replica."""
         return is_replicated(name) and self._reserve.lacking(self._proven, self.min_replicas, without=[name]) is None
 
-    def let_rest(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
-        """Let a replica rest, so that its agent ends it. If too few are left, fails the run unless it is preempted.
+    def let_rest(self, names: Sequence[str], incarnation: int, reason: str, log: str, now: float) -> bool:
+        """Let replicas rest, so that their agents end them. If too few are left, fails the run unless it is preempted.
 
-        Does nothing if the replica rests already, or has because this ``incarnation`` ended.
+        The outcome blames the first of them. Skips those that rest already, or have because this ``incarnation`` ended;
+        it is 0 if no end of a process is the cause.
         """
         resting_before = dict(self._reserve.resting)
-        if not self._reserve.let_rest(name, incarnation, reason, now, self.expected):
+        # sum(), because any() would stop at the first replica.
+        if not sum(self._reserve.let_rest(name, incarnation, reason, now, self.expected) for name in names):
             return False
-        return self._continue_without(name, reason, log, resting_before, now)
-
-    def _continue_without(
-        self, name: str, reason: str, log: str, resting_before: Mapping[str, PresentRest], now: float
-    ) -> bool:
-        """Continue after replicas began to rest, or fail the run if too few are left and it is not preempted.
-
-        ``name`` is one of these replicas, which rests for ``reason``. ``resting_before`` has the replicas that rested
-        before, so that only the roles of the replicas that begin to rest are checked.
-        """
         shortage_text = self._reserve.describe_shortage(self._proven, self.min_replicas, resting_before)
         # A preempted run only needs the learner, for its checkpoint.
         if shortage_text is not None and self.phase != "preempting":
-            return self.fail(name, reason + shortage_text, log, 1, now)
+            return self.fail(names[0], reason + shortage_text, log, 1, now)
         # A starting run may now have every actor that it needs.
-        self.ready(self._ready - self._resting, now)
+        self.ready(self._ready - self._reserve.resting.keys(), now)
         return self._changed()
 
     def _act_on_late(self, late: list[str], now: float) -> bool:
-        """Handle actors that were not ready in time: let them rest.
+        """Handle actors that were not ready in time, the one that is awaited longest first: let them rest.
 
-        ``late`` has the actor that is awaited longest first: the outcome blames it. Fails the run instead if too few
-        would be left, or if one of them is no replica.
+        Fails the run instead if too few would be left, or if one of them is no replica.
         """
         reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
         lacking_role = self._reserve.lacking(self._proven, self.min_replicas, without=late)
         if lacking_role is None and all(map(is_replicated, late)):
-            resting_before = dict(self._reserve.resting)
-            # Incarnation 0: no end of a process is the cause. sum(), because any() would stop at the first replica.
-            if not sum(self._reserve.let_rest(name, 0, reason, now, self.expected) for name in late):
-                return False
-            # ``_continue_without`` counts again: with a late episode host its rollouter rests too, and ``lacking`` did
-            # not count that.
-            return self._continue_without(late[0], reason, "", resting_before, now)
+            # This counts again: with a late episode host its rollouter rests too, and ``lacking`` did not count that.
+            return self.let_rest(late, 0, reason, "", now)
         if others := late[1:]:
             reason += f"; nor are {', '.join(others)}"
         return self.fail(late[0], reason, "", 1, now)
 
-    def _lost_host_deadline(self) -> tuple[float, str, str] | None:
-        """Find the earliest time at which a lost host fails the run, unless the host is back or no longer needed.
-
-        Returns that time (s), a needed actor of the host, and the host. None if the run needs no actor of a lost host.
-        """
-        needed = self._lost.keys() - self._spared
-        last_loss: dict[str, float] = {}
-        for name in needed:
-            lost_at, _ = self._lost[name]
-            last_loss[role_of(name)] = max(lost_at, last_loss.get(role_of(name), -math.inf))
-        deadlines = []
-        for name in needed:
-            since, host = self._lost[name]
-            if is_replicated(name):
-                # Fewer losses may have left enough replicas of the role, so count from its newest loss.
-                since = last_loss[role_of(name)]
-            deadlines.append((since + self.host_grace_s, name, host))
-        return min(deadlines, default=None)
-
-    def _is_excused(self, name: str) -> bool:
-        """Whether an actor cannot be ready because its host, or that of another actor of its rank group, is lost."""
-        if name in self._lost:
-            return True
-        return bool(rank_group_of(name)) and any(rank_group_of(lost) == rank_group_of(name) for lost in self._lost)
-
     def _update_waits(self, now: float) -> None:
         """Update the waits: begin one for each actor that is not ready and could be, and end all others."""
         for name in self.expected:
-            if name in self._ready or name in self._reserve.resting or self._is_excused(name):
-                self._awaited_since.pop(name, None)
+            if name in self._ready or name in self._reserve.resting or self.lost.excuses(name):
+                self.awaited.pop(name, None)
             else:
-                self._awaited_since.setdefault(name, now)
-
-    def _has_living(self, rank: int) -> bool:
-        """Whether an actor of this rank has not ended."""
-        return any(drain_rank(name) == rank for name in self.expected - self._ended)
+                self.awaited.setdefault(name, now)
 
     def _preempted_outcome(self) -> RunOutcome:
         """The outcome of a preempted run: preempted if a checkpoint is complete, else stopped."""

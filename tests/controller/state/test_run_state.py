@@ -168,14 +168,16 @@ def test_condemned_and_dead_actors_change_the_state_once_and_not_in_a_drain(runn
     run = machine(running=running)
     frozen, other = Condemned("rollouter/0", 7, "it did not beat for 61 s"), Condemned("learner/0", 3, "learner/1 died")
     phase, number = run.phase, run.number
-    assert run.condemn([frozen]) and not run.condemn([frozen])
+    assert run.follow_registry([frozen], [], {}) and not run.follow_registry([frozen], [], {})
     assert (run.condemned, run.number, run.phase, run.drain) == ([frozen], number + 1, phase, 0)
-    assert run.condemn([frozen, other]) and run.condemned == [other, frozen]
-    assert run.set_dead([Dead("rollouter/1", 1), Dead("agent/1", 1)]) and not run.set_dead([Dead("rollouter/1", 1)])
-    assert run.dead == [Dead("rollouter/1", 1)]
+    assert run.follow_registry([frozen, other], [], {}) and run.condemned == [other, frozen]
+    dead = Dead("rollouter/1", 1)
+    assert run.follow_registry([frozen, other], [dead, Dead("agent/1", 1)], {}) and run.dead == [dead]
+    assert not run.follow_registry([frozen, other], [dead], {})
+    assert run.follow_registry([frozen, other], [dead], {"learner": 2}) and run.generations == {"learner": 2}
     run.finish(101.0)
     number = run.number
-    assert not run.condemn([frozen]) and not run.set_dead([])
+    assert not run.follow_registry([frozen], [], {"learner": 2})
     assert (run.condemned, run.dead, run.number) == ([], [], number)
 
 
@@ -326,13 +328,13 @@ def test_a_run_starts_and_continues_without_a_replica_of_a_lost_host():
     run.ready(ACTORS[:-1], 1.0)
     assert run.phase == "starting"
     lose(run, ["rollouter/2"])
-    assert (run.phase, run.waiting_for, run.lost_hosts) == ("running", [], {"b (agent/1)": ["rollouter/2"]})
+    assert (run.phase, run.waiting_for, run.lost.hosts) == ("running", [], {"b (agent/1)": ["rollouter/2"]})
     assert run.next_deadline() is None and not run.tick(1e6)
     # Once back, it has the time of any start.
     assert run.host_back("b (agent/1)", 1e6)
     assert run.next_deadline() == 1e6 + START_S
     run.ready(ACTORS, 1e6 + 1.0)
-    assert run.next_deadline() is None and run.lost_hosts == {}
+    assert run.next_deadline() is None and run.lost.hosts == {}
 
 
 def test_an_actor_that_rests_is_not_blamed_for_departed_hosts():
@@ -542,7 +544,7 @@ def happens(run, now, life, kind, what=None):
         case "found":
             return run.host_back(f"host of {what}", now)
         case "condemn":
-            return run.condemn([Condemned(*actor, "why") for actor in what])
+            return run.follow_registry([Condemned(*actor, "why") for actor in what], [], {})
         case "checkpoint":
             return run.checkpoint_written(what)
         case "preempt" | "stop":
@@ -575,7 +577,7 @@ def test_invariants(least, history):
         assert run.final == (run.drain == LAST_RANK)
         assert not run.final or run.phase == ("failed" if run.outcome.actor else "done")
         names = set(resting_names(run))
-        assert not names & (run.awaited | set(run.waiting_for))
+        assert not names & {*run.awaited, *run.waiting_for}
         assert run.phase not in ("starting", "running") or len(set(ROLLOUTERS) - names) >= least
         assert all(REST_S <= actor.rest_s <= LONGEST_REST * REST_S for actor in run.resting)
     # Without further events each one is started again within the longest rest.
