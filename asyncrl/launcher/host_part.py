@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,13 +24,14 @@ from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.config.operation import NetworkConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.common.agent_messages import AgentSpec, HostOffer, HostSpec
+from asyncrl.launcher.common.agent_messages import AgentSpec, HostOffer, HostSpec, Prepared
 from asyncrl.launcher.common.placement import INTERFACE_VARIABLES, Placed, PlacementHost
 from asyncrl.launcher.hosts.addresses import interface_of
-from asyncrl.launcher.hosts.contact import LONGEST_LINE_BYTES, Contact
+from asyncrl.launcher.hosts.contact import LONGEST_LINE_BYTES, Contact, ReachedHosts
 from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.hosts.start import LocalStart, shown
 from asyncrl.launcher.run_folder.folders import RunFolder
+from asyncrl.launcher.run_folder.private import RUN_ID
 from asyncrl.rpc.linux import children_of
 
 ACTOR_ARGV = (sys.executable, "-m", "asyncrl.cli.actor")
@@ -98,11 +99,13 @@ def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[s
     )
 
 
-def start_agent(contact: Contact, folder: RunFolder, spec: AgentSpec) -> AgentHandle:
-    """Start the agent of a prepared host by sending its spec over the host's connection, and return its handle."""
-    contact.keep_errors(folder.logs / f"start-{contact.name}.log")
-    contact.send(msgspec.json.encode(spec) + b"\n")
-    return AgentHandle(spec.index, contact)
+async def prepare(reached: ReachedHosts, folder: RunFolder, specs: Mapping[str, HostSpec]) -> None:
+    """Prepare hosts, by their names, for their parts of the run. Raises HostFailed."""
+    if specs:
+        # A host that can read this id in the folder sees the same run folder, and uses it.
+        with contextlib.suppress(FileExistsError), (folder.logs / RUN_ID).open("x") as file:
+            file.write(folder.run_id)
+    await reached.ask(specs, Prepared, "prepared")
 
 
 def passed_on() -> dict[str, str]:
@@ -110,16 +113,23 @@ def passed_on() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)}
 
 
-def agent_spec(
-    folder: RunFolder, host: PlacementHost, placed: Sequence[Placed], *, above: int, index: int, is_named: bool = True
-) -> AgentSpec:
-    """Return the specification of a host's agent, with ``placed``, its actors, and their environment.
+def start_agent(
+    contact: Contact,
+    folder: RunFolder,
+    host: PlacementHost,
+    placed: Sequence[Placed],
+    *,
+    above: int,
+    index: int,
+    is_named: bool = True,
+) -> AgentHandle:
+    """Start the agent of a prepared host over its connection, with ``placed``, its actors, and their environment.
 
     Every incarnation of its actors is above ``above``, a number that all agents share. ``is_named`` is False if the run
     has no hostfile. Network interfaces that the user has set in the environment win over those of the placement.
     """
     chosen = [name for name in INTERFACE_VARIABLES if name in os.environ]
-    return AgentSpec(
+    spec = AgentSpec(
         run_dir=str(folder.path),
         log_dir=str(folder.logs),
         argv=list(ACTOR_ARGV),
@@ -129,6 +139,9 @@ def agent_spec(
         name=host.name if is_named else "",
         above=above,
     )
+    contact.keep_errors(folder.logs / f"start-{contact.name}.log")
+    contact.send(msgspec.json.encode(spec) + b"\n")
+    return AgentHandle(index, contact)
 
 
 class LocalGuard(Contact):

@@ -40,7 +40,6 @@ from asyncrl.launcher.common.agent_messages import (
     KILL,
     Checked,
     HostOffer,
-    Prepared,
     RouteQuery,
     Routes,
     agent_name,
@@ -59,12 +58,12 @@ from asyncrl.launcher.follower import Follower
 from asyncrl.launcher.host_part import (
     GUARD_ARGV,
     LocalGuard,
-    agent_spec,
     for_hosts,
     host_of,
     host_row,
     host_spec,
     passed_on,
+    prepare,
     start_agent,
 )
 from asyncrl.launcher.hosts import addresses
@@ -84,7 +83,7 @@ from asyncrl.launcher.run_folder.folders import (
     with_date,
     with_pins_of,
 )
-from asyncrl.launcher.run_folder.private import RUN_ID, in_use, is_live, remove_abandoned
+from asyncrl.launcher.run_folder.private import in_use, is_live, remove_abandoned
 from asyncrl.launcher.run_folder.resume import Resumption, find_resumption
 from asyncrl.launcher.terminal.detach import Detached
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
@@ -392,15 +391,12 @@ class Launch:
         self.on_folder(folder.path)
         if self.detached is not None:
             self.detached.has_folder(folder.path, folder.logs, "" if self.head_is_here else self.head)
-        if self.reached.contacts:
-            # A host that reads this id in the folder sees the same run folder, and uses it.
-            (folder.logs / RUN_ID).write_text(folder.run_id)
         index = {host.name: number for number, host in enumerate(self.hosts)}
         specs = {
             name: host_spec(self.config, folder, index[name], self._key_files(keyring, index[name]))
             for name in self.reached.contacts
         }
-        await self.reached.ask(specs, Prepared, "prepared")
+        await prepare(self.reached, folder, specs)
         # From here on signals preempt the run instead of undoing the launch.
         interrupts.listen()
         contacts = dict(self.reached.contacts)
@@ -409,8 +405,8 @@ class Launch:
             await guard.begin(folder, lock)
         for number, host in enumerate(self.hosts):
             actors = [actor for actor in self.placed if actor.host == host.name]
-            spec = agent_spec(folder, host, actors, above=above, index=number, is_named=self.start is not None)
-            members.append(start_agent(contacts[host.name], folder, spec))
+            contact, is_named = contacts[host.name], self.start is not None
+            members.append(start_agent(contact, folder, host, actors, above=above, index=number, is_named=is_named))
 
     async def _undo(self, folder: RunFolder, members: Sequence[AgentHandle]) -> None:
         """Clean up after a failed launch: kill the agents, close the connections, delete the folder of a new run."""

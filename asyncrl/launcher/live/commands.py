@@ -80,10 +80,9 @@ async def leave_run(run: LiveRun, host: str, within_s: float | None = None) -> i
 async def stop_run(run: LiveRun) -> int:
     """Preempt the run and wait for its end; returns 0 if it is done or can be resumed without a loss, else 1.
 
-    As after SIGTERM to the launcher, the controller preempts the run. The head's agent learns of it, keeps the
-    deadlines, and writes the record of how the run ended. This command waits for the controller's answer, and then for
-    the end. Each wait lasts at most preempt.grace_s + supervision.drain_s and a margin; a warning names the process
-    that is late. The command may be repeated.
+    The controller preempts the run, and the head's agent keeps the deadlines and records how it ended. This command
+    waits for the controller's answer, and then for the end, each at most preempt.grace_s + supervision.drain_s and a
+    margin. A warning names the process that is late. The command may be repeated.
     """
     progress = TerminalProgress(sys.stdout, run.config.learner.steps)
     path, grace_s, drain_s = run.folder.path, run.config.preempt.grace_s, run.config.supervision.drain_s
@@ -125,10 +124,10 @@ def _conclude(run: LiveRun, progress: TerminalProgress) -> int:
         what = f"the run was killed, so its agent left no record of how it ended (log: {log})"
         progress.warn([*filter(None, [left.describe()]), what])
         return 1
-    rows = describe_end(run.folder, ended, left)
+    rows = describe_end(run.folder, ended, left) or ["the run is done: its last step is trained"]
     if ended.result == "failed":
         progress.warn(rows)
         return 1
-    for row in rows or ["the run is done: its last step is trained"]:
+    for row in rows:
         progress.say(row)
     return 1 if ended.result == "stopped" and left.lost else 0

@@ -5,11 +5,10 @@ the new agents and actors. Only their public halves go to the controller, which 
 the agents are started, the command withdraws the hosts. If it cannot, the controller drops them after
 ``supervision.start_timeout_s``.
 
-Then the command follows these hosts to their end. It shows their events and stores their logs as the run's launcher
-does. The hosts end with the run, or leave it before: by ``--leave``, at the controller's request, or because this
-command is interrupted. At the first signal the controller drains them; at the second they are killed. Either way the
-run continues without them. The controller does not drain a host with the last rollouter, which continues until the
-second signal. A lost connection ends nothing.
+Then the command shows the events of these hosts and stores their logs, as the run's launcher does, until they have
+ended. They end with the run, or leave it before: by ``--leave``, at the controller's request, or because this command
+is interrupted. At the first signal the controller drains them, except a host with the last rollouter; at the second
+they are killed. Either way the run continues. A lost connection ends nothing.
 
 Fails with HostFailed for hosts, and with UsageError for a request that the run refuses.
 """
@@ -17,12 +16,11 @@ Fails with HostFailed for hosts, and with UsageError for a request that the run 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,24 +35,15 @@ from asyncrl.launcher.agent_handle import (
 )
 from asyncrl.launcher.checks.findings import errors_of
 from asyncrl.launcher.checks.hub import pin
-from asyncrl.launcher.common.agent_messages import (
-    AT_ONCE,
-    CONTROLLER_AT,
-    Prepared,
-    RouteQuery,
-    Routes,
-    StateEvent,
-    agent_name,
-)
+from asyncrl.launcher.common.agent_messages import AT_ONCE, CONTROLLER_AT, RouteQuery, Routes, StateEvent, agent_name
 from asyncrl.launcher.common.placement import PlacementHost, place_replicas, replicas_of
 from asyncrl.launcher.downloads import download
-from asyncrl.launcher.host_part import agent_spec, host_of, host_row, host_spec, start_agent
+from asyncrl.launcher.host_part import host_of, host_row, host_spec, prepare, start_agent
 from asyncrl.launcher.hosts import addresses
 from asyncrl.launcher.hosts.contact import ReachedHosts
 from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.hosts.start import StartCommand
 from asyncrl.launcher.live.live_run import LiveController, LiveRun
-from asyncrl.launcher.run_folder.private import RUN_ID
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
 from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.hosts import Join, Leave, MemberHost
@@ -69,7 +58,8 @@ WITHDRAW_S = 5.0
 def join_run(run: LiveRun, lines: Sequence[HostLine], start: StartCommand, *, dry_run: bool = False) -> int:
     """Add these hosts to the run and follow them to their end; returns the exit code."""
     progress = TerminalProgress(sys.stderr if dry_run else sys.stdout, run.config.learner.steps)
-    hosts = JoinedHosts(run, lines, start, progress)
+    reached = ReachedHosts(start, run.config.supervision.start_timeout_s, progress, count=len(lines))
+    hosts = JoinedHosts(run, lines, reached, progress)
     # A signal before the agents start undoes everything.
     return asyncio.run(undone_by_signals(hosts.main(dry_run=dry_run), progress))
 
@@ -80,28 +70,16 @@ class JoinedHosts:
 
     run: LiveRun
     lines: Sequence[HostLine]
-    start: StartCommand
+    reached: ReachedHosts
     progress: TerminalProgress
     members: list[AgentHandle] = field(default_factory=list)
     interrupts: Interrupts = field(default_factory=Interrupts)
     controller: LiveController = field(init=False)
-    _reached: ReachedHosts = field(init=False)
-    _hosts: dict[str, PlacementHost] = field(default_factory=dict)
-    """The new hosts by name, with their addresses and GPUs."""
     _shown: dict[str, MemberHost] = field(default_factory=dict)
     """By agent: the host as it was last shown."""
-    _drain_refused: bool = False
-    """Whether the controller has refused to drain a host."""
-
-    def __post_init__(self) -> None:
-        limit_s = self.run.config.supervision.start_timeout_s
-        self._reached = ReachedHosts(self.start, limit_s, self.progress, count=len(self.lines))
 
     async def main(self, *, dry_run: bool) -> int:
-        """Reach the hosts and place their actors; then add and follow them, or in a dry run only show the plan.
-
-        Returns the exit code.
-        """
+        """Reach, place, add and follow the hosts, or with ``dry_run`` only show the plan; returns the exit code."""
         # The controller's IP address; the URL comes from a socket, so it has no name.
         head = self.run.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         if ipaddress.ip_address(head).is_loopback:
@@ -110,31 +88,32 @@ class JoinedHosts:
                 "start a run that hosts are to join with --hosts over two or more"
             )
         try:
-            await self._reached.reach([line.name for line in self.lines])
-            await self._place(head)
+            await self.reached.reach([line.name for line in self.lines])
+            hosts = await self._place(head)
             if dry_run:
-                self._show_plan()
+                self._show_plan(hosts)
                 return 0
             await self._fetch()
             with LiveController(self.run) as self.controller:
-                await self._begin()
+                await self._begin(hosts)
                 return await self.follow()
         finally:
-            await self._reached.close()
+            await self.reached.close()
 
-    async def _place(self, head: str) -> None:
-        """Choose the address and GPUs of each host (``_hosts``). Raises UsageError if an engine does not fit."""
-        config, facts = self.run.config, {name: contact.facts for name, contact in self._reached.contacts.items()}
+    async def _place(self, head: str) -> dict[str, PlacementHost]:
+        """Return the new hosts by name, with their addresses and GPUs. Raises UsageError if an engine does not fit."""
+        config, facts = self.run.config, {name: contact.facts for name, contact in self.reached.contacts.items()}
         if config.network.interface is not None:
             chosen = addresses.by_interface(facts, config.network.interface)
         else:
             query = RouteQuery(head=head, addresses=[head])
-            chosen = addresses.towards(head, await self._reached.ask(dict.fromkeys(facts, query), Routes, "answered"))
-        self._hosts = {line.name: host_of(line, facts[line.name], chosen[line.name]) for line in self.lines}
-        small = [f"{name} has {len(host.gpus)}" for name, host in self._hosts.items() if not replicas_of(config, host)]
+            chosen = addresses.towards(head, await self.reached.ask(dict.fromkeys(facts, query), Routes, "answered"))
+        hosts = {line.name: host_of(line, facts[line.name], chosen[line.name]) for line in self.lines}
+        small = [f"{name} has {len(host.gpus)}" for name, host in hosts.items() if not replicas_of(config, host)]
         if small:
             each = config.rollout.gpus_per_replica
             raise UsageError(f"an engine of this run takes {each} GPUs (rollout.gpus_per_replica): {', '.join(small)}")
+        return hosts
 
     async def _fetch(self) -> None:
         """Let the hosts download the run's model of the Hugging Face hub, if it has one. Raises ConfigError."""
@@ -143,72 +122,55 @@ class JoinedHosts:
         found = await pin(self.run.config, ["model.path"])
         if found.findings:
             raise ConfigError(errors_of(found.findings), found=True)
-        await download(self.run.config, dict.fromkeys(self._reached.contacts, found.pins), self._reached)
+        await download(self.run.config, dict.fromkeys(self.reached.contacts, found.pins), self.reached)
 
-    def _show_plan(self) -> None:
+    def _show_plan(self, hosts: Mapping[str, PlacementHost]) -> None:
         self.progress.end()
         print(config_to_json(self.run.config), end="")
         print(f"\nhosts that join {self.run.folder.path}:")
-        for name, host in self._hosts.items():
+        for name, host in hosts.items():
             rollouters = f", rollouters: {replicas_of(self.run.config, host)}"
-            print(host_row(host, self.start.argv(name), rollouters))
+            print(host_row(host, self.reached.start.argv(name), rollouters))
 
-    # --- the start of their agents ---
-
-    async def _begin(self) -> None:
-        """Have the controller admit the hosts, prepare each with its keys, and start the agents.
-
-        If anything fails while the run lives, it withdraws the hosts. Raises AsyncRLError.
-        """
+    async def _begin(self, hosts: Mapping[str, PlacementHost]) -> None:
+        """Have the controller admit the hosts, prepare each with its keys, and start its agent. Raises AsyncRLError."""
         config, folder, credentials = self.run.config, self.run.folder, self.run.credentials
         attempts, episodes = config.supervision.max_restarts + 1, config.episode.kind != "single"
-        requests, joined, pairs = list[Join](), list[MemberHost](), dict[str, list[dict[str, str]]]()
+        asks, joined, pairs = list[str](), list[MemberHost](), dict[str, list[dict[str, str]]]()
         try:
-            for name, place in self._hosts.items():
-                replicas = replicas_of(config, place)
+            for name, host in hosts.items():
+                replicas = replicas_of(config, host)
                 # The agent comes first, then the rollouters and the episode hosts. Each has a key pair for each start.
                 key_holders = 1 + replicas * (2 if episodes else 1) if credentials.curve else 0
                 host_pairs = [make_pairs(attempts) for _ in range(key_holders)]
                 keys = [[pair["public"] for pair in each] for each in host_pairs]
-                ask = secrets.token_hex(16)
-                requests.append(Join(ask=ask, host=name, address=place.address, replicas=replicas, keys=keys))
-                joined.append(await self.controller.ask(requests[-1], timeout=config.supervision.start_timeout_s))
+                asks.append(secrets.token_hex(16))
+                join = Join(ask=asks[-1], host=name, address=host.address, replicas=replicas, keys=keys)
+                joined.append(await self.controller.ask(join, timeout=config.supervision.start_timeout_s))
                 pairs |= zip(joined[-1].names, host_pairs, strict=credentials.curve)
             # The keys of other joined hosts are not needed yet: every actor asks the controller for the members.
             keyring = keyring_of(credentials.run_id, credentials.secret, credentials.peers, pairs)
-            specs = {host.host: host_spec(config, folder, host.index, keyring.files_of(host.names)) for host in joined}
-            # A host that can read this file sees the run folder, and uses it.
-            with contextlib.suppress(FileExistsError), (folder.logs / RUN_ID).open("x") as file:
-                file.write(folder.run_id)
-            await self._reached.ask(specs, Prepared, "prepared")
-            self.members = [self._start_agent(host) for host in joined]
+            specs = {each.host: host_spec(config, folder, each.index, keyring.files_of(each.names)) for each in joined}
+            await prepare(self.reached, folder, specs)
+            self.members = [self._start_agent(each, hosts[each.host]) for each in joined]
         except BaseException as error:
             if self.run.lives:
                 reason = f"it could not be started: {str(error) or type(error).__name__}"
-                await asyncio.gather(*(self._withdraw(request, reason) for request in requests))
+                # A Join without a reply may have been carried out. A failure does not matter: the controller does not
+                # know the host, or drops it later.
+                leaves = [Leave(host=ask, within_s=0.0, reason=reason) for ask in asks]
+                withdrawals = (self.controller.ask(leave, timeout=WITHDRAW_S) for leave in leaves)
+                await asyncio.gather(*withdrawals, return_exceptions=True)
             raise
-        for host in joined:
-            self.progress.say(f"{host.host} joins as {host.agent} with {', '.join(host.actors)}")
+        for each in joined:
+            self.progress.say(f"{each.host} joins as {each.agent} with {', '.join(each.actors)}")
 
-    async def _withdraw(self, request: Join, reason: str) -> None:
-        # A Join without a reply may have been carried out. An error does not matter: the controller does not know the
-        # host, or drops it later.
-        with contextlib.suppress(AsyncRLError):
-            leave = Leave(host=request.ask, within_s=0.0, reason=reason)
-            await self.controller.ask(leave, timeout=WITHDRAW_S)
-
-    def _start_agent(self, host: MemberHost) -> AgentHandle:
+    def _start_agent(self, joined: MemberHost, host: PlacementHost) -> AgentHandle:
         """Start the agent of an admitted host, and send it the controller's address."""
-        folder = self.run.folder
-        spec = agent_spec(
-            folder,
-            self._hosts[host.host],
-            place_replicas(self.run.config, self._hosts[host.host], host.actors),
-            # These names are new in this attempt, so no incarnation of them exists.
-            above=attempt_begins_above(folder.attempt, 0),
-            index=host.index,
-        )
-        member = start_agent(self._reached.contacts[host.host], folder, spec)
+        folder, placed = self.run.folder, place_replicas(self.run.config, host, joined.actors)
+        # These names are new in this attempt, so no incarnation of them exists.
+        above = attempt_begins_above(folder.attempt, 0)
+        member = start_agent(self.reached.contacts[host.name], folder, host, placed, above=above, index=joined.index)
         member.send(CONTROLLER_AT + self.run.address.encode() + b"\n")
         return member
 
@@ -253,12 +215,11 @@ class JoinedHosts:
         async for members in self.controller.members():
             for host in [host for host in members.hosts if host.agent in own]:
                 shown, self._shown[host.agent] = self._shown.get(host.agent), host
-                if shown is not None and shown.stage == host.stage:
-                    continue
-                if host.stage == "serving":
+                is_new = shown is None or shown.stage != host.stage
+                if is_new and host.stage == "serving":
                     # Some of its actors may still load, or rest.
                     self.progress.say(f"{host.host} serves from now on (it has {', '.join(host.actors)})")
-                elif host.stage == "leaving":
+                elif is_new and host.stage == "leaving":
                     self.progress.say(f"{host.host} leaves" + (f": {host.reason}" if host.reason else ""))
         # No more news: the run has ended on its head.
         await end_in_steps(self.members, self.run.config.supervision.drain_s)
@@ -276,28 +237,28 @@ class JoinedHosts:
             "these hosts are drained, and the run continues without them; signal again to end them at once"
         )
         async with asyncio.TaskGroup() as tasks:
-            asking = [tasks.create_task(self._ask_to_leave(member, within_s)) for member in self.members]
+            leaving = [member for member in self.members if not member.over]
+            asking = [tasks.create_task(self._ask_to_leave(member, within_s)) for member in leaving]
             # Once the controller has answered, an agent gives its actors ``within_s`` seconds, and then drain_s to end.
             await self.interrupts.next(ASK_S + within_s + self.run.config.supervision.drain_s + SLACK_S)
             for task in asking:
                 task.cancel()
-        if self._drain_refused:
+        if not all(task.cancelled() or task.result() for task in asking):
             # Returns at once if the second signal has arrived.
             await self.interrupts.first()
         self.progress.say("ending them at once")
         await kill_members(self.members, self.interrupts)
 
-    async def _ask_to_leave(self, member: AgentHandle, within_s: float) -> None:
-        """Ask the controller to drain a member's host. Shows an error, and records a refusal in ``_drain_refused``."""
-        if member.over:
-            return
+    async def _ask_to_leave(self, member: AgentHandle, within_s: float) -> bool:
+        """Ask the controller to drain a member's host, and show an error. Returns False if the controller refuses."""
         reason = f"its launcher was ended by {signal.Signals(self.interrupts.signal).name}"
         try:
             leave = Leave(host=agent_name(member.index), within_s=within_s, reason=reason)
             await self.controller.ask(leave, timeout=ASK_S)
         except AsyncRLError as error:
-            self._drain_refused |= isinstance(error, UsageError)
             self.progress.warn([str(error)])
+            return not isinstance(error, UsageError)
+        return True
 
     def _conclude(self, member: AgentHandle) -> int:
         """Show how a member ended; returns its exit code, or 1 if its end is unknown or it has left without serving."""

@@ -218,7 +218,7 @@ class AnsweringController:
 class Near:
     """The hosts, all of them reached."""
 
-    def __init__(self, *_, **how):
+    def __init__(self):
         self.contacts = {}
 
     async def reach(self, names):
@@ -243,13 +243,12 @@ def join_host_c(lived, monkeypatch):
     """Joins host c by a controller with these answers; returns the coroutine."""
     speak(lived, "tcp://10.0.0.1:7000")
     monkeypatch.setattr(joining.secrets, "token_hex", lambda _: ASK)
-    monkeypatch.setattr(joining, "ReachedHosts", Near)
 
     def join(controller):
         monkeypatch.setattr(joining, "LiveController", lambda run: controller)
         progress = TerminalProgress(io.StringIO(), 1, io.StringIO())
         run = find_live_run(str(lived.path))
-        return joining.JoinedHosts(run, [HostLine("c")], None, progress).main(dry_run=False)
+        return joining.JoinedHosts(run, [HostLine("c")], Near(), progress).main(dry_run=False)
 
     return join
 
