@@ -4,10 +4,6 @@ Each change is *kept*, that is written to the run's private folder, before the c
 request. So a successor of the controller admits the same actors. An actor that was refused once does not connect again.
 So a joined actor and another one find each other only once both admit the other's keys.
 
-A joined host is on trial until one of its rollouters is ready. Meanwhile the run handles its actors as it handles all
-replicas: those that are late or that their agent gives up have to rest. A host of which none is left has to leave, and
-so has one that is lost.
-
 Fails with InvalidRequest for a request that cannot be met, and with NotKept if a change is not on disk in time.
 """
 

@@ -95,7 +95,7 @@ class Membership:
     def named(self, name: str) -> MemberHost:
         """The host that a user calls ``name``: one that takes part, or else the newest that leaves or has left.
 
-        Raises InvalidRequest if there is none, or if several take part.
+        Raises InvalidRequest if no host is called so, or if several take part.
         """
         staying = self._hosts("leaving", "lost", "left")
         matches = [host for host in staying if host.is_called(name)]
