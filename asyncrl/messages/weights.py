@@ -1,7 +1,7 @@
 """Messages of a weight update: from the learner through the parameter server to the rollouters.
 
 By shm and stream each replica opens segments or fetches chunks by itself. By nccl and gloo the learner broadcasts to
-all members at once. In parameter_server/, conductor.py explains staging, hosts.py the chain of hosts and its turns, and
+all members at once. In parameter_server/, conductor.py explains staging and the chain of hosts with its turns, and
 broadcast_control.py members and epochs.
 """
 
@@ -127,7 +127,7 @@ class BroadcastPart(Struct, gc=False, frozen=True, kw_only=True):
 
 
 class Source(Struct, gc=False, frozen=True, array_like=True):
-    """A replica earlier in the chain, and the turn of its fetch (parameter_server/hosts.py)."""
+    """A replica earlier in the chain, and the turn of its fetch (parameter_server/conductor.py)."""
 
     name: str
     turn: Count

@@ -11,11 +11,11 @@ exactly once: when it is no longer needed, or at the end. A version is condemned
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
 import numpy as np
 import xxhash
 
@@ -27,9 +27,7 @@ from asyncrl.messages.weights import (
     Chunk,
     FetchChunk,
     LoadGranted,
-    Manifest,
     NextUpdate,
-    Offer,
     Publish,
     Published,
     ReportSleep,
@@ -61,22 +59,19 @@ class ParameterServer(Actor):
         super().__init__(context)
         self._conductor = Conductor(self.config.weights, first_epoch=numbers_begin_above(context.incarnation) + 1)
         self._held = HeldVersions()
-        self._lots: dict[str, ParkingLot] = {}
+        self._lots: defaultdict[str, ParkingLot] = defaultdict(ParkingLot)
         """The parked call of each caller, by name."""
         self._checksums: dict[int, str] = {}
         """Checksum that the first engine reported for a version, by version, in order of the first reports."""
         self._parked_watch = ParkingLot()
         """The learner's parked ``watch_published``; woken when a version is condemned."""
-        self._suspect = asyncio.Event()
-        """Set when a replica has found the newest version corrupt."""
-        self._deadline_moved = asyncio.Event()
-        """Set when the conductor's next deadline has become earlier than ``_sleeps_until``."""
-        self._sleeps_until: float | None = None
-        """Deadline until which ``_keep_time`` sleeps; None without one."""
+        self._suspect = -1
+        """The version that a replica has found corrupt and that is verified here now; -1 for none."""
+        self._changed = asyncio.Event()
+        """Set after a change in the conductor, which may have moved its next deadline."""
 
     async def run(self) -> None:
         self.tasks.create_task(self._keep_time(), name="keep_time")
-        self.tasks.create_task(self._verify_suspects(), name="verify_suspects")
         await self.drained()
 
     async def close(self) -> None:
@@ -100,8 +95,8 @@ class ParameterServer(Actor):
         if not self._conductor.is_new(manifest.version):
             return Done()
         # The version is held first: if a segment cannot be opened, its number stays free.
-        self._held.add(hold(manifest))
-        self._conductor.publish(manifest.version)
+        held = self._held.by_number[manifest.version] = hold(manifest)
+        self._conductor.publish(held.manifest)
         self.param_version = manifest.version
         self.progress()
         self.log.info("published", version=manifest.version, gather_s=manifest.gather_s, publisher=caller.name)
@@ -141,21 +136,7 @@ class ParameterServer(Actor):
     async def next_update(self, request: NextUpdate, caller: Caller) -> WeightUpdate:
         """Park the call until the conductor offers the replica a newer version than the one that it serves."""
         update: WeightUpdate = await self._answer(request, caller, same_host=request.host == host_id())
-        return WeightUpdate(offer=update.offer and self._with_manifest(update.offer, caller.name))
-
-    def _with_manifest(self, offer: Offer, name: str) -> Offer:
-        """Add the version's manifest to an offer, unless the version is broadcast.
-
-        Its paths are empty for a replica that fetches chunks. Otherwise they lead to segments on the replica's host.
-        """
-        if offer.broadcast is not None:
-            return offer
-        manifest = self._held.manifest(offer.version)
-        if offer.transport == "stream":
-            manifest = with_paths(manifest, [""] * len(manifest.buckets))
-        elif paths := self._conductor.replicas.by_name[name].source_paths:
-            manifest = with_paths(manifest, paths)
-        return msgspec.structs.replace(offer, manifest=manifest)
+        return update
 
     @handler
     def fetch_chunk(self, request: FetchChunk, caller: Caller) -> Chunk:
@@ -176,7 +157,7 @@ class ParameterServer(Actor):
     def report_update(self, request: ReportUpdate, caller: Caller) -> Done:
         """Record the end of a replica's update, which frees its pause.
 
-        If the replica found the newest version corrupt, that version is verified here (``_verify_suspects``).
+        If the replica found the newest version corrupt, that version is verified here.
         """
         counted = self._conductor.report(caller.name, caller.incarnation, request, self._now())
         transport, version = request.times.transport, request.version
@@ -190,8 +171,9 @@ class ParameterServer(Actor):
                 # The conductor warns once of a broken broadcast, so its members' failures are no warnings.
                 log = self.log.info if transport in ("gloo", "nccl") else self.log.warning
                 log("update failed", error=request.error, **facts)
-        if request.corrupt and version == self._conductor.newest > self._conductor.condemned:
-            self._suspect.set()
+        if request.corrupt and version == self._conductor.newest > max(self._conductor.condemned, self._suspect):
+            self._suspect = version
+            self.tasks.create_task(self._verify(version), name="verify")
         self.progress()
         self._apply_effects()
         return Done()
@@ -229,9 +211,10 @@ class ParameterServer(Actor):
         """
         question = self._conductor.ask(caller.name, caller.incarnation, request, self._now(), same_host=same_host)
         self._apply_effects()
-        lot = self._lots.setdefault(caller.name, ParkingLot())
         try:
-            answer = await lot.until(lambda: self._conductor.answer(question, self._now()), caller.park_s)
+            answer = await self._lots[caller.name].until(
+                lambda: self._conductor.answer(question, self._now()), caller.park_s
+            )
         except asyncio.CancelledError:
             self._conductor.withdrew(question, self._now())
             self._apply_effects()
@@ -241,67 +224,52 @@ class ParameterServer(Actor):
         return request.reply() if answer is None else answer
 
     def _apply_effects(self) -> None:
-        """Apply the effects of a change in the conductor: log, wake calls, close versions, update the metrics.
-
-        Wakes ``_keep_time`` if the next deadline has become earlier.
-        """
+        """Apply the effects of a change in the conductor: log, wake calls, close versions, note the time."""
         woken, notes = self._conductor.replicas.take_effects()
         for note in notes:
             getattr(self.log, note.level)(note.event, **note.facts)
         self._wake(list(woken))
-        if len(self._held.versions) > 1:
+        if len(self._held.by_number) > 1:
             # ``needed`` looks at all replicas that fetch, so it is called only if there is a version to close.
             self._held.keep(self._conductor.needed())
-        self.counters.update({f"weights/{name}": value for name, value in self._conductor.metrics().items()})
-        deadline = self._conductor.next_deadline()
-        if deadline is not None and (self._sleeps_until is None or deadline < self._sleeps_until):
-            self._deadline_moved.set()
+        self._changed.set()
 
     def _wake(self, names: list[str]) -> None:
         """Wake callers, AT_ONCE in each turn of the event loop, because a broadcast wakes all members at once."""
         for name in names[:AT_ONCE]:
-            if name in self._lots:
-                self._lots[name].wake()
+            self._lots[name].wake()
         if len(names) > AT_ONCE:
             asyncio.get_running_loop().call_soon(self._wake, names[AT_ONCE:])
 
     async def _keep_time(self) -> None:
         """Task: call the conductor's ``pass_time`` at each of its deadlines."""
         while True:
-            self._deadline_moved.clear()
-            self._sleeps_until = self._conductor.next_deadline()
+            self._changed.clear()
             try:
-                async with asyncio.timeout_at(self._sleeps_until):
-                    await self._deadline_moved.wait()
+                async with asyncio.timeout_at(self._conductor.next_deadline()):
+                    await self._changed.wait()
             except TimeoutError:
                 self._conductor.pass_time(self._now())
                 self._apply_effects()
 
-    async def _verify_suspects(self) -> None:
-        """Task: verify the newest version when a replica has found it corrupt, and condemn it if it is.
+    async def _verify(self, version: int) -> None:
+        """Verify a held version, and condemn it if its bytes have changed.
 
         The learner then publishes its present weights as a newer version.
         """
-        while True:
-            await self._suspect.wait()
-            self._suspect.clear()
-            version = self._conductor.newest
-            if version <= self._conductor.condemned:
-                continue
-            try:
-                await self._held.verify(version)
-            except WeightsCorrupt as error:
-                self.log.error("version is condemned", version=version, error=str(error))
-                self._conductor.condemn(version)
-                self._parked_watch.wake()
-            except VersionGone:
-                self.log.info("suspect version is gone", version=version)
+        try:
+            await self._held.verify(version)
+        except WeightsCorrupt as error:
+            self.log.error("version is condemned", version=version, error=str(error))
+            self._conductor.condemn(version)
+            self._parked_watch.wake()
+        except VersionGone:
+            self.log.info("suspect version is gone", version=version)
+        finally:
+            self._suspect = -1
 
-
-def with_paths(manifest: Manifest, paths: Sequence[str]) -> Manifest:
-    """Copy a manifest, with these ``paths`` for its buckets."""
-    pairs = zip(manifest.buckets, paths, strict=True)
-    return msgspec.structs.replace(manifest, buckets=[msgspec.structs.replace(b, path=path) for b, path in pairs])
+    def metrics(self) -> dict[str, float]:
+        return super().metrics() | {f"weights/{name}": value for name, value in self._conductor.metrics().items()}
 
 
 class HeldVersions:
@@ -311,32 +279,25 @@ class HeldVersions:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, HeldVersion] = {}
-        """The held versions, by number."""
+        self.by_number: dict[int, HeldVersion] = {}
+        """The held versions; ``keep`` closes them."""
         self._checksums: dict[FetchChunk, int] = {}
         """xxh3_64 of each chunk that was served."""
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="versions")
-        """Threads that verify and close versions."""
+        """Threads that verify and close versions, which block."""
 
-    def add(self, version: HeldVersion) -> None:
-        """Hold a version; it is closed here."""
-        self._held[version.version] = version
-
-    @property
-    def versions(self) -> Collection[int]:
-        """Numbers of the versions that are held."""
-        return self._held.keys()
-
-    def manifest(self, version: int) -> Manifest:
-        """Manifest of a version. Raises VersionGone."""
-        return self._find(version).manifest
+    def find(self, version: int) -> HeldVersion:
+        """Find a held version."""
+        if version not in self.by_number:
+            raise VersionGone(version)
+        return self.by_number[version]
 
     def chunk(self, request: FetchChunk) -> Chunk:
         """Return a chunk and its checksum, which blocks the first time (a millisecond for 8 MiB).
 
         Raises VersionGone, and InvalidRequest for bytes past the end.
         """
-        content = self._find(request.version).bytes_of(request.bucket)
+        content = self.find(request.version).bytes_of(request.bucket)
         end = request.offset + request.size
         if end > content.nbytes:
             raise InvalidRequest(
@@ -353,16 +314,12 @@ class HeldVersions:
 
     def keep(self, versions: Collection[int]) -> None:
         """Close the held versions that are not in ``versions``."""
-        gone = [version for version in self._held if version not in versions]
-        for version in gone:
-            # Closed on a thread: the kernel takes a tenth of a second to free a gigabyte.
-            self._threads.submit(self._held.pop(version).close)
-        if gone:
-            self._checksums = {key: checksum for key, checksum in self._checksums.items() if key.version in versions}
+        for version in self.by_number.keys() - versions:
+            self._threads.submit(self.by_number.pop(version).close)
 
     async def verify(self, version: int) -> None:
         """Compare a version with its checksums, on threads. Raises WeightsCorrupt naming a bucket, and VersionGone."""
-        held = self._find(version)
+        held = self.find(version)
         for bucket in range(len(held.manifest.buckets)):
             await asyncio.wrap_future(self._threads.submit(held.verify, bucket))
 
@@ -370,8 +327,3 @@ class HeldVersions:
         """Close everything."""
         self.keep(())
         await asyncio.to_thread(self._threads.shutdown)
-
-    def _find(self, version: int) -> HeldVersion:
-        if version not in self._held:
-            raise VersionGone(version)
-        return self._held[version]

@@ -1,21 +1,28 @@
 """Decides on weight updates: which replica takes which version, by which transport, and when it may pause. Pure.
 
-A message of a caller is either a question, which is parked until it has an answer, or a report. Questions and reports
-move replicas from phase to phase by the table in replicas.py. To stage a version is to fetch and verify it while the
-engine generates. Times are arguments, in seconds on any monotonic clock; the caller calls ``pass_time`` at
-``next_deadline``.
+A message of a caller is either a question, which is parked until it has an answer, or a report. To stage a version is
+to fetch and verify it while the engine generates. Times are arguments, in seconds on any monotonic clock; the caller
+calls ``pass_time`` at ``next_deadline``.
+
+One replica of each host that cannot open the parameter server's segments fetches over the network. The others wait and
+open its segments. The hosts that fetch one version form a chain in the order of their offers. Each host requests chunks
+from the host before it, and the first host from the parameter server. So each network link carries the version once in
+each direction. Each fetch has a turn, a number that grows, and a host requests from fetches of earlier turns only. A
+replica that begins again gets a later turn and refuses requests by the old one. So hosts never wait in a circle.
 
 Invariants:
 
-* Versions only grow. At most ``weights.versions_held`` are needed: the newest, and versions that a replica "pins",
-  because it stages them or others of its host wait for it. If replicas pin more versions, the versions of the most
-  senior replicas stay: the replicas that have tried for longest to reach a newer version. The others are outrun: their
-  versions are let go, and they stage the newest instead. An outrun replica keeps its seniority, so it becomes the most
-  senior one in time. Then it reaches a newer version, if it can stage one within the deadline.
+* Versions only grow. At most ``weights.versions_held`` are needed: the newest, and the oldest of those that replicas
+  stage from here. A publication lets the others go, and their replicas stage the newest instead. These all stage the
+  same version then, so it is kept as soon as an older one is finished or past its deadline.
 * At most ``max_paused`` replicas pause at once for shm or stream, in the order of asking among those that wait now.
 * A replica is offered a newer version only while it has no update under way.
 * A replica that is paused past its deadline loses its pause: its rollouter has the same deadline and replaces the
   engine.
+* While one replica fetches a version, no other replica of its host that could use this version begins to fetch, unless
+  it has failed too often. A replica that waited for a version gets that version, even if a newer one is out by now. So
+  a host whose network is slower than the learner still shares each copy.
+* When the replica that fetches dies, fails or is overdue, another takes its place.
 
 Fails with VersionReused.
 """
@@ -23,7 +30,7 @@ Fails with VersionReused.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import msgspec
@@ -34,18 +41,18 @@ from asyncrl.messages import Message, Request
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
     LoadGranted,
+    Manifest,
     NextUpdate,
     Offer,
     ReportUpdate,
     RequestLoad,
+    Source,
     Transport,
     WatchBroadcast,
     WeightUpdate,
 )
 from asyncrl.parameter_server.broadcast_control import BroadcastControl
-from asyncrl.parameter_server.hosts import Hosts
 from asyncrl.parameter_server.replicas import (
-    COUNTED,
     IDLE_PHASES,
     SILENT,
     ParkedRequest,
@@ -55,6 +62,9 @@ from asyncrl.parameter_server.replicas import (
     Replicas,
 )
 
+MAX_SOURCES = 8
+"""Earlier hosts of the chain that an offer names. When the host before dies, the next earlier one takes its place."""
+
 
 class Conductor:
     """Decides for one parameter server. ``first_epoch`` is above every epoch of earlier ones of this run."""
@@ -63,13 +73,19 @@ class Conductor:
         self._weights = weights
         self.replicas = Replicas()
         self.broadcast = BroadcastControl(weights, self.replicas, first_epoch=first_epoch)
-        self._hosts = Hosts(weights, self.replicas)
         self._limits = {Phase.STAGING: weights.stage_deadline_s, Phase.LOADING: weights.deadline_s}
         """Longest time (s) that a replica may be in a phase."""
-        self._last_seniority = 0
-        """Seniority of the replica that began to try last."""
-        self.newest = -1
+        self._chain: list[tuple[Replica, int]] = []
+        """Replicas that fetch or hold the newest version for their hosts, with their turns.
+
+        Replicas that have died or failed stay in it until the next one joins.
+        """
+        self._turns = 0
+        """Turn of the last fetch."""
+        self._manifest: Manifest
         """The newest version that is published."""
+        self.newest = -1
+        """Its number; -1 without one."""
         self.condemned = -1
         """The newest version whose bytes here have changed; -1 for none."""
 
@@ -81,21 +97,19 @@ class Conductor:
             raise VersionReused(version, self.newest)
         return version > self.newest
 
-    def publish(self, version: int) -> None:
-        """Make a version that is now held the newest, and wake idle replicas that can take it. Call it if ``is_new``.
+    def publish(self, manifest: Manifest) -> None:
+        """Make a version that is now held the newest, let go what is too much, and wake idle replicas.
 
-        If replicas then pin too many versions, the versions of the least senior ones are let go: these replicas are
-        outrun.
+        Call it if ``is_new``.
         """
+        version = manifest.version
         assert version > self.newest
-        self.newest = version
-        pinning = self.replicas.pinning()
-        tries = [(replica.target, replica.seniority) for replica in pinning]
-        gone = outrun({version}, tries, most=self._weights.versions_held)
-        for replica in pinning:
-            if replica.target in gone:
-                replica.outrun = True
-                self.replicas.note("outrun", replica=replica.name, version=replica.target, newest=version)
+        self.newest, self._manifest = version, manifest
+        kept = sorted({replica.target for replica in self._pinning()})[: self._weights.versions_held - 1]
+        for replica in self._pinning():
+            if replica.target not in kept:
+                self.replicas.note("version is let go", replica=replica.name, version=replica.target, newest=version)
+                self.replicas.move(replica, ReplicaEvent.FAILED)
         for replica in self.replicas.of(*IDLE_PHASES):
             if replica.serving < version:
                 self.replicas.wake(replica.name)
@@ -106,7 +120,11 @@ class Conductor:
 
     def needed(self) -> set[int]:
         """Versions that must stay held."""
-        return {self.newest} | {replica.target for replica in self.replicas.pinning()} if self.newest >= 0 else set()
+        return {self.newest, *(replica.target for replica in self._pinning())}
+
+    def _pinning(self) -> list[Replica]:
+        """Return the replicas that stage a version from here."""
+        return [replica for replica in self.replicas.of(Phase.STAGING) if replica.offered is not None]
 
     # --- questions ---
 
@@ -118,26 +136,23 @@ class Conductor:
         ``same_host``: whether the caller can open the segments that are held here.
         """
         question = ParkedRequest(name, incarnation, request)
-        if isinstance(request, AnnounceBroadcast):
-            self.replicas.open(question)
-            self.broadcast.announce((name, incarnation), request, self.newest, now)
-            return question
-        if isinstance(request, WatchBroadcast):
-            self.replicas.open(question)
-            if request.error:
-                self.broadcast.failed(request.version, request.epoch, request.error, now)
-                self._take_steps(now)
-            return question
-        replica = self._find_or_add(name, incarnation, now)
-        # A question of a replaced incarnation is not opened, so it gets an empty reply.
-        if replica is not None:
+        if isinstance(request, NextUpdate | RequestLoad):
+            replica = self._find_or_add(name, incarnation, now)
+            if replica is None:
+                # A question of a replaced incarnation is not opened, so it gets an empty reply.
+                return question
             self.replicas.open(question)
             if isinstance(request, NextUpdate):
                 self._record_next_update(replica, request, same_host, now)
             else:
-                assert isinstance(request, RequestLoad), request
                 self._record_request_load(replica, request, now)
-            self._take_steps(now)
+        else:
+            self.replicas.open(question)
+            if isinstance(request, AnnounceBroadcast):
+                self.broadcast.announce((name, incarnation), request, self.newest, now)
+            elif isinstance(request, WatchBroadcast) and request.error:
+                self.broadcast.failed(request.version, request.epoch, request.error)
+        self._take_steps(now)
         return question
 
     def answer(self, question: ParkedRequest, now: float) -> Message | None:
@@ -169,20 +184,23 @@ class Conductor:
         if serving >= 0 and (serving == replica.target or (is_behind and serving > replica.serving)):
             # The replica serves its target, so its report of the commit was lost. In the phase BEHIND the target is
             # forgotten: there a newer version than before shows the commit.
-            self._commit(replica, now)
+            self.replicas.move(replica, ReplicaEvent.COMMITTED)
         # An engine never goes back to an older version: only a new engine serves one.
         if serving < replica.serving:
             replica.engine += 1
         is_other_engine = serving != replica.serving or request.workers != replica.workers
-        replica.serving, replica.same_host, replica.joins_nccl = serving, same_host, request.joins_nccl
+        replica.serve(serving)
+        replica.same_host, replica.joins_nccl = same_host, request.joins_nccl
         self.replicas.settle_in(replica, request.host)
         if replica.phase is Phase.ANNOUNCED and is_other_engine:
-            self._move(replica, ReplicaEvent.FAILED, "has another engine", now)
+            self._move(replica, ReplicaEvent.FAILED, "has another engine")
         else:
-            # A staging replica that asks for another update may not have found the segments that it was offered.
-            if replica.phase is Phase.STAGING:
-                self._hosts.found_nothing(replica)
-            self._move(replica, ReplicaEvent.IDLE, "asked for the next update instead", now)
+            if replica.phase is Phase.STAGING and replica.offered is None:
+                # It may not have found the copy that it was offered: the holder may be dead.
+                for other in self.replicas.beside(replica):
+                    if other.copy is not None and other.copy.version == replica.target:
+                        other.copy = None
+            self._move(replica, ReplicaEvent.IDLE, "asked for the next update instead")
         replica.workers = request.workers
 
     def _try_to_offer(self, replica: Replica, now: float) -> Offer | None:
@@ -190,41 +208,71 @@ class Conductor:
 
         A replica opens segments of the parameter server on its host, or else segments of another replica there. Without
         such segments, it waits for a replica of its host that is fetching, or fetches the newest version for its host.
-        A replica that shares nothing with its host (hosts.py) fetches for itself alone. None also during an update, if
-        the replica is up to date, and if the newest version is condemned. The actor adds the manifest.
+        None also during an update, if the replica is up to date, and if the newest version is condemned.
         """
         if replica.phase is Phase.ANNOUNCED:
-            part = self.broadcast.part(replica)
+            part = self.broadcast.parts[replica.name]
             return Offer(version=replica.target, transport=part.group.backend, broadcast=part)
-        newest = self.newest
+        newest, transport = self.newest, self._weights.transport
         if replica.phase not in IDLE_PHASES or replica.serving >= newest or newest <= self.condemned:
             return None
         # A replica that has failed too often with segments of this host, for any reason, is served over the network.
-        may_open = replica.same_host and replica.failed_attempts < self._weights.max_attempts
-        replica.source_paths = ()
-        if may_open and self._weights.transport in ("auto", "shm"):
-            return self._make_offer(replica, newest, "shm", now)
-        if not self._hosts.shares(replica):
-            return self._make_offer(replica, newest, "stream", now)
-        if (holder := self._hosts.holder(replica, newest)) is not None:
-            replica.source_paths = holder.held_paths
-            return self._make_offer(replica, holder.version_held_for_host, "shm", now)
-        if (fetcher := self._hosts.fetcher(replica)) is not None:
-            replica.waits_for = fetcher.name
+        may_open = replica.failed_attempts < self._weights.max_attempts
+        if may_open and replica.same_host and transport in ("auto", "shm"):
+            return self._make_offer(replica, "shm", now)
+        if not may_open or not replica.host or transport == "stream":
+            return self._make_offer(replica, "stream", now)
+        beside = self.replicas.beside(replica)
+        is_fetched = any(other.is_fetching and other.target > replica.serving for other in beside)
+        replica.waits = replica.waits or is_fetched
+        copy = self._find_copy(replica)
+        if copy is not None and (copy.version == newest or replica.waits):
+            return self._make_offer(replica, "shm", now, copy)
+        if is_fetched:
             return None
-        offer = self._make_offer(replica, newest, "stream", now)
-        turn, sources = self._hosts.join_chain(replica)
-        return msgspec.structs.replace(offer, turn=turn, sources=sources)
+        return self._make_offer(replica, "stream", now, joins=True)
 
-    def _make_offer(self, replica: Replica, version: int, transport: Transport, now: float) -> Offer:
-        """Begin a staging of ``version``. A replica that has no seniority gets the next one."""
+    def _find_copy(self, replica: Replica) -> Manifest | None:
+        """Find the newest copy on the host of a replica, its own included, that is above the version that it serves."""
+        beside = self.replicas.beside(replica)
+        copies = [other.copy for other in beside if other.copy is not None and other.copy.version > replica.serving]
+        return max(copies, key=lambda copy: copy.version, default=None)
+
+    def _make_offer(
+        self, replica: Replica, transport: Transport, now: float, copy: Manifest | None = None, *, joins: bool = False
+    ) -> Offer:
+        """Begin a staging of the newest version, or of a ``copy`` on its host. With ``joins`` it joins the chain.
+
+        The paths of the manifest are empty for a replica that fetches chunks. Otherwise they lead to segments on the
+        replica's host.
+        """
+        manifest = copy or self._manifest
         self.replicas.move(replica, ReplicaEvent.OFFERED)
-        replica.target, replica.since = version, now
-        replica.outrun, replica.fetches, replica.waits_for = False, False, ""
-        if not replica.seniority:
-            self._last_seniority += 1
-            replica.seniority = self._last_seniority
-        return Offer(version=version, transport=transport)
+        replica.target, replica.since, replica.fetches = manifest.version, now, joins
+        replica.offered = self._manifest if copy is None else None
+        turn, sources = self._join_chain(replica) if joins else (0, [])
+        if transport == "stream":
+            manifest = with_paths(manifest, [""] * len(manifest.buckets))
+        return Offer(version=manifest.version, transport=transport, manifest=manifest, turn=turn, sources=sources)
+
+    def _join_chain(self, replica: Replica) -> tuple[int, list[Source]]:
+        """Add a replica that fetches its target for its host to the end of the chain.
+
+        Returns its turn, and at most MAX_SOURCES earlier replicas to request chunks from, nearest first.
+        """
+
+        def has_target(member: Replica) -> bool:
+            """Whether a member of the chain is still alive, and fetches or holds the version."""
+            if self.replicas.by_name.get(member.name) is not member or member is replica:
+                return False
+            is_whole = member.copy is not None and member.copy.version == replica.target
+            return is_whole or (member.is_fetching and member.target == replica.target)
+
+        self._chain = [(member, turn) for member, turn in self._chain if has_target(member)]
+        sources = [Source(member.name, turn) for member, turn in reversed(self._chain)]
+        self._turns += 1
+        self._chain.append((replica, self._turns))
+        return self._turns, sources[:MAX_SOURCES]
 
     def _record_request_load(self, replica: Replica, request: RequestLoad, now: float) -> None:
         """Record that a replica has staged a version and requests its pause, or has paused for a broadcast.
@@ -233,18 +281,17 @@ class Conductor:
         under ``rollout.on_update = "drain"`` the engine first finishes its responses, which may take long. A request
         for a version that the replica serves already, or for a broadcast that is not the newest, changes nothing.
         """
-        version, paths = request.version, tuple(request.paths)
+        version, has_fetched = request.version, replica.is_fetching and request.version == replica.target
         if request.epoch is not None:
             if self.broadcast.is_current(version, request.epoch):
-                self._move(replica, ReplicaEvent.JOINED, "", now)
-        elif version > replica.serving and self._move(replica, ReplicaEvent.ASKED, "", now):
+                self._move(replica, ReplicaEvent.JOINED)
+        elif version > replica.serving and self._move(replica, ReplicaEvent.ASKED):
             replica.target = version
-            # A repeat without paths keeps the paths that are known for this version.
-            if paths or version != replica.version_held_for_host:
-                replica.version_held_for_host, replica.held_paths = (version, paths) if paths else (-1, ())
+            if has_fetched and request.paths:
+                assert replica.offered is not None
+                replica.copy = with_paths(replica.offered, request.paths)
             if replica.phase is Phase.LOADING:
                 replica.since = now
-                self.replicas.restart_phase(replica)
 
     def _may_load(self, replica: Replica, request: RequestLoad) -> bool | None:
         """Return whether the asking replica may load, None while that is undecided. Only a broadcast gives False."""
@@ -268,12 +315,9 @@ class Conductor:
         # Set the target, which an idle replica lacks, so that a failure counts against this version.
         replica.target = version
         if not report.committed:
-            counted = self._move(replica, ReplicaEvent.FAILED, f"has failed: {report.error}", now)
-        elif counted := self._commit(replica, now):
-            replica.serving = version
-            if version > replica.version_held_for_host:
-                # The version came by another transport, so the replica has closed the one that it held before.
-                replica.version_held_for_host, replica.held_paths = -1, ()
+            counted = self._move(replica, ReplicaEvent.FAILED, f"has failed: {report.error}")
+        elif counted := self.replicas.move(replica, ReplicaEvent.COMMITTED):
+            replica.serve(version)
         self._take_steps(now)
         return counted
 
@@ -292,41 +336,37 @@ class Conductor:
         """
         if not self.replicas.is_open(question):
             return
-        self.replicas.close(question.name)
         replica = self.replicas.by_name.get(question.name)
         if replica is None:
-            self.broadcast.withdrew(question.name, now)
-            return
-        self._end_update(replica, "has given up", now)
+            self.replicas.close(question.name)
+            self.broadcast.withdrew(question.name)
+        else:
+            self._end_update(replica, "has given up", now)
 
     def slept(self, name: str, incarnation: int, now: float) -> None:
         """Record that a replica sleeps: its question and its update end, and the update counts as no failure."""
         replica = self._find_or_add(name, incarnation, now)
         if replica is not None:
-            self.replicas.close(name)
             self._end_update(replica, "sleeps", now)
 
     def left(self, name: str, incarnation: int, now: float) -> None:
         """Record that this incarnation of a replica, or of the learner, is dead."""
-        self.replicas.close_of_dead(name, incarnation)
+        self.replicas.close(name, incarnation=incarnation)
         replica = self.replicas.by_name.get(name)
         if replica is not None and replica.incarnation <= incarnation:
             # The replica is removed before the broadcast ends, which moves every replica in its phases.
             self.replicas.remove(replica)
-            self.broadcast.member_lost(name, replica.phase, "is gone", now)
-        self.broadcast.left(name, incarnation, now)
+            self.broadcast.member_lost(name, replica.phase, "is gone")
+        self.broadcast.left(name, incarnation)
         self._take_steps(now)
 
     def next_deadline(self) -> float | None:
         """Return the time of the next deadline, when ``pass_time`` must be called; None without any."""
-        deadlines = []
+        deadlines = [self.broadcast.deadline()]
         for phase, limit_s in self._limits.items():
             # The first replica of a phase has the earliest deadline, since all replicas in it have equally much time.
-            if (first := self.replicas.first(phase)) is not None:
-                deadlines.append(first.since + limit_s)
-        if (deadline := self.broadcast.deadline()) is not None:
-            deadlines.append(deadline)
-        return min(deadlines, default=None)
+            deadlines += [first.since + limit_s for first in islice(self.replicas.of(phase), 1)]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def pass_time(self, now: float) -> None:
         """End each staging, pause and broadcast that is past its deadline, then give freed places to others."""
@@ -339,7 +379,7 @@ class Conductor:
                 self.replicas.counts["pauses_taken_back"] += 1
             facts = {"replica": replica.name, "version": replica.target, "waited_s": now - replica.since}
             self.replicas.note(event, level="warning", **facts)
-            self.replicas.move(replica, ReplicaEvent.OVERDUE)
+            self.replicas.move(replica, ReplicaEvent.FAILED)
         self.broadcast.pass_time(now)
         self._take_steps(now)
 
@@ -351,13 +391,14 @@ class Conductor:
         return max(1, math.floor(self._weights.max_paused_fraction * len(self.replicas.by_name)))
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start, and the present numbers of replicas by state."""
+        """Counts since the start, and the present numbers of replicas by state. Callable from any thread."""
+        replicas = list(self.replicas.by_name.values())
         return {
-            **{name: self.replicas.counts[name] for name in COUNTED},
-            "replicas": len(self.replicas.by_name),
-            "replicas_behind": self.replicas.count(Phase.BEHIND),
-            "replicas_paused": self.replicas.count(Phase.LOADING),
-            "failed_attempts": self.replicas.failed_attempts,
+            **self.replicas.counts,
+            "replicas": len(replicas),
+            "replicas_behind": len(self.replicas.in_phase[Phase.BEHIND]),
+            "replicas_paused": len(self.replicas.in_phase[Phase.LOADING]),
+            "failed_attempts": max((replica.failed_attempts for replica in replicas), default=0),
         }
 
     # --- the inside ---
@@ -377,19 +418,13 @@ class Conductor:
         return replica
 
     def _end_update(self, replica: Replica, why: str, now: float) -> None:
-        """End a replica's update without a failure; nothing is kept for the replica until it asks again."""
-        replica.heard, replica.waits_for = SILENT, ""
-        self._move(replica, ReplicaEvent.GAVE_UP, why, now)
+        """End a replica's question and update without a failure; nothing is kept for it until it asks again."""
+        self.replicas.close(replica.name)
+        replica.heard, replica.waits = SILENT, False
+        self._move(replica, ReplicaEvent.ENDED, why)
         self._take_steps(now)
 
-    def _commit(self, replica: Replica, now: float) -> bool:
-        """Record that a replica serves its target. Returns False if its phase allows no commit."""
-        if not self.replicas.move(replica, ReplicaEvent.COMMITTED):
-            return False
-        self.broadcast.advance(now)
-        return True
-
-    def _move(self, replica: Replica, event: ReplicaEvent, why: str, now: float) -> bool:
+    def _move(self, replica: Replica, event: ReplicaEvent, why: str = "") -> bool:
         """Apply a replica's own message; if the replica leaves a broadcast by it, the broadcast ends for all.
 
         Returns False, and changes nothing, if the phase does not allow the message. ``why`` is the reason for that end.
@@ -398,31 +433,21 @@ class Conductor:
         if not self.replicas.move(replica, event):
             return False
         if replica.phase in IDLE_PHASES:
-            self.broadcast.member_lost(replica.name, phase_before, why, now)
+            self.broadcast.member_lost(replica.name, phase_before, why)
         return True
 
     def _take_steps(self, now: float) -> None:
         """Take the steps that have become possible: begin or end a broadcast, and grant pauses to waiting replicas."""
         self.broadcast.advance(now)
-        free = self.max_paused - self.replicas.count(Phase.LOADING)
-        if free <= 0:
-            return
+        free = self.max_paused - len(self.replicas.in_phase[Phase.LOADING])
         # A waiting replica without an open question keeps its turn, but is passed over.
         asking = (replica for replica in self.replicas.of(Phase.WAITING) if self.replicas.asks(replica.name))
-        for replica in list(islice(asking, free)):
+        for replica in list(islice(asking, max(0, free))):
             self.replicas.move(replica, ReplicaEvent.GRANTED)
             replica.since = now
 
 
-def outrun(kept: Collection[int], staging: Sequence[tuple[int, int]], *, most: int) -> set[int]:
-    """Choose the versions to let go, so that at most ``most`` stay: those in ``kept``, and those of senior replicas.
-
-    The version of the most senior replica always stays, even if it exceeds ``most``. ``staging`` has the version and
-    seniority of each replica that pins one; a lower number is more senior.
-    """
-    seniority: dict[int, int] = {}
-    for version, order in staging:
-        if version not in kept:
-            seniority[version] = min(order, seniority.get(version, order))
-    room = max(1, most - len(kept))
-    return set(sorted(seniority, key=lambda version: seniority[version])[room:])
+def with_paths(manifest: Manifest, paths: Sequence[str]) -> Manifest:
+    """Copy a manifest, with these ``paths`` for its buckets."""
+    pairs = zip(manifest.buckets, paths, strict=True)
+    return msgspec.structs.replace(manifest, buckets=[msgspec.structs.replace(b, path=path) for b, path in pairs])

@@ -1,9 +1,8 @@
 """Replicas as the parameter server knows them: phases, the table by which phases change, and parked questions. Pure.
 
-A replica is the engine of one rollouter. Its events are its own messages and the parameter server's decisions. The
-table has a next phase for each phase and possible event. A message that the table lacks for the present phase is late
-or repeated, or was meant for an earlier parameter server, so it changes nothing. A decision that the table lacks is a
-bug. docs/weights.md draws the table, and a test compares drawing and table.
+A replica is the engine of one rollouter. Its events are its own messages and the parameter server's decisions. A
+message that the table lacks for the present phase is late or repeated, or was meant for an earlier parameter server, so
+it changes nothing. A decision that the table lacks is a bug. docs/weights.md draws the table, and a test compares them.
 
 A question is a call that is parked until it is answered. A caller has one open question at a time: a new question
 closes the earlier one.
@@ -15,14 +14,15 @@ number of replicas. The replicas of a phase are in the order in which they enter
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl.messages import Request
+from asyncrl.messages.weights import Manifest
 
 
 class Phase(StrEnum):
@@ -58,97 +58,51 @@ class ReplicaEvent(StrEnum):
     COMMITTED = "committed"
     """ReportUpdate: the replica serves the version."""
     FAILED = "failed"
-    """ReportUpdate: the replica could not update."""
-    GAVE_UP = "gave_up"
-    """The replica has cancelled its question, or ReportSleep: its update ends without a failure."""
+    """The update has failed: by ReportUpdate, by a deadline, with its broadcast, or because its version is let go."""
+    ENDED = "ended"
+    """The update ends without a failure: its question is cancelled, or it sleeps, or a broadcast is called off."""
     OFFERED = "offered"
     """A version was offered to the replica by shm or stream."""
-    GRANTED = "granted"
-    """The replica was allowed to pause."""
     INVITED = "invited"
     """The replica was made a member of a broadcast."""
-    BEGUN = "begun"
-    """The broadcast has begun: all members are paused."""
-    CALLED_OFF = "called_off"
-    """The broadcast was cancelled before it began."""
-    BROKEN = "broken"
-    """The broadcast failed after it had begun."""
-    OVERDUE = "overdue"
-    """The replica did not join the broadcast in time, or staged or held its pause for too long."""
+    GRANTED = "granted"
+    """The replica may load: its turn has come, or its broadcast has begun."""
 
-
-MESSAGES = frozenset(
-    {
-        ReplicaEvent.IDLE,
-        ReplicaEvent.ASKED,
-        ReplicaEvent.JOINED,
-        ReplicaEvent.COMMITTED,
-        ReplicaEvent.FAILED,
-        ReplicaEvent.GAVE_UP,
-    }
-)
-"""Events that are a replica's own messages."""
 
 _P, _E = Phase, ReplicaEvent
+MESSAGES = frozenset({_E.IDLE, _E.ASKED, _E.JOINED, _E.COMMITTED, _E.FAILED, _E.ENDED})
+"""Events that may come at any time, as messages of the replica."""
 TRANSITIONS: dict[tuple[Phase, ReplicaEvent], Phase] = {
+    # An update may end so in every phase. Exceptions follow.
+    **{(phase, _E.IDLE): _P.BEHIND for phase in Phase},
+    **{(phase, _E.FAILED): _P.BEHIND for phase in Phase},
+    **{(phase, _E.ENDED): _P.SERVING for phase in Phase},
     (_P.SERVING, _E.IDLE): _P.SERVING,
-    (_P.SERVING, _E.OFFERED): _P.STAGING,
-    (_P.SERVING, _E.INVITED): _P.ANNOUNCED,
-    # The update began under an earlier parameter server.
-    (_P.SERVING, _E.ASKED): _P.WAITING,
-    (_P.SERVING, _E.COMMITTED): _P.SERVING,
-    (_P.SERVING, _E.FAILED): _P.BEHIND,
-    (_P.SERVING, _E.GAVE_UP): _P.SERVING,
+    (_P.ANNOUNCED, _E.IDLE): _P.ANNOUNCED,
+    # The failed attempts still count, because nothing was committed.
+    (_P.BEHIND, _E.ENDED): _P.BEHIND,
     # --- by shm or stream ---
-    (_P.STAGING, _E.IDLE): _P.BEHIND,
+    (_P.SERVING, _E.OFFERED): _P.STAGING,
+    (_P.BEHIND, _E.OFFERED): _P.STAGING,
     (_P.STAGING, _E.ASKED): _P.WAITING,
-    (_P.STAGING, _E.FAILED): _P.BEHIND,
-    (_P.STAGING, _E.OVERDUE): _P.BEHIND,
-    (_P.STAGING, _E.GAVE_UP): _P.SERVING,
-    (_P.WAITING, _E.IDLE): _P.BEHIND,
     (_P.WAITING, _E.ASKED): _P.WAITING,
     (_P.WAITING, _E.GRANTED): _P.LOADING,
-    (_P.WAITING, _E.FAILED): _P.BEHIND,
-    (_P.WAITING, _E.GAVE_UP): _P.SERVING,
-    (_P.LOADING, _E.IDLE): _P.BEHIND,
     (_P.LOADING, _E.ASKED): _P.LOADING,
     (_P.LOADING, _E.COMMITTED): _P.SERVING,
-    (_P.LOADING, _E.FAILED): _P.BEHIND,
-    (_P.LOADING, _E.OVERDUE): _P.BEHIND,
-    (_P.LOADING, _E.GAVE_UP): _P.SERVING,
-    (_P.BEHIND, _E.IDLE): _P.BEHIND,
-    (_P.BEHIND, _E.OFFERED): _P.STAGING,
-    # The replica continued an update that was given up here.
+    # The update began under an earlier parameter server, or has failed here.
+    (_P.SERVING, _E.ASKED): _P.WAITING,
     (_P.BEHIND, _E.ASKED): _P.WAITING,
+    (_P.SERVING, _E.COMMITTED): _P.SERVING,
     (_P.BEHIND, _E.COMMITTED): _P.SERVING,
-    (_P.BEHIND, _E.FAILED): _P.BEHIND,
-    # The failed attempts still count, because nothing was committed.
-    (_P.BEHIND, _E.GAVE_UP): _P.BEHIND,
     # --- by broadcast ---
-    (_P.ANNOUNCED, _E.IDLE): _P.ANNOUNCED,
+    (_P.SERVING, _E.INVITED): _P.ANNOUNCED,
     (_P.ANNOUNCED, _E.JOINED): _P.BROADCAST_PAUSED,
-    (_P.ANNOUNCED, _E.FAILED): _P.BEHIND,
-    (_P.ANNOUNCED, _E.OVERDUE): _P.BEHIND,
-    (_P.ANNOUNCED, _E.CALLED_OFF): _P.SERVING,
-    (_P.ANNOUNCED, _E.GAVE_UP): _P.SERVING,
-    (_P.BROADCAST_PAUSED, _E.IDLE): _P.BEHIND,
-    (_P.BROADCAST_PAUSED, _E.JOINED): _P.BROADCAST_PAUSED,
-    (_P.BROADCAST_PAUSED, _E.FAILED): _P.BEHIND,
-    (_P.BROADCAST_PAUSED, _E.BEGUN): _P.RECEIVING,
-    (_P.BROADCAST_PAUSED, _E.CALLED_OFF): _P.SERVING,
-    (_P.BROADCAST_PAUSED, _E.GAVE_UP): _P.SERVING,
-    (_P.RECEIVING, _E.IDLE): _P.BEHIND,
-    (_P.RECEIVING, _E.JOINED): _P.RECEIVING,
+    (_P.BROADCAST_PAUSED, _E.GRANTED): _P.RECEIVING,
     (_P.RECEIVING, _E.COMMITTED): _P.SERVING,
-    (_P.RECEIVING, _E.FAILED): _P.BEHIND,
-    (_P.RECEIVING, _E.BROKEN): _P.BEHIND,
-    (_P.RECEIVING, _E.GAVE_UP): _P.SERVING,
 }
 
 IDLE_PHASES = frozenset({Phase.SERVING, Phase.BEHIND})
 """Phases in which no update is under way."""
-HOLDING_PHASES = frozenset({Phase.WAITING, Phase.LOADING})
-"""Phases in which a replica has a whole version and loads it next."""
 BROADCAST_PHASES = frozenset({Phase.ANNOUNCED, Phase.BROADCAST_PAUSED, Phase.RECEIVING})
 """Phases of the members of a broadcast."""
 
@@ -175,21 +129,15 @@ class Replica:
     target: int = -1
     """The version of the update under way; -1 in an idle phase."""
     fetches: bool = False
-    """Whether the replica stages its target for its whole host (hosts.py)."""
-    version_held_for_host: int = -1
-    """Version that the replica has fetched and holds for its host; -1 for none."""
-    held_paths: tuple[str, ...] = ()
-    """Paths of the segments of the version held for the host."""
-    waits_for: str = ""
-    """Name of the replica on the same host that fetches the version that this one takes next."""
-    source_paths: tuple[str, ...] = ()
-    """Paths of the segments of another replica on its host that it was offered."""
+    """Whether the replica stages its target for its whole host."""
+    offered: Manifest | None = None
+    """Manifest of the version that it stages from the parameter server; None if it opens a copy on its host."""
+    copy: Manifest | None = None
+    """Version that the replica has fetched and holds for its host, with the paths of its own segments."""
+    waits: bool = False
+    """Whether another replica of its host fetches the version that this one takes next; only in idle phases."""
     since: float = 0.0
     """Time at which the version was offered (STAGING), or the pause was granted or requested again (LOADING)."""
-    seniority: int = 0
-    """Rank among the replicas that try to reach a newer version: lower if it began to try earlier; 0 if it does not."""
-    outrun: bool = False
-    """Whether the parameter server has let go the version that the replica stages, for newer ones (conductor.py)."""
     heard: float = 0.0
     """Time of its last message, or of the last answer to it; SILENT if it sleeps or has cancelled its question."""
     failed_version: int = -1
@@ -202,11 +150,16 @@ class Replica:
         """Whether the replica fetches a version for its host now."""
         return self.phase is Phase.STAGING and self.fetches
 
+    def serve(self, version: int) -> None:
+        """Record the version that the replica serves; it has closed an older copy."""
+        self.serving = version
+        if self.copy is not None and self.copy.version < version:
+            self.copy = None
+
     def follow(self, event: ReplicaEvent) -> bool:
         """Change to the phase that the table gives for ``event``; a change to BEHIND counts as a failed attempt.
 
-        In an idle phase the replica has no target. Returns False for a message that the table does not have for the
-        present phase: nothing changes.
+        Returns False for a message that the table does not have for the present phase: nothing changes.
         """
         phase = TRANSITIONS.get((self.phase, event))
         if phase is None:
@@ -215,6 +168,8 @@ class Replica:
         if phase is Phase.BEHIND and self.phase is not Phase.BEHIND:
             self.failed_attempts = self.failed_attempts + 1 if self.target == self.failed_version else 1
             self.failed_version = self.target
+        if phase is not self.phase:
+            self.waits = False
         self.phase = phase
         if phase in IDLE_PHASES:
             self.target = -1
@@ -222,7 +177,7 @@ class Replica:
 
 
 SILENT = float("-inf")
-"""Value of ``Replica.heard`` for a replica that sleeps or has cancelled its question: it does not count as present."""
+"""Value of ``Replica.heard`` for a replica that does not count as present."""
 COUNTED = (
     "updates_committed",
     "updates_failed",
@@ -232,7 +187,6 @@ COUNTED = (
     "broadcasts_broken",
 )
 """Names of the counts since the start."""
-Level = Literal["debug", "info", "warning"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +195,7 @@ class Note:
 
     event: str
     facts: dict[str, Any]
-    level: Level
+    level: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -258,14 +212,11 @@ class Replicas:
 
     def __init__(self) -> None:
         self.by_name: dict[str, Replica] = {}
-        self._in_phase: dict[Phase, dict[str, Replica]] = {phase: {} for phase in Phase}
-        """Replicas of each phase by name, in the order in which they entered it."""
-        self._on_host: dict[str, dict[str, Replica]] = {}
+        self.in_phase: dict[Phase, dict[str, Replica]] = {phase: {} for phase in Phase}
+        """Replicas of each phase by name, as they entered it; a pause requested again enters anew."""
+        self._on_host: defaultdict[str, dict[str, Replica]] = defaultdict(dict)
         """Replicas of each host by name."""
-        self._failing: dict[str, Replica] = {}
-        """Replicas with failed attempts since their last commit."""
-        self.counts: Counter[str] = Counter()
-        """Counts since the start, by the names in COUNTED."""
+        self.counts = dict.fromkeys(COUNTED, 0)
         self._woken: set[str] = set()
         """Callers whose open question may have an answer now."""
         self._notes: list[Note] = []
@@ -279,7 +230,7 @@ class Replicas:
         self._woken, self._notes = set(), []
         return woken, notes
 
-    def note(self, event: str, *, level: Level = "info", **facts: Any) -> None:
+    def note(self, event: str, *, level: str = "info", **facts: Any) -> None:
         """Add a line for the log; the actor writes it."""
         self._notes.append(Note(event, facts, level))
 
@@ -299,14 +250,10 @@ class Replicas:
         """Whether the caller has an open question."""
         return name in self._open
 
-    def close(self, name: str) -> None:
-        """Close a caller's question: it is answered or cancelled."""
-        self._open.pop(name, None)
-
-    def close_of_dead(self, name: str, incarnation: int) -> None:
-        """Close a caller's question if this incarnation, or an older one, has asked it."""
+    def close(self, name: str, *, incarnation: float = float("inf")) -> None:
+        """Close a caller's question, unless an incarnation above ``incarnation`` has asked it."""
         if name in self._open and self._open[name].incarnation <= incarnation:
-            self.close(name)
+            del self._open[name]
 
     def wake(self, name: str) -> None:
         """Record that the caller's open question, if any, may have an answer now."""
@@ -317,77 +264,32 @@ class Replicas:
 
     def add(self, replica: Replica) -> None:
         """Add a new replica."""
-        self.by_name[replica.name] = self._in_phase[replica.phase][replica.name] = replica
-        self._on_host.setdefault(replica.host, {})[replica.name] = replica
+        self.by_name[replica.name] = self.in_phase[replica.phase][replica.name] = replica
+        self._on_host[replica.host][replica.name] = replica
 
     def remove(self, replica: Replica) -> None:
-        """Remove a dead replica, also from its phase."""
-        name = replica.name
-        del self.by_name[name], self._in_phase[replica.phase][name]
-        self._failing.pop(name, None)
+        """Remove a dead replica, also from its phase and its host."""
         self._wake_beside(replica)
-        self._leave_host(replica)
+        del self.by_name[replica.name], self.in_phase[replica.phase][replica.name]
+        del self._on_host[replica.host][replica.name]
 
     def settle_in(self, replica: Replica, host: str) -> None:
         """Record the host of a replica, which may have changed."""
-        if host != replica.host:
-            self._leave_host(replica)
-            replica.host = host
-            self._on_host.setdefault(host, {})[replica.name] = replica
-
-    def _leave_host(self, replica: Replica) -> None:
-        beside = self._on_host[replica.host]
-        del beside[replica.name]
-        if not beside:
-            del self._on_host[replica.host]
-
-    def _wake_beside(self, replica: Replica) -> None:
-        """Wake the replicas of the same host that wait for this one to fetch: it has stopped fetching."""
-        for other in self.beside(replica):
-            if other.waits_for == replica.name and other.phase in IDLE_PHASES:
-                self.wake(other.name)
+        del self._on_host[replica.host][replica.name]
+        replica.host = host
+        self._on_host[host][replica.name] = replica
 
     def of(self, *phases: Phase) -> Iterator[Replica]:
         """Replicas in one of these phases."""
-        return chain.from_iterable(self._in_phase[phase].values() for phase in phases)
-
-    def count(self, phase: Phase) -> int:
-        """Number of replicas in a phase."""
-        return len(self._in_phase[phase])
-
-    def first(self, phase: Phase) -> Replica | None:
-        """Return the replica that has been in a phase for longest; ``restart_phase`` counts as entering it."""
-        return next(iter(self._in_phase[phase].values()), None)
-
-    def restart_phase(self, replica: Replica) -> None:
-        """Move a replica to the end of its phase, as if it had entered the phase now."""
-        of_phase = self._in_phase[replica.phase]
-        del of_phase[replica.name]
-        of_phase[replica.name] = replica
+        return chain.from_iterable(self.in_phase[phase].values() for phase in phases)
 
     def beside(self, replica: Replica) -> Collection[Replica]:
         """Return the replicas on the same host, itself included."""
         return self._on_host[replica.host].values()
 
-    def pinning(self) -> list[Replica]:
-        """Return the replicas whose target the parameter server must keep for them.
-
-        It must while a replica stages its target, or has fetched it and others of its host wait to open it. An outrun
-        replica (conductor.py) pins nothing.
-        """
-        return [replica for replica in self.of(Phase.STAGING, *HOLDING_PHASES) if self._pins(replica)]
-
-    def _pins(self, replica: Replica) -> bool:
-        if replica.outrun:
-            return False
-        waiting = (each for each in self.beside(replica) if each.waits_for == replica.name)
-        is_awaited = replica.fetches and any(each.phase in IDLE_PHASES for each in waiting)
-        return replica.phase is Phase.STAGING or is_awaited
-
-    @property
-    def failed_attempts(self) -> int:
-        """Largest number of failed attempts of any replica."""
-        return max((replica.failed_attempts for replica in self._failing.values()), default=0)
+    def _wake_beside(self, replica: Replica) -> None:
+        for other in self.beside(replica):
+            self.wake(other.name)
 
     def move(self, replica: Replica, event: ReplicaEvent) -> bool:
         """Apply an event to a replica: change its phase, the lists and counts, and wake callers that this concerns.
@@ -400,20 +302,13 @@ class Replicas:
             return False
         if was_fetching and not replica.is_fetching:
             self._wake_beside(replica)
-        if replica.phase is not phase_before:
-            del self._in_phase[phase_before][replica.name]
-            self._in_phase[replica.phase][replica.name] = replica
-            self.note("phase", level="debug", replica=replica.name, phase=str(replica.phase))
-        if replica.failed_attempts:
-            self._failing[replica.name] = replica
-        # The try to reach a newer version has ended. IDLE does not end it: an outrun replica asks for the next update,
-        # and keeps its seniority.
-        if event in (ReplicaEvent.COMMITTED, ReplicaEvent.FAILED, ReplicaEvent.OVERDUE, ReplicaEvent.GAVE_UP):
-            replica.seniority = 0
+        # A repeated request for a pause begins the phase again.
+        if replica.phase is not phase_before or replica.phase is Phase.LOADING:
+            del self.in_phase[phase_before][replica.name]
+            self.in_phase[replica.phase][replica.name] = replica
         if event is ReplicaEvent.COMMITTED:
             self.counts["updates_committed"] += 1
             replica.failed_attempts, replica.failed_version = 0, -1
-            self._failing.pop(replica.name, None)
         elif replica.phase is Phase.BEHIND and phase_before is not Phase.BEHIND:
             self.counts["updates_failed"] += 1
         if event not in MESSAGES:

@@ -16,7 +16,7 @@ from asyncrl.messages.weights import (
 from asyncrl.parameter_server.conductor import Conductor
 
 LEARNER = ("learner/0", 1)
-BUCKETS = [Bucket(path="", size=64, checksum=0, tensors=[])]
+BUCKETS = [Bucket(path="", size=64, checksum=0, tensors=[])] * 2
 
 
 def announcement(version, *, backend="gloo", port=7000, probe=None):
@@ -66,7 +66,7 @@ class Play:
         self.now = until
 
     def publish(self, version):
-        self.conductor.publish(version)
+        self.conductor.publish(Manifest(version=version, buckets=BUCKETS))
 
     def _ask(self, name, incarnation, request, **place):
         """Returns the answer, None while the question is parked."""

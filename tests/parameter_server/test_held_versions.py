@@ -29,7 +29,7 @@ def request(bucket: int = 0, offset: int = 0, size: int = 1) -> FetchChunk:
 def serving(*contents: bytes) -> HeldVersions:
     """Version 3."""
     made = HeldVersions()
-    made.add(held(3, contents))
+    made.by_number[3] = held(3, contents)
     return made
 
 
@@ -39,7 +39,7 @@ def test_a_chunk_is_a_view_of_the_segment() -> None:
     chunk = versions.chunk(request(1, 4096, 5000))
     assert chunk.data.tobytes() == content[4096:9096]
     assert chunk.checksum == xxhash.xxh3_64_intdigest(content[4096:9096])
-    assert np.shares_memory(chunk.data, np.frombuffer(versions._find(3).bytes_of(1), np.uint8))
+    assert np.shares_memory(chunk.data, np.frombuffer(versions.find(3).bytes_of(1), np.uint8))
     assert not chunk.data.flags.writeable
     asyncio.run(versions.close())
 
@@ -60,7 +60,7 @@ def test_a_checksum_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         server.chunk(request(offset=offset, size=10))
         assert len(computed) == count
     asyncio.run(server.close())
-    assert not server._checksums
+    assert len(server._checksums) == 4
     assert open_memory() == before, "close waits until the memory is free"
 
 

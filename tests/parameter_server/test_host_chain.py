@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.messages.weights import Source
-from asyncrl.parameter_server.hosts import MAX_SOURCES
+from asyncrl.parameter_server.conductor import MAX_SOURCES
 
 HERE = {"same_host": False, "host": "a"}
 THERE = {"same_host": False, "host": "b"}
@@ -41,8 +41,9 @@ def test_one_replica_of_a_host_fetches_and_the_others_open_its_copy():
     fetched(play, "r/0")
     assert play.woken() >= {*R[1:]}
     for name in R[1:]:
-        assert source(play.look(name)) == (0, "shm", False)
-        assert play.replica(name).source_paths == PATHS
+        offer = play.look(name)
+        assert source(offer) == (0, "shm", False)
+        assert tuple(bucket.path for bucket in offer.manifest.buckets) == PATHS
     # Nothing more has to be held for them than is held anyway.
     assert play.needed() == {0}
 
@@ -88,8 +89,10 @@ def test_a_waiting_replica_gets_its_version():
         assert play.look("r/1") is None
     assert play.needed() == {0, 2}
     fetched(play, "r/0")
-    assert play.needed() == {0, 2}
+    # Its copy stays on the host, so it need not be held here.
+    assert play.needed() == {2}
     assert source(play.look("r/1"))[:2] == (0, "shm")
+    assert play.needed() == {2}
     # A replica that has not waited takes the newest.
     assert play.next("r/2", -1, **HERE).version == 2
 
@@ -102,8 +105,11 @@ def test_no_replica_waits_for_a_dropped_version():
     play.next("r/1", -1, **HERE)
     play.publish(2)
     assert play.needed() == {0, 2}
-    fetched(play, "r/0", 1)
+    assert "r/1" in play.woken()
     assert source(play.look("r/1")) == (2, "stream", True)
+    # The replica has all of it nevertheless, and loads it.
+    fetched(play, "r/0", 1)
+    assert play.next("r/2", -1, **HERE) is None
 
 
 def test_a_late_replica_opens_the_copy_of_its_host_while_that_exists():
@@ -121,16 +127,19 @@ def test_a_replica_reloads_its_own_copy_until_it_has_a_newer_version():
     play = on_hosts("r/0", transport="gloo")
     fetched(play, "r/0")
     play.report("r/0", 0, committed=False)
-    assert play.next("r/0", -1, **HERE).transport == "shm"
-    assert play.replica("r/0").source_paths == PATHS
+    offer = play.next("r/0", -1, **HERE)
+    assert source(offer) == (0, "shm", False)
+    assert tuple(bucket.path for bucket in offer.manifest.buckets) == PATHS
     assert play.pause("r/0", 0)
     # It still holds its copy.
     play.report("r/0", 0)
-    assert play.replica("r/0").version_held_for_host == 0
+    assert play.next("r/1", -1, **HERE).transport == "shm"
     play.next("r/0", 0, **HERE)
     play.begin(1, "r/0")
     play.report("r/0", 1)
-    assert play.replica("r/0").version_held_for_host == -1
+    assert source(play.next("r/2", -1, **HERE)) == (0, "stream", True)
+    # A new engine serves nothing, and the copy is not there again.
+    assert play.next("r/0", -1, **HERE) is None
 
 
 # --- the chain ---

@@ -104,7 +104,7 @@ class World(Play):
 
     def is_fetched_for(self, replica):
         others = [other for other in self.conductor.replicas.by_name.values() if other.host == replica.host != ""]
-        if any(other.version_held_for_host == self.conductor.newest for other in others):
+        if self.conductor._find_copy(replica) is not None:
             return False
         return any(other.is_fetching and other.target > replica.serving for other in others)
 
@@ -128,7 +128,7 @@ class World(Play):
             place = {"workers": caller.workers, "host": caller.host, "same_host": not caller.host}
             return self.next(name, caller.serving, life, **place)
         if kind == "pause":
-            return self.pause(name, *of, life, paths=["/proc/1/fd/1"] if caller.holds else [])
+            return self.pause(name, *of, life, paths=["/proc/1/fd/1"] * 2 if caller.holds else [])
         if kind == "join":
             known = self.conductor.replicas.by_name.get(name)
             if known and known.target == of[0]:
@@ -167,10 +167,10 @@ class World(Play):
         if kind == "next" and found.broadcast is not None:
             self.check_offer(caller, found)
         elif kind == "next":
-            paths = self.conductor.replicas.by_name[caller.name].source_paths
+            paths = found.transport == "shm" and caller.host and found.manifest.buckets[0].path
             assert caller.serving < found.version <= self.conductor.newest
             assert found.version == self.conductor.newest or paths, "a replica that has not waited takes the newest"
-            assert found.version in self.conductor.needed()
+            assert found.version in self.conductor.needed() or paths
             assert not (paths and found.turn)
         elif kind == "join" and found:
             assert of[0] not in self.declined, "begun, although the learner got the opposite answer"

@@ -56,7 +56,7 @@ def test_i1_a_host_joins_serves_and_leaves(tmp_path, within_s):
         await system.leave(found, within_s)
         await until(lambda: "rollouter/2" not in dataloader.roster.actors)
         assert dataloader._book._holders.asking == 2
-        assert system.actors["parameter_server/0"].counters["weights/replicas"] == 2
+        assert system.actors["parameter_server/0"].metrics()["weights/replicas"] == 2
         assert dataloader.counters["tickets/granted_alone"] == 0
         # A name is given once.
         again = await system.join("c2")

@@ -31,7 +31,7 @@ class Server:
         self._on_chunk = on_chunk
         self._chunks = HeldVersions()
         for snapshot in snapshots:
-            self._chunks.add(snapshot)
+            self._chunks.by_number[snapshot.version] = snapshot
         self._running = 0
         self.most_running = 0
 

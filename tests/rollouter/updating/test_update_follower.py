@@ -579,7 +579,7 @@ def test_a_version_fetched_for_the_host_is_held_until_a_newer_one_is_served(publ
         def chunks(self, request):
             with hold(manifest) as version:
                 versions = HeldVersions()
-                versions.add(version)
+                versions.by_number[version.version] = version
                 return versions.chunk(request)
 
         async def call(self, request):
