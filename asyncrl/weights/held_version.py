@@ -71,7 +71,7 @@ class HeldVersion:
 
     @cached_property
     def layout(self) -> Layout:
-        """Dtype and shape of each parameter, by name. Raises WeightsCorrupt, as ``layout_of``."""
+        """As ``layout_of``."""
         return layout_of(self.manifest)
 
     def bytes_of(self, bucket: int) -> memoryview:
@@ -142,12 +142,8 @@ def close_all(descriptors: list[int]) -> None:
 # --- names, types and shapes ---
 
 
-def layout_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Read the dtype and shape of each parameter from a manifest.
-
-    Raises WeightsCorrupt if a name occurs twice or a bucket is empty. Raises it also for a tensor that has an unknown
-    dtype or a negative extent, is not aligned, overlaps another, or exceeds its bucket.
-    """
+def layout_of(manifest: Manifest) -> Layout:
+    """Read the layout from a manifest. Raises WeightsCorrupt for one that is contradictory."""
     layouts: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, bucket in enumerate(manifest.buckets):
         if not bucket.size:
@@ -218,5 +214,4 @@ def _shown(entry: tuple[str, tuple[int, ...]]) -> str:
 
 
 def _few(names: Collection[str]) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:3]) + (", ..." if len(ordered) > 3 else "")
+    return ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")

@@ -19,9 +19,7 @@ Invariants:
 
 A fetch fails with VersionGone when the version is no longer held, and with WeightsCorrupt when its bytes are not those
 that were published. It fails with DeadlineExceeded when no chunk arrives for ``weights.deadline_s`` or the fetch takes
-``weights.stage_deadline_s``, and with RemoteError. The relay fails with VersionGone for a version that is not held by
-the requested turn, and with InvalidRequest for bytes that are not a chunk here. NotHere, which is retryable, is for a
-chunk that has not arrived in time.
+``weights.stage_deadline_s``, and with RemoteError.
 """
 
 from __future__ import annotations
@@ -30,10 +28,8 @@ import asyncio
 import errno
 import os
 import random
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -55,7 +51,7 @@ from asyncrl.core.errors import (
 from asyncrl.messages import Request
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Offer, Source
 from asyncrl.observe.logging import get_logger
-from asyncrl.rpc.calls.retry import is_refusal, pause
+from asyncrl.rpc.calls.retry import AWAY_S, is_refusal, pause
 from asyncrl.rpc.parking import ParkingLot
 from asyncrl.weights.held_version import HeldVersion, close_all, hold, layout_of
 from asyncrl.weights.segments import Segment, path_of, seal_verified
@@ -69,8 +65,6 @@ CORRUPT_ATTEMPTS = 3
 """Number of times that the same chunk may arrive corrupt before the fetch fails."""
 VERIFIED_AT_ONCE = min(4, len(os.sched_getaffinity(0)))
 """Number of buckets of shared memory that are verified at the same time. One thread reads slower than the memory."""
-AGAIN_S = 0.2
-"""Longest first pause before a chunk whose call failed is requested again."""
 SILENT_SHARE = 1 / 8
 """Share of weights.deadline_s after which an unanswered call ends and its source is left. A live source answers within
 half of that time."""
@@ -105,7 +99,7 @@ async def fetch(
 
 
 def _progress(count: int, manifest: Manifest) -> str:
-    return f"{count} of {sum(bucket.size for bucket in manifest.buckets)} bytes are here"
+    return f"{count} of {manifest.bytes} bytes are here"
 
 
 async def _in_thread(work: Callable[..., T], *arguments: Any) -> T:
@@ -134,42 +128,36 @@ class _Shared:
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._held: HeldVersion | None = None
-        """The version once it is open, to be closed if the fetch fails."""
         self.bytes = 0
         """Number of verified bytes."""
 
     async def run(self) -> HeldVersion:
+        held, limit = self._open(), asyncio.Semaphore(VERIFIED_AT_ONCE)
+
+        async def verify(index: int) -> None:
+            async with limit:
+                await _in_thread(held.verify, index)
+            self.bytes += self._manifest.buckets[index].size
+
         try:
-            held = await _in_thread(self._open)
-            limit = asyncio.Semaphore(VERIFIED_AT_ONCE)
-
-            async def verify(index: int) -> None:
-                async with limit:
-                    await _in_thread(held.verify, index)
-                self.bytes += self._manifest.buckets[index].size
-
             # Each result is awaited, errors too: the version may only be closed when no thread reads it any more.
             results = await asyncio.gather(*map(verify, range(len(held.descriptors))), return_exceptions=True)
             for error in filter(None, results):
                 raise error
-            return held
         except BaseException:
-            # A cancellation may arrive after ``_open`` has returned.
-            if self._held is not None:
-                await _in_thread(self._held.close)
+            await _in_thread(held.close)
             raise
+        return held
 
     def _open(self) -> HeldVersion:
         try:
-            self._held = hold(self._manifest)
+            return hold(self._manifest)
         except WeightsCorrupt as error:
             cause = error.__cause__
             if isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ESRCH, errno.ENXIO):
                 # The process that held the memory has died, or has closed it.
                 raise VersionGone(self._manifest.version, str(error)) from error
             raise
-        return self._held
 
 
 class _Stream:
@@ -189,9 +177,9 @@ class _Stream:
         """The source in use, then those to try after it."""
         self._last_progress = self._now()
         """Time when a chunk last arrived, or the source changed."""
-        self._chunks: deque[FetchChunk] = deque()
+        self._chunks = self._cut()
         """Chunks still to be requested."""
-        self._missing_bytes: dict[int, int] = {}
+        self._missing_bytes = {index: bucket.size for index, bucket in enumerate(self._buckets)}
         """Number of bytes of each bucket that have not arrived."""
         self._filling: dict[int, Segment] = {}
         """Memory of the buckets that are not complete, by bucket."""
@@ -199,8 +187,6 @@ class _Stream:
         """Deadline of the next chunk; each chunk that arrives moves it."""
         self._last_failure = ""
         """The parameter server's last error since a chunk last arrived; "" without one."""
-        self._failures = 0
-        """Failures of the parameter server since a chunk last arrived."""
         self._draws = random.Random(f"{who} {self._version}")
         """Random numbers for the pauses after failures."""
 
@@ -212,20 +198,21 @@ class _Stream:
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
+    def _cut(self) -> Iterator[FetchChunk]:
+        for index, bucket in enumerate(self._buckets):
+            for offset in range(0, bucket.size, self._weights.chunk_bytes):
+                size = min(self._weights.chunk_bytes, bucket.size - offset)
+                yield FetchChunk(version=self._version, bucket=index, offset=offset, size=size)
+
     async def run(self) -> HeldVersion:
-        """Cut all buckets into chunks, fetch these with several tasks, and return the version.
+        """Fetch all chunks with several tasks, and return the version.
 
         ``weights.deadline_s`` counts from the last chunk that arrived. Raises as the module says.
         """
-        for index, bucket in enumerate(self._buckets):
-            self._missing_bytes[index] = bucket.size
-            for offset in range(0, bucket.size, self._weights.chunk_bytes):
-                size = min(self._weights.chunk_bytes, bucket.size - offset)
-                self._chunks.append(FetchChunk(version=self._version, bucket=index, offset=offset, size=size))
         deadline_s = self._weights.deadline_s
         try:
             async with asyncio.timeout(deadline_s) as self._limit, asyncio.TaskGroup() as tasks:
-                for _ in range(min(self._weights.chunks_in_flight, len(self._chunks))):
+                for _ in range(self._weights.chunks_in_flight):
                     tasks.create_task(self._fetch_chunks())
             sealed, self._sealed = self._sealed, {}
             return HeldVersion(self._manifest, [sealed[index] for index in range(len(self._buckets))])
@@ -238,7 +225,7 @@ class _Stream:
             what = f"chunks of version {self._version} ({_progress(self.bytes, self._manifest)})"
             raise DeadlineExceeded(self._who, self.source, what, deadline_s, self._last_failure) from error
         finally:
-            # By now no task or thread writes any more. On a thread, because freeing a GiB takes about 0.1 s.
+            # By now no task or thread writes any more.
             if self._filling or self._sealed:
                 await _in_thread(self._discard)
 
@@ -252,60 +239,47 @@ class _Stream:
 
         Raises WeightsCorrupt if a chunk arrives corrupt CORRUPT_ATTEMPTS times.
         """
-        while self._chunks:
-            request = self._chunks.popleft()
-            corrupt = 0
-            while problem := await self._fetch_chunk(request):
-                corrupt += problem != LOST
-                if corrupt >= CORRUPT_ATTEMPTS:
-                    raise WeightsCorrupt(
-                        f"its chunk at {request.offset} arrived corrupt {corrupt} times in a row: {problem}",
-                        version=self._version,
-                        bucket=request.bucket,
-                    )
+        for request in self._chunks:
+            corrupt, is_missing = 0, True
+            while is_missing:
+                source = self._sources[0]
+                try:
+                    await self._fetch_chunk(request, source)
+                    is_missing = False
+                except ProtocolError as error:
+                    corrupt += 1
+                    self._leave(source.name, str(error))
+                    where = {"version": self._version, "bucket": request.bucket}
+                    self._log.warning("chunk is corrupt", offset=request.offset, error=str(error), **where)
+                    if corrupt == CORRUPT_ATTEMPTS:
+                        what = f"its chunk at {request.offset} arrived corrupt {corrupt} times in a row: {error}"
+                        raise WeightsCorrupt(what, **where) from error
+                except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
+                    await self._handle_failure(source.name, error)
 
-    async def _fetch_chunk(self, request: FetchChunk) -> str:
+    async def _fetch_chunk(self, request: FetchChunk, source: Source) -> None:
         """Fetch, verify and write a chunk, pass it on to the relay, and seal its bucket after the last one.
 
-        Returns "", LOST when the call failed, or the problem of a corrupt chunk.
+        Raises ProtocolError for a corrupt chunk, and as a call does.
         """
-        source, turn, index = self._sources[0].name, self._sources[0].turn, request.bucket
-        try:
-            # The parameter server gets the whole deadline, because a repeated call would queue the chunk again.
-            timeout_s = self._weights.deadline_s * (1 if source == PARAMETER_SERVER else SILENT_SHARE)
-            chunk: Chunk = await self._call(source, msgspec.structs.replace(request, turn=turn), timeout_s)
-        except ProtocolError as error:
-            return self._corrupt(request, source, str(error))
-        except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
-            await self._handle_failure(source, error)
-            return LOST
+        # The parameter server gets the whole deadline, because a repeated call would queue the chunk again.
+        timeout_s = self._weights.deadline_s * (1 if source.name == PARAMETER_SERVER else SILENT_SHARE)
+        asked = msgspec.structs.replace(request, turn=source.turn)
+        chunk: Chunk = await self._call(source.name, asked, timeout_s)
+        index = request.bucket
         if index not in self._filling:
             self._filling[index] = Segment("asyncrl-weights", self._buckets[index].size)
-        if problem := await _in_thread(_write, self._filling[index], request, chunk):
-            return self._corrupt(request, source, problem)
+        await _in_thread(_write, self._filling[index], request, chunk)
         self.bytes += request.size
         self._missing_bytes[index] -= request.size
         if self._relay is not None:
             self._relay.arrived(request, self._filling[index].fd, chunk.checksum)
         if not self._missing_bytes[index]:
             await _in_thread(self._seal, index)
-        self._last_failure, self._failures, self._last_progress = "", 0, self._now()
+        self._last_failure, self._last_progress = "", self._now()
         # A timeout that has expired cannot be rescheduled.
         if not self._limit.expired():
             self._limit.reschedule(self._last_progress + self._weights.deadline_s)
-        return ""
-
-    def _corrupt(self, request: FetchChunk, source: str, problem: str) -> str:
-        """Leave the source of a corrupt chunk unless it is the parameter server; log the problem and return it."""
-        self._leave(source, problem)
-        self._log.warning(
-            "chunk is corrupt; it is fetched again",
-            version=self._version,
-            bucket=request.bucket,
-            offset=request.offset,
-            error=problem,
-        )
-        return problem
 
     async def _handle_failure(self, source: str, error: DeadlineExceeded | PeerRestarted | RemoteError) -> None:
         """Handle a failed call: leave the source, pause before the next call, or raise an error that will not pass."""
@@ -322,9 +296,7 @@ class _Stream:
         if not self._last_failure:
             self._log.warning("chunks do not arrive", version=self._version, error=str(error))
         self._last_failure = str(error)
-        again_s = pause(AGAIN_S, self._failures, self._draws.random())
-        self._failures += 1
-        await asyncio.sleep(again_s)
+        await asyncio.sleep(pause(AWAY_S, 0, self._draws.random()))
 
     def _leave(self, source: str, problem: str) -> None:
         """Switch to the next source if ``source`` is in use; late failures of earlier sources change nothing."""
@@ -338,20 +310,15 @@ class _Stream:
         self._sealed[index] = seal_verified(segment, bucket, version=self._version, index=index)
 
 
-LOST = "lost"
-"""Result of ``_Stream._fetch_chunk`` if the call failed, so that no chunk arrived."""
-
-
-def _write(segment: Segment, request: FetchChunk, chunk: Chunk) -> str:
-    """Verify a chunk and write it into its bucket's memory; returns its problem, or "" if it is right."""
+def _write(segment: Segment, request: FetchChunk, chunk: Chunk) -> None:
+    """Verify a chunk and write it into its bucket's memory. Raises ProtocolError for a corrupt chunk."""
     data = chunk.data.reshape(-1).view(np.uint8).data
     if data.nbytes != request.size:
-        return f"{data.nbytes} bytes instead of {request.size}"
+        raise ProtocolError(f"{data.nbytes} bytes instead of {request.size}")
     checksum = xxhash.xxh3_64_intdigest(data)
     if checksum != chunk.checksum:
-        return f"its checksum is {checksum:#018x} instead of {chunk.checksum:#018x}"
+        raise ProtocolError(f"its checksum is {checksum:#018x} instead of {chunk.checksum:#018x}")
     segment.write(request.offset, data)
-    return ""
 
 
 @dataclass(slots=True)
@@ -373,7 +340,7 @@ class Relay:
     def __init__(self) -> None:
         self._versions: dict[int, _Arriving] = {}
         self._closing = ThreadPoolExecutor(1, thread_name_prefix="relay")
-        """The thread that closes descriptors."""
+        """The thread that closes descriptors, which may free the memory."""
         self._changed = ParkingLot()
         """Requests for chunks that have not arrived; woken when a chunk arrives and when a version is dropped."""
 
@@ -412,7 +379,11 @@ class Relay:
             self._drop(other)
 
     async def chunk(self, request: FetchChunk, park_s: float) -> Chunk:
-        """Return the requested bytes; waits up to ``park_s`` (s) until they have arrived. Raises as the module says."""
+        """Return the requested bytes; waits up to ``park_s`` (s) until they have arrived.
+
+        Raises VersionGone for a version that is not held by the requested turn, and InvalidRequest for bytes that are
+        not a chunk here. Raises NotHere, which is retryable, for a chunk that has not arrived in time.
+        """
         # ``arrived`` notes chunks with turn 0, because it gets requests before a turn is set.
         key = msgspec.structs.replace(request, turn=0)
 
@@ -430,15 +401,9 @@ class Relay:
         if location is None:
             where = f"bucket {request.bucket} at {request.offset}"
             raise NotHere(f"the chunk of version {request.version}, {where}, has not arrived within {park_s:.1f} s")
-        # A copy of the descriptor, because the version may be dropped while the thread reads. The thread pops the copy
-        # and closes it; if the thread never starts, the ``finally`` does so.
         descriptor, checksum = location
-        own = [os.dup(descriptor)]
-        try:
-            data = await asyncio.to_thread(_read, own, request)
-        finally:
-            with suppress(IndexError):
-                os.close(own.pop())
+        # A copy of the descriptor, because the version may be dropped while the thread reads.
+        data = await _in_thread(_read, os.dup(descriptor), request)
         return Chunk(data=np.frombuffer(data, np.uint8), checksum=checksum)
 
     def close(self) -> None:
@@ -448,13 +413,12 @@ class Relay:
         self._closing.shutdown()
 
     def _drop(self, version: int) -> None:
-        # On a thread, because the kernel takes 0.1 s to free a gigabyte.
         self._closing.submit(close_all, list(self._versions.pop(version).descriptors.values()))
         self._changed.wake()
 
 
-def _read(own: list[int], chunk: FetchChunk) -> bytes:
-    descriptor = own.pop()
+def _read(descriptor: int, chunk: FetchChunk) -> bytes:
+    """Read a chunk, and close the descriptor: if it is the last one, the memory is freed here, on the thread."""
     try:
         data = os.pread(descriptor, chunk.size, chunk.offset)
     finally:

@@ -1,9 +1,9 @@
 """Follows the versions of the parameter server and loads them into the engine; replaces the engine when it dies.
 
-The parameter server *offers* a version, with its transport. By shm or stream, the follower fetches and verifies the
-bytes while the engine generates. Then it requests permission to load, and pauses the engine only for the load. By
-broadcast (gloo, nccl), the engine pauses together with those of all other members and receives the weights during the
-load. To *commit* a version is to resume the engine under it and admit requests.
+By shm or stream, the follower fetches and verifies the bytes of an offered version while the engine generates. Then it
+requests permission to load, and pauses the engine only for the load. By broadcast (gloo, nccl), the engine pauses
+together with those of all other members and receives the weights during the load. To *commit* a version is to resume
+the engine under it and admit requests.
 
 Invariants:
 
@@ -76,8 +76,7 @@ class _Asked(Exception):
 class UpdateFollower:
     """Takes one rollouter's weight updates.
 
-    ``call`` calls other actors. ``committed`` is called with each version once it is served, ``updated`` with its
-    times. ``track`` is the follower's track in the timeline, ``place`` the host_id.
+    ``committed`` is called with each version once it is served, ``updated`` with its times. ``place`` is the host_id.
     """
 
     def __init__(
@@ -113,7 +112,10 @@ class UpdateFollower:
         """Follow the versions until cancelled; in time slices, start the engine first."""
         try:
             if self._host.slices is not None:
-                await self._start_engine()
+                try:
+                    await self._host.start()
+                except EngineDied as error:
+                    self._host.declare_dead(str(error))
             while True:
                 async with asyncio.TaskGroup() as tasks:
                     following = tasks.create_task(self._follow())
@@ -130,7 +132,7 @@ class UpdateFollower:
 
     async def _follow(self) -> None:
         """Wait for offers and take them one after another, until the engine dies."""
-        # The loops also check ``died``, because a cancellation may be lost if several tasks end at once.
+        # ``died`` is checked too, because a cancellation may be lost if several tasks end at once.
         while not self._host.died.is_set():
             if self._must_sleep():
                 await self._sleep()
@@ -143,14 +145,6 @@ class UpdateFollower:
             if not self._host.died.is_set():
                 # If the engine has died, ``run`` still has to report the offer.
                 self._current_offer = None
-
-    async def _start_engine(self) -> None:
-        """Start the engine once it may have the GPU; replace the engine if the start fails."""
-        try:
-            await self._host.start()
-        except EngineDied as error:
-            self._host.declare_dead(str(error))
-            await self._replace_engine()
 
     async def _replace_engine(self) -> None:
         """Replace the engine until one is up. Raises ActorFailed once ``supervision.max_restarts`` is used up.
@@ -274,11 +268,7 @@ class UpdateFollower:
     # --- by shm or stream ---
 
     async def _take_fetched(self, offer: Offer) -> None:
-        """Take a version by shm or stream: fetch, verify, wait for permission, pause, load, commit.
-
-        Corrupt bytes are reported here, and the engine continues. Raises the other errors of fetching, and those of
-        loading.
-        """
+        """Take a version by shm or stream. Reports corrupt bytes itself, and raises all other errors."""
         weights, manifest = self._config.weights, offer.manifest
         assert manifest is not None, "an offer has a manifest or a broadcast"
         began = self._clock.now()
@@ -314,7 +304,6 @@ class UpdateFollower:
                 times = msgspec.structs.replace(times, pause_s=pause_s)
                 loaded = await self._load(fetched, times)
         finally:
-            # On a thread, because the kernel takes 0.1 s to free a gigabyte.
             await asyncio.to_thread(fetched.close)
         await self._conclude(offer, manifest, *loaded)
 
@@ -331,7 +320,7 @@ class UpdateFollower:
     # --- by broadcast ---
 
     async def _take_broadcast(self, offer: Offer, part: BroadcastPart) -> None:
-        """Take a version by broadcast: pause, wait for permission, load, commit. Raises the errors of loading.
+        """Take a version by broadcast.
 
         Without the permission the engine resumes under its old weights, unless a load has failed since.
         """

@@ -275,8 +275,8 @@ async def test_a_cancelled_stream_leaves_nothing(serving):
 
 @pytest.mark.parametrize(
     ("transport", "place", "name"),
-    [("shm", module, "hold"), ("shm", HeldVersion, "verify"), ("stream", module, "_write")],
-    ids=["hold", "verify", "write"],
+    [("shm", HeldVersion, "verify"), ("stream", module, "_write")],
+    ids=["verify", "write"],
 )
 async def test_a_cancelled_fetch_waits_for_its_threads_and_closes_what_they_opened(
     transport, place, name, server, monkeypatch
@@ -288,8 +288,8 @@ async def test_a_cancelled_fetch_waits_for_its_threads_and_closes_what_they_open
         entered.set()
         go_on.wait(10)
         try:
-            found.append(real(*arguments, **named))
-            return found[-1]
+            found.append(arguments[0])
+            return real(*arguments, **named)
         finally:
             left.set()
 

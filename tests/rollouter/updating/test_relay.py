@@ -225,9 +225,10 @@ async def test_a_call_cancelled_before_a_thread_has_read_leaves_nothing_open():
         await asyncio.sleep(0)
         for each in asking[1:]:
             each.cancel()
-        await asyncio.wait(asking[1:])
+        await asyncio.sleep(0)
         go_on.set()
         await busy
+        await asyncio.wait(asking[1:])
         assert len((await asking[0]).data) == 4096
     relay.close()
 
