@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from asyncrl.core.errors import RewardBroken
 from asyncrl.messages.monitor import Resource, Wait
@@ -21,7 +22,7 @@ from asyncrl.reward.functions import JUDGES
 from asyncrl.reward.judge_pool import JudgePool
 from asyncrl.reward.reward_pool import RewardObserver, RewardPool
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
-from asyncrl.workers.confinement import NOTICE, Confinement, confine
+from asyncrl.workers.confinement import NOTICE, confine
 
 START_SHARE = 0.8
 """Share of an actor's time for its start that the pool may take, so that the pool's own error comes first."""
@@ -45,32 +46,20 @@ class RewardActor(Actor, RewardObserver):
     async def setup(self) -> None:
         """Start the workers and import the function in each, or check the judge's options. Raises ConfigError."""
         confined = await confine(self.config.security, self.context.run_dir, partial(self.notify, NOTICE))
-        self._pool = pool = self._make_pool(confined)
-        await pool.start()
-        self.log.info("workers ready", function=self.config.reward.function, workers=self.config.reward.workers)
-        self.tasks.create_task(self._pool.watch(), name="watch_pool")
-
-    def _make_pool(self, confined: Confinement) -> RewardPool | JudgePool:
-        """Make a JudgePool if reward.function is a judge, else a RewardPool."""
-        reward, max_tokens = self.config.reward, self.config.rollout.max_tokens
-        start_timeout_s = START_SHARE * self.config.supervision.start_timeout_s
+        reward = self.config.reward
+        common: dict[str, Any] = {
+            "max_tokens": self.config.rollout.max_tokens,
+            "confined": confined,
+            "start_timeout_s": START_SHARE * self.config.supervision.start_timeout_s,
+            "observer": self,
+        }
         if reward.function in JUDGES:
-            return JudgePool(
-                reward,
-                max_tokens=max_tokens,
-                confined=confined,
-                start_timeout_s=start_timeout_s,
-                folder=self.context.run_dir,
-                observer=self,
-            )
-        return RewardPool(
-            reward,
-            max_tokens=max_tokens,
-            sources=self.config.data.mixture,
-            confined=confined,
-            start_timeout_s=start_timeout_s,
-            observer=self,
-        )
+            self._pool = JudgePool(reward, folder=self.context.run_dir, **common)
+        else:
+            self._pool = RewardPool(reward, sources=self.config.data.mixture, **common)
+        await self._pool.start()
+        self.log.info("workers ready", function=reward.function, workers=reward.workers)
+        self.tasks.create_task(self._pool.watch(), name="watch_pool")
 
     async def close(self) -> None:
         """End the workers and their descendants."""

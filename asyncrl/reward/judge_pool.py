@@ -289,7 +289,7 @@ class JudgePool:
         answers = [answer for answer, failure in results if failure is None]
         failures = [failure for _, failure in results if failure is not None]
         if 2 * len(answers) > len(questions):
-            return self._judge.outcomes(request, answers), self._judge.judgements(answers)
+            return self._judge.results(request, answers)
         reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures))
         share = f"{len(failures)} of {len(questions)} votes failed: " if len(questions) > 1 else ""
         raise _Unjudged(

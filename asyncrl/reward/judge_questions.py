@@ -21,14 +21,8 @@ from asyncrl.core.printable import printable
 from asyncrl.data.rows import column_names, column_of, has_column
 from asyncrl.messages.reward import LONGEST_JUDGEMENT, Outcome, Score
 from asyncrl.reward.judge_answers import match, read_entries, read_number
-from asyncrl.reward.judge_options import (
-    Criterion,
-    JudgeOptions,
-    RelativeOptions,
-    RubricOptions,
-    criteria_problems,
-)
-from asyncrl.reward.judge_views import shorten, view
+from asyncrl.reward.judge_options import Criterion, JudgeOptions, RelativeOptions, RubricOptions, criteria_problems
+from asyncrl.reward.judge_views import JudgeView, shorten, view
 
 JUDGE_COMPONENT = "judge"
 SPREAD_COMPONENT = "judge_spread"
@@ -77,7 +71,7 @@ class Question:
     messages: list[dict[str, str]]
     schema: dict[str, Any]
     read: Any
-    """Function that parses the text of an answer for the judge's ``outcomes``. Raises BadAnswer."""
+    """Function that parses the text of an answer for the judge's ``results``. Raises BadAnswer."""
     vote: int
     """Number of the vote, from 0; it distinguishes votes that are asked in the same words."""
 
@@ -107,38 +101,29 @@ class RelativeJudge:
             low=options.low, high=options.high, criteria="\n".join(f"* {line}" for line in criteria), material=MATERIAL
         )
         row = _row_text(request.row, options)
-        return [
-            self._question(system, shown.shared, row, shown.bodies, shown.body_of, request.uid, vote)
-            for vote in range(options.votes)
-        ]
+        return [self._question(system, shown, row, request.uid, vote) for vote in range(options.votes)]
 
-    def _question(
-        self, system: str, shared: str, row: str, bodies: list[str], body_of: list[int], uid: str, vote: int
-    ) -> Question:
-        """Make the question of one vote, with random ids and a random order of the trajectories.
-
-        ``shared``, ``row`` and ``bodies`` are texts for the judge; ``body_of`` is as in JudgeView.
-        """
+    def _question(self, system: str, shown: JudgeView, row: str, uid: str, vote: int) -> Question:
+        """Make the question of one vote, with random ids and a random order of the trajectories."""
         # The seed is uid and vote, so that a resumed run asks the same question and finds the kept answer.
         rng = random.Random(f"{uid}/{vote}")
-        ids = draw_ids(rng, len(bodies), [shared, row, *bodies])
+        bodies = shown.bodies
+        ids = draw_ids(rng, len(bodies), [shown.shared, row, *bodies])
         order = list(range(len(bodies)))
         rng.shuffle(order)
-        parts = _task_blocks(rng, shared, row, [*ids, *bodies])
+        parts = _task_blocks(rng, shown.shared, row, [*ids, *bodies])
         parts += [_block("trajectory", ids[at], bodies[at]) for at in order]
-        read = partial(_read_scores, ids, body_of, self.options.low, self.options.high)
+        read = partial(_read_scores, ids, shown.body_of, self.options.low, self.options.high)
         return Question(_chat(system, "\n\n".join(parts)), SCORES_SCHEMA, read, vote)
 
-    def outcomes(self, request: Score, answers: Sequence[list[JudgeVerdict]]) -> list[Outcome]:
-        """Compute the outcome of each completion, (reward, components), from the scores of at least one vote."""
-        all_components = [
-            _vote_components([each.worth for each in votes], self.options) for votes in zip(*answers, strict=True)
-        ]
-        return [(components[JUDGE_COMPONENT], components) for components in all_components]
-
-    def judgements(self, answers: Sequence[list[JudgeVerdict]]) -> list[str]:
-        """The judge's words about each completion, vote by vote."""
-        return [_joined([each.words for each in votes]) for votes in zip(*answers, strict=True)]
+    def results(self, request: Score, answers: Sequence[list[JudgeVerdict]]) -> tuple[list[Outcome], list[str]]:
+        """Compute for each completion, from at least one vote: its outcome, and the judge's words about it."""
+        outcomes, words = [], []
+        for votes in zip(*answers, strict=True):
+            components = _vote_components([each.worth for each in votes], self.options)
+            outcomes.append((components[JUDGE_COMPONENT], components))
+            words.append(_joined([each.words for each in votes]))
+        return outcomes, words
 
 
 def _read_scores(ids: list[str], body_of: list[int], low: float, high: float, text: str) -> list[JudgeVerdict]:
@@ -200,22 +185,18 @@ class Rubric:
             raise ValueError(f"row[{key!r}] holds no such criteria: {'; '.join(problems)}")
         return criteria
 
-    def outcomes(self, request: Score, answers: Sequence[dict[str, JudgeVerdict]]) -> list[Outcome]:
-        """Compute the outcome of the trajectory: its reward is the mean over all votes.
+    def results(self, request: Score, answers: Sequence[dict[str, JudgeVerdict]]) -> tuple[list[Outcome], list[str]]:
+        """Compute the outcome of the trajectory, its mean reward over all votes, and the judge's words about it.
 
-        Each criterion of the options is a component: the mean value of its verdicts. ``answers`` are the results of
-        ``read_verdicts``.
+        Each criterion of the options is a component: the mean value of its verdicts. The words have a line for each
+        criterion of each vote. ``answers`` are the results of ``read_verdicts``.
         """
         criteria = self._criteria(request.row)
         components = _vote_components([rubric_reward(criteria, answer) for answer in answers], self.options)
         for criterion in self.options.rubric:
             components[criterion.name] = sum(answer[criterion.name].worth for answer in answers) / len(answers)
-        return [(components[JUDGE_COMPONENT], components)]
-
-    def judgements(self, answers: Sequence[dict[str, JudgeVerdict]]) -> list[str]:
-        """The judge's words about the trajectory: for each vote a line for each criterion."""
         votes = ["\n".join(f"{name}: {each.words}" for name, each in answer.items()) for answer in answers]
-        return [_joined(votes)]
+        return [(components[JUDGE_COMPONENT], components)], [_joined(votes)]
 
 
 Judge = RelativeJudge | Rubric

@@ -18,7 +18,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -301,7 +301,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             self._observer.task_ended(self._places.index(place), running_task.request.uid, place.began, run_s, reason)
             if not running_task.done():
                 self._end_failed(running_task, fault_of(reason, TIMED_OUT if timed_out else ""))
-        self._put_back([pending for pending in given if not pending.done()])
+        self._put_back(given)
 
     # --- tasks ---
 
@@ -364,8 +364,9 @@ class RewardPool(WorkerPool[RewardPlace]):
             return None
         return body
 
-    def _put_back(self, pendings: list[Pending]) -> None:
-        """Put tasks back at the head of the queue, and feed the idle workers."""
+    def _put_back(self, given: Iterable[Pending]) -> None:
+        """Put tasks without an answer back at the head of the queue, and feed the idle workers."""
+        pendings = [pending for pending in given if not pending.done()]
         for pending in pendings:
             pending.place = None
         self._queue.extendleft(reversed(pendings))
@@ -407,7 +408,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         given, place.given, place.given_bytes = place.given, deque(), 0
         self.counters.out_of_memory += 1
         place.process.kill(reason)
-        self._put_back([pending for pending in given if not pending.done()])
+        self._put_back(given)
 
     # --- time ---
 
@@ -464,7 +465,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             placeholder.size = pending.size
             placeholder.cancel()
             place.given.append(placeholder)
-        self._put_back([pending for pending in others if not pending.done()])
+        self._put_back(others)
 
     def forsake(self, pending: Pending) -> None:
         """Take a cancelled task out of the queue. If a worker runs the task, it has CANCEL_GRACE_S to end.
