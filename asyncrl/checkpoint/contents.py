@@ -137,7 +137,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     origin: Origin
     """The configuration and the files that the groups were made with."""
     components: list[str] = []
-    """Names of reward components of the run (learner/groups/deliveries.py)."""
+    """Names of reward components of the run (learner/groups/component_names.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,14 @@ def find_files(pattern: str, *, kind: Kind | None = None, split: str = "train") 
     the files. ``split`` selects files in a folder. Raises DataError.
     """
     folder = Path(pattern)
-    if kind == "hf" or (kind is None and _is_saved_to_disk(folder)):
+    is_saved = (folder / "state.json").is_file() or any(folder.glob("*/state.json"))
+    if kind == "hf" or (kind is None and is_saved):
         return "hf", [pattern]
-    files = _of_folder(folder, kind, split) if folder.is_dir() else files_of(pattern)
+    if folder.is_dir():
+        candidates = [file.relative_to(folder) for file in [*folder.glob("*"), *folder.glob("*/*")]]
+        files = [str(folder / file) for file in of_split(str(folder), candidates, kind, split)]
+    else:
+        files = files_of(pattern)
     if kind is not None:
         return kind, files
     kinds = {_kind_of(file): file for file in files}
@@ -75,10 +80,6 @@ def no_such(what: str, path: str) -> DataError:
     return DataError(f"{what}, and this looks like a name of the Hugging Face hub", path=path, fix=advice)
 
 
-def _is_saved_to_disk(folder: Path) -> bool:
-    return (folder / "state.json").is_file() or any(folder.glob("*/state.json"))
-
-
 def _kind_of(file: str) -> Kind:
     """Choose the kind of source for a file by its suffix, or else by its first bytes. Raises DataError."""
     name = Path(file.lower().removesuffix(".gz"))
@@ -92,12 +93,6 @@ def _kind_of(file: str) -> Kind:
             return "parquet" if opened.read(4) == PARQUET_MAGIC else "jsonl"
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", path=file) from None
-
-
-def _of_folder(folder: Path, kind: Kind | None, split: str) -> list[str]:
-    """Find the files of one split in a folder and its direct subfolders, as ``of_split`` chooses them."""
-    candidates = [file.relative_to(folder) for file in [*folder.glob("*"), *folder.glob("*/*")]]
-    return [str(folder / file) for file in of_split(str(folder), candidates, kind, split)]
 
 
 def of_split(place: str, candidates: Sequence[PurePath], kind: Kind | None, split: str) -> list[PurePath]:
@@ -147,20 +142,6 @@ def _listed(paths: Sequence[PurePath]) -> str:
     return name_some([str(path) for path in paths], LISTED)
 
 
-def fetch_command(path: str, *, is_dataset: bool = False) -> str:
-    """Return the command that downloads the hub's repository ``path``; empty if ``path`` does not look like its name.
-
-    A name is OWNER/NAME, or the address of its page. A path that exists, or whose first folder exists, is no name.
-    """
-    if address := _HUB_ADDRESS.match(path):
-        name = address[1]
-    elif _HUB_NAME.fullmatch(path) and not FILE_SUFFIX.search(path) and not Path(path).parent.exists():
-        name = path
-    else:
-        return ""
-    return download_command(name, is_dataset=is_dataset)
-
-
 def download_command(name: str, revision: str = "", *, is_dataset: bool = False) -> str:
     """Return the command that downloads the hub's repository ``name``, OWNER/NAME, to a folder NAME."""
     kind = "--repo-type dataset " if is_dataset else ""
@@ -171,9 +152,14 @@ def download_command(name: str, revision: str = "", *, is_dataset: bool = False)
 def fetch_advice(path: str, key: str = "the path", *, is_dataset: bool = False) -> str:
     """Return the advice to download the hub's repository ``path`` and to set ``key`` to the folder.
 
-    Empty if ``path`` does not look like a name of the hub.
+    Empty if ``path`` does not look like a name of the hub: OWNER/NAME, or the address of its page. A path that exists,
+    or whose first folder exists, is no name.
     """
-    command = fetch_command(path, is_dataset=is_dataset)
-    if not command:
+    if address := _HUB_ADDRESS.match(path):
+        name = address[1]
+    elif _HUB_NAME.fullmatch(path) and not FILE_SUFFIX.search(path) and not Path(path).parent.exists():
+        name = path
+    else:
         return ""
+    command = download_command(name, is_dataset=is_dataset)
     return f"run `{command}` and set {key} to {command.rpartition(' ')[2]}"

@@ -55,8 +55,6 @@ class RawRow:
     line: int
     value: Any = None
     problem: str = ""
-    typed: bool = False
-    """Whether it comes from a table with typed columns, in which a missing field of an object is null."""
 
 
 def read_jsonl(pattern: str) -> Iterator[RawRow]:

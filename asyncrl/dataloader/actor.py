@@ -1,6 +1,6 @@
 """The dataloader's shell: messages to events, prompts to leases, parked calls woken when something changed.
 
-``lease_book`` and the modules under it make all decisions; ``run_prompts`` reads and tokenizes, all prompts before the
+``lease_book`` and the modules under it make all decisions; ``prompts`` reads and tokenizes, all prompts before the
 actor is ready and appended rows later.
 An *orphan* is a prompt whose rollouter has died or left. Orphans are leased again only after the learner has said which
 of them it holds.
@@ -14,16 +14,14 @@ be answered yet is parked: it waits here and is tried again after each change.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterable
 
 from asyncrl.core.errors import ConfigError, InvalidRequest, RestoreNeeded, WireError
 from asyncrl.dataloader.curriculum import find_curriculum
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
-from asyncrl.dataloader.holders import Ask
-from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.restoring import Restorer, RollouterAnswer
-from asyncrl.dataloader.run_prompts import RunPrompts
+from asyncrl.dataloader.lease_book import Ask, LeaseBook
+from asyncrl.dataloader.prompts import RunPrompts
+from asyncrl.dataloader.restoring import Restorer, RollouterAnswer, inherit, missing
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import (
     DataloaderStatus,
@@ -89,8 +87,6 @@ class Dataloader(Actor):
         """Orphans that are in the group log already."""
         self._leased_at: dict[str, float] = {}
         """Time of the lease of each outstanding training prompt, if this incarnation leased it; the oldest first."""
-        self._counts: Counter[str] = Counter()
-        """Sums of the counts of earlier books."""
 
     # --- life ---
 
@@ -194,7 +190,9 @@ class Dataloader(Actor):
             if caller.incarnation < self._learner:
                 raise InvalidRequest(f"a newer {LEARNER} has said where the run stands")
             if not self._is_applied(request, caller):
-                self._shut()
+                if self._book is not None:
+                    # After a failed restore there is no book, and ``_previous`` stays as it is.
+                    self._previous, self._book = self._book, None
                 # Before the restore, which names this learner to the rollouters.
                 self._learner = caller.incarnation
                 self.peer(LEARNER).adopt(caller.incarnation)
@@ -219,13 +217,6 @@ class Dataloader(Actor):
             return False
         return request == self._last_restored or request.outcomes_number < self._book.number
 
-    def _shut(self) -> None:
-        """Shut the gate: keep the book as the previous one, and add its counts to those of earlier books."""
-        if self._book is not None:
-            # After a failed restore there is no book, and ``_previous`` stays as it is.
-            self._previous, self._book = self._book, None
-            self._counts.update(self._previous.counts)
-
     async def _restore(self, request: Restored) -> LeaseBook:
         """Rebuild the book: ask the rollouters what they hold, then the learner which prompts without a holder it has.
 
@@ -243,12 +234,12 @@ class Dataloader(Actor):
         # groups are among the next ones in the order.
         unclear = await asyncio.to_thread(book.to_come, self.config.gate_capacity)
         if previous is not None:
-            unclear = list(dict.fromkeys([*book.missing(previous), *unclear]))
+            unclear = list(dict.fromkeys([*missing(book, previous), *unclear]))
         held = await self._ask_learner(unclear)
         for uid in held:
-            book.claim(uid)
+            book.hold(uid)
         if previous is not None:
-            book.inherit(previous)
+            inherit(book, previous)
         self.log.info(
             "restored",
             version=request.version,
@@ -299,7 +290,7 @@ class Dataloader(Actor):
             book.stop()
         self._book, self._previous = book, None
         # Drops the others: their outcome is in the learner's checkpoint already, or they will be leased again.
-        self._leased_at = {uid: at for uid, at in self._leased_at.items() if book.is_out(uid)}
+        self._leased_at = {uid: at for uid, at in self._leased_at.items() if uid in book.out}
         self.param_version = book.gate.newest_version
         self._note_orphans("")
         self.progress()
@@ -370,7 +361,7 @@ class Dataloader(Actor):
         book = self._book
         if book is None:
             return None
-        if not book.knows(ask.rollouter):
+        if ask.rollouter not in book.rollouters:
             # The call came before the gate was opened, or the book was rebuilt since.
             self._note_request(ask)
         try:
@@ -463,7 +454,7 @@ class Dataloader(Actor):
 
         A prompt that an earlier incarnation leased has no lease time, and gives no age.
         """
-        ended = [uid for uid in uids if not book.is_out(uid)]
+        ended = [uid for uid in uids if uid not in book.out]
         leased = [self._leased_at.pop(uid) for uid in ended if uid in self._leased_at]
         return [self.clock.now() - at for at in leased]
 
@@ -485,8 +476,8 @@ class Dataloader(Actor):
         book = self._book
         if book is None:
             return
-        for name in {*self._counts, *book.counts}:
-            self.counters[f"tickets/{name}"] = self._counts[name] + book.counts[name]
+        for name, count in book.counts.items():
+            self.counters[f"tickets/{name}"] = count
         self.counters["tickets/outstanding"] = book.outstanding
         gate = book.gate
         self.counters["tickets/gate"] = gate.room(gate.newest_version, 0)

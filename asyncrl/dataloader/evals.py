@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from asyncrl.config.training import EvalConfig
+from asyncrl.messages.dataloader import Rejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +60,16 @@ class _Round:
     size: int
     at_start: bool
 
-    def stop_waiting(self, uids: Collection[str]) -> None:
-        """Remove prompts from ``waiting``, because the learner has them or has reported their outcome."""
-        self.waiting = deque(prompt for prompt in self.waiting if prompt.uid not in uids)
 
-
-def _round_of(name: str) -> tuple[str, int]:
+def _parts_of(round: str) -> tuple[str, int]:
     """(NAME, ROUND) of NAME@ROUND."""
-    name, _, version = name.rpartition("@")
+    name, _, version = round.rpartition("@")
     return name, int(version)
+
+
+def _round_of(uid: str) -> str:
+    """NAME@ROUND of NAME@ROUND-INDEX."""
+    return uid.rpartition("-")[0]
 
 
 class EvalRounds:
@@ -88,24 +90,24 @@ class EvalRounds:
         overdue: bool = False,
     ) -> None:
         self._sets = list(sets)
-        self._rounds: dict[tuple[str, int], _Round] = {}
-        """Open rounds by (set, version), in the order in which they were opened. A restore opens them set by set."""
+        self._rounds: dict[str, _Round] = {}
+        """Open rounds by NAME@ROUND, in the order in which they were opened. A restore opens them set by set."""
         self._newest: dict[str, int] = {}
         """Version of the newest round of each set, open or closed."""
-        self.rejected: dict[str, str] = {}
-        """Rejected prompts by uid, with the reason, until the learner has reported their outcome; the oldest first."""
+        self.rejected: dict[str, Rejected] = {}
+        """Rejected prompts by uid, until the learner has reported their outcome; the oldest first."""
         self.changes = 0
         """Number of rounds opened, rounds closed and prompts rejected so far."""
-        closed_rounds = {_round_of(name) for name in closed}
-        open_rounds = {_round_of(name): set(delivered) for name, delivered in (open or {}).items()}
+        closed_rounds = {_parts_of(name) for name in closed}
+        open_rounds = {_parts_of(name): set(delivered) for name, delivered in (open or {}).items()}
         for item in self._sets:
             begun = sorted(version for name, version in open_rounds.keys() - closed_rounds if name == item.name)
             past = [version for name, version in closed_rounds if name == item.name]
             self._newest[item.name] = max(past, default=-1)
             for number, round in enumerate(begun):
                 # A set's first round is the one at the start: no round closed before it, and its version is the lowest.
-                self._open(item, round, at_start=item.config.at_start and not past and number == 0)
-                self._rounds[item.name, round].stop_waiting(open_rounds[item.name, round])
+                is_first = item.config.at_start and not past and number == 0
+                self._open(item, round, at_start=is_first, held=open_rounds[item.name, round])
             if item.config.at_start and not past and not begun:
                 self._open(item, version, at_start=True)
             elif overdue and not begun:
@@ -119,7 +121,7 @@ class EvalRounds:
     @property
     def sizes(self) -> dict[str, int]:
         """Number of prompts of every open round, by eval/NAME@ROUND."""
-        return {f"eval/{r.name}@{r.version}": r.size for r in self._rounds.values()}
+        return {f"eval/{name}": round.size for name, round in self._rounds.items()}
 
     def published(self, version: int, previous: int) -> None:
         """Open the periodic rounds that are due after publication of ``version``; ``previous`` was published before."""
@@ -132,23 +134,16 @@ class EvalRounds:
             if item.config.at_end and self._newest[item.name] != version:
                 self._open(item, version)
 
-    def is_waiting(self, served_version: int) -> bool:
-        """Whether ``take`` would find a prompt."""
-        return any(r.waiting and r.version <= served_version for r in self._rounds.values())
-
-    def take(self, served_version: int) -> EvalPrompt:
-        """Take the next prompt of the first open round that a rollouter serving this version may generate.
-
-        Rounds are in the order in which they were opened. A restore opens them set by set.
-        """
+    def take(self, served_version: int) -> EvalPrompt | None:
+        """Take the next prompt of the first open round that a rollouter serving this version may generate."""
         for round in self._rounds.values():
             if round.waiting and round.version <= served_version:
                 return round.waiting.popleft()
-        raise AssertionError("nothing is waiting")
+        return None
 
     def give_back(self, prompt: EvalPrompt) -> None:
         """Put a prompt that was taken back at the front of its round."""
-        self._rounds[prompt.name, prompt.version].waiting.appendleft(prompt)
+        self._rounds[_round_of(prompt.uid)].waiting.appendleft(prompt)
 
     @property
     def waiting(self) -> list[str]:
@@ -157,50 +152,45 @@ class EvalRounds:
 
     def hold(self, uid: str) -> EvalPrompt | None:
         """Take the waiting prompt ``uid``, because a rollouter or the learner has it; None if it is not waiting."""
-        for round in self._rounds.values():
-            for prompt in round.waiting:
-                if prompt.uid == uid:
-                    round.waiting.remove(prompt)
-                    return prompt
-        return None
+        round = self._rounds.get(_round_of(uid))
+        prompt = next((each for each in round.waiting if each.uid == uid), None) if round is not None else None
+        if round is not None and prompt is not None:
+            round.waiting.remove(prompt)
+        return prompt
 
     def reject(self, prompt: EvalPrompt, reason: str) -> None:
         """Reject a prompt that was taken: it is not leased again. Its round stays open until the learner reports it."""
-        self.rejected[prompt.uid] = reason
+        self.rejected[prompt.uid] = Rejected(prompt.uid, reason)
         self.changes += 1
 
     def __contains__(self, uid: str) -> bool:
-        return any(uid in round.unfinished for round in self._rounds.values())
+        round = self._rounds.get(_round_of(uid))
+        return round is not None and uid in round.unfinished
 
     def finish_prompt(self, uid: str) -> None:
         """Note that the learner has evaluated a prompt or given it up. The round closes after its last prompt."""
-        for key, round in self._rounds.items():
-            if uid not in round.unfinished:
-                continue
-            round.unfinished.remove(uid)
-            self.rejected.pop(uid, None)
-            round.stop_waiting({uid})
-            if not round.unfinished:
-                # The loop ends with this round, so the dictionary may change under it.
-                del self._rounds[key]
-                self.changes += 1
-            return
-        raise AssertionError(f"{uid} is of no open round")
+        round = self._rounds[_round_of(uid)]
+        round.unfinished.remove(uid)
+        self.rejected.pop(uid, None)
+        round.waiting = deque(prompt for prompt in round.waiting if prompt.uid != uid)
+        if not round.unfinished:
+            del self._rounds[_round_of(uid)]
+            self.changes += 1
 
     def _open_if_due(self, item: EvalSet, version: int, previous: int) -> None:
         """Open a periodic round if a multiple of ``every_versions`` has been passed and no round of the set is open."""
         every = item.config.every_versions
-        is_open = any(name == item.name for name, _ in self._rounds)
+        is_open = any(round.name == item.name for round in self._rounds.values())
         if every and version // every > previous // every and not is_open:
             self._open(item, version)
 
-    def _open(self, item: EvalSet, version: int, *, at_start: bool = False) -> None:
+    def _open(self, item: EvalSet, version: int, *, at_start: bool = False, held: Collection[str] = ()) -> None:
         self._newest[item.name] = version
         prompts = [EvalPrompt(item.name, version, index) for index in item.prompts]
-        self._rounds[item.name, version] = _Round(
+        self._rounds[f"{item.name}@{version}"] = _Round(
             item.name,
             version,
-            deque(prompts),
+            deque(prompt for prompt in prompts if prompt.uid not in held),
             {prompt.uid for prompt in prompts},
             len(prompts),
             at_start,

@@ -1,16 +1,18 @@
 """The book of leases: which prompt is leased to which rollouter, and what becomes of it. Pure.
 
+A prompt is *out* from its lease until the learner reports its outcome or it is returned. A prompt that is out without a
+holder is with the learner, or its holder has died or left: then it is an *orphan*. It stays out until the learner has
+said whether it holds it (``settle``). If the learner does not hold it, it is leased again.
+
 Invariants:
 
-- every prompt is leased to at most one rollouter at a time, and to none once its outcome is reported;
-- new leases are numbered from 1 for each rollouter incarnation. Each reply repeats a lease until a later request of
-  that incarnation has seen the number: a lost reply loses nothing;
-- a training prompt is outstanding from its lease until the learner reports its outcome or the prompt is returned;
-- a prompt whose holder has died or left is an *orphan*. The prompt stays outstanding until the learner has said whether
-  it holds the prompt (``settle``). If the learner does not hold it, the prompt is leased again;
+- a prompt is leased to at most one rollouter at a time, and to none once its outcome is reported;
+- new leases are numbered from 1 for each rollouter incarnation, and no number is used that a lost dataloader may have
+  used. Each reply repeats a lease until a later request of that incarnation has seen the number: a lost reply loses
+  nothing;
 - a request gets new leases once, and only while it is the latest request of its rollouter. So its ``holding`` names
   everything that the rollouter can hold, even if the request, or a copy of it, arrives late;
-- a prompt with ALONE_FROM deaths (``holders``) is leased only to a rollouter that holds nothing, and runs there alone.
+- a suspect (suspects.py) runs alone.
 
 ``restoring`` rebuilds the book from the order, the ledger, the learner's claims and the leases that rollouters hold. So
 an outcome may be reported for a prompt without a known holder.
@@ -22,22 +24,70 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 
 from asyncrl.core.errors import ProtocolError
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
 from asyncrl.dataloader.gate import Gate
-from asyncrl.dataloader.holders import Ask, Holders, Prompt, PromptLease, SuspectPrompts
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
-from asyncrl.messages.dataloader import DataloaderStatus, LeasesHeld, Outcome, Outcomes, Rejected
+from asyncrl.dataloader.suspects import Prompt, SuspectPrompts
+from asyncrl.messages.dataloader import DataloaderStatus, Outcome, Outcomes
 from asyncrl.messages.groups import runs_alone
 from asyncrl.messages.ledger import position_of
 
 
-class LeaseBook:
-    """A run's leases. ``number`` is the number of the learner's last report, ``status_number`` the number of the last
-    DataloaderStatus.
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A rollouter's request for groups; the fields are those of RequestLeases."""
 
-    Callers read ``gate`` and ``ledger``, and change neither.
+    rollouter: str
+    incarnation: int
+    seen: int
+    free_groups: int
+    served_version: int
+    holding: frozenset[str] = frozenset()
+    number: int = 0
+
+
+@dataclass(slots=True)
+class PromptLease:
+    """A prompt that is out."""
+
+    prompt: Prompt
+    rollouter: str | None = None
+    """Holder of the prompt, if it has one."""
+    number: int = 0
+    """Number of the lease at its holder; negative if the rollouter reported the lease after a restore."""
+    param_version: int = -1
+    """The newest published version at the time of the lease."""
+    attempt: int = 0
+    """Number of deaths counted against the prompt at the time of the lease."""
+    alone: bool = False
+    """Whether the rollouter runs no other prompt with it."""
+    suspect: bool = False
+    """Whether the holder died while it generated the prompt, and that death is not counted yet."""
+
+
+@dataclass(slots=True)
+class Holder:
+    """A rollouter, as of its last request."""
+
+    incarnation: int
+    seen: int = 0
+    """The highest lease number that the rollouter has received."""
+    last_number: int = 0
+    """The highest lease number that may have been given to it."""
+    served_version: int = -1
+    holding: frozenset[str] = frozenset()
+    """Uids that the rollouter held at its last request; every other received lease was delivered."""
+    leases: dict[int, PromptLease] = field(default_factory=dict)
+    """Leases by number, ascending; until the outcome is reported or the prompt is returned."""
+
+
+class LeaseBook:
+    """A run's leases. Callers read its fields; ``restoring`` alone changes some.
+
+    ``number`` is that of the learner's last report, ``status_number`` that of the last DataloaderStatus.
     """
 
     def __init__(
@@ -52,36 +102,40 @@ class LeaseBook:
     ) -> None:
         self.gate, self.ledger = gate, queue.ledger
         self._queue, self._evals = queue, evals
-        self._holders = Holders()
-        self._suspects = SuspectPrompts(queue.ledger.attempts, max_attempts)
+        self.suspects = SuspectPrompts(queue.ledger.attempts, max_attempts)
+        self.out: dict[str, PromptLease] = {}
+        """Prompts that are out by uid, the oldest first."""
+        self.outstanding = 0
+        """Number of training prompts that are out."""
         self._orphans: dict[str, None] = {}
         """Uids of the orphans, the oldest death first."""
+        self.rollouters: dict[str, Holder] = {}
+        """Rollouters that have been met and are not known to be dead."""
+        self.leaving: set[str] = set()
+        """Those of them that get no more leases."""
+        self.newest_call: dict[tuple[str, int], int] = {}
+        """Number of the latest request that has arrived, by rollouter and incarnation."""
+        self.answered_call: dict[tuple[str, int], int] = {}
+        """Number of the latest request that got a lease, by rollouter and incarnation."""
         self._eval_turn = False
         """Whether evaluation is next where training and evaluation both have prompts to lease."""
         self._stopped = False
-        for uid in [uid for uid in self.ledger.attempts if not self._is_open(uid)]:
+        for uid in [uid for uid in self.ledger.attempts if not self.is_open(uid)]:
             # Its prompt has an outcome, or is never leased again.
-            self._suspects.forget(uid)
+            self.suspects.forget(uid)
         self.number = number
         """Number of the newest report of the learner that was applied; there is no gap before it."""
-        self.status_number = status_number
-        """Number of the present ``status``; it grows with each change that the learner must receive."""
+        self._status_number = status_number
         self._status_key: tuple[object, ...] = ()
         """The parts of the status whose change gives the status a new number."""
         self.counts: Counter[str] = Counter()
-        """Counts of this book, by the rest of their metric's name after ``tickets/``: granted, orphaned and so on."""
-        self._note_status()
+        """Counts of this book and of those before it, by their metric's name after ``tickets/``."""
 
-    # --- questions of the shell ---
+    # --- questions ---
 
-    @property
-    def outstanding(self) -> int:
-        """Training groups leased and neither reported nor returned."""
-        return self._holders.outstanding
-
-    def is_out(self, uid: str) -> bool:
-        """Whether a prompt is leased, or with the learner, and neither reported nor returned."""
-        return uid in self._holders
+    def is_open(self, uid: str) -> bool:
+        """Whether a prompt has no outcome."""
+        return uid in self._evals if "@" in uid else self.ledger.is_open(*position_of(uid))
 
     @property
     def closed(self) -> bool:
@@ -94,18 +148,35 @@ class LeaseBook:
         return list(self._orphans)
 
     @property
-    def status(self) -> DataloaderStatus:
-        """The status for the learner: outstanding groups, rejected prompts, deaths, evaluation rounds.
+    def status_number(self) -> int:
+        """Number of the present ``status``, which wakes the learner; it grows when the status has changed.
 
-        A new number wakes the learner. While prompts are left to lease, a change of ``outstanding`` alone keeps the
-        number.
+        While prompts are left to lease, a change of ``outstanding`` alone keeps the number.
         """
-        of_evals = [Rejected(uid, reason) for uid, reason in self._evals.rejected.items()]
+        exhausted = self._exhausted
+        key = (
+            exhausted,
+            self.outstanding if exhausted else None,
+            # Rejections count up; the length falls once the learner has reported one.
+            self._queue.rejections,
+            len(self._queue.rejected),
+            self._evals.changes,
+            self.suspects.changes,
+            tuple(self.ledger.grown),
+        )
+        if key != self._status_key:
+            self._status_key = key
+            self._status_number += 1
+        return self._status_number
+
+    @property
+    def status(self) -> DataloaderStatus:
+        """The status for the learner."""
         return DataloaderStatus(
             number=self.status_number,
             exhausted=self._exhausted,
             outstanding=self.outstanding,
-            rejected=[*self._queue.rejected.values(), *of_evals],
+            rejected=[*self._queue.rejected.values(), *self._evals.rejected.values()],
             attempts=dict(self.ledger.attempts),
             grown=list(self.ledger.grown),
             evals=self._evals.sizes,
@@ -113,17 +184,22 @@ class LeaseBook:
 
     # --- rollouters ---
 
-    def meet(self, ask: Ask) -> None:
-        """Record a rollouter's request. Prompts that an older incarnation of the rollouter held become orphans."""
-        holder = self._holders.get(ask.rollouter)
-        if holder is not None and ask.incarnation > holder.incarnation:
-            self.died(ask.rollouter, holder.incarnation)
-        self._holders.update(ask)
-        self.gate.forget_below(self._holders.oldest_served)
+    def meet(self, ask: Ask) -> Holder:
+        """Record what a request says of its rollouter; one older than the last recorded one changes nothing.
 
-    def knows(self, rollouter: str) -> bool:
-        """Whether a rollouter has been met and is not known to be dead."""
-        return self._holders.get(rollouter) is not None
+        Prompts that an older incarnation of the rollouter held become orphans.
+        """
+        self.died(ask.rollouter, ask.incarnation - 1)
+        holder = self.rollouters.setdefault(ask.rollouter, Holder(ask.incarnation))
+        if ask.incarnation == holder.incarnation:
+            caller = (ask.rollouter, ask.incarnation)
+            self.newest_call[caller] = max(self.newest_call.get(caller, 0), ask.number)
+            if ask.seen >= holder.seen:
+                holder.seen, holder.served_version, holder.holding = ask.seen, ask.served_version, ask.holding
+                # A lost dataloader may have given out higher numbers than are known here.
+                holder.last_number = max(holder.last_number, ask.seen)
+        self.gate.forget_below(min(holder.served_version for holder in self.rollouters.values()))
+        return holder
 
     def take(self, ask: Ask) -> list[PromptLease]:
         """Lease as much as may be leased now, at most ``ask.free_groups`` in all.
@@ -133,10 +209,13 @@ class LeaseBook:
         May be called again with the same ``ask`` until it returns a lease. Returns nothing to a rollouter that leaves,
         or whose later request has arrived.
         """
-        holder = self._holders.current(ask)
-        if holder is None or self._stopped:
+        holder, caller = self.rollouters.get(ask.rollouter), (ask.rollouter, ask.incarnation)
+        # The answer to an outdated request would repeat leases that the rollouter has received since.
+        if holder is None or (holder.incarnation, holder.seen) != (ask.incarnation, ask.seen):
             return []
-        running = holder.running(ask)
+        if self._stopped or ask.rollouter in self.leaving or ask.number < self.newest_call.get(caller, 0):
+            return []
+        running = [each for each in holder.leases.values() if each.number > ask.seen or each.prompt.uid in ask.holding]
         lone = any(lease.alone for lease in running)
         if lone and ask.holding:
             # The rollouter holds the lone prompt already. Or a late copy of an earlier request got the lone prompt, and
@@ -145,14 +224,15 @@ class LeaseBook:
         # Unconfirmed leases come first. They bypass the gate, which counts them already.
         found = [lease for lease in running if lease.number > ask.seen][: ask.free_groups]
         self.counts["granted_again"] += len(found)
-        if not lone and not self._holders.is_answered(ask):
-            self._lease_new(ask, running, found)
+        # A copy of this request, or a later one, may have got a lease: then ``holding`` may be incomplete.
+        is_answered = 0 < ask.number <= self.answered_call.get(caller, 0)
+        if not lone and not is_answered:
+            self._lease_new(ask, holder, running, found)
         if found:
-            self._holders.note_answer(ask)
-        self._note_status()
+            self.answered_call[caller] = ask.number
         return found
 
-    def _lease_new(self, ask: Ask, running: list[PromptLease], found: list[PromptLease]) -> None:
+    def _lease_new(self, ask: Ask, holder: Holder, running: list[PromptLease], found: list[PromptLease]) -> None:
         """Append new leases to ``found``, up to ``ask.free_groups`` in all; stops after a prompt that runs alone.
 
         ``running`` are the leases that the rollouter has not delivered yet.
@@ -164,32 +244,44 @@ class LeaseBook:
             prompt = self._next_prompt(ask, generating, empty=empty and not found)
             if prompt is None:
                 break
-            attempt = self._suspects.attempt(prompt.uid)
+            attempt = self.suspects.attempt(prompt.uid)
             version, alone = self.gate.newest_version, runs_alone(attempt)
-            lease = PromptLease(prompt, param_version=version, attempt=attempt, alone=alone)
-            self._holders.lease(ask.rollouter, lease)
+            lease = PromptLease(prompt, ask.rollouter, holder.last_number + 1, version, attempt, alone)
+            self._add(lease)
             generating += isinstance(prompt, TrainingPrompt)
             self.counts["granted"] += 1
-            self.counts["granted_alone"] += lease.alone
+            self.counts["granted_alone"] += alone
             found.append(lease)
-            if lease.alone:
+            if alone:
                 break
 
     def give_back(self, rollouter: str, incarnation: int, uids: Iterable[str]) -> None:
         """Take back the prompts that a rollouter returns; uids that it does not hold are ignored."""
-        holder = self._holders.get(rollouter)
+        holder = self.rollouters.get(rollouter)
         if holder is None or holder.incarnation != incarnation:
             return
         for uid in uids:
-            if uid in self._holders and self._holders[uid].rollouter == rollouter:
+            if uid in self.out and self.out[uid].rollouter == rollouter:
                 self._take_back(uid)
                 self.counts["returned"] += 1
-        self._note_status()
 
     def died(self, rollouter: str, incarnation: int) -> None:
-        """Remove a dead rollouter: the prompts that it held become orphans. Ignored if a later incarnation is known."""
-        for held in self._remove(rollouter, incarnation):
-            self._orphan(held)
+        """Remove a dead rollouter: the prompts that it held become orphans. Ignored if a later incarnation is known.
+
+        Marks as suspect each prompt that the rollouter may have been generating. A rollouter confirms a lease only with
+        its next request, and a busy one requests nothing until it has finished something. So an unconfirmed lease
+        counts as received, unless the prompt was to run alone. To run alone by mistake only costs time, but a
+        quarantine by mistake costs the prompt.
+        """
+        holder = self.rollouters.get(rollouter)
+        if holder is None or holder.incarnation > incarnation:
+            return
+        for number, lease in list(holder.leases.items()):
+            lease.suspect = lease.prompt.uid in holder.holding if number <= holder.seen else not lease.alone
+            self._orphan(holder, lease)
+        del self.rollouters[rollouter]
+        self.leaving.discard(rollouter)
+        self.suspects.release(rollouter)
 
     def left(self, rollouter: str, incarnation: int, holding: Collection[str] = ()) -> None:
         """Record that a rollouter leaves and holds only the uids ``holding``.
@@ -197,22 +289,23 @@ class LeaseBook:
         Its other prompts become orphans, since the learner may have received them. None of them becomes suspect, since
         no rollouter has died.
         """
-        holder = self._holders.get(rollouter)
+        holder = self.rollouters.get(rollouter)
         if holder is None or holder.incarnation > incarnation:
             return
-        found = self._holders.keep(rollouter, holding)
-        # A leaving rollouter stays a holder while it holds prompts, so that its death makes them orphans.
+        for lease in [each for each in holder.leases.values() if each.prompt.uid not in holding]:
+            self._orphan(holder, lease)
+        # A leaving rollouter stays a holder while it holds prompts, so that its death makes them orphans. It gets no
+        # lease, so a suspect must wait for another one.
+        self.leaving.add(rollouter)
+        self.suspects.release(rollouter)
         if not holding:
-            found += self._remove(rollouter, incarnation)
-        else:
-            self._holders.leaves(rollouter)
-            if self._suspects.set_aside == rollouter:
-                # A leaving rollouter gets no lease, so the suspect must wait for another one.
-                self._suspects.set_aside = None
-        for held in found:
-            held.suspect = False
-            self._orphan(held)
-        self._note_status()
+            self.died(rollouter, incarnation)
+
+    def _orphan(self, holder: Holder, lease: PromptLease) -> None:
+        del holder.leases[lease.number]
+        lease.rollouter = None
+        self._orphans[lease.prompt.uid] = None
+        self.counts["orphaned"] += 1
 
     def settle(self, asked: Iterable[str], held: Collection[str]) -> None:
         """Apply the learner's answer about the orphans ``asked``: it holds ``held``; lease the others again."""
@@ -223,84 +316,32 @@ class LeaseBook:
                 del self._orphans[uid]
                 if uid in kept:
                     # The group was delivered before its rollouter died, so the prompt did not cause the death.
-                    self._holders[uid].suspect = False
+                    self.out[uid].suspect = False
                 else:
                     self._take_back(uid)
                     self.counts["recovered"] += 1
-        self._note_status()
 
     def stop(self) -> None:
         """Lease nothing more: the run is preempted."""
         self._stopped = True
-        self._note_status()
 
     # --- the state of the run ---
 
-    def claim(self, uid: str) -> None:
-        """Record that the learner holds a prompt. Ignored unless the prompt is still to be leased (``_mark_out``)."""
-        prompt = self._mark_out(uid)
+    def hold(
+        self, uid: str, rollouter: str | None = None, *, number: int = 0, attempt: int = 0, alone: bool = False
+    ) -> None:
+        """Record that a prompt is out: with this rollouter, or else with the learner.
+
+        Ignored if there is no such prompt, or if it is out, returned, rejected or concluded already.
+        """
+        prompt = self._evals.hold(uid) if "@" in uid else self._queue.hold(*position_of(uid))
         if prompt is not None:
-            self._holders.hold(PromptLease(prompt))
-        self._note_status()
-
-    def adopt(self, rollouter: str, incarnation: int, held: LeasesHeld, previous: LeaseBook | None) -> None:
-        """Record the leases that a rollouter says it holds, after a restart or restore.
-
-        Unless the rollouter leaves, it also keeps the leases of ``previous`` that may still be on their way to it.
-        Prompts that the learner or another rollouter was recorded with before stay with that holder.
-        """
-        uids = frozenset(held.attempts)
-        self._holders.update(Ask(rollouter, incarnation, held.seen, 0, held.served_version, uids))
-        if held.leaving:
-            self._holders.leaves(rollouter)
-        # A received lease is not repeated, so it needs no valid number: it gets an unused negative one. A prompt may
-        # have reached ALONE_FROM deaths by deaths of the rollouter's engine while the rollouter holds other prompts:
-        # then it does not run alone.
-        # Fields: number, uid, attempt, alone.
-        found = [
-            (-1 - index, uid, attempt, runs_alone(attempt) and len(uids) == 1)
-            for index, (uid, attempt) in enumerate(held.attempts.items())
-        ]
-        known = None if previous is None else previous._holders.get(rollouter)
-        if known is not None and known.incarnation == incarnation and not held.leaving:
-            on_their_way = [(number, lease) for number, lease in known.leases.items() if number > held.seen]
-            found += [(number, lease.prompt.uid, lease.attempt, lease.alone) for number, lease in on_their_way]
-            # Leases up to this number may still be on their way, and no number may be used twice.
-            self._holders.skip_to(rollouter, known.last_number)
-        for number, uid, attempt, alone in found:
-            prompt = self._mark_out(uid)
-            if prompt is not None:
-                self._suspects.raise_to(uid, attempt)
-                version = self.gate.newest_version
-                lease = PromptLease(prompt, number=number, param_version=version, attempt=attempt, alone=alone)
-                self._holders.hold(lease, rollouter)
-        self._note_status()
-
-    def recall_calls(self, previous: LeaseBook) -> None:
-        """Copy the numbers of the requests that ``previous`` has received: a request may be parked, or arrive again."""
-        self._holders.recall_calls(previous._holders)
-
-    def missing(self, previous: LeaseBook) -> list[str]:
-        """Uids of the prompts that were out in ``previous``, are not out here and have no outcome."""
-        return [uid for uid in previous._holders.uids if uid not in self._holders and self._is_open(uid)]
-
-    def inherit(self, previous: LeaseBook) -> None:
-        """Add the deaths that only ``previous`` knows. Call it after the last ``claim`` and ``adopt``.
-
-        A suspect of ``previous`` that is not out here was not delivered, so the death of its holder counts now.
-        """
-        for uid, attempt in previous.ledger.attempts.items():
-            if self._is_open(uid):
-                self._suspects.raise_to(uid, attempt)
-        for held in [previous._holders[uid] for uid in self.missing(previous)]:
-            if held.suspect:
-                self._suspects.died(held.prompt.uid, alone=held.alone)
-        self._note_status()
+            self.suspects.raise_to(uid, attempt)
+            self._add(PromptLease(prompt, rollouter, number, self.gate.newest_version, attempt, alone))
 
     def grow(self) -> None:
         """Lease the prompts that were read since the start, from the next epoch of their source on."""
         self._queue.grow()
-        self._note_status()
 
     def to_come(self, count: int) -> list[str]:
         """Uids of the next ``count`` training prompts of each source, and of all evaluation prompts that wait."""
@@ -323,7 +364,7 @@ class LeaseBook:
         if wrong or len(set(uids)) < len(uids):
             raise ProtocolError(f"outcomes that cannot be: {wrong or uids}")
         self.number = report.number
-        for outcome in (each for each in report.outcomes if self._is_open(each.uid)):
+        for outcome in (each for each in report.outcomes if self.is_open(each.uid)):
             self._conclude(outcome)
         previous = self.gate.newest_version
         if report.version > previous:
@@ -335,53 +376,47 @@ class LeaseBook:
         if report.finished and not self.gate.finished:
             self.gate.finished = True
             self._evals.finish(self.gate.newest_version)
-        self._note_status()
         return self.number
 
     # --- within ---
-
-    def _remove(self, rollouter: str, incarnation: int) -> list[PromptLease]:
-        """Remove a rollouter of this incarnation or an older one, and return the leases that it held; else none."""
-        holder = self._holders.get(rollouter)
-        if holder is None or holder.incarnation > incarnation:
-            return []
-        if self._suspects.set_aside == rollouter:
-            self._suspects.set_aside = None
-        return self._holders.remove(rollouter)
-
-    def _orphan(self, held: PromptLease) -> None:
-        """Make a prompt without a holder an orphan."""
-        self._orphans[held.prompt.uid] = None
-        self.counts["orphaned"] += 1
 
     @property
     def _exhausted(self) -> bool:
         return self._stopped or not self.gate.needed(self.outstanding)
 
+    def _add(self, lease: PromptLease) -> None:
+        """Record that a prompt is out, with the holder that its lease names."""
+        uid = lease.prompt.uid
+        assert uid not in self.out, f"{uid} is leased to two"
+        self.out[uid] = lease
+        self.outstanding += isinstance(lease.prompt, TrainingPrompt)
+        if lease.rollouter is not None:
+            holder = self.rollouters[lease.rollouter]
+            assert lease.number not in holder.leases
+            holder.leases[lease.number] = lease
+            holder.last_number = max(holder.last_number, lease.number)
+
+    def _release(self, uid: str) -> PromptLease:
+        """Remove a prompt from those that are out, and return its lease."""
+        lease = self.out.pop(uid)
+        if lease.rollouter is not None:
+            del self.rollouters[lease.rollouter].leases[lease.number]
+        self.outstanding -= isinstance(lease.prompt, TrainingPrompt)
+        return lease
+
     def _next_prompt(self, ask: Ask, generating: int, *, empty: bool) -> Prompt | None:
         """Take the prompt to be leased next to the rollouter of ``ask``; None if the rollouter gets no lease now.
 
-        While a suspect waits to run alone, an ``empty`` rollouter, which holds nothing, gets that suspect. A rollouter
-        that holds prompts is set aside for the suspect and gets no lease. If another rollouter is set aside already, or
-        no suspect waits, the rollouter gets the next prompt in turn.
+        That is a suspect that waits, or the next prompt in turn. ``empty``: the rollouter holds nothing.
         """
-        suspects = self._suspects
         while True:
-            alone = suspects.next(lambda prompt: self._may_run(prompt, ask.served_version))
-            if alone is not None:
-                if empty:
-                    suspects.discard(alone.uid)
-                    if suspects.set_aside == ask.rollouter:
-                        suspects.set_aside = None
-                    return alone
-                if suspects.set_aside in (None, ask.rollouter):
-                    suspects.set_aside = ask.rollouter
-                    return None
-            elif suspects.set_aside == ask.rollouter:
-                # No waiting suspect may run here now.
-                suspects.set_aside = None
+            prompt, may_share = self.suspects.take(
+                ask.rollouter, lambda prompt: self._may_run(prompt, ask.served_version), empty=empty
+            )
+            if not may_share:
+                return prompt
             prompt = self._next_in_turn(ask, generating)
-            if prompt is None or not suspects.must_run_alone(prompt.uid):
+            if prompt is None or not self.suspects.must_run_alone(prompt.uid):
                 return prompt
             # After a restore the queue may hold a suspect: ``_put_back`` lets it wait to run alone, or rejects it.
             self._put_back(prompt)
@@ -400,26 +435,15 @@ class LeaseBook:
         served_version = ask.served_version
         may_train = not self._evals.starting and self.gate.admits(
             served_version,
-            outstanding=self.outstanding + self._suspects.reserved,
+            outstanding=self.outstanding + self.suspects.reserved,
             generating=generating,
-            rollouters=self._holders.asking,
+            rollouters=len(self.rollouters) - len(self.leaving),
         )
-        if self._evals.is_waiting(served_version) and (self._eval_turn or not may_train):
-            self._eval_turn = False
-            return self._evals.take(served_version)
-        if may_train:
-            self._eval_turn = True
-            return self._queue.take()
-        return None
-
-    def _mark_out(self, uid: str) -> Prompt | None:
-        """Mark a prompt that has a holder as out, and return it.
-
-        None if there is no such prompt, or if it is out, returned, rejected or concluded already.
-        """
-        if "@" in uid:
-            return self._evals.hold(uid)
-        return self._queue.hold(*position_of(uid))
+        prompt = self._evals.take(served_version) if self._eval_turn or not may_train else None
+        if prompt is None and not may_train:
+            return None
+        self._eval_turn = prompt is None
+        return prompt or self._queue.take()
 
     def _is_possible(self, outcome: Outcome) -> bool:
         """Whether an outcome is possible: its prompt exists and allows the kind. It may have been reported before."""
@@ -431,19 +455,13 @@ class LeaseBook:
             return False
         return outcome.kind != "evaluated" and self._queue.knows(epoch, index)
 
-    def _is_open(self, uid: str) -> bool:
-        """Whether a prompt has no outcome."""
-        if "@" in uid:
-            return uid in self._evals
-        return self.ledger.is_open(*position_of(uid))
-
     def _conclude(self, outcome: Outcome) -> None:
         """Apply the outcome of a prompt that had none: release its lease, forget its deaths, record the outcome."""
         uid = outcome.uid
-        if uid in self._holders:
-            self._holders.release(uid)
+        if uid in self.out:
+            self._release(uid)
             self._orphans.pop(uid, None)
-        self._suspects.forget(uid)
+        self.suspects.forget(uid)
         # The uid alone decides. The kind is checked for the type checker: ``finish`` takes no "evaluated".
         if outcome.kind == "evaluated" or "@" in uid:
             self._evals.finish_prompt(uid)
@@ -454,18 +472,17 @@ class LeaseBook:
 
     def _take_back(self, uid: str) -> None:
         """Release a prompt that is out, count its holder's death if it is suspect, and put it back to be leased."""
-        held = self._holders.release(uid)
+        held = self._release(uid)
         if held.suspect:
-            self._suspects.died(uid, alone=held.alone)
+            self.suspects.died(uid, alone=held.alone)
         self._put_back(held.prompt)
 
     def _put_back(self, prompt: Prompt) -> None:
         """Send a prompt that came back to its next place.
 
-        It is rejected after too many deaths of its own, waits to run alone after ALONE_FROM deaths, and else returns to
-        its queue.
+        It is rejected after too many deaths of its own, waits to run alone as a suspect, and else returns to its queue.
         """
-        reason = self._suspects.verdict(prompt.uid)
+        reason = self.suspects.verdict(prompt.uid)
         # A prompt of earlier data is in no order here and can never be leased again, so the queue drops it.
         if isinstance(prompt, TrainingPrompt) and prompt.epoch < self.ledger.first_epoch:
             self._queue.give_back(prompt)
@@ -475,26 +492,9 @@ class LeaseBook:
                 self._evals.reject(prompt, reason)
             else:
                 self._queue.reject(prompt, reason)
-        elif self._suspects.must_run_alone(prompt.uid):
-            self._suspects.add(prompt)
+        elif self.suspects.must_run_alone(prompt.uid):
+            self.suspects.add(prompt)
         elif isinstance(prompt, EvalPrompt):
             self._evals.give_back(prompt)
         else:
             self._queue.give_back(prompt)
-
-    def _note_status(self) -> None:
-        """Give the status a new number if it has changed; called at the end of each method that may change it."""
-        exhausted = self._exhausted
-        key = (
-            exhausted,
-            self.outstanding if exhausted else None,
-            # Rejections count up; the length falls once the learner has reported one.
-            self._queue.rejections,
-            len(self._queue.rejected),
-            self._evals.changes,
-            self._suspects.changes,
-            tuple(self.ledger.grown),
-        )
-        if key != self._status_key:
-            self._status_key = key
-            self.status_number += 1

@@ -1,6 +1,6 @@
 """The queue of training prompts: which prompt is leased next, of one source or of a mixture. Pure.
 
-``data/mixture.py`` chooses the source of the next prompt. Each source gives first its returned prompts, the earliest of
+``Shares`` chooses the source of the next prompt. Each source gives first its returned prompts, the earliest of
 its order first, and then the next prompt to come. Its epochs stream into one another. A prompt that is too long, or
 rests by the curriculum, is rejected on the way and counts in no share.
 
@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from heapq import heappop, heappush
 from itertools import islice
 
 import numpy as np
 
-from asyncrl.data.mixture import Shares
 from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.curriculum import Rests
 from asyncrl.messages.dataloader import Rejected
@@ -76,6 +76,35 @@ def growths(grown: Sequence[Growth], number: int, sources: int) -> list[Growth]:
     return [each for each in grown if each.epoch % sources == number]
 
 
+class Shares:
+    """Chooses among sources with these weights, which are above 0.
+
+    Invariant: after each draw, the number of draws of every source differs from its share of all draws by less than
+    one. The rule is Tijdeman's ("The chairman assignment problem", Discrete Mathematics 32, 1980). For k sources the
+    difference is at most 1 - 1 / (2k - 2), which no rule can better. The choice depends only on the weights and the
+    draws so far, so a restarted dataloader continues with what the ledger has counted.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        # Exact fractions of the decimal text: 0.1 is a tenth.
+        exact = [Fraction(str(weight)) for weight in weights]
+        self._shares = [weight / sum(exact) for weight in exact]
+        self._slack = Fraction(1, max(1, 2 * len(weights) - 2))
+        """Draws by which a source must be behind its share to be eligible."""
+
+    def next(self, drawn: Sequence[int]) -> int:
+        """Return the number of the source to draw from next, after so many draws of each.
+
+        Of the sources that are behind their share, the one that must be drawn first to stay within the bound.
+        """
+        if len(drawn) == 1:
+            return 0
+        draws = sum(drawn) + 1
+        behind = [share * draws - count for share, count in zip(self._shares, drawn, strict=True)]
+        eligible = [number for number, by in enumerate(behind) if by >= self._slack]
+        return min(eligible, key=lambda number: ((1 - self._slack - behind[number]) / self._shares[number], number))
+
+
 class PromptQueue:
     """An endless queue of the prompts of all sources.
 
@@ -90,7 +119,8 @@ class PromptQueue:
         """Rejected prompts by uid, until the learner has reported them; the oldest first."""
         self.rejections = 0
         """Prompts rejected so far."""
-        self._rests = rests
+        self.rests = rests
+        """The curriculum."""
         self._shares = Shares([source.weight for source in sources])
         self._sources = [_SourceQueue(self, number, source) for number, source in enumerate(sources)]
 
@@ -131,12 +161,6 @@ class PromptQueue:
         if min(epoch, index) < 0:
             return False
         return epoch < self.ledger.first_epoch or index < self._of(epoch).source.order.size
-
-    def rests(self, epoch: int, index: int) -> bool:
-        """Whether the curriculum lets a prompt rest in this epoch."""
-        if self._rests is None:
-            return False
-        return self._rests(self.ledger.results(epoch, index), epoch // self.ledger.number_of_sources)
 
     def grow(self) -> None:
         """Let the prompts that were read meanwhile belong to the epochs of their sources that have not begun."""
@@ -195,12 +219,16 @@ class _SourceQueue:
                 self._queue.add_rejected(Rejected(prompt.uid, TOO_LONG, "left_out"))
             # Where every prompt of an epoch rests, the next one is sampled all the same. With one that does not rest,
             # there are fewer than two epochs of others between its turns.
-            elif resting < 2 * self.source.order.size and self._queue.rests(prompt.epoch, prompt.index):
+            elif resting < 2 * self.source.order.size and self._rests(prompt):
                 resting += 1
                 self._queue.add_rejected(Rejected(prompt.uid, RESTS, "rested"))
             else:
                 return prompt
         raise AssertionError("epochs do not end")
+
+    def _rests(self, prompt: TrainingPrompt) -> bool:
+        rests, results = self._queue.rests, self._ledger.results(prompt.epoch, prompt.index)
+        return rests is not None and rests(results, prompt.epoch // self._stride)
 
     def ahead(self, count: int) -> list[TrainingPrompt]:
         oversize = self.source.oversize

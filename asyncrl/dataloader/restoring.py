@@ -9,18 +9,20 @@ Fails with RunChanged when the ledger is of other prompts, or of another order, 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from asyncrl.config import Config
 from asyncrl.core.errors import InvalidRequest, RunChanged
-from asyncrl.data.mixture import fingerprint_of_mixture
 from asyncrl.dataloader.curriculum import Rests
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate, WorkingLimit
-from asyncrl.dataloader.lease_book import LeaseBook
+from asyncrl.dataloader.lease_book import Ask, LeaseBook
 from asyncrl.dataloader.prompt_queue import PromptQueue, PromptSource, growths
 from asyncrl.messages.dataloader import LeasesHeld, Restored, Resumed
+from asyncrl.messages.groups import runs_alone
 from asyncrl.messages.ledger import Growth, Ledger, position_of
 
 
@@ -127,11 +129,14 @@ class Restorer:
             status_number=status_number,
         )
         if previous is not None:
-            book.recall_calls(previous)
+            # A request may be parked, or arrive again. If its rollouter does not answer, its lease numbers are unknown.
+            # A copy of an answered request would get a number that the rollouter has seen: the prompt would be lost.
+            book.counts.update(previous.counts)
+            book.newest_call, book.answered_call = dict(previous.newest_call), dict(previous.answered_call)
         for uid in request.claims:
-            book.claim(uid)
+            book.hold(uid)
         for name, answer in answers.items():
-            book.adopt(name, answer.incarnation, answer.held, previous)
+            adopt(book, name, answer, previous)
         # After the leases are known: an epoch that has begun keeps its size.
         book.grow()
         return book
@@ -166,6 +171,57 @@ class Restorer:
         if source.prefix is None:
             return False
         return growth.prompts > source.order.size or source.prefix(growth.prompts) != growth.fingerprint
+
+
+def adopt(book: LeaseBook, rollouter: str, answer: RollouterAnswer, previous: LeaseBook | None) -> None:
+    """Record the leases that a rollouter says it holds.
+
+    Unless the rollouter leaves, it also keeps the leases of ``previous`` that may still be on their way to it. Prompts
+    that the learner or another rollouter was recorded with before stay with that holder.
+    """
+    held, uids = answer.held, frozenset(answer.held.attempts)
+    holder = book.meet(Ask(rollouter, answer.incarnation, held.seen, 0, held.served_version, uids))
+    for index, (uid, attempt) in enumerate(held.attempts.items()):
+        # A received lease is not repeated, so it needs no valid number: it gets an unused negative one. A prompt may
+        # have reached ALONE_FROM deaths by deaths of the rollouter's engine while the rollouter holds other prompts:
+        # then it does not run alone.
+        alone = runs_alone(attempt) and len(uids) == 1
+        book.hold(uid, rollouter, number=-1 - index, attempt=attempt, alone=alone)
+    known = previous.rollouters.get(rollouter) if previous is not None else None
+    if held.leaving:
+        book.leaving.add(rollouter)
+    elif known is not None and known.incarnation == answer.incarnation:
+        # Leases up to this number may still be on their way, and no number may be used twice.
+        holder.last_number = max(holder.last_number, known.last_number)
+        for number, lease in known.leases.items():
+            if number > held.seen:
+                book.hold(lease.prompt.uid, rollouter, number=number, attempt=lease.attempt, alone=lease.alone)
+
+
+def missing(book: LeaseBook, previous: LeaseBook) -> list[str]:
+    """Uids of the prompts that were out in ``previous``, are not out in ``book`` and have no outcome."""
+    return [uid for uid in previous.out if uid not in book.out and book.is_open(uid)]
+
+
+def inherit(book: LeaseBook, previous: LeaseBook) -> None:
+    """Add the deaths that only ``previous`` knows, once all prompts that are out are known.
+
+    A suspect of ``previous`` that is not out in ``book`` was not delivered, so the death of its holder counts now.
+    """
+    for uid, attempt in previous.ledger.attempts.items():
+        if book.is_open(uid):
+            book.suspects.raise_to(uid, attempt)
+    for held in [previous.out[uid] for uid in missing(book, previous)]:
+        if held.suspect:
+            book.suspects.died(held.prompt.uid, alone=held.alone)
+
+
+def fingerprint_of_mixture(sources: Sequence[tuple[float, str]]) -> str:
+    """Fingerprint of sources with these weights and fingerprints, in order; a single source keeps its own."""
+    if len(sources) == 1:
+        return sources[0][1]
+    text = "".join(f"{Fraction(str(weight))} {fingerprint}\n" for weight, fingerprint in sources)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _prompts(count: int, fingerprint: str) -> str:

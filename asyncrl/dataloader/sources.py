@@ -13,7 +13,8 @@ from typing import Any
 from asyncrl.config.training import PromptsConfig
 from asyncrl.core.errors import DataError
 from asyncrl.data.files import no_such
-from asyncrl.data.rows import RawRow
+from asyncrl.data.rows import RawRow, column_of
+from asyncrl.text.chat.chat_messages import without_nulls
 
 BATCH_ROWS = 1024
 
@@ -23,7 +24,7 @@ def missing_column(prompt_key: str, columns: Iterable[str]) -> str:
     return f"has no column {prompt_key!r}; it has {', '.join(map(repr, columns)) or 'none'} (set data.prompt_key)"
 
 
-def parquet(files: Sequence[str], prompt_key: str) -> Iterator[RawRow]:
+def parquet(files: Sequence[str], config: PromptsConfig) -> Iterator[RawRow]:
     """Read Parquet files; each record gives one row. Raises DataError."""
     pyarrow = _import_pyarrow(files[0])
     from pyarrow.parquet import ParquetFile
@@ -31,8 +32,8 @@ def parquet(files: Sequence[str], prompt_key: str) -> Iterator[RawRow]:
     for path in files:
         try:
             with ParquetFile(path) as file:
-                _check_columns(path, file.schema_arrow.names, prompt_key)
-                yield from _rows_of(path, file.iter_batches(batch_size=BATCH_ROWS))
+                _check_columns(path, file.schema_arrow.names, config.prompt_column)
+                yield from _rows_of(path, file.iter_batches(batch_size=BATCH_ROWS), config)
         except DataError:
             # A DataError is a ValueError, so the next clause would catch it.
             raise
@@ -40,11 +41,11 @@ def parquet(files: Sequence[str], prompt_key: str) -> Iterator[RawRow]:
             raise DataError(f"is not a readable Parquet file: {_first_line(error)}", path=path) from None
 
 
-def hf(folder: str, split: str, prompt_key: str) -> Iterator[RawRow]:
+def hf(folder: str, config: PromptsConfig) -> Iterator[RawRow]:
     """Read a folder written by ``datasets.save_to_disk``, of one dataset or several splits. Raises DataError."""
     pyarrow = _import_pyarrow(folder)
 
-    here = _split_folder(Path(folder), split)
+    here = _split_folder(Path(folder), config.split)
     state = _read_json(here / "state.json")
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise DataError(
@@ -59,8 +60,8 @@ def hf(folder: str, split: str, prompt_key: str) -> Iterator[RawRow]:
         path = str(here / name)
         try:
             with pyarrow.memory_map(path) as file, pyarrow.ipc.open_stream(file) as stream:
-                _check_columns(path, stream.schema.names, prompt_key)
-                yield from _rows_of(path, stream)
+                _check_columns(path, stream.schema.names, config.prompt_column)
+                yield from _rows_of(path, stream, config)
         except DataError:
             # A DataError is a ValueError, so the next clause would catch it.
             raise
@@ -91,12 +92,22 @@ def _check_columns(path: str, columns: list[str], prompt_key: str) -> None:
         raise DataError(missing_column(prompt_key, columns), path=path)
 
 
-def _rows_of(path: str, batches: Any) -> Iterator[RawRow]:
+def _rows_of(path: str, batches: Any, config: PromptsConfig) -> Iterator[RawRow]:
+    """Yield the rows, without nulls in tool calls and tools.
+
+    A typed table gives each object all fields that occur in any row, as null where it has none.
+    """
     line = 0
     for batch in batches:
         for value in batch.to_pylist():
             line += 1
-            yield RawRow(path, line, value, typed=True)
+            tools, prompt = column_of(value, config.tools_column), column_of(value, config.prompt_column)
+            if isinstance(tools, list):
+                tools[:] = without_nulls(tools)
+            for message in prompt if isinstance(prompt, list) else ():
+                if isinstance(message, dict) and message.get("tool_calls"):
+                    message["tool_calls"] = without_nulls(message["tool_calls"])
+            yield RawRow(path, line, value)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

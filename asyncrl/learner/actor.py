@@ -18,7 +18,7 @@ from typing import TypeVar
 from asyncrl.core.errors import NonFiniteStep
 from asyncrl.learner.backends.backend import Backend, create
 from asyncrl.learner.controller_link import RANK_0, ControllerLink
-from asyncrl.learner.groups.deliveries import Deliveries
+from asyncrl.learner.groups.intake import Deliveries
 from asyncrl.learner.rank_0 import Rank0
 from asyncrl.messages.learner import RolloutStats
 from asyncrl.messages.monitor import Resource

@@ -26,10 +26,10 @@ from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.final_writes import FinalWrites
 from asyncrl.learner.controller_link import ControllerLink
+from asyncrl.learner.groups.component_names import ComponentNames
 from asyncrl.learner.groups.dataloader_link import DATALOADER, DataloaderLink
-from asyncrl.learner.groups.deliveries import ComponentNames, Deliveries
 from asyncrl.learner.groups.evals import EvalCollector
-from asyncrl.learner.groups.intake import Intake, IntakeState
+from asyncrl.learner.groups.intake import Deliveries, Intake, IntakeState
 from asyncrl.learner.groups.notices import GraceWatch
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.training_progress import TrainingProgress
@@ -188,7 +188,6 @@ class Rank0:
             restored=state,
         )
         self._deliveries.use(
-            tasks=tasks,
             progress=progress,
             intake=intake,
             evals=evals,

@@ -17,7 +17,7 @@ from serving_dataloader import LEARNER, A, B, ledger, run, running, small_config
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.dataloader import actor as actor_module
-from asyncrl.dataloader import run_prompts as prompts_module
+from asyncrl.dataloader import prompts as prompts_module
 from asyncrl.dataloader.prompt_queue import TOO_LONG
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import Outcome, Outcomes, OutcomesSeen, Rejected, SamplePrompts

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataloader.eval_sets import eval_set
 
 from asyncrl.dataloader.evals import EvalRounds
+from asyncrl.messages.dataloader import Rejected
 
 
 def take_all(rounds: EvalRounds, served: int) -> list[str]:
     found = []
-    while rounds.is_waiting(served):
-        found.append(rounds.take(served).uid)
+    while (prompt := rounds.take(served)) is not None:
+        found.append(prompt.uid)
     return found
 
 
@@ -18,7 +19,7 @@ def test_a_round_at_the_start_is_open_until_its_last_prompt_is_evaluated() -> No
     rounds = EvalRounds([eval_set("a", (0, 2), at_start=True), eval_set("b", (0,), every_versions=1)])
     assert rounds.starting
     assert rounds.sizes == {"eval/a@0": 2}
-    assert not rounds.is_waiting(-1)
+    assert rounds.take(-1) is None
     # One that is evaluated while it waits is not leased.
     rounds.finish_prompt("a@0-0")
     assert "a@0-0" not in rounds and rounds.starting
@@ -85,9 +86,10 @@ def test_a_closed_round_never_opens_again_and_an_unknown_set_starts_at_the_begin
 
 def test_a_rejected_prompt_keeps_its_round_open_until_the_learner_acknowledges_it() -> None:
     rounds = EvalRounds([eval_set("a", (0, 1), at_start=True)])
-    rounds.reject(rounds.take(0), "it kills")
-    rounds.take(0)
+    first, second = rounds.take(0), rounds.take(0)
+    assert first is not None and second is not None
+    rounds.reject(first, "it kills")
     rounds.finish_prompt("a@0-1")
-    assert (rounds.sizes, rounds.rejected) == ({"eval/a@0": 2}, {"a@0-0": "it kills"})
+    assert (rounds.sizes, rounds.rejected) == ({"eval/a@0": 2}, {"a@0-0": Rejected("a@0-0", "it kills")})
     rounds.finish_prompt("a@0-0")
     assert (rounds.sizes, rounds.rejected) == ({}, {})

@@ -12,10 +12,9 @@ from asyncrl.core.errors import ProtocolError
 from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate, WorkingLimit
-from asyncrl.dataloader.holders import Ask, PromptLease
-from asyncrl.dataloader.lease_book import LeaseBook
+from asyncrl.dataloader.lease_book import Ask, LeaseBook, PromptLease
 from asyncrl.dataloader.prompt_queue import PromptQueue, PromptSource
-from asyncrl.dataloader.restoring import Restorer
+from asyncrl.dataloader.restoring import Restorer, RollouterAnswer, adopt, inherit, missing
 from asyncrl.messages.dataloader import LeasesHeld, Outcome, Outcomes, Rejected, Restored
 from asyncrl.messages.ledger import Ledger
 
@@ -79,11 +78,11 @@ def test_no_lease_number_is_used_twice_after_a_restart_of_the_dataloader() -> No
     assert [lease.number for lease in book.lease(A, 2, seen=7)] == [8, 9]
     book.give_back(A, 1, ["0-2", "0-3"])
     after = Book()
-    after.adopt(A, 1, held(seen=7), book)
+    adopt(after, A, RollouterAnswer(1, held(seen=7)), book)
     assert [lease.number for lease in after.lease(A, 2, seen=7)] == [10, 11]
     # Found on its disk: they take no number of its leases.
     after = Book()
-    after.adopt(B, 1, held({"0-5": 0, "0-6": 0}), book)
+    adopt(after, B, RollouterAnswer(1, held({"0-5": 0, "0-6": 0})), book)
     assert [lease.number for lease in after.lease(B, 2, holding="0-5 0-6")] == [1, 2]
 
 
@@ -177,7 +176,7 @@ def test_a_leaving_rollouter_returns_prompts_and_the_learner_decides_about_the_r
     book.give_back(A, 1, ["0-1"])
     book.left(A, 1)
     # Its share of the gate is that of the others from here on.
-    assert not book.knows(A)
+    assert A not in book.rollouters
     assert list(book.orphans) == ["0-2", "0-4", "0-3"]
     book.settle(book.orphans, ["0-2"])
     assert marks(book.lease(B, 7, seen=1, holding="0-0"))[:3] == [(uid, 0, False) for uid in ("0-1", "0-3", "0-4")]
@@ -188,8 +187,8 @@ def test_a_leaving_rollouter_returns_prompts_and_the_learner_decides_about_the_r
     # A new book has no leases for who leaves but those it holds.
     book, after = Book(), Book()
     book.lease(A, 3)
-    after.adopt(A, 1, held({"0-0": 0}, seen=1, leaving=True), book)
-    assert after.missing(book) == ["0-1", "0-2"]
+    adopt(after, A, RollouterAnswer(1, held({"0-0": 0}, seen=1, leaving=True)), book)
+    assert missing(after, book) == ["0-1", "0-2"]
 
 
 def test_a_leaving_rollouter_that_holds_something_takes_no_share_of_the_gate() -> None:
@@ -198,7 +197,7 @@ def test_a_leaving_rollouter_that_holds_something_takes_no_share_of_the_gate() -
     book.lease(B, served=-1)
     book.left(A, 1, ["0-0"])
     after = Book()
-    after.adopt(A, 1, held({"0-0": 0}, seen=1, leaving=True), book)
+    adopt(after, A, RollouterAnswer(1, held({"0-0": 0}, seen=1, leaving=True)), book)
     for each in (book, after):
         # As many as the gate has room for.
         assert each.uids(B, 9) == [f"0-{index}" for index in range(1, 8)]
@@ -337,7 +336,7 @@ def test_only_its_own_deaths_count_against_a_prompt() -> None:
     assert book.status.attempts == {"0-0": 1, "0-3": 1}
     # Shared, as it may be with a rollouter that held it before a restore.
     book = Book(deaths={"0-0": 2})
-    book.adopt(A, 1, held({"0-0": 2, "0-1": 0}, seen=2), None)
+    adopt(book, A, RollouterAnswer(1, held({"0-0": 2, "0-1": 0}, seen=2)), None)
     book.dies(A, 1)
     assert book.status.attempts == {"0-0": 2, "0-1": 1}
     # Alone, but it never said that it received it.
@@ -357,7 +356,7 @@ def test_a_prompt_delivered_before_the_death_is_not_blamed_for_it() -> None:
     book.dies(A, 1, "0-0")
     # A learner at an earlier checkpoint knows nothing of it, nor does anybody else.
     after = Book(deaths={"0-0": 2})
-    after.inherit(book)
+    inherit(after, book)
     assert after.ledger.attempts == {"0-0": 2}
 
 

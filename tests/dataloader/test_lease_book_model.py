@@ -19,8 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds
 from asyncrl.dataloader.gate import Gate, WorkingLimit
-from asyncrl.dataloader.holders import Ask, PromptLease
-from asyncrl.dataloader.lease_book import LeaseBook
+from asyncrl.dataloader.lease_book import Ask, LeaseBook, PromptLease
 from asyncrl.dataloader.prompt_queue import PromptQueue, PromptSource
 from asyncrl.messages.dataloader import Outcome, Outcomes
 from asyncrl.messages.ledger import Ledger

@@ -12,9 +12,9 @@ from draws import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.data.mixture import Shares, fingerprint_of_mixture
 from asyncrl.data.rows import EpochOrder
-from asyncrl.dataloader.prompt_queue import PromptQueue, PromptSource
+from asyncrl.dataloader.prompt_queue import PromptQueue, PromptSource, Shares
+from asyncrl.dataloader.restoring import fingerprint_of_mixture
 from asyncrl.messages.ledger import Growth, Ledger, position_of
 
 WEIGHTS = st.lists(st.sampled_from([0.1, 0.25, 1 / 3, 1.0, 2.0, 3.0, 7.5, 100.0]), min_size=1, max_size=6)

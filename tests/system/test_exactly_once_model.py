@@ -26,10 +26,9 @@ from run_settings import simulated_run
 
 from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.evals import EvalPrompt
-from asyncrl.dataloader.holders import Ask, PromptLease
-from asyncrl.dataloader.lease_book import LeaseBook
+from asyncrl.dataloader.lease_book import Ask, LeaseBook, PromptLease
 from asyncrl.dataloader.prompt_queue import PromptSource
-from asyncrl.dataloader.restoring import Restorer, RollouterAnswer
+from asyncrl.dataloader.restoring import Restorer, RollouterAnswer, inherit, missing
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake, IntakeState
 from asyncrl.messages.dataloader import LeasesHeld, Outcome, Outcomes, Restored
@@ -351,13 +350,13 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.blind |= restoring.learner != self.learner
         asked = leases.to_come(self.capacity)
         if previous is not None:
-            asked += leases.missing(previous)
+            asked += missing(leases, previous)
         if learner_answers and restoring.learner == self.learner:
             for uid in asked:
                 if self.has(uid):
-                    leases.claim(uid)
+                    leases.hold(uid)
         if previous is not None:
-            leases.inherit(previous)
+            inherit(leases, previous)
         for name, incarnation in self.dead.items():
             leases.died(name, incarnation)
         assert leases.status_number > self.status_number
@@ -403,7 +402,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         rollouter.asks.append(ask)
         rollouter.waits_for = ask
         self.leases.meet(ask)
-        before = set(self.leases._holders.uids)
+        before = set(self.leases.out)
         leases = self.leases.take(ask)
         for lease in leases:
             uid = lease.prompt.uid

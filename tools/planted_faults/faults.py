@@ -41,8 +41,8 @@ FAULTS = (
     ),
     Fault(
         "settled-prompt-stays-suspect",
-        "self._holders[uid].suspect = False",
-        "self._holders[uid].suspect = True",
+        "self.out[uid].suspect = False",
+        "self.out[uid].suspect = True",
         "I1: a prompt that the learner holds did not kill its rollouter, and is not quarantined for it",
     ),
     Fault(

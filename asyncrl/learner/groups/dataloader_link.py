@@ -13,20 +13,22 @@ Fails with ConfigError when the prompts or their order are not those of the ledg
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from asyncrl.checkpoint.contents import CheckpointState
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, RemoteError, RestoreNeeded, RunChanged
 from asyncrl.learner.algorithm.probe_sequences import SEQUENCES
 from asyncrl.learner.groups.evals import EvalCollector
-from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.messages import Request
 from asyncrl.messages.dataloader import (
     DataloaderStatus,
+    Outcome,
+    Outcomes,
     OutcomesSeen,
     PromptSample,
     Restored,
@@ -37,9 +39,75 @@ from asyncrl.messages.dataloader import (
 from asyncrl.rpc.calls.retry import AWAY_S, DEADLINE, backoff, log_and_pause, log_away
 from asyncrl.rpc.services import ActorServices
 
+if TYPE_CHECKING:
+    from asyncrl.learner.groups.intake import Intake
+
 DATALOADER = "dataloader/0"
 MOST_PATIENCE = 64.0
 """Largest factor by which the deadline of a call grows while the dataloader reads its data."""
+
+
+class OutcomeQueue:
+    """Collects what the dataloader must know, and makes numbered reports of it.
+
+    An unacknowledged outcome is either in the report that is being sent or pending for the next one. It is never in
+    both, and never dropped.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        """Number of the newest report or state of the run."""
+        self._next = Outcomes(number=1, version=-1, trained_at_version=0)
+        """The next report, without its number."""
+        self._has_news = False
+        """Whether there is something to report."""
+
+    def outcome(self, outcome: Outcome) -> None:
+        """Add the outcome of a group."""
+        self._next.outcomes.append(outcome)
+        self._has_news = True
+
+    def published(self, version: int, trained: int) -> None:
+        """Add that ``version`` was published, after ``trained`` groups were trained in all."""
+        self._add(version=version, trained_at_version=trained)
+
+    def step_began(self, buffered_groups: int, *, waited: bool) -> None:
+        """Add that a step has begun.
+
+        ``buffered_groups`` are left in the buffer; ``waited`` says whether the step had to wait for groups.
+        """
+        # A report that covers two steps says ``waited`` if either step waited.
+        self._add(buffered_groups=buffered_groups, waited=waited or self._next.waited, step_began=True)
+
+    def finished(self) -> None:
+        """Add that no more groups are leased for training."""
+        self._add(finished=True)
+
+    def restart(self) -> int:
+        """Drop all pending news, because the dataloader gets the state of the run, whose ledger has the outcomes.
+
+        Returns a number for that state, which grows with each call: the dataloader knows the later of two states by it.
+        The next report has the number after it.
+        """
+        self._number += 1
+        self._clear()
+        return self._number
+
+    def next_report(self) -> Outcomes | None:
+        """Make the next report, which the caller repeats until it is acknowledged; None if there is nothing new."""
+        if not self._has_news:
+            return None
+        self._number += 1
+        report = replace(self._next, number=self._number)
+        self._clear()
+        return report
+
+    def _add(self, **news: Any) -> None:
+        self._next, self._has_news = replace(self._next, **news), True
+
+    def _clear(self) -> None:
+        self._next = replace(self._next, outcomes=[], buffered_groups=0, waited=False, step_began=False)
+        self._has_news = False
 
 
 class DataloaderCall(Protocol):

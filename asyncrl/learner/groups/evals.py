@@ -53,11 +53,10 @@ class EvalCollector:
 
     def add(self, group: Group) -> bool:
         """Take a group. Returns False if it is held already or its round is over."""
-        round = round_of(group.lease.uid)
-        if self.holds(group.lease.uid):
+        uid = group.lease.uid
+        if self.holds(uid):
             return False
-        groups = self._groups.setdefault(round, {})
-        groups[group.lease.uid] = group
+        self._groups.setdefault(round_of(uid), {})[uid] = group
         return True
 
     def reject(self, uid: str, reason: str) -> None:
@@ -88,12 +87,9 @@ class EvalCollector:
     def complete(self) -> list[tuple[str, list[Group]]]:
         """Close the rounds whose groups all have come. Returns each once, as (NAME@ROUND, groups)."""
         done = [round for round, size in self._sizes.items() if len(self._groups.get(round, {})) >= size]
-        completed = []
-        for round in done:
-            del self._sizes[round]
-            self._closed.add(round)
-            completed.append((round, list(self._groups.pop(round, {}).values())))
-        return completed
+        self._closed.update(done)
+        self._sizes = {round: size for round, size in self._sizes.items() if round not in done}
+        return [(round, list(self._groups.pop(round, {}).values())) for round in done]
 
 
 def round_of(uid: str) -> str:

@@ -1,9 +1,10 @@
-"""Takes each group once, gives each prompt one outcome, and reports each outcome once. Pure.
+"""Takes each group once, and gives each prompt one outcome; serves the deliveries of rollouters.
 
 The outcomes are trained, filtered, quarantined, left out and rested; the ledger records them. Invariant (exactly once):
 a prompt that has an outcome, is in training or in the buffer is never taken again. So a group that is delivered twice,
 by any senders, is trained at most once. A group that was taken leaves only by an outcome. Ledger, buffer and pending
-reports change together, so ``state`` is consistent between any two steps.
+reports change together, so ``state`` is consistent between any two steps. An acknowledged group is in memory, not on
+disk.
 
 A step takes the groups of the oldest leases, so that no group waits for ever. Within a step the groups are in the order
 of (epoch, index), not of arrival, so a step is a function of its groups. The buffer is bounded, since the dataloader's
@@ -13,35 +14,55 @@ A group that cannot be trained is quarantined with its reason. Under dynamic sam
 of ``learner.signal`` are equal within a tolerance (``has_signal``). If all trajectories of a step are masked, its
 groups are filtered, too. A filtered or quarantined group does not count as a reward of 0. A prompt that a rule of the
 data excludes before its lease counts as left out. That is no failure, so ``problem`` ignores it.
+
+``Deliveries`` is the shell; all else is pure.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import Literal
 
 import numpy as np
 
+from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig
-from asyncrl.core.errors import ConfigError
+from asyncrl.core.errors import ConfigError, NotLeased
 from asyncrl.learner.algorithm.advantages import has_signal
-from asyncrl.learner.groups.notices import no_signal
-from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
-from asyncrl.messages.groups import Group, check_group, rewards_of, sampled_tokens
+from asyncrl.learner.groups.component_names import ComponentNames
+from asyncrl.learner.groups.dataloader_link import DataloaderLink, OutcomeQueue
+from asyncrl.learner.groups.evals import EvalCollector
+from asyncrl.learner.groups.notices import LearningWatch, TruncationWatch, no_signal, too_many_dropped, too_many_failed
+from asyncrl.learner.groups.served_teacher import ServedTeacher
+from asyncrl.learner.groups.training_progress import TrainingProgress
+from asyncrl.messages.actors import Notice
+from asyncrl.messages.dataloader import Outcome, Rejected
+from asyncrl.messages.groups import (
+    Deliver,
+    Delivered,
+    Group,
+    Held,
+    Holds,
+    check_group,
+    fits,
+    rewards_of,
+    sampled_tokens,
+)
 from asyncrl.messages.ledger import KINDS, Kind, Ledger, LedgerState, position_of
 from asyncrl.messages.routes import Experts, check_routes
+from asyncrl.observe.group_log import TAKEN, GroupLog
+from asyncrl.rpc.calls.handlers import Caller, handler
+from asyncrl.rpc.calls.server import REFUSED
+from asyncrl.rpc.services import ActorServices
 
 
 class GroupBuffer:
-    """Groups that wait for a step, by uid."""
+    """Groups that wait for a step, by uid; in the order of arrival."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
-        """Groups by uid, in the order of arrival."""
-        self._by_age: list[tuple[tuple[int, int, int], str]] = []
-        """The age of each group and its uid, the oldest first."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -51,23 +72,22 @@ class GroupBuffer:
 
     @property
     def uids(self) -> list[str]:
-        """Uids of all groups, in the order of arrival."""
+        """Uids of all groups."""
         return list(self._groups)
 
     @property
     def groups(self) -> list[Group]:
-        """All groups, in the order of arrival."""
+        """All groups."""
         return list(self._groups.values())
 
     def add(self, group: Group) -> None:
         """Add a group that is not in the buffer."""
         assert group.lease.uid not in self._groups
         self._groups[group.lease.uid] = group
-        insort(self._by_age, (_age(group), group.lease.uid))
 
     def oldest(self, count: int) -> list[str]:
-        """Uids of the ``count`` oldest groups."""
-        return [uid for _, uid in self._by_age[:count]]
+        """Uids of the ``count`` groups of the oldest leases: by version, then (epoch, index)."""
+        return nsmallest(count, self._groups, key=self._age)
 
     def look_up(self, uids: Iterable[str]) -> list[Group]:
         """Return the groups of these uids, in the order in which they are trained; they stay in the buffer."""
@@ -75,26 +95,16 @@ class GroupBuffer:
 
     def take(self, uids: Iterable[str]) -> list[Group]:
         """Remove and return the groups of these uids, in the order in which they are trained."""
-        groups = self.look_up(uids)
-        for group in groups:
-            uid = group.lease.uid
-            del self._groups[uid]
-            del self._by_age[bisect_left(self._by_age, (_age(group), uid))]
-        return groups
+        return in_order([self._groups.pop(uid) for uid in uids])
+
+    def _age(self, uid: str) -> tuple[int, int, int]:
+        lease = self._groups[uid].lease
+        return (lease.param_version, lease.epoch, lease.index)
 
 
 def in_order(groups: Iterable[Group]) -> list[Group]:
     """Sort groups by (epoch, index), the order in which they are trained."""
-    return sorted(groups, key=_position)
-
-
-def _age(group: Group) -> tuple[int, int, int]:
-    """Sort key: the version at the lease, then (epoch, index)."""
-    return (group.lease.param_version, *_position(group))
-
-
-def _position(group: Group) -> tuple[int, int]:
-    return (group.lease.epoch, group.lease.index)
+    return sorted(groups, key=lambda group: (group.lease.epoch, group.lease.index))
 
 
 FRACTION_FROM = 100
@@ -134,86 +144,6 @@ class IntakeState:
     """Number of groups quarantined since the last step."""
     delivered_lengths: list[int] = field(default_factory=list)
     """Lengths of the responses taken since the last step."""
-
-
-class OutcomeQueue:
-    """Collects what the dataloader must know, and makes numbered reports of it.
-
-    An unacknowledged outcome is either in the report that is being sent or pending for the next one. It is never in
-    both, and never dropped.
-    """
-
-    def __init__(self) -> None:
-        self._number = 0
-        """Number of the newest report or state of the run."""
-        self._pending: list[Outcome] = []
-        """Outcomes for the next report."""
-        self._version = -1
-        """The newest published version; -1 before the first."""
-        self._trained_at_version = 0
-        """Number of groups that were trained when it was published."""
-        self._buffered_groups: int | None = None
-        """Groups left in the buffer by the newest step that is not reported; None if no step began since."""
-        self._waited = False
-        """Whether any step that is not reported had to wait for groups."""
-        self._finished = False
-        """Whether no more groups are leased for training."""
-        self._has_news = False
-        """Whether there is something to report."""
-
-    def outcome(self, outcome: Outcome) -> None:
-        """Add the outcome of a group."""
-        self._pending.append(outcome)
-        self._has_news = True
-
-    def published(self, version: int, trained: int) -> None:
-        """Add that ``version`` was published, after ``trained`` groups were trained in all."""
-        self._version, self._trained_at_version = version, trained
-        self._has_news = True
-
-    def step_began(self, buffered_groups: int, *, waited: bool) -> None:
-        """Add that a step has begun.
-
-        ``buffered_groups`` are left in the buffer; ``waited`` says whether the step had to wait for groups.
-        """
-        # A report that covers two steps says ``waited`` if either step waited.
-        self._buffered_groups, self._waited = buffered_groups, waited or self._waited
-        self._has_news = True
-
-    def finished(self) -> None:
-        """Add that no more groups are leased for training."""
-        self._finished = self._has_news = True
-
-    def restart(self) -> int:
-        """Drop all pending news, because the dataloader gets the state of the run, whose ledger has the outcomes.
-
-        Returns a number for that state, which grows with each call: the dataloader knows the later of two states by it.
-        The next report has the number after it.
-        """
-        self._number += 1
-        self._clear()
-        return self._number
-
-    def _clear(self) -> None:
-        self._pending, self._buffered_groups, self._waited, self._has_news = [], None, False, False
-
-    def next_report(self) -> Outcomes | None:
-        """Make the next report, which the caller repeats until it is acknowledged; None if there is nothing new."""
-        if not self._has_news:
-            return None
-        self._number += 1
-        report = Outcomes(
-            number=self._number,
-            version=self._version,
-            trained_at_version=self._trained_at_version,
-            outcomes=self._pending,
-            buffered_groups=self._buffered_groups or 0,
-            waited=self._waited,
-            step_began=self._buffered_groups is not None,
-            finished=self._finished,
-        )
-        self._clear()
-        return report
 
 
 class Intake:
@@ -259,12 +189,12 @@ class Intake:
         """Number of failed attempts at trajectories of the groups taken here."""
         self._quarantined_groups = 0
         """Number of groups quarantined since the last step."""
-        self._masked_groups = 0
-        """How many of ``filtered`` were filtered because their step had no token to train."""
-        self._counts_before_step: tuple[list[Group], int, int] = ([], 0, 0)
-        """``filtered``, ``_masked_groups`` and ``_quarantined_groups`` before the step in training.
+        self._flat_groups = 0
+        """How many of ``filtered`` have equal rewards; the others were of a step without a token to train."""
+        self._before_step = (0, 0, 0)
+        """Number of ``filtered``, ``_flat_groups`` and ``_quarantined_groups`` before the step in training.
 
-        They are restored if the step does not count.
+        They count with this step, and else with the next one. All are 0 between steps.
         """
         self._last_problem = ""
         """Reason of the newest quarantine since this learner's start; empty before."""
@@ -276,6 +206,7 @@ class Intake:
         """Time (s) at which each buffered group was delivered to this learner, by uid."""
         if restored is not None:
             self.filtered = list(restored.filtered)
+            self._flat_groups = len(self.filtered)
             self._quarantined_groups = restored.failed
             self.delivered_lengths = list(restored.delivered_lengths)
             for group in restored.buffered:
@@ -295,7 +226,7 @@ class Intake:
     @property
     def without_signal(self) -> int:
         """Number of groups filtered since the last step because all rewards in them are equal."""
-        return len(self.filtered) - self._masked_groups
+        return self._flat_groups - self._before_step[1]
 
     def deliver(self, group: Group, now: float = 0.0) -> Literal["duplicate", "buffered"] | Kind:
         """Take a group, once: quarantine it if it cannot be trained, filter it if it has no signal, else buffer it.
@@ -316,6 +247,7 @@ class Intake:
             return "quarantined"
         if self._check_flat(group):
             self.filtered.append(group)
+            self._flat_groups += 1
             self._keep_text([group], FLAT)
             self._conclude(uid, "filtered", group)
             return "filtered"
@@ -344,10 +276,8 @@ class Intake:
         assert not self._in_training
         groups = self.buffer.take(self.buffer.oldest(self._learner.groups_per_step))
         self._in_training = {group.lease.uid: group for group in groups}
-        filtered = in_order(self.filtered)
-        self._counts_before_step = (filtered, self._masked_groups, self._quarantined_groups)
-        self.filtered, self._masked_groups, self._quarantined_groups = [], 0, 0
-        return groups, filtered
+        self._before_step = (len(self.filtered), self._flat_groups, self._quarantined_groups)
+        return groups, in_order(self.filtered)
 
     def take_ages(self, now: float) -> list[float]:
         """Seconds that each group of the step was in the buffer.
@@ -360,18 +290,22 @@ class Intake:
         """Conclude the groups in training as trained. Returns the lengths of responses taken since the last step."""
         for uid, group in self._in_training.items():
             self._conclude(uid, "trained", group)
-        self._in_training = {}
+        filtered, flat, quarantined = self._before_step
+        del self.filtered[:filtered]
+        self._flat_groups -= flat
+        self._quarantined_groups -= quarantined
+        self._in_training, self._before_step = {}, (0, 0, 0)
         self._samples_left = self._samples
         lengths, self.delivered_lengths = self.delivered_lengths, []
         return lengths
 
     def filter_step(self) -> None:
         """Conclude the groups in training as filtered: no token of the step is trained, and it does not count."""
-        self._restore_counts(self._in_training.values())
+        self.filtered += self._in_training.values()
         self._keep_text(self._in_training.values(), MASKED)
         for uid, group in self._in_training.items():
             self._conclude(uid, "filtered", group)
-        self._in_training = {}
+        self._in_training, self._before_step = {}, (0, 0, 0)
 
     def spoil_step(self, uids: Collection[str], reason: str, *, trained: Collection[str] = ()) -> None:
         """Quarantine the groups ``uids``, which made an update not finite.
@@ -388,24 +322,13 @@ class Intake:
             else:
                 self.buffer.add(group)
         if not self._in_training:
-            self._restore_counts()
+            self._before_step = (0, 0, 0)
 
     def _keep_text(self, groups: Iterable[Group], reason: str) -> None:
         """Keep groups for samples/, up to ``samples`` of them after each step."""
         kept = [Filtered(group, reason) for group in groups][: self._samples_left]
         self._samples_left -= len(kept)
         self.filtered_samples += kept
-
-    def _restore_counts(self, filtered: Iterable[Group] = ()) -> None:
-        """Undo the reset of the counts by ``begin_step``, because the step does not count.
-
-        The groups filtered before the step, and the groups ``filtered`` in it, count with the next step.
-        """
-        filtered_before, masked_before, quarantined_before = self._counts_before_step
-        masked_now = list(filtered)
-        self.filtered = [*filtered_before, *masked_now, *self.filtered]
-        self._masked_groups += masked_before + len(masked_now)
-        self._quarantined_groups += quarantined_before
 
     def problem(self) -> str | None:
         """The reason that the run must end; None if it may continue.
@@ -425,21 +348,10 @@ class Intake:
         quarantined = self.ledger.count("quarantined")
         concluded = quarantined + self.ledger.count("trained") + self.ledger.count("filtered")
         if concluded >= FRACTION_FROM and quarantined > learner.max_quarantined_fraction * concluded:
-            # The last prompt may be in a restored ledger, which holds no reasons.
-            last = f"; the last one because: {self._last_problem}" if self._last_problem else ""
-            return (
-                f"{quarantined} of {concluded} prompts were quarantined, over learner.max_quarantined_fraction = "
-                f"{learner.max_quarantined_fraction:g}{last}. quarantine.jsonl has all of them with their reasons. To "
-                "continue all the same, raise learner.max_quarantined_fraction, and resume"
-            )
+            return too_many_failed(quarantined, concluded, learner.max_quarantined_fraction, self._last_problem)
         sampled = self._kept_trajectories + self.dropped_trajectories
         if self._taken >= FRACTION_FROM and self.dropped_trajectories > learner.max_quarantined_fraction * sampled:
-            share = f"learner.max_quarantined_fraction = {learner.max_quarantined_fraction:g}"
-            return (
-                f"{self.dropped_trajectories} of {sampled} trajectories failed and were dropped from their groups, "
-                f"over {share}: those that are left are no fair sample. The terminal, and the logs of reward and "
-                "rollouters, say why they failed"
-            )
+            return too_many_dropped(self.dropped_trajectories, sampled, learner.max_quarantined_fraction)
         return None
 
     def _check_flat(self, group: Group) -> bool:
@@ -486,3 +398,79 @@ class Intake:
             outcome = Outcome(uid, kind, float(rewards.mean()), float(np.ptp(rewards)))
         self.ledger.record(kind, *position_of(uid), outcome.rewards)
         self.outcomes.outcome(outcome)
+
+
+class Deliveries:
+    """The handlers of deliveries. Each group goes to the intake or to the evaluations, which ``use`` sets."""
+
+    def __init__(self, config: Config, services: ActorServices, group_log: GroupLog, seal_key: bytes) -> None:
+        """``seal_key`` is the key of the leases' seals; empty if leases have none."""
+        self.learning = LearningWatch(config)
+        self._truncation = TruncationWatch(config)
+        self._counters, self._log, self._clock = services.counters, services.log, services.clock
+        self._notify, self._mark_progress = services.notify, services.progress
+        self._group_log, self._seal_key = group_log, seal_key
+
+    def use(
+        self,
+        *,
+        progress: TrainingProgress,
+        intake: Intake,
+        evals: EvalCollector,
+        components: ComponentNames,
+        dataloader: DataloaderLink,
+        teacher: ServedTeacher | None,
+    ) -> None:
+        """Set the parts of the restored run; comes before the first message."""
+        self._progress, self._intake, self._evals = progress, intake, evals
+        self._components, self._dataloader, self._teacher = components, dataloader, teacher
+
+    @handler
+    def deliver(self, request: Deliver, caller: Caller) -> Delivered:
+        """Take a group, once. Raises NotLeased if the seal of its lease is not for this caller.
+
+        The reply acknowledges that the group is in memory, not that it is durable. Components under surplus names are
+        removed first. A quarantined group gives no notice, and the teacher scores only buffered groups.
+        """
+        group, key, uid = request.group, self._seal_key, request.group.lease.uid
+        if key and not fits(key, group.lease, caller.name, caller.incarnation):
+            self._counters.add(REFUSED)
+            raise NotLeased(caller.name, uid)
+        self._mark_progress()
+        if self._components.trim(group):
+            self._counters["reward/components_left_out"] = self._components.left_out
+            self._notify("components", self._components.notice, count=self._components.left_out)
+        if group.lease.purpose != "train":
+            is_new = self._evals.add(group)
+            self._group_log.write(TAKEN, uid=uid, by=caller.name, into="evaluation" if is_new else "duplicate")
+            self._progress.news.announce()
+            return Delivered(duplicate=not is_new)
+        taken = self._intake.deliver(group, self._clock.now())
+        self._group_log.write(TAKEN, uid=uid, by=caller.name, into=taken)
+        self._counters.add(f"groups/{taken}")
+        if taken == "duplicate":
+            return Delivered(duplicate=True)
+        if taken == "quarantined":
+            self._log.warning("group quarantined", uid=uid, reason=self._intake.quarantined[-1].reason)
+        else:
+            without_signal = self._intake.without_signal
+            self.notify(self.learning.group_came(rewards_of(group), filtered=without_signal))
+            self.notify(self._truncation.group_came(group))
+        if taken == "buffered" and self._teacher is not None:
+            self._teacher.begin(group)
+        self._dataloader.changed()
+        self._progress.news.announce()
+        return Delivered()
+
+    @handler
+    def holds(self, request: Holds, caller: Caller) -> Held:
+        """Those of the request's uids that must not be leased again: their groups are held, or have an outcome."""
+        # Uids of evaluations are NAME@ROUND-INDEX, those of training EPOCH-INDEX.
+        return Held(
+            uids=[uid for uid in request.uids if (self._evals.holds(uid) if "@" in uid else self._intake.has(uid))]
+        )
+
+    def notify(self, notices: Iterable[Notice]) -> None:
+        """Show notices to the user."""
+        for notice in notices:
+            self._notify(notice.key, notice.text)

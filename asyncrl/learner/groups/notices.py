@@ -90,11 +90,8 @@ class LearningWatch:
         """
         low, high = float(rewards.min()), float(rewards.max())
         if self._equal_groups and max(high, self._high) - min(low, self._low) <= self._learner.signal_tolerance:
-            self._equal_groups, self._low, self._high = (
-                self._equal_groups + 1,
-                min(low, self._low),
-                max(high, self._high),
-            )
+            self._equal_groups += 1
+            self._low, self._high = min(low, self._low), max(high, self._high)
         elif high - low <= self._learner.signal_tolerance:
             self._equal_groups, self._low, self._high = 1, low, high
         else:
@@ -299,3 +296,22 @@ def _reward_advice(rewards: Counter[float], see: str, *, alone: bool, has_traine
         "larger rollout.samples_per_prompt"
     )
     return f"{words}; a larger learner.max_filtered_ratio waits longer for such groups" if alone else words
+
+
+def too_many_failed(quarantined: int, concluded: int, allowed: float, last_problem: str) -> str:
+    """Compose why a run with too many quarantined prompts ends; ``last_problem`` is empty if it is unknown."""
+    last = f"; the last one because: {last_problem}" if last_problem else ""
+    return (
+        f"{quarantined} of {concluded} prompts were quarantined, over learner.max_quarantined_fraction = {allowed:g}"
+        f"{last}. quarantine.jsonl has all of them with their reasons. To continue all the same, raise "
+        "learner.max_quarantined_fraction, and resume"
+    )
+
+
+def too_many_dropped(dropped: int, sampled: int, allowed: float) -> str:
+    """Compose why a run with too many dropped trajectories ends."""
+    return (
+        f"{dropped} of {sampled} trajectories failed and were dropped from their groups, over "
+        f"learner.max_quarantined_fraction = {allowed:g}: those that are left are no fair sample. The terminal, and "
+        "the logs of reward and rollouters, say why they failed"
+    )

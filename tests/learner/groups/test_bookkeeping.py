@@ -9,8 +9,9 @@ from learner.learner_cases import make_sequence
 from made_group import make_group
 from msgspec.structs import replace
 
+from asyncrl.learner.groups.dataloader_link import OutcomeQueue
 from asyncrl.learner.groups.evals import EvalCollector, eval_metrics
-from asyncrl.learner.groups.intake import GroupBuffer, OutcomeQueue
+from asyncrl.learner.groups.intake import GroupBuffer
 from asyncrl.learner.metrics import generation_log
 from asyncrl.learner.metrics.generation_log import GenerationLog, Tokens, merge, update_line, update_metrics
 from asyncrl.messages.dataloader import Outcome
