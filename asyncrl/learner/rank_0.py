@@ -188,6 +188,7 @@ class Rank0:
             restored=state,
         )
         self._deliveries.use(
+            tasks=tasks,
             progress=progress,
             intake=intake,
             evals=evals,

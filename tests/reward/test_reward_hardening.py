@@ -17,7 +17,7 @@ from run_files import groups, json_lines
 from run_settings import sim_config
 
 from asyncrl.core.errors import RewardFailed
-from asyncrl.learner.groups import deliveries
+from asyncrl.learner.groups import component_names
 from asyncrl.messages.actors import NOTICE
 from asyncrl.messages.reward import MOST_NAMES
 from asyncrl.workers import memory, user_code
@@ -207,7 +207,7 @@ async def test_names_of_components_that_follow_from_the_data_do_not_grow_the_met
         looked_up_in.append(threading.current_thread())
         return user_code.find_place(spec)
 
-    monkeypatch.setattr(deliveries, "find_place", find_place)
+    monkeypatch.setattr(component_names, "find_place", find_place)
     path = tmp_path / "many_rewards.py"
     path.write_text("""
 import zlib

@@ -9,7 +9,6 @@ reads are always kept, in addition. The reward of a trajectory does not change.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from typing import Any
 
 from asyncrl.config import Config
@@ -55,9 +54,11 @@ class ComponentNames:
                 self._first_left_out = self._first_left_out or name
         return self.left_out > left_out_before
 
-    @cached_property
     def notice(self) -> str:
-        """Text for the user, after ``trim`` returned True: whose names they are, what follows, and what to do."""
+        """Compose the text for the user: whose names they are, what follows, and what to do.
+
+        Call it once, after ``trim`` returned True, and in a thread: it parses the file of the user's function.
+        """
         episode, reward = self._config.episode, self._config.reward
         spec = reward.function
         if reward.function == "episode":

@@ -20,6 +20,7 @@ data excludes before its lease counts as left out. That is no failure, so ``prob
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
@@ -410,10 +411,13 @@ class Deliveries:
         self._counters, self._log, self._clock = services.counters, services.log, services.clock
         self._notify, self._mark_progress = services.notify, services.progress
         self._group_log, self._seal_key = group_log, seal_key
+        self._components_notice: asyncio.Task[str] | None = None
+        """Task that composes the notice about components; None until one was left out."""
 
     def use(
         self,
         *,
+        tasks: asyncio.TaskGroup,
         progress: TrainingProgress,
         intake: Intake,
         evals: EvalCollector,
@@ -422,7 +426,7 @@ class Deliveries:
         teacher: ServedTeacher | None,
     ) -> None:
         """Set the parts of the restored run; comes before the first message."""
-        self._progress, self._intake, self._evals = progress, intake, evals
+        self._tasks, self._progress, self._intake, self._evals = tasks, progress, intake, evals
         self._components, self._dataloader, self._teacher = components, dataloader, teacher
 
     @handler
@@ -439,7 +443,7 @@ class Deliveries:
         self._mark_progress()
         if self._components.trim(group):
             self._counters["reward/components_left_out"] = self._components.left_out
-            self._notify("components", self._components.notice, count=self._components.left_out)
+            self._notify_components()
         if group.lease.purpose != "train":
             is_new = self._evals.add(group)
             self._group_log.write(TAKEN, uid=uid, by=caller.name, into="evaluation" if is_new else "duplicate")
@@ -474,3 +478,16 @@ class Deliveries:
         """Show notices to the user."""
         for notice in notices:
             self._notify(notice.key, notice.text)
+
+    def _notify_components(self) -> None:
+        """Give the notice that components are left out, with their present number.
+
+        The first call only composes the text, in a task that calls this again at its end. Calls before that do nothing.
+        """
+        notice = self._components_notice
+        if notice is None:
+            notice = self._tasks.create_task(asyncio.to_thread(self._components.notice))
+            notice.add_done_callback(lambda _: self._notify_components())
+            self._components_notice = notice
+        elif notice.done() and not notice.cancelled():
+            self._notify("components", notice.result(), count=self._components.left_out)
