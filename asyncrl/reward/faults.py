@@ -115,8 +115,8 @@ class FailureRate:
         """Time of the last call with rewards; None before the first."""
         self._failed_calls = 0
         """Number of calls that have failed since the last success."""
-        self._failing: set[str] = set()
-        """Uids of the prompts without a reward that arrived after the newest scored one."""
+        self._failing: dict[str, _Prompt] = {}
+        """Prompts without a reward, by uid, that arrived after the newest scored one."""
         self._early_failures = 0
         """Number of prompts that failed and arrived before the newest scored one, even if they were scored later."""
 
@@ -143,22 +143,25 @@ class FailureRate:
         if prompt is None:
             return
         prompt.scored = True
-        self._failing.discard(uid)
+        self._failing.pop(uid, None)
         if prompt.number > self._newest_scored:
             self._newest_scored = prompt.number
-            for other in [other for other in self._failing if not self._came_after_newest_scored(other)]:
-                self._failing.remove(other)
-                self._count_early_failure(other)
+            for other, failing in list(self._failing.items()):
+                if failing.number < prompt.number:
+                    del self._failing[other]
+                    failing.is_counted = True
+                    self._early_failures += 1
 
     def failed(self, uid: str, now: float) -> str:
         """Record that a call gave no rewards. Returns why the function counts as broken, or "" if it does not."""
         self._failed_calls += 1
         prompt = self._prompts.get(uid)
         if prompt is not None and not prompt.scored:
-            if self._came_after_newest_scored(uid):
-                self._failing.add(uid)
-            else:
-                self._count_early_failure(uid)
+            if prompt.number > self._newest_scored:
+                self._failing[uid] = prompt
+            elif not prompt.is_counted:
+                prompt.is_counted = True
+                self._early_failures += 1
         if self._failed_calls < self._calls_needed or len(self._failing) < self.prompts_needed:
             return ""
         for_prompts = f"for {len(self._failing)} prompts"
@@ -178,15 +181,3 @@ class FailureRate:
         # in a row is share ** n, which must be at most CHANCE. The bound 0.99 keeps the logarithm below 0.
         share = (self._early_failures + 1) / (self._newest_scored + 2)
         return min(max(MIN_PROMPTS, math.ceil(math.log(CHANCE) / math.log(min(share, 0.99)))), MOST_PROMPTS)
-
-    def _came_after_newest_scored(self, uid: str) -> bool:
-        """Whether the prompt's first call came after that of the newest scored prompt; False if it is forgotten."""
-        prompt = self._prompts.get(uid)
-        return prompt is not None and prompt.number > self._newest_scored
-
-    def _count_early_failure(self, uid: str) -> None:
-        """Count a prompt, once, as one that failed while the function worked for others."""
-        prompt = self._prompts.get(uid)
-        if prompt is not None and not prompt.is_counted and not prompt.scored:
-            prompt.is_counted = True
-            self._early_failures += 1
