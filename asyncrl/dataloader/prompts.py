@@ -77,12 +77,12 @@ class Dataset:
         return found
 
 
-def load_dataset(config: PromptsConfig) -> Dataset:
-    """Read and check every row. Raises DataError."""
-    return collect(*open_source(config), config)
+def load_dataset(config: PromptsConfig, file: GrowingFile | None = None) -> Dataset:
+    """Read and check every row, of ``file`` if the set follows it. Raises DataError."""
+    return collect(*open_source(config, file), config)
 
 
-def open_source(config: PromptsConfig) -> tuple[str, Iterator[RawRow]]:
+def open_source(config: PromptsConfig, file: GrowingFile | None = None) -> tuple[str, Iterator[RawRow]]:
     """The source's name, and an iterator that reads its rows. Both the call and the iterator may raise DataError."""
     if config.source == "reasoning_gym":
         name = f"reasoning_gym/{config.task}"
@@ -91,7 +91,7 @@ def open_source(config: PromptsConfig) -> tuple[str, Iterator[RawRow]]:
         return "synthetic", synthetic(config.size)
     path = config.path or ""
     if follows(config):
-        return path, iter(growing_file(config).read())
+        return path, iter((file or growing_file(config)).read())
     kind, files = find_files(path, kind=None if config.source == "auto" else config.source, split=config.split)
     if kind == "hf":
         return path, hf(path, config)
@@ -374,10 +374,7 @@ class RunPrompts:
         file: GrowingFile | None = None,
     ) -> PromptSet:
         """Read and tokenize one set; logs it, and notifies the user of rows that are left out."""
-        if file is not None:
-            dataset = await asyncio.to_thread(lambda: collect(data.path or "", file.read(), data))
-        else:
-            dataset = await asyncio.to_thread(load_dataset, data)
+        dataset = await asyncio.to_thread(load_dataset, data, file)
         prompts = PromptSet(dataset, data, tokenizer, self._config)
         while not await asyncio.to_thread(prompts.tokenize, TOKENIZED_AT_ONCE):
             services.progress()

@@ -196,20 +196,18 @@ def main() -> None:
                 return
             setup = msgspec.msgpack.decode(first, type=RewardSetup)
             try:
-                scorers = {"": resolve(setup, runner)}
-                for name in setup.sources:
+                scorers = {"": (resolve(setup, runner), _place_of(setup.function))}
+                for name, (function, _) in setup.sources.items():
                     key = f"data.source.{name}.reward"
-                    scorers[name] = resolve(setup.of_source(name), runner, Keys(key, f"{key}_options"))
+                    scorer = resolve(setup.of_source(name), runner, Keys(key, f"{key}_options"))
+                    scorers[name] = (scorer, _place_of(function))
             except NotCallable as error:
                 connection.sendall(framed(msgspec.msgpack.encode(Ready(error.problems))))
                 return
-            places = {"": _place_of(setup.function)} | {
-                name: _place_of(spec) for name, (spec, _) in setup.sources.items()
-            }
             memory = MemoryLimit(setup.max_memory_bytes)
             connection.sendall(framed(msgspec.msgpack.encode(Ready())))
             try:
-                _serve(connection, bodies, scorers, memory, places)
+                _serve(connection, bodies, scorers, memory)
             except MemoryError:
                 end(NO_MEMORY_EXIT)
             except ConnectionError:
@@ -229,21 +227,20 @@ def _place_of(function: str) -> str:
 def _serve(
     connection: socket.socket,
     bodies: Iterator[bytes | bytearray],
-    scorers: dict[str, Scorer],
+    scorers: dict[str, tuple[Scorer, str]],
     memory: MemoryLimit,
-    places: dict[str, str],
 ) -> None:
     """Answer each task with a Result, until the pool hangs up or the memory is used up.
 
-    ``scorers`` are by source; the one of "" is for all other tasks. ``places`` are where they are defined, for errors.
+    ``scorers`` are by source, each with where it is defined; the one of "" is for all other tasks.
     """
     decoder, encoder = msgspec.msgpack.Decoder(Score), msgspec.msgpack.Encoder()
     for frame in bodies:
         task = decoder.decode(frame)
-        source = task.source if task.source in scorers else ""
+        scorer, place = scorers.get(task.source, scorers[""])
         started = time.perf_counter()
         try:
-            outcomes, error, kind = _score(scorers[source], task, places[source])
+            outcomes, error, kind = _score(scorer, task, place)
         except MemoryError as failure:
             # The report on the error needs memory, too.
             memory.open_reserve()
