@@ -53,7 +53,7 @@ def nothing_usable(source: str, first_bad: str) -> TooFewUsable:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """What is left out of a set with so many ``prompts``."""
+    """The rows and prompts that are left out of a set with so many ``prompts``."""
 
     config: PromptsConfig
     prompts: int
@@ -94,7 +94,7 @@ class LeftOut:
         )
 
     def remarks(self, key: str) -> list[Remark]:
-        """Messages about what is left out of a usable set; ``key`` is the set's configuration key."""
+        """Messages about the left-out rows of a usable set; ``key`` is the set's configuration key."""
         found = []
         if self.skipped:
             share = _share(self.skipped, self.skipped + self.prompts)

@@ -305,7 +305,7 @@ class PromptSet:
 
     @property
     def left_out(self) -> LeftOut:
-        """What is left out."""
+        """The rows and prompts that are left out."""
         oversize = len(self.oversize)
         return LeftOut(self._config, len(self), oversize, self.longest, self.skipped, self._first_skipped)
 
