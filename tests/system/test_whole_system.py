@@ -245,12 +245,11 @@ def test_a_stopped_run_drains_in_order_and_returns_groups_in_flight(tmp_path):
         await system.stop()
 
     assert system.play(stop).phase in ("failed", "done")
-    holders, learner = system.actors["dataloader/0"]._book._holders, system.actors["learner/0"]
+    out, learner = system.actors["dataloader/0"]._book.out, system.actors["learner/0"]
     # From a dataloader that is older than any other: nothing changes.
     dataloader = Caller("dataloader/0", 0, -1, 0.0)
-    in_learner = learner._deliveries.holds(Holds(uids=list(holders.uids)), dataloader).uids
-    for uid in holders.uids:
-        leased = holders[uid]
+    in_learner = learner._deliveries.holds(Holds(uids=list(out)), dataloader).uids
+    for uid, leased in out.items():
         # A lease whose reply was on its way when its rollouter ended was never seen.
         seen = system.actors[leased.rollouter].open_leases(OpenLeases(learner=0), dataloader).seen
         assert uid in in_learner or leased.number > seen, f"{uid} was neither delivered nor returned"
