@@ -91,11 +91,9 @@ def serve(job: Job) -> Served:
         llm = LLM(**arguments)
         versions = []
         for manifest in job.manifests:
-            if job.lora:
-                failed = llm.collective_rpc("load_adapter", args=(manifest, config.lora.alpha / config.lora.rank))
-            else:
-                failed = [failure for failure, _ in llm.collective_rpc("load_version", kwargs={"manifest": manifest})]
-            assert failed == [""], failed
+            scaling = config.lora.alpha / config.lora.rank if job.lora else None
+            answers = llm.collective_rpc("load_version", kwargs={"manifest": manifest, "scaling": scaling})
+            assert [failure for failure, _ in answers] == [""], answers
             assert llm.reset_prefix_cache()
             scored, sampled = (
                 llm.generate([tokens_input(ids) for ids in asked], parameters, use_tqdm=False, lora_request=adapter)

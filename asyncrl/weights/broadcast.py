@@ -4,18 +4,14 @@ An epoch is one process group with a fixed set of members, and the number of tha
 engine worker is one member. The learner has a TCP store, where the members meet under a secret prefix. They form the
 group and receive every bucket: first its header (version, index, size, checksum), then its bytes. A member verifies a
 bucket before it passes it on. The checksum is xxh3_64 in host memory, and a sum of 64-bit words in the memory of a GPU.
+At last each member confirms the version to rank 0, which may have sent it before the last member has received it.
 
 Neither library reliably ends a transfer whose peer is dead or frozen. So each operation runs on a thread of its own,
-and the caller stops waiting for that thread at the timeout or at ``stop``. The thread is left behind; it ends with
-gloo's own timeout, or when NCCL is aborted. No caller waits for the threads that count, watch and abort: they are plain
-threads, whose errors Python writes to standard error.
+which the caller leaves behind at the timeout or at ``stop``. It ends with gloo's own timeout, or when NCCL is aborted.
 
-When an epoch ends, rank 0 writes the reason into the store, as key "over". While a member receives, it watches that key
-on a second connection. So the member notices at once that the epoch is over or that the learner has died. Between two
-versions no member uses the store. A group that failed is never used again.
-
-Rank 0 may have sent a version before the last member has received it. So each member adds 1 to a counter in the store
-when it has received a version or has failed. Rank 0 keeps the group open until the counter has reached all members.
+When an epoch ends, rank 0 writes the reason into the store, as key "over". While a member receives, a thread reads that
+key over a second connection. So the member notices at once that the epoch is over or that the learner has died. Between
+two versions no member uses the store. An epoch that is over is never used again.
 
 Fails with BroadcastFailed naming the reason; with WeightsCorrupt naming the bucket whose bytes are wrong; with
 ConfigError where NCCL or a GPU is missing. Nothing here has run on GPUs.
@@ -41,7 +37,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from xxhash import xxh3_64_intdigest
 
-from asyncrl.core.errors import BroadcastFailed, ConfigError, WeightsCorrupt
+from asyncrl.core.errors import BroadcastFailed, ConfigError
 from asyncrl.core.threads import on_daemon
 from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, CollectiveBackend
 from asyncrl.weights.segments import compare_checksums
@@ -58,7 +54,7 @@ LATER_S = 5.0
 LOOK_S = 0.1
 """Seconds between two reads of the key "over" while a member receives."""
 MEET_S = 0.02
-"""Seconds between two reads of the store while the members of a group meet, and while rank 0 waits for the counter."""
+"""Seconds between two reads of the store while the members of a group meet."""
 ANY = "0"
 """Value of network.ports for any free port."""
 BACKLOG = 1024
@@ -72,32 +68,26 @@ class _Stopped(Exception):
 class _Epoch:
     """One rank's part in an epoch: forms the group, broadcasts buckets, and ends.
 
-    One thread forms the group and broadcasts. ``stop`` may be called from any thread, and so may a member's ``end``.
-    ``address`` is the one at which gloo listens here.
+    One thread forms the group and broadcasts. ``stop`` and a member's ``end`` may be called from any thread. ``stores``
+    are two connections to the store, the second for ``watch`` alone. gloo listens at ``address``.
     """
 
-    def __init__(self, group: BroadcastGroup, rank: int, store: TCPStore, address: str, timeout_s: float) -> None:
+    def __init__(
+        self, group: BroadcastGroup, rank: int, stores: Iterable[TCPStore], address: str, timeout_s: float
+    ) -> None:
         self.group, self.rank, self.timeout_s = group, rank, timeout_s
-        self.over = ""
-        """Reason that this rank has left the group; empty while it is in it."""
-        self._store = c10d.PrefixStore(f"{group.token}/{group.epoch}", store)
+        self._store, self._watched = (c10d.PrefixStore(f"{group.token}/{group.epoch}", store) for store in stores)
         self._address = address
         self._stopped: Future[str] = Future()
-        """Result: the reason why the epoch is stopped."""
+        """Result: the reason why the epoch is over."""
         self._process_group: Any = None
         """The group; None before ``form`` and after ``end``."""
-        self._receives_or_stopped = threading.Event()
-        """Set while this member receives, and once the epoch is stopped; ``watch`` waits for it."""
-        self._version: int | None = None
-        """Version that this member is receiving; None between versions."""
-        self.device = torch.device("cuda" if group.backend == "nccl" else "cpu")
+        on_gpu = group.backend == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         """Device of the bytes; for NCCL the current GPU."""
 
     def form(self) -> None:
-        """Wait until all members are there, and form the group with them; return at once if it is formed.
-
-        If members do not come in time, rank 0 raises TimeoutError that names their ranks.
-        """
+        """Form the group once all members are there. If some do not come in time, rank 0 names them in TimeoutError."""
         if self._process_group is not None:
             return
         try:
@@ -111,10 +101,7 @@ class _Epoch:
         self._process_group = self._run(self._form, f"the group of epoch {self.group.epoch} to be formed")
 
     def _meet(self) -> None:
-        """Wait in the store until all members are there, or the epoch is stopped.
-
-        ``_form`` cannot be interrupted, so it begins only when no member is missing.
-        """
+        """Wait in the store for all members, or the end of the epoch, because ``_form`` cannot be interrupted."""
         self._store.set(f"rank {self.rank}", "here")
         wanted = ["begin"] if self.rank else [f"rank {rank}" for rank in range(self.group.world_size)]
         while not self._store.check(wanted):
@@ -138,27 +125,39 @@ class _Epoch:
 
     def broadcast(self, memory: Tensor, what: str) -> None:
         """Copy rank 0's ``memory`` into that of all ranks (contiguous, equally large); ``what`` is for errors."""
-        for piece in memory.split(PIECE_BYTES):  # type: ignore[no-untyped-call]
-            self._run(lambda piece=piece: self._broadcast(piece), what)  # type: ignore[misc]
-
-    def _broadcast(self, memory: Tensor) -> None:
-        """Broadcast one piece and wait until this rank has sent or received it. Runs on a thread of ``_run``."""
         options = c10d.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
+        for piece in memory.split(PIECE_BYTES):  # type: ignore[no-untyped-call]
+            self._collective("broadcast", [piece], options, what=what)
+
+    def confirm(self, version: int) -> None:
+        """All ranks, after the last bucket: rank 0 waits until every member has verified all of them."""
+        own = torch.zeros(1, device=self.device)
+        of_all = [] if self.rank else [[torch.zeros_like(own) for _ in range(self.group.world_size)]]
+        what = f"the members to receive version {version}"
+        self._collective("gather", of_all, [own], c10d.GatherOptions(), what=what)
+
+    def _collective(self, name: str, *arguments: Any, what: str) -> None:
+        """Begin an operation of the group, and wait until this rank's part in it is done."""
         # A local reference keeps the group: its destructor would wait, and hold the interpreter's lock.
         process_group = self._process_group
-        if not memory.is_cuda:
-            process_group.broadcast([memory], options).wait()
-            return
-        # Each thread has a current device of its own.
-        with torch.cuda.device(memory.device):
-            process_group.broadcast([memory], options).wait()
-            torch.cuda.current_stream().synchronize()
+
+        def work() -> None:
+            operation = getattr(process_group, name)
+            if self.device.type == "cpu":
+                operation(*arguments).wait()
+                return
+            # Each thread has a current device of its own.
+            with torch.cuda.device(self.device):
+                operation(*arguments).wait()
+                torch.cuda.current_stream().synchronize()
+
+        self._run(work, what)
 
     def _run(self, work: Callable[[], T], what: str) -> T:
         """Run blocking work on a new thread and return its result.
 
-        Raises TimeoutError after the timeout, and _Stopped once the epoch is stopped; the thread is left behind then.
+        Raises TimeoutError after the timeout, and _Stopped once the epoch is over.
         """
         done = on_daemon(f"asyncrl: {what}", work)
         futures: list[Future[Any]] = [done, self._stopped]
@@ -169,7 +168,7 @@ class _Epoch:
                 raise TimeoutError(f"waited {self.timeout_s:g} s for {what}")
             return done.result()
         except RuntimeError:
-            # The library reports only that a connection broke. Give ``watch`` the time of ten reads for the reason.
+            # The library reports only that a connection broke. Give the watch the time of ten reads for the reason.
             wait([self._stopped], 10 * LOOK_S)
             self.check()
             raise
@@ -178,81 +177,46 @@ class _Epoch:
             del done, futures
 
     def check(self) -> None:
-        """Raise _Stopped if the epoch is stopped."""
+        """Raise _Stopped if the epoch is over."""
         if self._stopped.done():
             raise _Stopped(self._stopped.result())
 
-    def begin_receiving(self, version: int) -> None:
-        """Member: let ``watch`` read the store until ``end_receiving`` or ``end``."""
-        self._version = version
-        self._receives_or_stopped.set()
+    def watch(self) -> threading.Event:
+        """Member: stop the epoch once rank 0 has ended it or is gone, until the returned event is set."""
+        received = threading.Event()
+        threading.Thread(target=self._watch, args=(received,), name="asyncrl: end of an epoch", daemon=True).start()
+        return received
 
-    def end_receiving(self) -> None:
-        """Member: if it was receiving a version, add 1 to that version's counter, without waiting for the store."""
-        version, self._version = self._version, None
-        if version is None:
-            return
-        self._receives_or_stopped.clear()
-        # ``stop`` may have set the event just before; without it ``watch`` would wait for ever.
-        if self._stopped.done():
-            self._receives_or_stopped.set()
-        # On a thread, since the host of the store may be frozen.
-        threading.Thread(target=self._count, args=(version,), name="asyncrl: count of members", daemon=True).start()
-
-    def _count(self, version: int) -> None:
-        """Member: add 1 to the counter of ``version``."""
-        # The library raises RuntimeError if the learner has ended; then nobody reads the counter.
-        with contextlib.suppress(RuntimeError):
-            self._store.add(_received(version), 1)
-
-    def wait_for_members(self, version: int) -> None:
-        """Rank 0: wait until every member has received ``version`` or has failed. Raises TimeoutError, _Stopped."""
-        key, members = _received(version), self.group.world_size - 1
-        until = time.monotonic() + self.timeout_s
-        while (count := self._store.add(key, 0)) < members:
-            wait([self._stopped], MEET_S)
-            self.check()
-            if time.monotonic() > until:
-                missing = f"{members - count} of {members} members"
-                raise TimeoutError(f"waited {self.timeout_s:g} s for {missing} to receive version {version}")
-        self._store.delete_key(key)
-
-    def watch(self, store: TCPStore) -> None:
-        """Thread of a member: while it receives, read the key "over", and ``stop`` the epoch once rank 0 has set it.
-
-        Also stops it if the connection breaks, or if the watch itself fails: the member could no longer notice the end.
-        ``store`` is a connection for this thread alone.
-        """
+    def _watch(self, received: threading.Event) -> None:
+        """Thread: read the key "over" until ``received`` is set. An error of the watch also stops the epoch."""
         try:
-            watched = c10d.PrefixStore(f"{self.group.token}/{self.group.epoch}", store)
-            while True:
-                self._receives_or_stopped.wait()
-                if self._stopped.done():
+            while not self._watched.check(["over"]):
+                if received.wait(LOOK_S):
                     return
-                if watched.check(["over"]):
-                    break
-                time.sleep(LOOK_S)
-            reason = f"the learner: {watched.get('over').decode(errors='replace')}"
+            reason = f"the learner: {self._watched.get('over').decode(errors='replace')}"
         except RuntimeError:
             reason = "the learner is gone"
         except Exception as error:
             reason = f"the watch of the store failed: {error!r}"
-        self.stop(reason)
+        if not received.is_set():
+            self.stop(reason)
 
     def stop(self, reason: str) -> None:
         """Make the present operation and every later one raise _Stopped. The first reason counts. From any thread."""
         with contextlib.suppress(InvalidStateError):
             self._stopped.set_result(reason)
-        self._receives_or_stopped.set()
 
     @contextlib.contextmanager
     def ended_by_errors(self, version: int) -> Iterator[None]:
-        """Context in which every error ends the epoch; errors of the transfer become BroadcastFailed."""
+        """Context in which every error ends the epoch; errors of the transfer become BroadcastFailed.
+
+        Raises BroadcastFailed if the epoch is over.
+        """
+        if self._stopped.done():
+            self.end("")
+            raise BroadcastFailed(version, f"epoch {self.group.epoch} is over: {self._stopped.result()}")
         try:
             yield
-        except WeightsCorrupt as error:
-            self.end(str(error))
-            raise
         except (_Stopped, OSError, RuntimeError) as error:
             self.end(str(error))
             raise BroadcastFailed(version, str(error)) from error
@@ -261,29 +225,16 @@ class _Epoch:
             raise
 
     def end(self, reason: str) -> None:
-        """Leave the group for this ``reason``; later calls do nothing.
-
-        Rank 0 writes the reason into the store for the members. A member that was receiving is counted, so that rank 0
-        does not wait for it.
-        """
-        if self.over:
-            return
-        self.over = reason
+        """Stop the epoch and leave the group. Rank 0 writes the first reason into the store. May be repeated."""
         self.stop(reason)
         if self.rank == 0:
             with contextlib.suppress(RuntimeError):
-                self._store.set("over", reason)
-        else:
-            self.end_receiving()
+                self._store.set("over", self._stopped.result())
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
-            # On a thread: aborting may take long, as may the destructor of a group with an operation under way.
+            # On a thread: aborting may take long, as may the destructor of a group with an operation under way. No
+            # caller waits for it, so Python writes its errors to standard error.
             threading.Thread(target=process_group.abort, name="asyncrl: end of a group", daemon=True).start()
-
-
-def _received(version: int) -> str:
-    """Key in the store of the counter of members that have received ``version`` or have failed."""
-    return f"received {version}"
 
 
 class Sender:
@@ -293,8 +244,7 @@ class Sender:
         """Open the store at ``host``, an address of this host, on one of ``ports`` (as network.ports)."""
         if backend == "nccl" and not (torch.cuda.is_available() and c10d.is_nccl_available()):
             raise ConfigError(["weights.transport: nccl needs a GPU and NCCL here; choose another transport"])
-        self.host, self._timeout_s = host, timeout_s
-        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self.backend, self.host, self._timeout_s = backend, host, timeout_s
         self._store: TCPStore | None = open_store(host, timeout_s, ports)
         self.port: int = self._store.port
         """Port at which members meet."""
@@ -306,39 +256,27 @@ class Sender:
     def send(self, group: BroadcastGroup, version: int, buckets: Iterable[tuple[Bucket, int]]) -> None:
         """Broadcast ``version`` to ``group``: each bucket as soon as ``buckets`` yields it with its descriptor.
 
-        Blocks until every member has received all or has failed. The caller closes the descriptors. Raises
-        BroadcastFailed; any error, also one of ``buckets``, ends the epoch.
+        Blocks until every member has received all. The caller closes the descriptors. Raises BroadcastFailed; any
+        error, also one of ``buckets``, ends the epoch.
         """
-        epoch = self._enter(group, version)
+        if self._store is None:
+            raise BroadcastFailed(version, "the sender is closed")
+        epoch = self._epoch
+        if epoch is None or epoch.group != group:
+            if epoch is not None:
+                epoch.end(f"the next epoch is {group.epoch}")
+            stores = self._store, self._store
+            epoch = self._epoch = _Epoch(group, 0, stores, self.host, self._timeout_s)
         with epoch.ended_by_errors(version):
             epoch.form()
             for index, (bucket, descriptor) in enumerate(buckets):
-                epoch.check()
-                memory = mapped(descriptor, bucket.size).to(self._device)
+                memory = mapped(descriptor, bucket.size).to(epoch.device)
                 checksum = sum_of_words(memory) if group.backend == "nccl" else bucket.checksum
                 header = np.array([version, index, bucket.size, checksum], np.uint64).view(np.int64)
                 what = f"bucket {index} of version {version} to be broadcast"
-                epoch.broadcast(torch.from_numpy(header).to(self._device), what)
+                epoch.broadcast(torch.from_numpy(header).to(epoch.device), what)
                 epoch.broadcast(memory, what)
-            epoch.wait_for_members(version)
-
-    def _enter(self, group: BroadcastGroup, version: int) -> _Epoch:
-        """Return the epoch of ``group``, the present one or a new one, which ends the present one.
-
-        Raises BroadcastFailed if the sender is closed or the epoch over, or if another ``group`` has no newer epoch.
-        """
-        epoch = self._epoch
-        if self._store is None:
-            raise BroadcastFailed(version, "the sender is closed")
-        if epoch is None or epoch.group.epoch < group.epoch:
-            if epoch is not None:
-                epoch.end(f"epoch {epoch.group.epoch} is over, the next is {group.epoch}")
-            epoch = self._epoch = _Epoch(group, 0, self._store, self.host, self._timeout_s)
-        elif epoch.group != group:
-            raise BroadcastFailed(version, f"{group} cannot follow {epoch.group}")
-        elif epoch.over:
-            raise BroadcastFailed(version, f"epoch {group.epoch} is over: {epoch.over}")
-        return epoch
+            epoch.confirm(version)
 
     def abort(self, reason: str) -> None:
         """Make a broadcast under way fail; a later epoch can still be sent to. From any thread."""
@@ -370,41 +308,39 @@ class Receiver:
         """
         epoch = self._enter(part, worker)
         with epoch.ended_by_errors(part.version):
-            epoch.begin_receiving(part.version)
-            epoch.form()
-            buckets = part.manifest.buckets
-            for index, bucket in enumerate(buckets):
-                memory = self._bucket(epoch, part, index, bucket.size)
-                if index == len(buckets) - 1:
-                    # Every bucket is received: the epoch may end while the caller uses the last one.
-                    epoch.end_receiving()
-                yield memory
+            received = epoch.watch()
+            try:
+                epoch.form()
+                for index, bucket in enumerate(part.manifest.buckets):
+                    memory = self._bucket(epoch, part, index, bucket.size)
+                    if bucket is part.manifest.buckets[-1]:
+                        epoch.confirm(part.version)
+                        # The epoch may end while the caller uses the last bucket.
+                        received.set()
+                    yield memory
+            finally:
+                received.set()
 
     def _enter(self, part: BroadcastPart, worker: int) -> _Epoch:
-        """Return the epoch of ``part``, the present one or a new one with its own connections to the store.
-
-        Raises BroadcastFailed if the epoch is over, the learner cannot be reached, or this receiver is closed.
-        """
+        """Return the epoch of ``part``, the present one or a new one. Raises BroadcastFailed."""
         rank, group, epoch = part.first_rank + worker, part.group, self._epoch
-        if self._ended.is_set():
-            raise BroadcastFailed(part.version, ENDED)
-        if epoch is not None and (epoch.group, epoch.rank) == (group, rank):
-            if epoch.over:
-                raise BroadcastFailed(part.version, f"epoch {group.epoch} is over: {epoch.over}")
-            return epoch
-        if epoch is not None:
-            epoch.end("it has left for another group")
-        try:
-            store, watched = (_connect(group, part.timeout_s) for _ in range(2))
-            address = _address_towards(group.host, group.port)
-        except (OSError, RuntimeError) as error:
-            raise BroadcastFailed(part.version, f"the learner cannot be reached: {error}") from error
-        epoch = self._epoch = _Epoch(group, rank, store, address, part.timeout_s)
-        threading.Thread(target=epoch.watch, args=(watched,), name="asyncrl: end of an epoch", daemon=True).start()
-        # Another thread may have called ``close`` meanwhile.
+        if epoch is None or (epoch.group, epoch.rank) != (group, rank):
+            if epoch is not None:
+                epoch.end("it has left for another group")
+            timeout = timedelta(seconds=part.timeout_s)
+            try:
+                stores = [
+                    TCPStore(group.host, group.port, is_master=False, timeout=timeout, wait_for_workers=False)
+                    for _ in range(2)
+                ]
+                with socket.create_connection((group.host, group.port), timeout=10.0) as connection:
+                    address = connection.getsockname()[0]
+            except (OSError, RuntimeError) as error:
+                raise BroadcastFailed(part.version, f"the learner cannot be reached: {error}") from error
+            epoch = self._epoch = _Epoch(group, rank, stores, address, part.timeout_s)
+        # ``close`` may have run before there was this epoch.
         if self._ended.is_set():
             epoch.end(ENDED)
-            raise BroadcastFailed(part.version, ENDED)
         return epoch
 
     @staticmethod
@@ -417,82 +353,42 @@ class Receiver:
         if (version, number, bytes_) != (part.version, index, size):
             came = f"bucket {number} of version {version} with {bytes_} bytes"
             raise RuntimeError(f"{came} came in place of {what} with {size} bytes")
-        if epoch.group.backend == "nccl":
+        on_gpu = epoch.group.backend == "nccl"
+        if on_gpu:
             memory = torch.empty(size, dtype=torch.uint8, device=epoch.device)
-            epoch.broadcast(memory, what)
-            if (found := sum_of_words(memory)) != checksum:
-                problem = f"its sum is {found:#018x} instead of {checksum:#018x}"
-                raise WeightsCorrupt(problem, version=version, bucket=index)
-            return memory
-        # numpy allocates huge pages, torch does not: a page fault for each 4 KiB costs more than the transfer.
-        memory = torch.from_numpy(np.empty(size, np.uint8))
+        else:
+            # numpy allocates huge pages, torch does not: a page fault for each 4 KiB costs more than the transfer.
+            memory = torch.from_numpy(np.empty(size, np.uint8))
         epoch.broadcast(memory, what)
-        compare_checksums(xxh3_64_intdigest(memory.numpy().data), checksum, version=version, index=index)
+        found = sum_of_words(memory) if on_gpu else xxh3_64_intdigest(memory.numpy().data)
+        compare_checksums(found, checksum, version=version, index=index)
         return memory
 
     def close(self) -> None:
-        """Leave the group, which fails a broadcast under way, and refuse later ones.
-
-        May be called from any thread, and repeated.
-        """
+        """Leave the group, which fails a broadcast under way, and refuse later ones. May be repeated."""
         self._ended.set()
         if self._epoch is not None:
             self._epoch.end(ENDED)
 
 
-# --- the store ---
-
-
 def open_store(host: str, timeout_s: float, ports: str = ANY) -> TCPStore:
-    """Rank 0: open a store on a free one of ``ports``, bound to the address ``host`` alone.
-
-    Its ``port`` is the one that was bound. Raises OSError if none is free.
-    """
-    with listen(host, ports) as listener:
-        port = listener.getsockname()[1]
-        # The store takes over the bound descriptor, so no other process can get the port in between.
-        return TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-
-def listen(host: str, ports: str = ANY) -> socket.socket:
-    """Open a socket that listens at the highest free one of ``ports`` (as network.ports), bound to ``host`` alone.
+    """Rank 0: open a store at the address ``host`` alone, on the highest free one of ``ports`` (as network.ports).
 
     The lowest port is the controller's and is taken last, because a restarted controller needs it again. Raises OSError
     naming the range if no port in it is free.
     """
     low, _, high = ports.partition("-")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    timeout = timedelta(seconds=timeout_s)
     for port in reversed(range(int(low), int(high or low) + 1)):
-        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # As ZeroMQ does: a connection that has just ended does not block the port, and two listeners cannot share
-            # a port. For port 0 the option is off, so that the kernel chooses a port that is wholly free.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
-            listener.bind((host, port))
-            listener.listen(BACKLOG)
+            # As with ZeroMQ, a connection that has just ended does not block the port.
+            listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         except OSError as error:
-            listener.close()
             if error.errno != errno.EADDRINUSE:
                 raise
         else:
-            return listener
+            # The store takes over the bound descriptor, so no other process can get the port in between.
+            bound, fd = listener.getsockname()[1], listener.detach()
+            return TCPStore(host, bound, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=fd)
     raise OSError(errno.EADDRINUSE, f"no port of {ports} at {host} is free; widen network.ports")
-
-
-def _connect(group: BroadcastGroup, timeout_s: float) -> TCPStore:
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(group.host, group.port, is_master=False, timeout=timeout, wait_for_workers=False)
-
-
-def _address_towards(host: str, port: int) -> str:
-    """Return the address of this host from which a connection to ``host`` starts."""
-    with socket.create_connection((host, port), timeout=10.0) as connection:
-        address: str = connection.getsockname()[0]
-        return address

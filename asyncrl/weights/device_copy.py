@@ -2,15 +2,12 @@
 
 The learner fills the copy when it takes the weights of a version, and describes it in the manifest. A worker of an
 engine on that GPU copies a bucket from there to memory of its own, and loads it from there. So the weights do not pass
-through host memory while the engine is paused. The version is in sealed segments all the same: they serve all other
-replicas, and this one later.
+through host memory while the engine is paused. The version is in sealed segments all the same, for all others.
 
 Invariant: a worker loads no other bytes than those of the segment. The learner does not wait for workers, so the next
 version may overwrite the copy while a worker reads it, and the learner may die. Therefore a worker compares what it has
 read with the sum of the bucket's 64-bit words. If they differ, or the memory cannot be opened, it takes the bucket from
 its segment.
-
-The writer fails with OSError if the GPU has no room. The reader does not fail.
 """
 
 from __future__ import annotations
@@ -34,11 +31,12 @@ class CopyWriter:
 
     def __init__(self, memory: DeviceMemory, gpu: str) -> None:
         """``gpu`` is the UUID of the GPU."""
-        self._memory, self._gpu = memory, gpu
+        # The memory stays until the process ends, because a worker may be reading it.
+        self._handle, self._gpu = memory.handle, gpu
         self.memory = memory.tensor
         """uint8 [size]."""
-        self._places: dict[str, tuple[int, int]] = {}
-        """Offset and size (bytes) of each tensor in the memory, by its name in versions."""
+        self._places: dict[tuple[str, int], int] = {}
+        """Offset of each tensor in the memory, by its name in versions and its size (bytes)."""
 
     def place(self, tensors: Mapping[str, Tensor]) -> None:
         """Note where the memory holds these tensors; leave out tensors in other memory."""
@@ -46,7 +44,7 @@ class CopyWriter:
         for name, tensor in tensors.items():
             offset = tensor.data_ptr() - start
             if 0 <= offset <= len(self.memory) - tensor.nbytes and tensor.is_contiguous():
-                self._places[name] = offset, tensor.nbytes
+                self._places[name, tensor.nbytes] = offset
 
     def describe(self, buckets: Sequence[Bucket], sums: list[int]) -> DeviceCopy:
         """Describe the copy of a version. ``sums`` has the sum of the words of each bucket.
@@ -55,20 +53,13 @@ class CopyWriter:
         """
         offsets = []
         for bucket in buckets:
-            # No tensor has the size -1, so it marks a tensor that the copy lacks.
-            found = [self._places.get(spec.name, (0, -1)) for spec in bucket.tensors]
-            is_whole = all(size == size_of(spec) for (_, size), spec in zip(found, bucket.tensors, strict=True))
-            offsets.append([offset for offset, _ in found] if is_whole else [])
-        return DeviceCopy(gpu=self._gpu, handle=self._memory.handle, size=len(self.memory), offsets=offsets, sums=sums)
-
-    def close(self) -> None:
-        """Free the memory. Raises OSError."""
-        del self.memory
-        self._memory.close()
+            places = [(spec.name, size_of(spec)) for spec in bucket.tensors]
+            offsets.append([self._places[place] for place in places] if self._places.keys() >= {*places} else [])
+        return DeviceCopy(gpu=self._gpu, handle=self._handle, size=len(self.memory), offsets=offsets, sums=sums)
 
 
 class CopyReader:
-    """A worker's side. ``gpu`` is the UUID of the worker's GPU. Call ``close`` after each load."""
+    """A worker's side. ``gpu`` is the UUID of the worker's GPU, "" on CPU. Call ``close`` after each load."""
 
     def __init__(self, gpu: str, device: torch.device, open_memory: Callable[[bytes, int], DeviceMemory]) -> None:
         self._gpu, self._device, self._open_memory = gpu, device, open_memory
@@ -80,15 +71,18 @@ class CopyReader:
         """Number of buckets that came from copies."""
 
     def read(self, manifest: Manifest, index: int) -> Tensor | None:
-        """Return the bytes of a bucket, uint8 [size] on the device; None if they must come from the segment.
-
-        That is so if the version has no copy on this GPU, the copy lacks the bucket, cannot be read, or has changed.
-        """
-        copy = manifest.device
+        """Return the bytes of a bucket, uint8 [size] on the device; None if they must come from the segment."""
+        copy, bucket = manifest.device, manifest.buckets[index]
         if copy is None or copy.gpu != self._gpu or copy.handle == self._refused or not copy.offsets[index]:
             return None
         try:
-            memory = self._copied_bucket(manifest, copy, index)
+            if self._opened is None:
+                self._opened = self._open_memory(copy.handle, copy.size)
+            # Zeros, because the gaps between the tensors of a segment are zero, and the sum includes them.
+            memory = torch.zeros(bucket.size, dtype=torch.uint8, device=self._device)
+            for spec, offset in zip(bucket.tensors, copy.offsets[index], strict=True):
+                size = size_of(spec)
+                memory[spec.offset : spec.offset + size] = self._opened.tensor[offset : offset + size]
         except (OSError, RuntimeError) as error:
             self._refused = copy.handle
             _LOG.warning("weights come through host memory: the learner's copy on the GPU cannot be read: %s", error)
@@ -97,18 +91,6 @@ class CopyReader:
             _LOG.info("bucket %d of version %d comes through host memory: its copy changed", index, manifest.version)
             return None
         self.buckets_read += 1
-        return memory
-
-    def _copied_bucket(self, manifest: Manifest, copy: DeviceCopy, index: int) -> Tensor:
-        """Copy the tensors of a bucket from the learner's memory to memory of this process, laid out as the segment."""
-        if self._opened is None:
-            self._opened = self._open_memory(copy.handle, copy.size)
-        bucket = manifest.buckets[index]
-        # Zeros, because the gaps between the tensors of a segment are zero, and the sum includes them.
-        memory = torch.zeros(bucket.size, dtype=torch.uint8, device=self._device)
-        for spec, offset in zip(bucket.tensors, copy.offsets[index], strict=True):
-            size = size_of(spec)
-            memory[spec.offset : spec.offset + size] = self._opened.tensor[offset : offset + size]
         return memory
 
     def close(self) -> None:

@@ -3,8 +3,8 @@
 The memory comes from cudaMalloc. torch's allocator is not used: a process may not open the expandable segments of
 another one, and the share of a rank limits torch's allocator alone.
 
-Invariant: the memory stays while it is open here. It is freed when ``close`` was called or the process ends. After the
-end of the process that allocated it, CUDA does not define what the others read, so each reader verifies what it reads.
+Invariant: the memory stays while it is open here, or the process that allocated it lives. After the end of that process
+CUDA does not define what the others read, so each reader verifies what it reads.
 
 Fails with OSError that names the call of CUDA and its error.
 """
@@ -30,14 +30,13 @@ class _Handle(ctypes.Structure):
 class DeviceMemory:
     """One piece of memory of the current GPU."""
 
-    def __init__(self, address: int, size: int, handle: bytes, *, is_own: bool) -> None:
+    def __init__(self, address: int, size: int, handle: bytes) -> None:
         """Called by ``allocate`` and ``open``."""
         self.handle = handle
         """Bytes by which another process opens the memory."""
         self.tensor: Tensor = _view(address, size)
         """The memory: uint8 [size]."""
-        self._address, self._is_own = address, is_own
-        """Address of the memory, 0 once closed; and whether this process has allocated it."""
+        self._address = address
 
     @classmethod
     def allocate(cls, size: int) -> DeviceMemory:
@@ -49,7 +48,7 @@ class DeviceMemory:
         except OSError:
             _call("cudaFree", address)
             raise
-        return cls(address.value or 0, size, bytes(handle), is_own=True)
+        return cls(address.value or 0, size, bytes(handle))
 
     @classmethod
     def open(cls, handle: bytes, size: int) -> DeviceMemory:
@@ -57,15 +56,13 @@ class DeviceMemory:
         address = ctypes.c_void_p()
         given = _Handle.from_buffer_copy(handle)
         _call("cudaIpcOpenMemHandle", ctypes.byref(address), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
-        return cls(address.value or 0, size, handle, is_own=False)
+        return cls(address.value or 0, size, handle)
 
     def close(self) -> None:
-        """Free the memory here; no tensor may use it afterwards. Raises OSError."""
-        address, self._address = self._address, 0
-        if address:
-            del self.tensor
-            torch.cuda.synchronize()
-            _call("cudaFree" if self._is_own else "cudaIpcCloseMemHandle", ctypes.c_void_p(address))
+        """Close memory that ``open`` has opened; no tensor may use it afterwards. Raises OSError."""
+        del self.tensor
+        torch.cuda.synchronize()
+        _call("cudaIpcCloseMemHandle", ctypes.c_void_p(self._address))
 
 
 def gpu_id(device: torch.device) -> str:
@@ -74,11 +71,9 @@ def gpu_id(device: torch.device) -> str:
 
 
 def _view(address: int, size: int) -> Tensor:
-    """Return memory of the GPU as a tensor, uint8 [size], without a copy."""
+    """Return memory of the GPU as a tensor, uint8 [size], without a copy (numba's CUDA array interface)."""
 
     class Array:
-        """https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
-
         __cuda_array_interface__ = {  # noqa: RUF012
             "shape": (size,),
             "typestr": "|u1",

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 """Every tensor's offset is a multiple of this many bytes."""
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-# F_SEAL_SEAL prevents further seals. A reader does not need that, since a further seal does it no harm.
-NEEDED_SEALS = SEALS & ~fcntl.F_SEAL_SEAL
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -93,19 +92,13 @@ class Segment:
 
 
 def seal_verified(segment: Segment, bucket: Bucket, *, version: int, index: int) -> int:
-    """Seal a written segment and compare its size and checksum with the manifest's ``bucket``.
+    """Seal a written segment and return its descriptor.
 
-    Returns the descriptor. If they differ, discards the segment and raises WeightsCorrupt.
+    If its checksum is not that of the manifest's ``bucket``, discards the segment and raises WeightsCorrupt.
     """
     try:
         found = segment.seal(bucket.tensors)
-        if (found.size, found.checksum) != (bucket.size, bucket.checksum):
-            raise WeightsCorrupt(
-                f"its {found.size} bytes have the checksum {found.checksum:#018x}, instead of {bucket.size} bytes with "
-                f"{bucket.checksum:#018x}",
-                version=version,
-                bucket=index,
-            )
+        compare_checksums(found.checksum, bucket.checksum, version=version, index=index)
     except BaseException:
         segment.discard()
         raise
@@ -135,16 +128,13 @@ def fill_buckets(sizes: Sequence[int], limit: int) -> list[range]:
 
     A unit that is larger than the limit becomes a bucket of its own.
     """
-    buckets: list[range] = []
-    start, total = 0, 0
+    starts, total = [0], 0
     for i, size in enumerate(sizes):
-        if i > start and total + size > limit:
-            buckets.append(range(start, i))
-            start, total = i, 0
+        if i > starts[-1] and total + size > limit:
+            starts.append(i)
+            total = 0
         total += size
-    if start < len(sizes):
-        buckets.append(range(start, len(sizes)))
-    return buckets
+    return [range(start, end) for start, end in pairwise([*starts, len(sizes)])] if sizes else []
 
 
 def size_of(spec: TensorSpec) -> int:
@@ -165,25 +155,23 @@ def open_segment(bucket: Bucket, *, version: int, index: int) -> int:
             version=version,
             bucket=index,
         ) from error
-    try:
-        _check_sealed(descriptor, bucket, version, index)
-    except BaseException:
+    problem = _seal_problem(descriptor, bucket.size)
+    if problem:
         os.close(descriptor)
-        raise
+        raise WeightsCorrupt(problem, version=version, bucket=index)
     return descriptor
 
 
-def _check_sealed(descriptor: int, bucket: Bucket, version: int, index: int) -> None:
-    """Raise WeightsCorrupt unless the memory is sealed and at least as large as its bucket."""
+def _seal_problem(descriptor: int, size: int) -> str:
+    """Return why this is no sealed memory of at least ``size`` bytes, or an empty text."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
         seals = 0
-    if seals & NEEDED_SEALS != NEEDED_SEALS:
-        raise WeightsCorrupt("its memory is not sealed against change", version=version, bucket=index)
-    size = os.fstat(descriptor).st_size
-    if size < bucket.size:
-        raise WeightsCorrupt(f"holds {size} bytes instead of {bucket.size}", version=version, bucket=index)
+    if seals & SEALS != SEALS:
+        return "its memory is not sealed against change"
+    found = os.fstat(descriptor).st_size
+    return f"holds {found} bytes instead of {size}" if found < size else ""
 
 
 def map_segment(descriptor: int, size: int) -> mmap.mmap:

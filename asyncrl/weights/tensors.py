@@ -1,7 +1,4 @@
-"""Makes torch tensors from the bytes of a version, which are in sealed memory or were received.
-
-The tensors are views, so they keep their bucket in memory. Fails with OSError if a segment cannot be opened.
-"""
+"""Makes torch tensors from the bytes of a version: views, which keep their bucket in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from asyncrl.weights.segments import size_of
 def tensors_of(
     manifest: Manifest, elsewhere: Callable[[Manifest, int], torch.Tensor | None] = lambda manifest, index: None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors of a version whose paths this process can open: views that keep their bucket in memory.
+    """Yield names and tensors of a version whose paths this process can open. Raises OSError.
 
     ``elsewhere`` may have the bytes of a bucket in other memory: uint8 [size]. If it returns None, they are mapped.
     """
@@ -36,14 +33,10 @@ def tensors_of(
 
 
 def tensors_in(memory: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and tensors of a bucket, as views of its bytes (``memory``, uint8)."""
+    """Yield the names and tensors of a bucket from its bytes (``memory``, uint8)."""
     for spec in specs:
         dtype = getattr(torch, spec.dtype)
-        size = size_of(spec)
-        if size:
-            yield spec.name, memory[spec.offset : spec.offset + size].view(dtype).view(spec.shape)
-        else:
-            yield spec.name, torch.empty(spec.shape, dtype=dtype)
+        yield spec.name, memory[spec.offset : spec.offset + size_of(spec)].view(dtype).view(spec.shape)
 
 
 def mapped(descriptor: int, size: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from asyncrl.core.other_names import NAMES, meaning_of
 from asyncrl.core.truncation import LARGEST_SET, Truncation
 from asyncrl.dataloader.evals import EvalPrompt
 from asyncrl.learner.actor import Learner
-from asyncrl.learner.publishing.broadcaster import collective_backend
+from asyncrl.learner.publishing.publisher import collective_backend
 from asyncrl.messages import Uid
 from asyncrl.observe.states import STATES
 from asyncrl.reward.functions import JUDGES as REWARD_JUDGES

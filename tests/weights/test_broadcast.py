@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from asyncrl.core.errors import BroadcastFailed, ConfigError, WeightsCorrupt
 from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, CollectiveBackend, Manifest
 from asyncrl.weights import broadcast as module
-from asyncrl.weights.broadcast import Sender, listen, open_store
+from asyncrl.weights.broadcast import Sender, open_store
 from asyncrl.weights.tensors import sum_of_words
 from tools.waiting import wait_until
 
@@ -107,7 +107,7 @@ def broadcast(sender: Sender, members: list[Peer], epoch: int, version: Version)
 
 
 def test_members_find_rank_0_in_its_range_of_ports() -> None:
-    with listen(HOST) as taken:
+    with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         ports = f"{port}-{port + 20}"
         made = Sender("gloo", HOST, PATIENCE_S, ports)
@@ -248,7 +248,8 @@ def test_i4_a_flipped_bit_is_found_before_the_bucket_is_used(peers, sender, vers
     made.buckets[2] = msgspec.structs.replace(bucket, checksum=bucket.checksum ^ 1), descriptor
     group = group_at(sender.port, 1, 3)
     begin(members, group, made)
-    sender.send(group, 7, iter(made.buckets))
+    # The bucket is the last one: no member confirms the version.
+    assert failing(sender, group, made, iter(made.buckets))
     for peer in members:
         answer = peer.answer()
         assert answer.kind == "WeightsCorrupt" and "version 7, bucket 2: its checksum is" in answer.error
@@ -267,36 +268,42 @@ def test_i4_a_member_refuses_a_bucket_of_another_version(peers, sender, version)
     assert "bucket 0 of version 3" in answer.error and "in place of bucket 0 of version 4" in answer.error
 
 
-def test_rank_0_keeps_the_group_until_every_member_has_the_version_or_has_failed() -> None:
-    group, store = group_at(1, 1, 3), open_store(HOST, PATIENCE_S)
-    group = msgspec.structs.replace(group, port=store.port)
-    rank_0, *members = (
-        module._Epoch(group, rank, module._connect(group, PATIENCE_S) if rank else store, HOST, PATIENCE_S)
-        for rank in range(3)
-    )
-    for member in members:
-        member.begin_receiving(4)
+def test_a_broadcast_lasts_until_every_member_has_confirmed_the_version(peers, sender, version) -> None:
+    """A small version is in the buffers of the connections before a frozen member has received it."""
+    members, group = peers.take(2), group_at(sender.port, 1, 3)
+    begin(members, group, warm := version(0, small_tensors(0)))
+    sender.send(group, 0, iter(warm.buckets))
+    assert [peer.answer() for peer in members] == [Answer(checksums=warm.checksums)] * 2
+    made = version(1, small_tensors(1))
+    members[1].stop()
+    begin(members, group, made)
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(rank_0.wait_for_members, 4)
-        members[0].end_receiving()
-        # Counts once.
-        members[0].end("it ends")
+        sending = thread.submit(sender.send, group, 1, iter(made.buckets))
         with pytest.raises(TimeoutError):
-            waiting.result(0.5)
-        members[1].end("it failed")
-        waiting.result(PATIENCE_S)
+            sending.result(1.0)
+        members[1].go_on()
+        sending.result(PATIENCE_S)
+    assert [peer.answer() for peer in members] == [Answer(checksums=made.checksums)] * 2
 
 
-def test_rank_0_waits_for_members_until_the_timeout_or_until_it_is_stopped() -> None:
-    for timeout_s, stop, error, words in (
-        (0.3, False, TimeoutError, "waited 0.3 s for 2 of 2 members to receive version 4"),
-        (PATIENCE_S, True, module._Stopped, "enough"),
-    ):
-        epoch = module._Epoch(group_at(1, 1, 3), 0, open_store(HOST, PATIENCE_S), HOST, timeout_s)
-        if stop:
-            threading.Timer(0.2, epoch.stop, ["enough"]).start()
-        with pytest.raises(error, match=words):
-            epoch.wait_for_members(4)
+@pytest.mark.parametrize("ends", ["killed", "stopped"])
+def test_a_member_that_does_not_confirm_the_version_ends_the_broadcast(peers, sender, version, ends: str) -> None:
+    members, group = peers.take(2), group_at(sender.port, 1, 3)
+    begin(members, group, warm := version(0, small_tensors(0)))
+    sender.send(group, 0, iter(warm.buckets))
+    assert [peer.answer() for peer in members] == [Answer(checksums=warm.checksums)] * 2
+    made = version(1, small_tensors(1))
+    members[1].stop()
+    begin(members, group, made)
+    ending = threading.Timer(0.5, members[1].process.kill if ends == "killed" else lambda: sender.abort("enough"))
+    ending.start()
+    began = time.monotonic()
+    reason = failing(sender, group, made, iter(made.buckets))
+    assert ends == "killed" or reason.endswith("enough")
+    assert time.monotonic() - began < PATIENCE_S / 2
+    # It had every bucket, but another member may be without one.
+    assert members[0].answer().kind in ("", "BroadcastFailed")
+    members[1].kill()
 
 
 def test_a_member_may_use_a_version_after_the_learner_has_ended(peers, version) -> None:
@@ -330,30 +337,20 @@ class CountedStore:
         self.looks += keys == ["over"]
         return False
 
-    def add(self, key: str, amount: int) -> int:
-        return amount
-
 
 def test_a_member_asks_the_store_only_while_it_receives(monkeypatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     monkeypatch.setattr(module.c10d, "PrefixStore", lambda _, store: store)
     store = CountedStore()
-    epoch = module._Epoch(group_at(4711, 1, 2), 1, store, HOST, PATIENCE_S)
-    watching = threading.Thread(target=epoch.watch, args=(store,))
-    watching.start()
-    try:
-        for version in range(2):
-            time.sleep(0.05)
-            looks = store.looks
-            time.sleep(0.1)
-            assert store.looks == looks
-            epoch.begin_receiving(version)
-            wait_until(lambda before=looks: store.looks > before + 2)
-            epoch.end_receiving()
-    finally:
-        epoch.stop("enough")
-        watching.join(PATIENCE_S)
-    assert not watching.is_alive()
+    epoch = module._Epoch(group_at(4711, 1, 2), 1, [store, store], HOST, PATIENCE_S)
+    for _ in range(2):
+        time.sleep(0.05)
+        looks = store.looks
+        time.sleep(0.1)
+        assert store.looks == looks
+        received = epoch.watch()
+        wait_until(lambda before=looks: store.looks > before + 2)
+        received.set()
 
 
 class FailingStore:
@@ -361,9 +358,6 @@ class FailingStore:
         self.error = error
 
     def check(self, keys: list[str]) -> bool:
-        raise self.error
-
-    def add(self, key: str, amount: int) -> int:
         raise self.error
 
 
@@ -376,11 +370,11 @@ class FailingStore:
 )
 def test_a_failed_watch_ends_the_epoch(monkeypatch, error: Exception, reason: str) -> None:
     monkeypatch.setattr(module.c10d, "PrefixStore", lambda _, store: store)
-    epoch = module._Epoch(group_at(4711, 1, 2), 1, FailingStore(error), HOST, PATIENCE_S)
-    epoch.begin_receiving(4)
-    epoch.watch(epoch._store)
+    store = FailingStore(error)
+    epoch = module._Epoch(group_at(4711, 1, 2), 1, [store, store], HOST, PATIENCE_S)
+    epoch.watch()
     with pytest.raises(module._Stopped, match=re.escape(reason)):
-        epoch.check()
+        wait_until(epoch.check)
 
 
 def test_i5_errors_of_threads_that_no_caller_waits_for_are_written(monkeypatch) -> None:
@@ -388,17 +382,17 @@ def test_i5_errors_of_threads_that_no_caller_waits_for_are_written(monkeypatch) 
     hook = lambda failed: written.append((failed.thread.name, str(failed.exc_value)))  # noqa: E731
     monkeypatch.setattr(threading, "excepthook", hook)
     monkeypatch.setattr(module.c10d, "PrefixStore", lambda _, store: store)
-    epoch = module._Epoch(group_at(4711, 1, 2), 1, FailingStore(ValueError("no count")), HOST, PATIENCE_S)
+    store = CountedStore()
+    epoch = module._Epoch(group_at(4711, 1, 2), 1, [store, store], HOST, PATIENCE_S)
 
     class Group:
         def abort(self) -> None:
             raise OSError("no end")
 
     epoch._process_group = Group()
-    epoch.begin_receiving(4)
     epoch.end("enough")
-    wait_until(lambda: len(written) == 2)
-    assert sorted(written) == [("asyncrl: count of members", "no count"), ("asyncrl: end of a group", "no end")]
+    wait_until(lambda: written)
+    assert written == [("asyncrl: end of a group", "no end")]
 
 
 class FilledEpoch:
@@ -523,7 +517,7 @@ def test_receiver_is_closed_while_it_waits(peers, sender, version) -> None:
 
 def test_a_missing_learner_is_an_error_at_once(peers, version) -> None:
     [peer], made = peers.take(1), version(0, small_tensors(0))
-    with listen(HOST) as taken:
+    with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
     began = time.monotonic()
     assert (

@@ -31,7 +31,6 @@ def test_another_process_reads_and_writes_the_same_memory() -> None:
     process.join(120.0)
     assert process.exitcode == 0
     assert torch.equal(memory.tensor.cpu(), (torch.arange(SIZE) % 251 + 1).to(torch.uint8))
-    memory.close()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")

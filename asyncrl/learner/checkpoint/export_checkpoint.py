@@ -24,8 +24,7 @@ from asyncrl.learner.fsdp.model.lora import add_adapters, target_names
 from asyncrl.learner.fsdp.startup.loading import load_policy, model_folder
 from asyncrl.learner.fsdp.weights.copies import adapter_units, model_units, whole_buckets
 from asyncrl.learner.fsdp.weights.dcp import load_weights
-from asyncrl.learner.fsdp.weights.export import export, export_adapter
-from asyncrl.weights.lora import adapter_settings
+from asyncrl.learner.fsdp.weights.export import adapter_settings, export, export_adapter
 
 
 def export_checkpoint(

@@ -78,14 +78,13 @@ from asyncrl.learner.fsdp.startup.startup_check import Scoring
 from asyncrl.learner.fsdp.utilisation import mfu
 from asyncrl.learner.fsdp.weights import dcp
 from asyncrl.learner.fsdp.weights.assembly import Assembly, make_copy, publish, take_part
-from asyncrl.learner.fsdp.weights.export import export
+from asyncrl.learner.fsdp.weights.export import adapter_settings, export
 from asyncrl.learner.fsdp.weights.probe import score_probe
 from asyncrl.learner.fsdp.weights.saver import Saver
 from asyncrl.messages.routes import Experts
 from asyncrl.messages.weights import Probe
 from asyncrl.weights.broadcast import open_store
 from asyncrl.weights.held_version import HeldVersion
-from asyncrl.weights.lora import adapter_settings
 
 _LOG = logging.getLogger(__name__)
 LEAST_COMPILE_S = 0.1

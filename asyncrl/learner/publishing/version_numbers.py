@@ -27,11 +27,10 @@ FILE = "version_mark.json"
 """Name of the mark in the run's folder: ``{"version": ..., "start": ...}``."""
 TAIL_BYTES = 4 << 20
 """Bytes of metrics.jsonl that are read from its end, where the highest numbers are."""
-_MISSING = "is not there"
 
 
 class Used(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The highest numbers given so far; the content of the mark."""
+    """The highest numbers given so far; the content of the mark. The defaults are those before any start."""
 
     version: int = -1
     start: int = 0
@@ -44,15 +43,11 @@ class VersionNumbers:
         """``used`` are the highest numbers in other files of the run's folder; new numbers are above them."""
         self._path = folder / FILE
         used = used or Used()
-        mark, self.problem = self._read()
+        mark, self.problem = self._read(is_new_run=used == Used())
         """Problem with the mark, for the user; empty if it has none."""
-        is_new_run = self.problem == _MISSING and used == Used()
-        if is_new_run:
-            # Only a new run may lack the mark.
-            self.problem = ""
-        elif used.version > mark.version or used.start > mark.start:
-            # A missing or damaged mark keeps its own problem. The notice puts the file's name in front of the text.
-            self.problem = self.problem or f"is older than the run: it holds version {mark.version}"
+        if not self.problem and (used.version > mark.version or used.start > mark.start):
+            # The notice puts the file's name in front of the text.
+            self.problem = f"is older than the run: it holds version {mark.version}"
         self.version = max(mark.version, used.version)
         """The highest number given so far; -1 before the first."""
         self.start = max(mark.start, used.start)
@@ -72,15 +67,12 @@ class VersionNumbers:
         replace_file(self._path, msgspec.json.encode(mark))
         self.version, self.start = mark.version, mark.start
 
-    def _read(self) -> tuple[Used, str]:
-        """Read the mark. Returns its numbers, and its problem or an empty text. Raises ConfigError.
-
-        A missing or damaged mark gives the numbers before any start.
-        """
+    def _read(self, *, is_new_run: bool) -> tuple[Used, str]:
+        """Read the mark, which only a new run may lack. Returns it, and its problem or "". Raises ConfigError."""
         try:
             mark = msgspec.json.decode(self._path.read_bytes(), type=Used)
         except FileNotFoundError:
-            return Used(), _MISSING
+            return Used(), "" if is_new_run else "is not there"
         except msgspec.DecodeError as error:
             return Used(), f"is damaged: {error}"
         except OSError as error:

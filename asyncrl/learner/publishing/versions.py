@@ -2,13 +2,13 @@
 
 A version is due after each ``learner.steps_per_version`` steps. It gets a number, a probe and a copy of the shards.
 ``publish`` waits until the version before is assembled and rank 0 has copied its own shards, but for no other actor. A
-task waits for the assembly during the training, and gives the version to the broadcaster, if there is one, and to the
-publisher. A number is durable before any other process hears of it, and is used up even if its version fails.
+task waits for the assembly during the training, and gives the version to the publisher. A number is used up even if its
+version fails.
 
 A version that cannot be begun or assembled, for example on a full disk, is reported and becomes overdue: it is tried
-again. A version whose bytes have changed becomes overdue too, since no engine can load it. Training continues with the
-groups that the last version admits. The run ends only when no group is left to train and no version could be published
-for ``checkpoint.room_wait_s``. The version at the start is tried once.
+again. A version whose bytes have changed becomes overdue too. Training continues with the groups that the last version
+admits. The run ends only when no group is left to train and no version could be published for
+``checkpoint.room_wait_s``. The version at the start is tried once.
 
 Fails with ActorFailed when no version can be published for too long. Any other error than an OSError of the system
 leaves the ranks out of step, and is raised.
@@ -22,7 +22,7 @@ import errno
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from asyncrl.config import Config
 from asyncrl.core.disk import full_errno, in_bytes, in_words
@@ -32,7 +32,6 @@ from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.training_progress import TrainingProgress
-from asyncrl.learner.publishing.broadcaster import Broadcaster, collective_backend
 from asyncrl.learner.publishing.publisher import Publisher
 from asyncrl.learner.publishing.version_numbers import VersionNumbers
 from asyncrl.messages import Request
@@ -84,17 +83,13 @@ class Versions:
         self._track, self._assemblies = track, assemblies
         self.probed: Sequence[ProbeSequence] = []
         """Sequences that engines score to prove that they serve the learner's weights (probe_sequences.py)."""
-        self._publisher = Publisher(call, services.log, progress.news.announce)
-        self._broadcaster: Broadcaster | None = None
-        """Broadcasts versions; None if ``weights.transport`` has no broadcasts."""
-        if (collective := collective_backend(config, on_gpu=backend.on_gpu)) is not None:
-            self._broadcaster = Broadcaster(collective, config, host, call=call, log=services.log)
+        self._publisher = Publisher(config, host, call=call, log=services.log, on_spoiled=progress.news.announce)
         self._assembling: asyncio.Task[None] | None = None
         """Task that assembles the newest version; it may have ended."""
         self._failed = False
         """Whether the newest version could not be assembled."""
-        self._error: OSError | None = None
-        """Error of the last attempt to publish; None after a success."""
+        self._failure: _Failure | None = None
+        """The last attempt to publish; None after a success."""
         self.whole = -1
         """The newest version that was assembled; -1 before the first."""
         self.metrics: dict[str, float] = {}
@@ -102,16 +97,13 @@ class Versions:
 
     async def start(self) -> None:
         """Begin to broadcast and publish versions."""
-        if self._broadcaster is not None:
-            await self._broadcaster.start()
+        await self._publisher.start(on_gpu=self._backend.on_gpu)
         self._tasks.create_task(self._publisher.run())
 
     async def close(self) -> None:
         """End the broadcasts and close the held versions; call it after the tasks have ended."""
-        if self._broadcaster is not None:
-            # The actor has ``drain_s`` for closing everything; members get a quarter of it to receive the buckets.
-            await self._broadcaster.close(self._config.supervision.drain_s / 4)
-        self._publisher.close()
+        # The actor has ``drain_s`` for closing everything; members get a quarter of it to receive the buckets.
+        await self._publisher.close(self._config.supervision.drain_s / 4)
 
     # --- when ---
 
@@ -167,25 +159,22 @@ class Versions:
     async def first(self) -> None:
         """Publish the weights at the start and wait until they are assembled. Raises ActorFailed."""
         if not await self.publish() or not await self.settled():
-            assert self._error is not None
-            reason = why_not_published(self._error)
-            raise ActorFailed(self._name, f"the weights at the start cannot be published: {reason}")
+            assert self._failure is not None
+            raise ActorFailed(self._name, f"the weights at the start cannot be published: {self._failure.reason}")
 
     async def retry(self, give_up_at: float) -> bool:
         """Publish an overdue version and wait until it is assembled. Returns whether that succeeded.
 
         Raises ActorFailed if it fails after the time ``give_up_at``.
         """
-        if await self.publish() and await self.settled():
-            return True
-        if self._clock.now() >= give_up_at:
-            error = self._error
-            assert error is not None
+        succeeded = await self.publish() and await self.settled()
+        if not succeeded and self._clock.now() >= give_up_at:
+            failure = self._failure
+            assert failure is not None
             within = f"{self._config.checkpoint.room_wait_s:g} s (checkpoint.room_wait_s)"
-            reason = f"no version could be published for {within}: {why_not_published(error)}"
-            to_do, _ = _advice(error, self._version_bytes)
-            raise ActorFailed(self._name, f"{reason}; to do: {to_do}, and resume the run") from error
-        return False
+            reason = f"no version could be published for {within}: {failure.reason}"
+            raise ActorFailed(self._name, f"{reason}; to do: {failure.to_do}, and resume the run")
+        return succeeded
 
     async def insist(self, give_up_at: float) -> None:
         """Call ``retry`` once, with a pause after a failure."""
@@ -203,9 +192,6 @@ class Versions:
         try:
             version = await self._begin()
         except OSError as error:
-            if isinstance(error, AsyncRLError):
-                # Not a full disk or memory: the ranks are out of step.
-                raise
             self._report(error)
             return False
         progress = self._progress
@@ -219,10 +205,7 @@ class Versions:
         return True
 
     async def _begin(self) -> int:
-        """Take the next number, score the probe, copy the weights, and return the number.
-
-        Also starts the task that waits for the assembly.
-        """
+        """Take a number, score the probe, copy the weights, and start the assembly's task. Returns the number."""
         self._track.enter("publish")
         try:
             # An ending actor waits for this thread, so no number is given after the actor's successor has begun.
@@ -241,75 +224,65 @@ class Versions:
         return version
 
     async def _assemble(self, version: int, assembly: Future[HeldVersion]) -> None:
-        """Wait until a version is assembled, and give it to the broadcaster and the publisher.
-
-        An OSError of the system is reported as a failed version. Any other error is raised: the ranks are out of step.
-        """
+        """Wait until a version is assembled, and give it to the publisher."""
         self._assemblies.enter(f"gather v{version}", version=version)
         try:
             held = await asyncio.wrap_future(assembly)
         except OSError as error:
-            if isinstance(error, AsyncRLError):
-                raise
-            self._failed = True
             self._report(error)
+            self._failed = True
             self._progress.news.announce()
             return
         finally:
             self._assemblies.leave()
         self.whole = version
         self.metrics = {"weights/gather_s": held.manifest.gather_s, "weights/publish_bytes": held.bytes}
-        if self._broadcaster is not None:
-            await self._broadcaster.begin(held, self._tasks)
-        self._publisher.offer(held)
-        if self._error is not None:
-            self._error = None
+        await self._publisher.offer(held, self._tasks)
+        if self._failure is not None:
+            self._failure = None
             self._notify(NOTICE, f"versions are published again, from {version} on")
 
     def _report(self, error: OSError) -> None:
         """Report a version that could not be begun or assembled: counter, log, notice to the user.
 
-        Without an assembled version there is no notice: the run ends with the reason (``first``).
+        Raises an error of the ranks, which are out of step then: that is no full disk or memory. Without an assembled
+        version there is no notice: the run ends with the reason (``first``).
         """
-        self._error = error
+        if isinstance(error, AsyncRLError):
+            raise error
+        self._failure = failure = _describe(error, self.metrics.get("weights/publish_bytes", 0.0))
         self._counters.add("weights/not_published")
         self._log.error("no version published; training continues as long as it can", error=str(error))
         if self.whole >= 0:
-            text = f"no version of the weights after {self.whole} could be published: {why_not_published(error)}"
-            to_do, waits_for = _advice(error, self._version_bytes)
+            text = f"no version of the weights after {self.whole} could be published: {failure.reason}"
             meanwhile = (
                 "Training continues with the groups that are admitted, and the version is tried again. The run ends "
                 f"when these are used up and none could be published for {self._config.checkpoint.room_wait_s:g} s "
-                f"(checkpoint.room_wait_s). To do: {to_do}"
+                f"(checkpoint.room_wait_s). To do: {failure.to_do}"
             )
-            self._notify(NOTICE, text, meanwhile=meanwhile, waits_for=waits_for)
-
-    @property
-    def _version_bytes(self) -> float:
-        """Size of the newest assembled version; 0 before the first."""
-        return self.metrics.get("weights/publish_bytes", 0.0)
+            self._notify(NOTICE, text, meanwhile=meanwhile, waits_for=failure.waits_for)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def why_not_published(error: OSError) -> str:
-    """Compose why a version could not be published: the file for a disk error, else shared memory."""
+class _Failure(NamedTuple):
+    reason: str
+    to_do: str = "mend what is named"
+    waits_for: str = ""
+    """Resource that the run waits for; may be empty."""
+
+
+def _describe(error: OSError, version_bytes: float) -> _Failure:
+    """Describe to the user why no version was published: a disk error names its file, another one is shared memory."""
     if isinstance(error.filename, str):
-        return in_words(error, Path(error.filename))
-    return f"shared memory for the weights: {error.strerror or error}"
-
-
-def _advice(error: OSError, version_bytes: float) -> tuple[str, str]:
-    """Advice for the user about ``error``, and the resource that the run waits for, which may be empty.
-
-    ``version_bytes`` is the memory that a version takes.
-    """
-    if isinstance(error.filename, str):
+        reason, folder = in_words(error, Path(error.filename)), Path(error.filename).parent
         if full_errno(error):
             # Only the number of a version is written to the disk.
-            folder = Path(error.filename).parent
-            return f"free space in {folder}; a few KiB are enough for this", f"room on {folder}"
-    elif full_errno(error) or error.errno == errno.ENOMEM:
-        return f"free memory on this host: a version takes {in_bytes(version_bytes)} of it", "memory for the weights"
-    return "mend what is named", ""
+            return _Failure(reason, f"free space in {folder}; a few KiB are enough for this", f"room on {folder}")
+        return _Failure(reason)
+    reason = f"shared memory for the weights: {error.strerror or error}"
+    if full_errno(error) or error.errno == errno.ENOMEM:
+        to_do = f"free memory on this host: a version takes {in_bytes(version_bytes)} of it"
+        return _Failure(reason, to_do, "memory for the weights")
+    return _Failure(reason)

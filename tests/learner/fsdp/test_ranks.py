@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from dataclasses import fields
@@ -14,7 +15,7 @@ from learner.rank_pool import RANK_WAIT_S, TIMEOUT_S, RankPool, meet
 
 from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.learner.fsdp.ranks.ranks import CommandLine, Gather, Ranks, See, StopRank, of_step, pack, unpack
-from asyncrl.weights.broadcast import listen, open_store
+from asyncrl.weights.broadcast import open_store
 
 
 def test_a_late_follower_gets_every_command_and_the_store_keeps_none() -> None:
@@ -86,7 +87,7 @@ def _misses(rank: int, addresses: Any, dead: int) -> tuple[str, int, bool, bool]
     store = open_store("127.0.0.1", TIMEOUT_S)
     port = store.port
     if dead == 0:
-        with listen("127.0.0.1") as gone:
+        with socket.create_server(("127.0.0.1", 0)) as gone:
             port, store = gone.getsockname()[1], None
     with pytest.raises(DeadlineExceeded) as failure:
         Ranks(1 - dead, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)

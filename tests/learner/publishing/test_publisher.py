@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from harness import Net, until
 from learner.publishing.publications import make_publication, no_segment_left_open, open_segments
+from run_settings import sim_config
 from virtual import run_virtual
 
 from asyncrl.core.errors import ProtocolError, RemoteError
@@ -69,11 +70,16 @@ class Scene:
         self.start()
         peer = net.client(NAME, "learner/0", call_timeout_s=1.0)
         self.losses = 0
-        self.publisher = Publisher(peer.call, get_logger("learner/0"), self._lost)
+        log = get_logger("learner/0")
+        self.publisher = Publisher(sim_config(), "127.0.0.1", call=peer.call, log=log, on_spoiled=self._lost)
         self.running = asyncio.create_task(self.publisher.run())
 
     def _lost(self) -> None:
         self.losses += 1
+
+    async def offer(self, version: HeldVersion) -> None:
+        # Without broadcasts there are no tasks.
+        await self.publisher.offer(version, asyncio.TaskGroup())
 
     def start(self) -> None:
         self.stub = Stub()
@@ -105,11 +111,11 @@ def play(scenario: Callable[[Scene], Awaitable[None]]) -> None:
             finally:
                 scene.running.cancel()
                 await asyncio.gather(scene.running, return_exceptions=True)
-                scene.publisher.close()
+                await scene.publisher.close(0.5)
                 before = open_segments()
             with make_publication(99):
                 # Nothing is closed twice: that would close another owner's.
-                scene.publisher.close()
+                await scene.publisher.close(0.5)
                 assert len(open_segments() - before) == 3
 
     with no_segment_left_open():
@@ -121,7 +127,7 @@ def test_each_version_is_published_and_kept_and_published_again_to_a_successor()
         made = []
         for version in range(3):
             made.append(make_publication(version))
-            scene.publisher.offer(made[-1])
+            await scene.offer(made[-1])
             await scene.acknowledged(version)
             await held(made, [False] * version + [True])
         assert scene.stub.told == [0, 1, 2]
@@ -144,7 +150,7 @@ def test_the_event_loop_does_not_wait_for_the_memory_of_an_older_version(monkeyp
 
     async def scenario(scene: Scene) -> None:
         for version in range(2):
-            scene.publisher.offer(make_publication(version))
+            await scene.offer(make_publication(version))
             await scene.acknowledged(version)
 
     play(scenario)
@@ -154,13 +160,13 @@ def test_the_event_loop_does_not_wait_for_the_memory_of_an_older_version(monkeyp
 def test_a_newer_version_replaces_versions_without_an_answer() -> None:
     async def scenario(scene: Scene) -> None:
         made = [make_publication(version) for version in range(6)]
-        scene.publisher.offer(made[0])
+        await scene.offer(made[0])
         await scene.acknowledged(0)
         scene.stub.awake.clear()
-        scene.publisher.offer(made[1])
+        await scene.offer(made[1])
         await until(lambda: 1 in scene.stub.reached)
         for publication in made[2:]:
-            scene.publisher.offer(publication)
+            await scene.offer(publication)
         # The version that is held, the one that may be on its way, and the newest.
         await held(made, [True, True, False, False, False, True])
         # Past the deadline of a call.
@@ -175,17 +181,17 @@ def test_a_newer_version_replaces_versions_without_an_answer() -> None:
 
 def test_a_version_that_changed_in_memory_is_published_again_and_a_refusal_is_an_error() -> None:
     async def scenario(scene: Scene) -> None:
-        scene.publisher.offer(make_publication(3))
+        await scene.offer(make_publication(3))
         await scene.acknowledged(3)
         scene.stub.spoiled = 3
         scene.stub.changed.wake()
         await until(lambda: scene.publisher.spoiled)
         await asyncio.sleep(5.0)
         assert (scene.losses, scene.stub.told) == (1, [3])
-        scene.publisher.offer(make_publication(4))
+        await scene.offer(make_publication(4))
         assert not scene.publisher.spoiled
         await scene.acknowledged(4)
-        scene.publisher.offer(make_publication(2))
+        await scene.offer(make_publication(2))
         with pytest.raises(RemoteError, match="version_reused"):
             await scene.running
 

@@ -24,7 +24,7 @@ from virtual import run_virtual
 
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.training_progress import TrainingProgress
-from asyncrl.learner.publishing import broadcaster
+from asyncrl.learner.publishing import publisher
 from asyncrl.learner.publishing.version_numbers import VersionNumbers
 from asyncrl.learner.publishing.versions import Versions
 from asyncrl.messages import Done
@@ -52,7 +52,7 @@ class Script:
     """
 
     on_gpu = False
-    host, port, token = "127.0.0.1", 4711, "t"
+    backend, host, port, token = "gloo", "127.0.0.1", 4711, "t"
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._loop = folder, asyncio.get_running_loop()
@@ -153,7 +153,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     async def main(scenario: Callable[[Versions, Script], Awaitable[None]]) -> Script:
         async with Net(memory=True) as net:
             script, trace = Script(tmp_path), Trace(time.monotonic, time.time, window_s=0.0)
-            monkeypatch.setattr(broadcaster, "make_sender", lambda *_: script)
+            monkeypatch.setattr(publisher, "make_sender", lambda *_: script)
             net.serve(script, NAME)
             thread, lives = ThreadPoolExecutor(1), asyncio.Event()
 

@@ -35,7 +35,7 @@ from asyncrl.config.training import ModelConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.fsdp.model.policy import Policy, local, parts
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
-from asyncrl.learner.fsdp.weights.shard_plan import (
+from asyncrl.learner.fsdp.startup.shard_plan import (
     INDEX,
     ONE_FILE,
     converts_rows,

@@ -56,6 +56,7 @@ from asyncrl.learner.fsdp.model.policy import Policy, local, parts
 from asyncrl.learner.fsdp.model.recurrence import recurrent_modules
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.startup.loading import Loaded, load
+from asyncrl.learner.fsdp.startup.shard_plan import own_rows
 from asyncrl.learner.fsdp.startup.sharded_check import confirm_scoring
 from asyncrl.learner.fsdp.startup.startup_check import (
     AgreeingWays,
@@ -66,7 +67,6 @@ from asyncrl.learner.fsdp.startup.startup_check import (
     sharing_problem,
     short_tokens,
 )
-from asyncrl.learner.fsdp.weights.shard_plan import own_rows
 
 _LOG = logging.getLogger(__name__)
 KEPT = (

@@ -3,12 +3,11 @@
 Every rank first copies its own shards to host memory on the training thread (copies.py); training waits only for that.
 Then another thread gathers the copies on rank 0, in buckets of whole layers. Rank 0 consumes one bucket while the next
 is gathered: for a version it writes it into a sealed segment. A version holds the adapters alone if versions are
-published so, and else the whole model with adapters added in. An export is the whole model, and the adapters in a
-folder of their own.
+published so, and else the whole model with adapters added in. An export is the whole model and the adapters.
 
-Invariants: a copy is of one moment, so no version is torn. It is read to its end before the next one is taken, so one
-copy bounds the memory. The exchange among the ranks has a process group to itself and cannot mix with the collectives
-of a step. Every rank finishes the gather even if the writing fails; the error is raised afterwards on rank 0 alone.
+Invariants: a copy is read to its end before the next one is taken, so one copy bounds the memory. The exchange among
+the ranks has a process group to itself and cannot mix with the collectives of a step. Every rank finishes the gather
+even if the writing fails; the error is raised afterwards on rank 0 alone.
 
 ``begin`` fails with DeadlineExceeded if the previous assembly does not end in time. It also raises the error of a
 failed exchange of the previous assembly, since the ranks are out of step then. Other results are in the future alone.
@@ -31,7 +30,7 @@ from asyncrl.core.errors import AsyncRLError, DeadlineExceeded
 from asyncrl.core.threads import on_daemon, wait_for
 from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
-from asyncrl.learner.fsdp.weights.copies import ShardCopies, Unit, Weight, adapter_units, flat, joined, model_units
+from asyncrl.learner.fsdp.weights.copies import ShardCopies, Unit, adapter_units, flat, joined, model_units, weights_of
 from asyncrl.messages.weights import Bucket, Manifest, Probe
 from asyncrl.weights.device_copy import CopyWriter
 from asyncrl.weights.device_memory import DeviceMemory, gpu_id
@@ -63,21 +62,17 @@ class Assembly:
     ) -> None:
         """``adapters_alone``: whether a version is the adapters alone. ``dtype`` is the type of published weights.
 
-        ``make_copy`` allocates GPU memory of a size in bytes, for engines on this rank's GPU. Each assembly of the
-        model then fills it as well as the host copy. It is given only if this rank has the whole model. If it raises
-        OSError, engines get the weights through host memory.
+        ``make_copy`` allocates GPU memory of a size in bytes, for engines on the GPU of a rank with the whole model.
+        Each assembly of the model fills it too. If it raises OSError, engines get the weights through host memory.
         """
         model = ShardCopies(model_units(policy), ranks, dtype)
         self.gpu_copy: CopyWriter | None = None
         """The copy in GPU memory, with the weights of the newest assembly of the model; None without one."""
         if make_copy is not None:
             try:
-                self.gpu_copy = make_copy(model.shared_bytes)
+                self.gpu_copy = model.share(make_copy)
             except OSError as error:
                 _LOG.warning("weights come to engines on this GPU through host memory: %s", error)
-            else:
-                for unit in model.share(self.gpu_copy.memory):
-                    self.gpu_copy.place(unit.named(weight.part.view(weight.shape) for weight in unit.weights))
         adapters = ShardCopies(adapter_units(policy), ranks, dtype)
         self._copies: dict[Purpose, list[ShardCopies]] = {
             "version": [adapters if adapters_alone else model],
@@ -94,12 +89,14 @@ class Assembly:
     def begin(self, purpose: Purpose, consume: Callable[[Iterator[dict[str, Tensor]]], T]) -> Future[T]:
         """All ranks together: begin an assembly; returns once this rank's shards are copied.
 
-        First waits until the previous assembly has ended, because the new copy overwrites its memory. Another thread
-        then calls ``consume`` with the iterator of ``gather_buckets``; the future has its result. On ranks of further
-        replicas the iterator is empty. Raises as the module says.
+        First waits until the previous one has ended. Another thread then calls ``consume`` with the iterator of
+        ``gather_buckets``, which is empty on ranks of further replicas; the future has its result.
         """
         self._wait(self._ranks.timeout_s)
-        self._raise_last_error()
+        error = self._last.exception() if self._last is not None else None
+        # After an OSError, as of a full disk, the ranks are still in step: rank 0 takes all buckets all the same.
+        if error is not None and (not isinstance(error, OSError) or isinstance(error, AsyncRLError)):
+            raise error
         copies = self._copies[purpose]
         for each in copies:
             each.take()
@@ -111,22 +108,14 @@ class Assembly:
         return begun
 
     def close(self) -> None:
-        """Wait up to STOP_WAIT_S for the assembly under way; a longer one is abandoned and logged."""
+        """Wait up to STOP_WAIT_S for the assembly under way, and abandon a longer one."""
         try:
             self._wait(STOP_WAIT_S)
         except DeadlineExceeded:
             _LOG.warning("learner/%d stops while weights are being assembled", self._ranks.rank)
-        # The memory of ``gpu_copy`` stays until the process ends, because an engine may be reading it.
 
     def _wait(self, timeout_s: float) -> None:
         wait_for(self._last, timeout_s, who=f"learner/{self._ranks.rank}", thread=THREAD)
-
-    def _raise_last_error(self) -> None:
-        """Raise the previous assembly's error if the ranks are out of step after it."""
-        error = self._last.exception() if self._last is not None else None
-        # After an OSError, as of a full disk, the ranks are still in step: rank 0 takes all buckets all the same.
-        if error is not None and (not isinstance(error, OSError) or isinstance(error, AsyncRLError)):
-            raise error
 
 
 def make_copy(size: int, device: torch.device) -> CopyWriter:
@@ -135,7 +124,7 @@ def make_copy(size: int, device: torch.device) -> CopyWriter:
 
 
 def take_part(gathered: Iterator[dict[str, Tensor]]) -> None:
-    """Ranks above 0: run the gather, which sends their parts to rank 0, and ignore the empty results."""
+    """Run the gather to its end, and ignore the results."""
     for _ in gathered:
         pass
 
@@ -149,29 +138,25 @@ def publish(
 ) -> HeldVersion:
     """Rank 0: write each gathered bucket into a sealed segment, and return the version. Raises OSError.
 
-    ``copy`` is the copy of the same weights in GPU memory; the manifest then says where it is. If a bucket cannot be
-    written, the rest is still gathered, so that the other ranks finish; then the error is raised.
+    ``copy`` is the copy of the same weights in GPU memory; the manifest then says where it is.
     """
     began = time.monotonic()
     buckets: list[Bucket] = []
     descriptors: list[int] = []
     sums: list[int] = []
     """Sum of the words of each bucket, by which a worker checks the GPU copy."""
-    problem: OSError | None = None
-    for tensors in gathered:
-        if problem is None:
-            try:
-                bucket, descriptor = _write_bucket(f"asyncrl-v{version}-{len(buckets)}", tensors)
-            except OSError as error:
-                problem = error
-            else:
-                buckets.append(bucket)
-                descriptors.append(descriptor)
-                if copy is not None:
-                    sums.append(sum_of_words(mapped(descriptor, bucket.size)))
-    if problem is not None:
+    try:
+        for tensors in gathered:
+            bucket, descriptor = _write_bucket(f"asyncrl-v{version}-{len(buckets)}", tensors)
+            buckets.append(bucket)
+            descriptors.append(descriptor)
+            if copy is not None:
+                sums.append(sum_of_words(mapped(descriptor, bucket.size)))
+    except OSError:
         close_all(descriptors)
-        raise problem
+        # The other ranks wait for the rest of the gather.
+        take_part(gathered)
+        raise
     gather_s = time.monotonic() - began
     device = copy.describe(buckets, sums) if copy is not None else None
     manifest = Manifest(version=version, buckets=buckets, device=device, probe=probe, gather_s=gather_s)
@@ -206,54 +191,39 @@ def gather_buckets(
     next bucket is gathered meanwhile. The tensors are in host memory that may be that of the copies, so they are valid
     until the next bucket. ``group`` is from ``Ranks.another_group``, and nothing else uses it meanwhile.
     """
-    pending: tuple[list[Unit], _Gather] | None = None
+    sizes = [sum(w.shape.numel() * w.part.itemsize for w in unit.weights) for unit in units]
+    gathers = (_Gather([units[i] for i in bucket], ranks, group) for bucket in fill_buckets(sizes, bucket_bytes))
     with ranks.waiting("gathering the weights"):
-        plan = fill_buckets([sum(weight.size for weight in unit.weights) for unit in units], bucket_bytes)
-        # Each turn starts one gather and yields the result of the previous one; the last turn starts none.
-        for bucket in [*plan, None]:
-            previous = pending
-            if bucket is not None:
-                members = [units[i] for i in bucket]
-                pending = (members, _Gather([weight for unit in members for weight in unit.weights], ranks, group))
-            if previous is None:
-                continue
-            previous_units, gather = previous
-            full = gather.wait()
-            if ranks.rank:
-                yield {}
-                continue
-            bucket_tensors: dict[str, Tensor] = {}
-            values = iter(full)
-            for unit in previous_units:
-                bucket_tensors |= unit.named(values)
-            yield bucket_tensors
+        following = next(gathers, None)
+        while following is not None:
+            gather, following = following, next(gathers, None)
+            yield gather.wait()
 
 
 class _Gather:
     """Gathers one bucket on rank 0: each rank sends its parts in one buffer, in one collective. Starts at once."""
 
-    def __init__(self, weights: list[Weight], ranks: Ranks, group: dist.ProcessGroup | None) -> None:
-        self._weights, self._ranks = weights, ranks
-        self._work: Any = None
-        """The collective; None if no weight is sharded, or there is one rank."""
+    def __init__(self, units: list[Unit], ranks: Ranks, group: dist.ProcessGroup | None) -> None:
+        self._units, self._rank = units, ranks.rank
+        self._sharded = [weight for weight in weights_of(units) if weight.sharded] if group is not None else []
+        """The weights in the collective; none if one rank has the whole model."""
         self._received: list[Tensor] = []
         """On rank 0 the buffer of each rank, which the collective fills."""
-        sharded = [weight for weight in weights if weight.sharded]
-        if group is None or not sharded:
-            return
-        sent = flat(sharded, ranks.shards)
-        if ranks.rank == 0:
-            self._received = [torch.empty_like(sent) for _ in range(ranks.shards)]
-        self._work = dist.gather(sent, self._received or None, dst=0, group=group, async_op=True)
+        if self._sharded:
+            sent = flat(self._sharded, ranks.shards)
+            if ranks.rank == 0:
+                self._received = [torch.empty_like(sent) for _ in range(ranks.shards)]
+            self._work: Any = dist.gather(sent, self._received or None, dst=0, group=group, async_op=True)
 
-    def wait(self) -> list[Tensor]:
-        """Wait for the collective. Returns the whole weights in order on rank 0, and an empty list elsewhere."""
-        if self._work is not None:
+    def wait(self) -> dict[str, Tensor]:
+        """Wait for the collective. Returns the whole weights by checkpoint name on rank 0, and none elsewhere."""
+        if self._sharded:
             self._work.wait()
-        if self._ranks.rank:
-            return []
-        whole = iter(joined([weight for weight in self._weights if weight.sharded], self._received))
-        return [
-            weight.part.view(weight.shape) if not weight.sharded or self._work is None else next(whole)
-            for weight in self._weights
-        ]
+        if self._rank:
+            return {}
+        whole = iter(joined(self._sharded, self._received))
+        values = (
+            next(whole) if weight.sharded and self._sharded else weight.part.view(weight.shape)
+            for weight in weights_of(self._units)
+        )
+        return {name: tensor for unit in self._units for name, tensor in unit.named(values).items()}

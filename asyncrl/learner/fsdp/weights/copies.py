@@ -5,18 +5,17 @@ Every parameter of the model appears exactly once, under the name and in the sha
 fused weights split again. A weight with an adapter appears with the adapter added in, or the adapters appear alone
 under the names of asyncrl/weights/lora.py.
 
-Invariants: a copy is of one moment, and the model is only read. An adapter is B A times a scale (model/lora.py). It is
-added in float32, and the sum is cast. A rank's rows of W need the same rows of B, which the rank has, and the whole of
-A. So the ranks exchange their parts of A, which are small.
+Invariants: a copy is of one moment, and the model is only read. An adapter (model/lora.py) is added in float32, and the
+sum is cast. A rank's rows of W need the same rows of B, which the rank has, and the whole of A. So the ranks exchange
+their parts of A, which are small.
 
 Fails with torch's errors when host memory does not suffice.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,11 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
 
 from asyncrl.learner.fsdp.model.lora import A, B, LoraLinear, adapted_layers, merged
 from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
-from asyncrl.learner.fsdp.weights.shard_plan import layer_of, own_rows
+from asyncrl.learner.fsdp.startup.shard_plan import layer_of, own_rows
+from asyncrl.weights.device_copy import CopyWriter
 from asyncrl.weights.lora import tensor_names
 from asyncrl.weights.segments import ALIGNMENT
 
@@ -45,11 +46,6 @@ class Weight:
     """This rank's elements, one-dimensional: a view of the model's memory, or a copy."""
     adapter: _MergedAdapter | None = None
     """Adapter to be added to the weight."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the weight once gathered."""
-        return self.shape.numel() * self.part.itemsize
 
 
 @dataclass(frozen=True)
@@ -77,85 +73,69 @@ class Unit:
         return named_values if self.model is None else revert_weight_conversion(self.model, named_values)
 
 
+def weights_of(units: list[Unit]) -> list[Weight]:
+    """List the weights of all units."""
+    return [weight for unit in units for weight in unit.weights]
+
+
 class ShardCopies:
     """Copies this rank's part of all published weights to host memory, in the publishing type.
 
-    The first copy allocates the memory (pinned if the model is on a GPU), and later copies reuse it. If the model has
-    replicas, only the ranks of the first replica copy.
+    Later copies reuse the memory of the first. If the model has replicas, only the ranks of the first replica copy.
     """
 
     def __init__(self, live: list[Unit], ranks: Ranks, dtype: torch.dtype) -> None:
         self._live, self._ranks, self._dtype = live, ranks, dtype
+        self._weights = weights_of(live)
         self.units: list[Unit] = []
         """The copies, in the order of the live units; empty before the first ``take``, and on further replicas."""
-        self._twins: list[Weight] = []
+        self._shared: list[Unit] = []
         """The same weights in the memory of ``share``, which each ``take`` fills too; empty without ``share``."""
 
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of memory for ``share``."""
-        return sum(_aligned(weight.part.numel() * self._itemsize(weight)) for weight in self._weights)
+    def share(self, make_copy: Callable[[int], CopyWriter]) -> CopyWriter:
+        """Let each ``take`` also fill memory that ``make_copy`` allocates for a size in bytes. Raises OSError."""
+        sizes = [weight.part.numel() * _published(weight.part, self._dtype).itemsize for weight in self._weights]
+        aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        writer = make_copy(sum(aligned))
+        pieces = iter(writer.memory.split(aligned))  # type: ignore[no-untyped-call]
+        self._shared = self._copies(lambda part, dtype: next(pieces)[: part.numel() * dtype.itemsize].view(dtype))
+        for unit in self._shared:
+            writer.place(unit.named(weight.part.view(weight.shape) for weight in unit.weights))
+        return writer
 
-    def share(self, memory: Tensor) -> list[Unit]:
-        """Let each ``take`` also copy to ``memory`` (uint8, of ``shared_bytes``). Returns the units of these copies."""
-        offset, units = 0, []
-        for unit in self._live:
-            twins = []
-            for weight in unit.weights:
-                size = weight.part.numel() * self._itemsize(weight)
-                part = memory[offset : offset + size].view(_published(weight.part, self._dtype))
-                twins.append(replace(weight, part=part, adapter=None))
-                offset += _aligned(size)
-            units.append(replace(unit, weights=twins))
-            self._twins += twins
-        return units
+    def _copies(self, allocate: Callable[[Tensor, torch.dtype], Tensor]) -> list[Unit]:
+        """Return the live units with other memory, which ``allocate`` makes for a part in a type."""
 
-    @property
-    def _weights(self) -> list[Weight]:
-        return [weight for unit in self._live for weight in unit.weights]
+        def copy(weight: Weight) -> Weight:
+            return replace(weight, part=allocate(weight.part, _published(weight.part, self._dtype)), adapter=None)
 
-    def _itemsize(self, weight: Weight) -> int:
-        return _published(weight.part, self._dtype).itemsize
+        return [replace(unit, weights=[*map(copy, unit.weights)]) for unit in self._live]
 
     def take(self) -> None:
         """All ranks together: copy the weights as they are now. The previous copy must have been read to its end."""
-        live = self._weights
         # All ranks take part in this collective, also those of further replicas, which copy nothing.
-        whole_as = _gather_a([weight.adapter.a for weight in live if weight.adapter is not None], self._ranks)
+        whole_as = _gather_a([weight.adapter.a for weight in self._weights if weight.adapter is not None], self._ranks)
         if self._ranks.replica:
             return
-        self.units = self.units or [replace(unit, weights=[*map(self._empty, unit.weights)]) for unit in self._live]
-        on_gpu = False
-        copies = (weight for unit in self.units for weight in unit.weights)
-        twins: Iterable[Weight | None] = self._twins or itertools.repeat(None, len(live))
-        for weight, copy, twin in zip(live, copies, twins, strict=True):
-            part = weight.part if weight.adapter is None else _merged(weight, weight.adapter, next(whole_as))
-            on_gpu |= part.is_cuda
-            copy.part.copy_(part, non_blocking=part.is_cuda)
-            if twin is not None:
-                twin.part.copy_(part)
+        if not self.units:
+            self.units = self._copies(
+                lambda part, dtype: torch.empty(part.numel(), dtype=dtype, pin_memory=part.is_cuda)
+            )
+        targets = [weights_of(units) for units in (self.units, self._shared) if units]
+        for weight, *copies in zip(self._weights, *targets, strict=True):
+            part = _merged(weight, whole_as)
+            for copy in copies:
+                copy.part.copy_(part, non_blocking=part.is_cuda)
         # The copies are read by another thread, which waits for no stream.
-        if on_gpu:
+        if any(weight.part.is_cuda for weight in self._weights):
             torch.cuda.current_stream().synchronize()
-
-    def _empty(self, weight: Weight) -> Weight:
-        dtype, pin = _published(weight.part, self._dtype), weight.part.is_cuda
-        return replace(weight, part=torch.empty(weight.part.numel(), dtype=dtype, pin_memory=pin), adapter=None)
 
 
 def whole_buckets(units: list[Unit], *, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """Yield the published weights of a model that is whole in this process, a unit at a time, by published name.
-
-    The result is that of ``gather_buckets`` on rank 0, without ranks and copies.
-    """
+    """Yield the published weights of a model that is whole in this process, a unit at a time, by published name."""
     for unit in units:
-        values = (
-            (w.part if w.adapter is None else _merged(w, w.adapter, w.adapter.a.part.view(w.adapter.a.shape)))
-            .to(_published(w.part, dtype))
-            .view(w.shape)
-            for w in unit.weights
-        )
-        yield unit.named(values)
+        whole_as = (w.adapter.a.part.view(w.adapter.a.shape) for w in unit.weights if w.adapter is not None)
+        yield unit.named(_merged(w, whole_as).to(_published(w.part, dtype)).view(w.shape) for w in unit.weights)
 
 
 def model_units(policy: Policy) -> list[Unit]:
@@ -205,11 +185,16 @@ def _by_layer(weights: list[Weight], model: Any) -> list[Unit]:
     return list(layers.values())
 
 
-def _merged(weight: Weight, adapter: _MergedAdapter, whole_a: Tensor) -> Tensor:
-    """Return this rank's part of a weight with its adapter added in: float32, one-dimensional."""
+def _merged(weight: Weight, whole_as: Iterator[Tensor]) -> Tensor:
+    """Return this rank's part of a weight, one-dimensional: with an adapter, it is added in, in float32.
+
+    ``whole_as`` yields the whole matrix A of each weight with an adapter.
+    """
+    if (adapter := weight.adapter) is None:
+        return weight.part
     rows = weight.part.view(-1, weight.shape[1])
     b = adapter.b.part.view(-1, adapter.b.shape[1])
-    return merged(rows, whole_a, b, adapter.scale).reshape(-1)
+    return merged(rows, next(whole_as), b, adapter.scale).reshape(-1)
 
 
 def _gather_a(parts: list[Weight], ranks: Ranks) -> Iterator[Tensor]:
@@ -223,38 +208,27 @@ def _gather_a(parts: list[Weight], ranks: Ranks) -> Iterator[Tensor]:
     return iter(joined(parts, received[: ranks.shards]))
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 def _published(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if weight.is_floating_point() else weight.dtype
 
 
 def flat(weights: list[Weight], shards: int) -> Tensor:
     """Put this rank's parts into one buffer, padded to the size of rank 0's, which is the largest."""
-    size = sum(len(own_rows(w.shape[0], 0, shards)) * w.shape[1:].numel() for w in weights)
     # Sharded weights are parameters, which have one type. Buffers have other types, but are whole on every rank.
-    (dtype,) = {w.part.dtype for w in weights}
-    parts = torch.cat([w.part for w in weights])
-    sent = torch.zeros(size, dtype=dtype, device=parts.device)
-    sent[: parts.numel()] = parts
-    return sent
+    parts = torch.cat([weight.part for weight in weights])
+    return functional.pad(parts, (0, sum(_own_sizes(weights, 0, shards)) - parts.numel()))
 
 
 def joined(weights: list[Weight], received: list[Tensor]) -> list[Tensor]:
-    """Put whole weights together from the buffers that ``flat`` made on each rank; none if there are no buffers.
+    """Put whole weights together from the buffers that ``flat`` made on each rank, in order; none if there are none."""
+    pieces = []
+    for rank, buffer in enumerate(received):
+        sizes = _own_sizes(weights, rank, len(received))
+        pieces.append(buffer[: sum(sizes)].split(sizes))  # type: ignore[no-untyped-call]
+    whole = zip(weights, zip(*pieces, strict=True), strict=False)
+    return [torch.cat(parts).view(weight.shape) for weight, parts in whole]
 
-    ``received`` is in order of rank.
-    """
-    shards = len(received)
-    full, offsets = [], [0] * shards
-    for weight in weights if received else []:
-        width = weight.shape[1:].numel()
-        parts = []
-        for rank in range(shards):
-            count = len(own_rows(weight.shape[0], rank, shards)) * width
-            parts.append(received[rank][offsets[rank] : offsets[rank] + count])
-            offsets[rank] += count
-        full.append(torch.cat(parts).view(weight.shape))
-    return full
+
+def _own_sizes(weights: list[Weight], rank: int, shards: int) -> list[int]:
+    """Number of elements of each weight that a rank has."""
+    return [len(own_rows(weight.shape[0], rank, shards)) * weight.shape[1:].numel() for weight in weights]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from asyncrl.config.algorithm import LoraConfig
 from asyncrl.core.files import sync
 from asyncrl.weights.lora import ADAPTER_FILE, PREFIX, SETTINGS_FILE
 
@@ -80,6 +81,25 @@ def export_adapter(units: Iterator[dict[str, Tensor]], source: Path, folder: Pat
     with _aside(folder) as aside:
         adapters = {name: tensor for tensors in units for name, tensor in tensors.items()}
         _write_adapter(adapters, settings, source, aside)
+
+
+def adapter_settings(lora: LoraConfig, *, model: str, targets: Iterable[str]) -> dict[str, Any]:
+    """Return the content of adapter_config.json for adapters on the model in folder ``model``.
+
+    ``targets`` are the ends of the names of the layers with an adapter.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(set(targets)),
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
-from asyncrl.learner.fsdp.model.policy import Further, PackedRow, Policy, make_row
+from asyncrl.learner.fsdp.model.policy import Further, Policy, make_row
 from asyncrl.messages.weights import Probe
 
 PLACES = 4
@@ -46,12 +46,15 @@ def score_probe(
     count = min(max(LIKELIEST, least), policy.model.get_output_embeddings().weight.shape[0])
     logprobs, places, likeliest, likeliest_logprobs = [], [], [], []
     for row in [sequences] if packed else [[sequence] for sequence in sequences]:
+        lengths = [len(sequence.tokens) for sequence in row]
+        own = np.concatenate([sequence.tokens for sequence in row]).astype(np.int64)
+        # Each position predicts the next token. A sequence's last one predicts a token of another, and is not used.
+        made = make_row(own, lengths, np.arange(len(own)), np.roll(own, -1), device)
         chosen: list[list[int]] = []
-        find = find_likeliest(partial(_choose, row, chosen), temperature, count)
+        find = find_likeliest(partial(_choose, row, lengths, chosen), temperature, count)
         with torch.no_grad():
-            scored, _, tokens, values = policy(_row(row, device), 1.0, find)
-        # The last position of a sequence predicts a token of another one; see ``_row``.
-        logprobs += [own[:-1] for own in torch.split(scored, _lengths(row))]
+            scored, _, tokens, values = policy(made, 1.0, find)
+        logprobs += [each[:-1] for each in torch.split(scored, lengths)]
         places += chosen
         likeliest.append(tokens)
         likeliest_logprobs.append(values)
@@ -81,12 +84,11 @@ def find_likeliest(choose: Callable[[Tensor], Tensor], temperature: float, count
     return find
 
 
-def _choose(row: Sequence[ProbeSequence], chosen: list[list[int]], entropies: Tensor) -> Tensor:
+def _choose(row: Sequence[ProbeSequence], lengths: list[int], chosen: list[list[int]], entropies: Tensor) -> Tensor:
     """Choose the places of each sequence of a row by ``entropies``, and append them to ``chosen``.
 
     Returns the positions in the row whose next token is sampled there, int64.
     """
-    lengths = _lengths(row)
     chosen += map(_choose_places, row, torch.split(entropies, lengths))
     starts = accumulate(lengths[:-1], initial=0)
     positions = [start + place - 1 for start, own in zip(starts, chosen, strict=True) for place in own]
@@ -103,16 +105,3 @@ def _choose_places(sequence: ProbeSequence, entropies: Tensor) -> list[int]:
         return [len(sequence.tokens)]
     places = candidates.topk(min(PLACES, len(candidates))).indices + sequence.begin
     return sorted(places.tolist())
-
-
-def _row(sequences: Sequence[ProbeSequence], device: torch.device) -> PackedRow:
-    """Make a row in which each position predicts the next token.
-
-    The last position of a sequence predicts the first token of another one; its score is not used.
-    """
-    tokens = np.concatenate([sequence.tokens for sequence in sequences]).astype(np.int64)
-    return make_row(tokens, _lengths(sequences), np.arange(len(tokens)), np.roll(tokens, -1), device)
-
-
-def _lengths(sequences: Sequence[ProbeSequence]) -> list[int]:
-    return [len(sequence.tokens) for sequence in sequences]

@@ -39,7 +39,7 @@ from asyncrl.core.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.gpu.shared_gpus import read_shares, sharers
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.token_sets import TokenSets, make_sets
-from asyncrl.messages.weights import BroadcastPart, Manifest
+from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import FIRST, EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.vllm import model_folder
 from asyncrl.rollouter.engines.vllm.model_folder import check_adapters
@@ -441,14 +441,9 @@ class VllmEngine:
     async def _send_weights(self, weights: HeldVersion | BroadcastPart) -> str:
         """Have all workers load the weights; returns a worker's reason for its failure, "" if all succeeded."""
         self.loaded_by_ipc = False
-        failures: Sequence[str]
-        if self._loads_adapters:
-            assert isinstance(weights, HeldVersion), "adapters are not broadcast"
-            failures = await self._llm.collective_rpc("load_adapter", kwargs=adapter_update(weights, self._config))
-        else:
-            answers = await self._llm.collective_rpc("load_version", kwargs=version_source(weights))
-            failures, by_ipc = zip(*answers, strict=True)
-            self.loaded_by_ipc = all(by_ipc)
+        answers = await self._llm.collective_rpc("load_version", kwargs=version_source(weights, self._config))
+        failures, by_ipc = zip(*answers, strict=True)
+        self.loaded_by_ipc = all(by_ipc)
         return next(filter(None, failures), "")
 
     async def checksum(self) -> str:
@@ -531,23 +526,14 @@ def submission_seed(request: GenerationRequest) -> int | None:
     return int.from_bytes(digest, "little") >> 1
 
 
-def version_source(weights: HeldVersion | BroadcastPart) -> dict[str, Any]:
-    """Make the arguments with which workers load whole weights; see worker/weights.py."""
-    manifest = _for_workers(weights)
-    if isinstance(weights, HeldVersion):
-        return {"manifest": msgspec.json.encode(manifest).decode()}
-    return {"broadcast": msgspec.json.encode(msgspec.structs.replace(weights, manifest=manifest)).decode()}
-
-
-def adapter_update(weights: HeldVersion, config: Config) -> dict[str, Any]:
-    """Make the arguments of the workers' ``load_adapter``; see worker/lora.py."""
-    manifest = msgspec.json.encode(_for_workers(weights)).decode()
-    return {"manifest": manifest, "scaling": config.lora.alpha / config.lora.rank}
-
-
-def _for_workers(weights: HeldVersion | BroadcastPart) -> Manifest:
+def version_source(weights: HeldVersion | BroadcastPart, config: Config) -> dict[str, Any]:
+    """Make the arguments with which workers load a version; see worker/weights.py."""
     # Workers do not need the probe, and JSON cannot hold its arrays.
-    return msgspec.structs.replace(weights.manifest, probe=None)
+    manifest = msgspec.structs.replace(weights.manifest, probe=None)
+    if isinstance(weights, BroadcastPart):
+        return {"broadcast": msgspec.json.encode(msgspec.structs.replace(weights, manifest=manifest)).decode()}
+    scaling = config.lora.alpha / config.lora.rank if config.publishes_adapter else None
+    return {"manifest": msgspec.json.encode(manifest).decode(), "scaling": scaling}
 
 
 def scoring(vllm: Any, *, truncates: bool) -> Any:

@@ -237,7 +237,6 @@ def _adapter_arguments(config: Config) -> dict[str, Any]:
         "max_lora_rank": next(rank for rank in VLLM_RANKS if rank >= config.lora.rank),
         # On all other layers, embedding and head included, vLLM would compute with an adapter of zeros.
         "lora_target_modules": targets(config.lora, config.model.path),
-        "worker_extension_cls": "asyncrl.rollouter.engines.vllm.worker.lora.AdapterLoader",
     }
 
 

@@ -27,9 +27,9 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.startup import loading, sharding
 from asyncrl.learner.fsdp.startup.loading import load_policy
+from asyncrl.learner.fsdp.startup.shard_plan import own_rows
 from asyncrl.learner.fsdp.startup.sharding import make_mesh
 from asyncrl.learner.fsdp.startup.startup_check import Scoring
-from asyncrl.learner.fsdp.weights.shard_plan import own_rows
 
 CPU = torch.device("cpu")
 

@@ -70,13 +70,12 @@ class Manager:
         self.lora_index_to_id, self.registered = [None], None
 
 
-def layers(*without: str, rank_of_o: int = RANK) -> Any:
+def layers(*without: str) -> Any:
     torch.manual_seed(1)
     tensors = []
     for part, size in {**PARTS["qkv_proj"], **PARTS["o_proj"]}.items():
-        rank = rank_of_o if part == "o_proj" else RANK
-        for end, shape in (("A", (rank, WIDTH)), ("B", (size, rank))):
-            if part not in without and f"{part}.{end}" not in without:
+        for end, shape in (("A", (RANK, WIDTH)), ("B", (size, RANK))):
+            if part not in without:
                 tensors.append((f"base_model.model.{part}.lora_{end}.weight", torch.randn(shape)))
     return _layers(tensors, None, 0.5, torch.float32)
 
@@ -125,13 +124,6 @@ def test_missing_tensors_are_named_and_nothing_is_left(breaks, without, told):
         _replace(manager, layers(*without))
     assert manager.lora_index_to_id == [None]
     assert manager.registered is None
-
-
-def test_a_partial_adapter_and_one_with_two_ranks_are_refused():
-    with pytest.raises(RuntimeError, match=r"only one of two matrices came for \['k_proj'\]"):
-        layers("k_proj.A")
-    with pytest.raises(RuntimeError, match=r"ranks \[3, 4\], and not one and the same"):
-        _replace(Manager(), layers(rank_of_o=4))
 
 
 def test_models_without_adapter_support_are_refused_by_name_before_the_start():

@@ -17,7 +17,6 @@ CPU_MODULES = (
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.lora.punica_wrapper.punica_cpu",
     "asyncrl.rollouter.engines.vllm.cpu_norms",
-    "asyncrl.rollouter.engines.vllm.worker.cpu_lora",
 )
 
 

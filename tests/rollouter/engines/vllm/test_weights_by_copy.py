@@ -54,7 +54,7 @@ class Update:
         model_config = SimpleNamespace(quantization=None, dtype="float32")
         self.loader = VersionLoader(self.model, model_config, CPU, 0)
         self.worker = WorkerMethods()
-        self.worker.version_loader, self.worker.vllm_config = self.loader, None
+        self.worker.version_loader, self.worker.vllm_config, self.worker.device = self.loader, None, CPU
         monkeypatch.setattr(worker_weights, "set_current_vllm_config", nullcontext)
         self.loader._copies = CopyReader(GPU, CPU, HostMemory)
         self.mapped: list[int] = []

@@ -1,13 +1,11 @@
-"""Loads versions that are adapters (LoRA) in vLLM's worker processes, as an extension of vLLM's worker.
+"""Loads versions that are adapters (LoRA) into the model of a vLLM worker.
 
-All requests of an engine use one adapter, ADAPTER_ID. An update replaces its matrices from shared memory, which the
-rollouter has verified and keeps open. The base model does not change. vLLM silently ignores adapters of layers that it
-does not know. So an update first checks that vLLM knows each layer. Afterwards it compares the buffers with which
-the layers compute with the published matrices.
+All requests of an engine use one adapter, ADAPTER_ID. An update replaces its matrices; the base model does not change.
+The engine has compared names and shapes with the model's folder (``VllmEngine.accept``). But vLLM silently ignores
+adapters of layers that it does not know. So an update first checks that vLLM knows each layer. Afterwards it compares
+the buffers with which the layers compute with the published matrices.
 
-After an update the adapter is complete, or ``load_adapter`` returns the reason of the failure. After a failure the
-engine has the previous adapter or none, and must not step until an update succeeds. An update may follow any number of
-failed ones. weights.py says why a failure is returned and not raised.
+Fails with RuntimeError. The engine then has the previous adapter or none, and must not step until an update succeeds.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import msgspec
 import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
@@ -26,47 +23,23 @@ from asyncrl.messages.weights import Manifest
 from asyncrl.weights.tensors import tensors_of
 
 ADAPTER_ID = 1
-Matrices = tuple[torch.Tensor, torch.Tensor]
-"""Matrices a [rank, in] and b [out, rank] of an adapter: the layer adds b a x to its output for x."""
 
 
-class AdapterLoader:
-    """Methods that vLLM adds to its worker (worker_extension_cls); the engine calls them remotely."""
-
-    model_runner: Any
-
-    def load_adapter(self, manifest: str, scaling: float) -> str:
-        """Replace the adapter by the version of ``manifest``, a Manifest as JSON with paths that this process can open.
-
-        ``scaling`` is alpha / rank. Returns the reason of a failure, "" after a success.
-        """
-        try:
-            self._load_adapter(manifest, scaling)
-        except Exception as error:
-            return str(error) or type(error).__name__
-        return ""
-
-    def _load_adapter(self, manifest: str, scaling: float) -> None:
-        """As ``load_adapter``, but raises the errors."""
-        model = self.model_runner.get_model()
-        version = msgspec.json.decode(manifest, type=Manifest)
-        mapper = getattr(model, "hf_to_vllm_mapper", None)
-        manager = model.lora_manager
-        renaming = mapper.get_rename_mapper() if mapper is not None else None
-        _replace(manager, _layers(tensors_of(version), renaming, scaling, manager.lora_config.lora_dtype))
-        if current_platform.is_cpu():
-            from asyncrl.rollouter.engines.vllm.worker.cpu_lora import compute_at_once
-
-            compute_at_once(manager)
-        torch.accelerator.synchronize()
+def load_adapter(model: Any, manifest: Manifest, scaling: float) -> None:
+    """Replace the adapter by a version whose paths this process can open; ``scaling`` is alpha / rank."""
+    mapper, manager = getattr(model, "hf_to_vllm_mapper", None), model.lora_manager
+    renaming = mapper.get_rename_mapper() if mapper is not None else None
+    _replace(manager, _layers(tensors_of(manifest), renaming, scaling, manager.lora_config.lora_dtype))
+    if current_platform.is_cpu():
+        _compute_at_once(manager)
 
 
 def _layers(
     tensors: Iterable[tuple[str, torch.Tensor]], mapper: Any, scaling: float, dtype: torch.dtype
-) -> dict[str, Matrices]:
-    """Copy the published matrices, by vLLM's names of the layers; ``mapper`` renames them.
+) -> dict[str, LoRALayerWeights]:
+    """Copy the published matrices a [rank, in] and b [out, rank], by vLLM's names, which ``mapper`` makes.
 
-    b is multiplied by the scaling in float32; both are then of ``dtype``. Raises RuntimeError if a layer has only one.
+    b is multiplied by the scaling in float32; both are then of ``dtype``.
     """
     a: dict[str, torch.Tensor] = {}
     b: dict[str, torch.Tensor] = {}
@@ -76,77 +49,54 @@ def _layers(
             a[layer] = tensor.to(dtype, copy=True)
         else:
             b[layer] = (tensor.float() * scaling).to(dtype)
-    if halves := sorted(a.keys() ^ b.keys()):
-        raise RuntimeError(f"only one of two matrices came for {halves[:3]}")
-    return {layer: (a[layer], b[layer]) for layer in a}
+    return {layer: LoRALayerWeights(layer, len(own), len(own), own, b[layer], scaling=1.0) for layer, own in a.items()}
 
 
-def _replace(manager: Any, layers: dict[str, Matrices]) -> None:
-    """Replace the adapter of vLLM's LoRAModelManager, and check that each layer took its matrices.
-
-    Raises RuntimeError. After an unknown layer or several ranks the previous adapter stays; after any later error the
-    engine has none.
-    """
-    modules = _modules_of_layers(manager)
-    if unknown := sorted(layers.keys() - modules.keys()):
+def _replace(manager: Any, layers: dict[str, LoRALayerWeights]) -> None:
+    """Replace the adapter of vLLM's LoRAModelManager, and check that each layer took its matrices."""
+    known = {layer for module in manager.modules for layer in _layers_of(manager, module)}
+    if unknown := sorted(layers.keys() - known):
         raise RuntimeError(f"vLLM has no place for adapters on {len(unknown)} of {len(layers)} layers: {unknown[:3]}")
-    ranks = {len(a) for a, _ in layers.values()}
-    if len(ranks) != 1:
-        raise RuntimeError(f"the adapters have the ranks {sorted(ranks)}, and not one and the same")
-    (rank,) = ranks
-    loras = {name: LoRALayerWeights(name, rank, rank, a, b, scaling=1.0) for name, (a, b) in layers.items()}
+    rank = next(iter(layers.values())).rank
     manager.remove_adapter(ADAPTER_ID)
     try:
-        manager.add_adapter(LoRAModel(ADAPTER_ID, rank, loras))
+        # vLLM changes the dictionary that it gets.
+        manager.add_adapter(LoRAModel(ADAPTER_ID, rank, dict(layers)))
         manager.activate_adapter(ADAPTER_ID)
-        if differing := sorted(_differing_layers(manager, modules, layers)):
+        if differing := sorted(_differing_layers(manager, layers)):
             raise RuntimeError(f"vLLM did not take over the adapters of {len(differing)} layers: {differing[:3]}")
     except BaseException:
         manager.remove_adapter(ADAPTER_ID)
         raise
 
 
-def _modules_of_layers(manager: Any) -> dict[str, str]:
-    """Return the module of vLLM's model that computes each layer of the checkpoint.
-
-    One module may compute several layers, such as q_proj, k_proj and v_proj, as slices in this order.
-    """
-    return {layer: module for module in manager.modules for layer in manager.packed_modules.get(module) or [module]}
+def _layers_of(manager: Any, module: str) -> list[str]:
+    """List the layers of the checkpoint that a module computes, as slices: q_proj, k_proj and v_proj, for example."""
+    return manager.packed_modules.get(module) or [module]
 
 
-def _differing_layers(manager: Any, modules: dict[str, str], layers: dict[str, Matrices]) -> Iterator[str]:
-    """Yield the layers whose buffers differ from the published matrices, or from zeros if the layer has no adapter.
-
-    ``modules`` has the module of each layer.
-    """
+def _differing_layers(manager: Any, layers: dict[str, LoRALayerWeights]) -> Iterator[str]:
+    """Yield the layers whose buffers differ from the published matrices, or from zeros if the layer has no adapter."""
     slot = manager.lora_index_to_id.index(ADAPTER_ID)
-    parts: dict[str, list[str]] = {}
-    for layer, module in modules.items():
-        parts.setdefault(module, []).append(layer)
-    for name, module in manager.modules.items():
-        names = parts[name]
+    for module_name, module in manager.modules.items():
+        names = _layers_of(manager, module_name)
         held = list(zip(_slices(module.lora_a_stacked), _slices(module.lora_b_stacked), strict=True))
+        published = [layers.get(name) for name in names]
+        a = [own.lora_a if own else None for own in published]
+        b = [own.lora_b if own else None for own in published]
         if len(held) != len(names):
             # The module has more or fewer slices than layers, so it is unknown which slice belongs to which layer.
-            yield from (layer for layer in names if layer in layers)
+            yield from (name for name in names if name in layers)
             continue
-        published = [layers.get(layer, (None, None)) for layer in names]
-        for layer, (held_a, held_b), (a, b) in zip(names, held, _shard(module, published), strict=True):
-            if not (_holds(held_a[slot, 0], a) and _holds(held_b[slot, 0], b)):
-                yield layer
-
-
-def _shard(module: Any, published: list[Any]) -> list[Any]:
-    """Cut the matrices of a module's layers as tensor parallelism does; returns the parts of this worker.
-
-    A layer without an adapter has None for both matrices.
-    """
-    a, b = [a for a, _ in published], [b for _, b in published]
-    if getattr(module, "tp_size", 1) == 1 or not any(each is not None for each in a):
-        return published
-    if len(published) > 1:
-        return list(zip(module.slice_lora_a(a), module.slice_lora_b(b), strict=True))
-    return [(module.slice_lora_a(a[0]), module.slice_lora_b(b[0]))]
+        if getattr(module, "tp_size", 1) > 1 and any(published):
+            # This worker has a part of each matrix.
+            if len(names) > 1:
+                a, b = module.slice_lora_a(a), module.slice_lora_b(b)
+            else:
+                a, b = [module.slice_lora_a(a[0])], [module.slice_lora_b(b[0])]
+        for name, (held_a, held_b), own_a, own_b in zip(names, held, a, b, strict=True):
+            if not (_holds(held_a[slot, 0], own_a) and _holds(held_b[slot, 0], own_b)):
+                yield name
 
 
 def _slices(stacked: Any) -> tuple[torch.Tensor, ...]:
@@ -159,3 +109,36 @@ def _holds(held: torch.Tensor, expected: torch.Tensor | None) -> bool:
         return not held.any()
     rows, columns = expected.shape
     return bool(torch.equal(held[:rows, :columns], expected.to(held.device)))
+
+
+def _compute_at_once(manager: Any) -> None:
+    """On CPU, let the layers add the one adapter, that of slot 0, for all tokens at once. May be repeated.
+
+    vLLM's own arithmetic, made for many adapters, copies both matrices for each token before it multiplies. That takes
+    several times as long as the layer itself.
+    """
+    # Only vLLM's build for CPUs has this module.
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    assert manager.lora_slots == 1, "all requests have the same adapter"
+    PunicaWrapperCPU.add_lora_linear = _add_adapter  # type: ignore[assignment,method-assign]
+
+
+def _add_adapter(
+    _wrapper: Any,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    lora_a_stacked: tuple[torch.Tensor, ...],
+    lora_b_stacked: tuple[torch.Tensor, ...],
+    scale: float,
+    output_slices: tuple[int, ...],
+    **_: Any,
+) -> None:
+    """Add ``scale`` x aᵀ bᵀ to y, slice by slice.
+
+    y: [T, the sum of output_slices]; x: [T, in]; each a: [1, 1, rank, in]; each b: [1, 1, out, rank].
+    """
+    start = 0
+    for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+        y[:, start : start + size].addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)
+        start += size

@@ -1,17 +1,14 @@
-"""Loads whole weights in vLLM's worker processes, as an extension of vLLM's worker.
+"""Loads versions in vLLM's worker processes, as an extension of vLLM's worker.
 
 A version is in shared memory, which the rollouter has verified and keeps open, or it comes by broadcast. If the learner
-has a copy of it on this worker's GPU, the worker takes it from there (weights/device_copy.py). Over gloo the
-worker receives and verifies all buckets before the load begins. Over NCCL it loads each bucket as soon as it is
-verified, because GPU memory does not hold two sets of weights. The model's own checkpoint loader takes the tensors,
-layer by layer.
+has a copy of it on this worker's GPU, the worker takes it from there (weights/device_copy.py). Over gloo the worker
+receives all buckets before the load begins. Over NCCL it loads each bucket as soon as it is verified, because GPU
+memory does not hold two sets of weights. The model's own checkpoint loader takes the tensors, layer by layer. lora.py
+loads versions that are adapters.
 
 After ``load_version`` every parameter has its new value, or it returns the reason of the failure. After a failure the
-model must not step until an update succeeds; the next one may come in the other way. An update may follow any number of
-failed ones. Every wait for other processes has the timeout of its broadcast.
-
-A failure is returned and not raised. After an error of one worker vLLM does not read the other workers' answers. vLLM
-would take these answers for answers to later calls.
+model must not step until an update succeeds, in whichever way it comes. A failure is not raised: after an error of one
+worker vLLM does not read the other workers' answers, and would take them for answers to later calls.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from asyncrl.messages.weights import BroadcastPart, Manifest
+from asyncrl.rollouter.engines.vllm.worker.lora import load_adapter
 from asyncrl.weights.broadcast import Receiver
 from asyncrl.weights.device_copy import CopyReader
 from asyncrl.weights.device_memory import DeviceMemory, gpu_id
@@ -50,7 +48,7 @@ class WorkerMethods:
     device: torch.device
     rank: int
     version_loader: VersionLoader | None = None
-    """Loads the versions; None before the first."""
+    """Loads whole weights; None before the first."""
 
     def clear_positions(self) -> None:
         """After a sleep of level 2, reset the positions of padding, which would be undefined.
@@ -61,19 +59,26 @@ class WorkerMethods:
         if rope is not None:
             rope.positions.zero_()
 
-    def load_version(self, **source: str) -> tuple[str, bool]:
-        """Load a version as ``VersionLoader.load`` does.
+    def load_version(self, manifest: str = "", broadcast: str = "", scaling: float | None = None) -> tuple[str, bool]:
+        """Load a version, given as a Manifest with paths that this process can open or a BroadcastPart, both as JSON.
 
-        Returns the reason of a failure, "" after a success, and whether all weights came from the learner's copy on
-        the GPU.
+        A version with a ``scaling`` (alpha / rank) is an adapter. Returns the reason of a failure, "" after a success,
+        and whether all weights came from the learner's copy on the GPU.
         """
         try:
-            if self.version_loader is None:
-                model = self.model_runner.get_model()
-                self.version_loader = VersionLoader(model, self.vllm_config.model_config, self.device, self.rank)
-            # vLLM's layers read their configuration when their weights have come.
-            with set_current_vllm_config(self.vllm_config):
-                return "", self.version_loader.load(**source)
+            by_ipc = False
+            if scaling is not None:
+                load_adapter(self.model_runner.get_model(), msgspec.json.decode(manifest, type=Manifest), scaling)
+            else:
+                if self.version_loader is None:
+                    model = self.model_runner.get_model()
+                    self.version_loader = VersionLoader(model, self.vllm_config.model_config, self.device, self.rank)
+                # vLLM's layers read their configuration when their weights have come.
+                with set_current_vllm_config(self.vllm_config):
+                    by_ipc = self.version_loader.load(manifest, broadcast)
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
+            return "", by_ipc
         except Exception as error:
             return str(error) or type(error).__name__, False
 
@@ -82,45 +87,30 @@ class VersionLoader:
     """Loads complete sets of weights into the model of one worker, which has this ``rank`` within its engine."""
 
     def __init__(self, model: Any, model_config: Any, device: torch.device, rank: int) -> None:
-        self.model, self.model_config, self._device, self._rank = model, model_config, device, rank
+        self.model, self.model_config, self._rank = model, model_config, rank
         # Names of all parameters that a version has. Read before the first load, because during a load tied parameters
         # appear as two.
         self._names = frozenset(name for name, _ in self.model.named_parameters()) - _computed_names(self.model)
         self._pending = False
         """Whether a reload has begun and not finished; a failed one stays pending until the next reload succeeds."""
         self._receiver = Receiver()
-        self._copies: CopyReader | None = None
-        """Reads buckets from the learner's copy on this GPU; None on CPU."""
-        if device.type == "cuda":
-            self._copies = CopyReader(gpu_id(device), device, DeviceMemory.open)
+        self._copies = CopyReader(gpu_id(device) if device.type == "cuda" else "", device, DeviceMemory.open)
 
-    def load(self, *, manifest: str = "", broadcast: str = "") -> bool:
-        """Load one complete version, which has one of two sources. Raises any error of the source or of vLLM.
-
-        ``manifest`` is a Manifest with paths that this process can open, ``broadcast`` a BroadcastPart, both as JSON.
-        Returns whether all weights came from the learner's copy on the GPU.
-        """
-        by_ipc = False
+    def load(self, manifest: str, broadcast: str) -> bool:
+        """Load one complete version, as ``load_version``. Raises any error of the source or of vLLM."""
         if manifest:
-            by_ipc = self._load_segments(msgspec.json.decode(manifest, type=Manifest))
-        else:
-            self._receive(msgspec.json.decode(broadcast, type=BroadcastPart))
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()
-        return by_ipc
+            return self._load_segments(msgspec.json.decode(manifest, type=Manifest))
+        self._receive(msgspec.json.decode(broadcast, type=BroadcastPart))
+        return False
 
     def _load_segments(self, manifest: Manifest) -> bool:
         """Load a version from shared memory. Returns whether all of it came from the learner's copy on the GPU."""
-        # After a failed load no copies of buckets on the GPU are used, because memory may have run out.
-        copies = self._copies if not self._pending else None
-        if copies is None:
-            with self._reload() as load:
-                load(tensors_of(manifest))
-            return False
-        read_before = copies.buckets_read
-        with closing(copies), self._reload() as load:
-            load(tensors_of(manifest, copies.read))
-        return copies.buckets_read == read_before + len(manifest.buckets)
+        # After a failed load the copy is not used, because memory may have run out.
+        tensors = tensors_of(manifest) if self._pending else tensors_of(manifest, self._copies.read)
+        read_before = self._copies.buckets_read
+        with closing(self._copies), self._reload() as load:
+            load(tensors)
+        return self._copies.buckets_read == read_before + len(manifest.buckets)
 
     def _receive(self, part: BroadcastPart) -> None:
         """Load a version from a broadcast."""
@@ -143,18 +133,16 @@ class VersionLoader:
             finalize_layerwise_reload(model, self.model_config)  # type: ignore[no-untyped-call]
         self._pending = True
         initialize_layerwise_reload(model)
-        loaded: set[str] = set()
-        unknown = False
+        loaded: set[str] | None = set()
 
         def load(tensors: Named) -> None:
-            nonlocal unknown
+            nonlocal loaded
             names = model.load_weights(tensors)
-            unknown = unknown or names is None
-            loaded.update(names or ())
+            loaded = None if loaded is None or names is None else {*loaded, *names}
 
         with disable_mtp_completeness_check():
             yield load
-        self._require_complete(None if unknown else loaded)
+        self._require_complete(loaded)
         finalize_layerwise_reload(model, self.model_config)  # type: ignore[no-untyped-call]
         self._repack_tied_heads()
         self._pending = False

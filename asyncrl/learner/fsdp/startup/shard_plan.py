@@ -59,8 +59,7 @@ def converts_rows(operations: Sequence[tuple[str, int]], rows: int, shards: int)
 def refusal(files: Collection[str], settings: Mapping[str, Any]) -> str | None:
     """Return the reason that a model must not be loaded at all; None if it may be.
 
-    ``files`` are the names in its folder, ``settings`` its config.json. The launcher's checks before the start call
-    this too, on the hosts that they reach (launcher/checks/weights.py).
+    ``files`` are the names in its folder, ``settings`` its config.json.
     """
     if settings.get("quantization_config"):
         return "its weights are quantized: take the release in bfloat16, or save a dequantized copy"

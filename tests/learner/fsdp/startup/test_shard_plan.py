@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.learner.fsdp.weights.shard_plan import converts_rows, layer_of, obstacle, own_rows, read_together, refusal
+from asyncrl.learner.fsdp.startup.shard_plan import converts_rows, layer_of, obstacle, own_rows, read_together, refusal
 
 
 @given(rows=st.integers(1, 200), shards=st.integers(1, 40))
