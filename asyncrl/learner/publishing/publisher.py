@@ -209,10 +209,7 @@ class Publisher:
     # --- broadcasts ---
 
     async def _announce_and_send(self, version: HeldVersion, sender: Sender) -> None:
-        """Announce the version, then send it to the group, and report a failure to the parameter server.
-
-        If the parameter server refuses or calls the broadcast off, nothing is sent.
-        """
+        """Announce the version, send it to the group that forms, and report a failure to the parameter server."""
         announcement = AnnounceBroadcast(
             manifest=version.manifest, backend=sender.backend, host=sender.host, port=sender.port, token=sender.token
         )

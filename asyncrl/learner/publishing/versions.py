@@ -243,10 +243,9 @@ class Versions:
             self._notify(NOTICE, f"versions are published again, from {version} on")
 
     def _report(self, error: OSError) -> None:
-        """Report a version that could not be begun or assembled: counter, log, notice to the user.
+        """Report a version that was not begun or assembled. Raises an error of the ranks, which are out of step then.
 
-        Raises an error of the ranks, which are out of step then: that is no full disk or memory. Without an assembled
-        version there is no notice: the run ends with the reason (``first``).
+        Without an assembled version there is no notice: the run ends with the reason (``first``).
         """
         if isinstance(error, AsyncRLError):
             raise error
