@@ -31,7 +31,10 @@ def load_adapter(model: Any, manifest: Manifest, scaling: float) -> None:
     renaming = mapper.get_rename_mapper() if mapper is not None else None
     _replace(manager, _layers(tensors_of(manifest), renaming, scaling, manager.lora_config.lora_dtype))
     if current_platform.is_cpu():
-        _compute_at_once(manager)
+        from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+        assert manager.lora_slots == 1, "all requests have the same adapter"
+        PunicaWrapperCPU.add_lora_linear = _add_adapter  # type: ignore[assignment,method-assign]
 
 
 def _layers(
@@ -111,19 +114,6 @@ def _holds(held: torch.Tensor, expected: torch.Tensor | None) -> bool:
     return bool(torch.equal(held[:rows, :columns], expected.to(held.device)))
 
 
-def _compute_at_once(manager: Any) -> None:
-    """On CPU, let the layers add the one adapter, that of slot 0, for all tokens at once. May be repeated.
-
-    vLLM's own arithmetic, made for many adapters, copies both matrices for each token before it multiplies. That takes
-    several times as long as the layer itself.
-    """
-    # Only vLLM's build for CPUs has this module.
-    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-
-    assert manager.lora_slots == 1, "all requests have the same adapter"
-    PunicaWrapperCPU.add_lora_linear = _add_adapter  # type: ignore[assignment,method-assign]
-
-
 def _add_adapter(
     _wrapper: Any,
     y: torch.Tensor,
@@ -134,7 +124,10 @@ def _add_adapter(
     output_slices: tuple[int, ...],
     **_: Any,
 ) -> None:
-    """Add ``scale`` x aᵀ bᵀ to y, slice by slice.
+    """On CPU, add ``scale`` x aᵀ bᵀ of the one adapter to y, slice by slice, for all tokens at once.
+
+    vLLM's own arithmetic, made for many adapters, copies both matrices for each token before it multiplies. That takes
+    several times as long as the layer itself.
 
     y: [T, the sum of output_slices]; x: [T, in]; each a: [1, 1, rank, in]; each b: [1, 1, out, rank].
     """

@@ -7,8 +7,8 @@ memory does not hold two sets of weights. The model's own checkpoint loader take
 loads versions that are adapters.
 
 After ``load_version`` every parameter has its new value, or it returns the reason of the failure. After a failure the
-model must not step until an update succeeds, and the next one may come in the other way. A failure is not raised: after an error of one
-worker vLLM does not read the other workers' answers, and would take them for answers to later calls.
+model must not step until an update succeeds. A failure is not raised: after an error of one worker vLLM does not read
+the other workers' answers, and would take them for answers to later calls.
 """
 
 from __future__ import annotations
