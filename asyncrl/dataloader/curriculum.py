@@ -13,14 +13,10 @@ truth value.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.config.load import config_from_json
 from asyncrl.config.training import CurriculumConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.messages.ledger import GroupResult
@@ -90,10 +86,3 @@ def problems_of(config: Config) -> list[str]:
     except ConfigError as error:
         return error.problems
     return []
-
-
-if __name__ == "__main__":
-    with os.fdopen(os.dup(1), "w") as answer:
-        # Standard output is for the answer alone: prints of the user's code go to stderr.
-        os.dup2(2, 1)
-        answer.write(json.dumps(problems_of(config_from_json(sys.stdin.read()))))

@@ -4,8 +4,8 @@ The launcher pins each name once. Then every host downloads the files that it la
 without weights that are not read. Of a data set, only the chosen files are downloaded.
 
 ``huggingface_hub`` imports slowly, starts threads and cannot be cancelled. So it runs in a process of its own
-(``python -m asyncrl.launcher.checks.hub``), with HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN. If the hub
-cannot be reached, names are looked up in the cache of this host.
+(process.py), with HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN. If the hub cannot be reached, names are looked up
+in the cache of this host.
 
 Every failure becomes a problem for the user, which names the key and the way to use a folder. No problem shows a token:
 it has no text of an answer and no address, only the host of the hub.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import glob
 import os
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
@@ -26,16 +25,16 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.hub import COMMIT, MAIN, HubName, asked_names, localized, parse_pinned, pinned_names, with_pins
-from asyncrl.config.load import config_from_json, config_to_json
 from asyncrl.core.disk import in_bytes
 from asyncrl.core.errors import ConfigError, DataError, HubRefused
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.data.files import Kind, download_command, of_split
 from asyncrl.launcher.checks.findings import Fetched, FetchOrder, Finding, Pin, errors_of, fail, listed, ok
 from asyncrl.launcher.checks.needs import count
-from asyncrl.launcher.checks.process import ask_process
+from asyncrl.launcher.checks.process import NoAnswer, call
 
-MODULE = "asyncrl.launcher.checks.hub"
+PIN = "asyncrl.launcher.checks.hub:pin_here"
+FETCH = "asyncrl.launcher.checks.hub:fetch_here"
 LOOK_UP_S = 10.0
 """Deadline of a request for the files of a repository."""
 PIN_S = 120.0
@@ -49,13 +48,6 @@ WEIGHTS = (
 """Suffixes of files of weights."""
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 A = TypeVar("A")
-
-
-class PinOrder(msgspec.Struct, frozen=True, tag="pin"):
-    """Input of the process: pin the names of a configuration (JSON). The answer is Pins."""
-
-    config: str
-    keys: list[str]
 
 
 class Pins(msgspec.Struct, frozen=True):
@@ -81,7 +73,7 @@ async def pin(config: Config, keys: Collection[str] | None = None) -> Pins:
     asked = {key: name for key, name in asked_names(config).items() if keys is None or key in keys}
     if not asked:
         return Pins()
-    answer, reason = await _ask(PinOrder(config_to_json(config), list(asked)), Pins, PIN_S)
+    answer, reason = await _ask(PIN, Pins, PIN_S, config=config, keys=list(asked))
     return answer or Pins(findings=[_failure(key, str(name), name, reason) for key, name in asked.items()])
 
 
@@ -90,8 +82,7 @@ async def fetch(order: FetchOrder) -> Fetched:
     pins = [pin for pin in order.pins if missing_bytes(pin) or is_path(pin)]
     if not pins:
         return Fetched()
-    lacking = msgspec.structs.replace(order, pins=pins)
-    answer, reason = await _ask(lacking, Fetched, order.limit_s)
+    answer, reason = await _ask(FETCH, Fetched, order.limit_s, pins=pins)
     return answer or Fetched(findings=[_failure(pin.key, pin.asked, name_of(pin), reason) for pin in pins])
 
 
@@ -155,33 +146,17 @@ def missing_bytes(pin: Pin) -> int:
     return sum(size for file, size in pin.files.items() if not (folder / file).exists())
 
 
-async def _ask(order: PinOrder | FetchOrder, answer: type[A], limit_s: float) -> tuple[A | None, str]:
+async def _ask(function: str, answer: type[A], limit_s: float, **arguments: Any) -> tuple[A | None, str]:
     """Return the answer of the process, or None and the reason."""
     try:
-        data, ended = await ask_process(MODULE, (), msgspec.msgpack.encode(order), limit_s, env=QUIET)
-        return msgspec.msgpack.decode(data, type=answer), ""
+        return await call(function, answer, limit_s, env=QUIET, **arguments), ""
     except TimeoutError:
         return None, f"not done within {limit_s:g} s"
-    except msgspec.DecodeError:
-        return None, f"the process that asks the hub ended: {ended}"
+    except NoAnswer as error:
+        return None, f"the process that asks the hub ended: {error}"
 
 
 # --- in the process ---
-
-
-def main() -> int:
-    """Read an order from standard input and write its answer to standard output, both in MessagePack."""
-    answers = os.dup(1)
-    os.dup2(2, 1)
-    order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=PinOrder | FetchOrder)
-    answer = (
-        pin_here(config_from_json(order.config), order.keys) if isinstance(order, PinOrder) else fetch_here(order.pins)
-    )
-    with open(answers, "wb") as file:
-        file.write(msgspec.msgpack.encode(answer))
-    sys.stderr.flush()
-    # A library's threads must not keep the process alive.
-    os._exit(0)
 
 
 def pin_here(config: Config, keys: Collection[str]) -> Pins:
@@ -382,7 +357,3 @@ def _failure(key: str, asked: str, name: HubName, reason: str) -> Finding:
     text = f"{asked} is no folder here, and as a name of the Hugging Face hub: {reason}"
     fix = f"to use a folder, run `{command}` where the hub can be reached and set {key} to the folder"
     return fail("hub", text, fix, key=key)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,17 +4,15 @@ A *set* is the training prompts (``data``) or the prompts of one evaluation (``e
 rows of ``sft.data``.
 
 A tokenizer may bring its own code, and libraries that read rows import slowly or crash on a broken file. So a process
-of its own reads them (``python -m asyncrl.launcher.checks.inputs``) under a deadline. It answers with findings, and
-with sample rows on which the reward function is tried. A chat template is a program too and may hang. So a thread
-checks it under a deadline, and the process ends without waiting for the thread.
+of its own reads them (process.py) under a deadline. It answers with findings, and with sample rows on which the reward
+function is tried. A chat template is a program too and may hang. So a thread checks it under a deadline, and the
+process ends without waiting for the thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +24,6 @@ import msgspec
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.config.load import config_from_json, config_to_json
 from asyncrl.config.training import PromptsConfig
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.core.printable import printable
@@ -35,7 +32,7 @@ from asyncrl.dataloader.left_out import BadRow, TooFewUsable
 from asyncrl.dataloader.prompts import PromptSet, check_row, collect, follows, open_source, unpack
 from asyncrl.launcher.checks.findings import Finding, KnownPrompts, fail, ok, warn
 from asyncrl.launcher.checks.model import window_of
-from asyncrl.launcher.checks.process import ask_process
+from asyncrl.launcher.checks.process import NoAnswer, call
 from asyncrl.launcher.checks.scoring_models import check_scoring_models
 from asyncrl.text.chat.probe import ChatReport
 from asyncrl.text.chat.renderer import make_renderer
@@ -44,7 +41,7 @@ from asyncrl.text.sft.conversations import load_conversations
 from asyncrl.text.stops import resolve_stops
 from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
 
-MODULE = "asyncrl.launcher.checks.inputs"
+READ = "asyncrl.launcher.checks.inputs:read_inputs"
 READ_S = 45.0
 """Deadline of the process (s); importing transformers, for a tokenizer that needs it, takes most of it."""
 SETS_S = 5.0
@@ -76,17 +73,8 @@ class Sample(msgspec.Struct, frozen=True):
     """Name of its source in a mixture."""
 
 
-class InputsOrder(msgspec.Struct, frozen=True):
-    """The input of the process: the arguments of ``check_inputs``, with the configuration as JSON."""
-
-    config: str
-    with_rows: bool
-    for_learner: bool
-    known: KnownPrompts | None = None
-
-
 class Inputs(msgspec.Struct, frozen=True):
-    """The output of the process: findings, and sample rows for the reward function."""
+    """Findings, and sample rows for the reward function."""
 
     findings: list[Finding] = []
     samples: list[Sample] = []
@@ -117,17 +105,17 @@ async def check_inputs(
     key = ", ".join(keys)
     if config.episode.kind != "single":
         limit_s += config.chat.check_timeout_s
-    order = msgspec.msgpack.encode(InputsOrder(config_to_json(config), with_rows, for_learner, known))
     try:
-        answer, ended = await ask_process(MODULE, (), order, limit_s)
-        return msgspec.msgpack.decode(answer, type=Inputs)
+        return await call(
+            READ, Inputs, limit_s, config=config, with_rows=with_rows, for_learner=for_learner, known=known
+        )
     except TimeoutError:
         text = f"the tokenizer and the rows were not read within {limit_s:g} s"
         fix = "copy these files to a faster disk; the run itself waits longer for them"
         return Inputs([warn("data", text, fix, key=key)])
-    except msgspec.DecodeError:
+    except NoAnswer as error:
         fix = "see what is wrong with these files, or the package that reads them"
-        return Inputs([fail("data", f"the process that reads them ended: {ended}", fix, key=key)])
+        return Inputs([fail("data", f"the process that reads them ended: {error}", fix, key=key)])
 
 
 def read_inputs(
@@ -423,24 +411,3 @@ def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) ->
 def in_rows(count: int) -> str:
     """Format a number of rows: "1 row", "2,000 rows"."""
     return "1 row" if count == 1 else f"{count:,} rows"
-
-
-def main() -> int:
-    """Read an InputsOrder from standard input and write Inputs to standard output, both in MessagePack."""
-    answers = os.dup(1)
-    # Imported code may print: standard output now leads to standard error, and only ``answers`` to the reader.
-    os.dup2(2, 1)
-    order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=InputsOrder)
-    answer = read_inputs(
-        config_from_json(order.config), with_rows=order.with_rows, for_learner=order.for_learner, known=order.known
-    )
-    data = msgspec.msgpack.encode(answer)
-    while data:
-        data = data[os.write(answers, data) :]
-    sys.stderr.flush()
-    # A library's threads must not keep the process alive.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

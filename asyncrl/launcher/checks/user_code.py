@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.config.load import config_to_json
 from asyncrl.config.training import LearnerConfig, RewardConfig
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, EpisodeWorkersEnded, RewardFailed
 from asyncrl.core.printable import printable
@@ -30,7 +28,7 @@ from asyncrl.data.rows import column_of
 from asyncrl.episodes.episode_pool import EpisodePool
 from asyncrl.launcher.checks.findings import Finding, fail, listed, ok, warn
 from asyncrl.launcher.checks.inputs import Sample
-from asyncrl.launcher.checks.process import ask_process
+from asyncrl.launcher.checks.process import NoAnswer, call
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.reward.functions import JUDGES
 from asyncrl.reward.judge_pool import JudgePool, for_trial
@@ -48,8 +46,8 @@ SHOWN_COMPLETION = 40
 KEY = "reward.function"
 NOWHERE = "http://127.0.0.1:9/v1"
 """Address of an endpoint that is never called, because no episode is played."""
-ALGORITHM = "asyncrl.learner.algorithm.user_functions"
-CURRICULUM = "asyncrl.dataloader.curriculum"
+ALGORITHM = "asyncrl.learner.algorithm.user_functions:problems_of"
+CURRICULUM = "asyncrl.dataloader.curriculum:problems_of"
 TRIAL_S = 60.0
 """Deadline for the trial of loss and advantage (s); importing torch takes most of it."""
 KEYS = ("loss", "loss_options", "correction", "kl", "entropy_bonus", "teacher", "advantage", "advantage_options")
@@ -266,41 +264,32 @@ def is_default(config: LearnerConfig) -> bool:
 
 async def check_curriculum(config: Config, *, limit_s: float = IMPORT_S) -> Finding | None:
     """Call the user's function of the curriculum in a process; None without one."""
-    curriculum = config.data.curriculum
-    if curriculum.function is None:
+    function = config.data.curriculum.function
+    if function is None:
         return None
-    key = "data.curriculum.function"
-    try:
-        answer, ended = await ask_process(CURRICULUM, (), config_to_json(config).encode(), limit_s)
-        problems = json.loads(answer)
-    except TimeoutError:
-        text = f"the trial of {curriculum.function} did not end within {limit_s:g} s"
-        return warn("curriculum", text, "see what its module does when it is imported", key=key)
-    except ValueError:
-        text = f"the process that tries it ended: {ended}"
-        return fail("curriculum", text, "correct the import of its module", key=key)
-    if problems:
-        fix = "correct these keys; install a module of your own, or put it where you launch"
-        return fail("curriculum", listed(problems), fix)
-    return ok("curriculum", f"{curriculum.function} can be called", key=key)
+    return await _try("curriculum", "data.curriculum.function", function, CURRICULUM, limit_s, config=config)
 
 
 async def check_algorithm(config: Config, *, limit_s: float = TRIAL_S) -> Finding | None:
     """Call loss and advantage once on made-up tokens in a process; None if they are the defaults."""
-    learner = config.learner
+    learner, samples = config.learner, config.rollout.samples_per_prompt
     if is_default(learner):
         return None
+    tried = f"{learner.loss} with {learner.advantage}"
+    return await _try("algorithm", "learner.loss", tried, ALGORITHM, limit_s, config=learner, samples=samples)
+
+
+async def _try(check: str, key: str, tried: str, function: str, limit_s: float, **arguments: Any) -> Finding:
+    """Call ``function`` in a process: it calls the user's code, ``tried``, and returns its problems."""
     try:
-        arguments = [str(config.rollout.samples_per_prompt)]
-        answer, ended = await ask_process(ALGORITHM, arguments, learner.model_dump_json().encode(), limit_s)
-        problems = json.loads(answer)
+        problems = await call(function, list[str], limit_s, **arguments)
     except TimeoutError:
-        text = f"the trial of {learner.loss} and {learner.advantage} did not end within {limit_s:g} s"
-        return warn("algorithm", text, "see what their modules do when they are imported", key="learner.loss")
-    except ValueError:
-        text = f"the process that tries them ended: {ended}"
-        return fail("algorithm", text, "correct the import of their modules", key="learner.loss")
+        text = f"the trial of {tried} did not end within {limit_s:g} s"
+        return warn(check, text, "see what your module does when it is imported", key=key)
+    except NoAnswer as error:
+        text = f"the process that tries {tried} ended: {error}"
+        return fail(check, text, "correct the import of your module", key=key)
     if problems:
         fix = "correct these keys; install modules of your own, or put them where you launch"
-        return fail("algorithm", listed(problems), fix)
-    return ok("algorithm", f"{learner.loss} with {learner.advantage} can be called", key="learner.loss")
+        return fail(check, listed(problems), fix)
+    return ok(check, f"{tried} can be called", key=key)

@@ -1,9 +1,9 @@
 """``asyncrl-launch CONFIG --dry-run --generate N``: a process samples a few responses and scores them.
 
-The command starts ``python -m asyncrl.launcher.doctor.generate`` under a deadline. That process reads a GenerateOrder
-on standard input and writes an Answer to standard output. Prompts, sampling, engine, episodes and reward are those of
-the run. The weights are the model's own, without an adapter, because an adapter's first version changes nothing. A dry
-run has no learner, so tensors are copied from the safetensors files into sealed memory, as an engine loads them.
+The command calls ``generate_here`` in a process (checks/process.py), under a deadline. Prompts, sampling, engine,
+episodes and reward are those of the run. The weights are the model's own, without an adapter, because an adapter's
+first version changes nothing. A dry run has no learner, so tensors are copied from the safetensors files into sealed
+memory, as an engine loads them.
 
 Invariant: the engine, the reward's workers and the agent's processes have ended before the answer is written. The
 answer has each fault, and the samples made before it. When ``print_generated`` returns, the process and its descendants
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -27,13 +26,12 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.hub import localized
-from asyncrl.config.load import config_from_json, config_to_json, validate_config
+from asyncrl.config.load import validate_config
 from asyncrl.core.errors import AsyncRLError, ConfigError, EngineDied
-from asyncrl.core.files import write_all
 from asyncrl.core.model_files import COMPUTED, DTYPES, Tensor, Unreadable, read_header
 from asyncrl.core.printable import say
 from asyncrl.launcher.checks.inputs import FirstRow, first_rows
-from asyncrl.launcher.checks.process import ask_process
+from asyncrl.launcher.checks.process import NoAnswer, call
 from asyncrl.launcher.checks.user_code import RewardTrial
 from asyncrl.launcher.checks.weights import weight_files
 from asyncrl.launcher.doctor.lone_episode import CannotPlay, LoneEpisode, lone_lease
@@ -54,7 +52,6 @@ from asyncrl.rollouter.serving.generation import (
 )
 from asyncrl.rollouter.serving.group_events import CallEvents, GroupEvents
 from asyncrl.rpc.awaits import Awaits
-from asyncrl.rpc.linux import die_with_parent
 from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.renderer import Renderer, make_renderer
 from asyncrl.text.stops import resolve_stops
@@ -65,17 +62,10 @@ from asyncrl.weights.segments import Segment, layout
 ENGINE = "rollouter/0"
 PRINTED_BYTES = 4000
 T = TypeVar("T")
-MODULE = "asyncrl.launcher.doctor.generate"
+GENERATE = "asyncrl.launcher.doctor.generate:generate_here"
 SAMPLE_S = 120.0
 """Longest time for sampling a response (s); the configuration bounds rewards and episodes."""
 COPIED_BYTES = 64 << 20
-
-
-class GenerateOrder(msgspec.Struct, frozen=True):
-    """The configuration as JSON, and the number of prompts."""
-
-    config: str
-    count: int
 
 
 class Answer(msgspec.Struct):
@@ -344,20 +334,19 @@ def print_generated(config: Config, count: int) -> None:
     """Sample ``count`` prompts in a process and print the samples. Then raises ConfigError if one could not be made."""
     limit_s = longest_s(config, count)
     say(f"sampling {count} prompts with the engine {config.rollout.engine} (at most {limit_s:g} s)", sys.stderr)
-    order = msgspec.msgpack.encode(GenerateOrder(config_to_json(config), count))
     try:
         # If the process is killed, its temporary files go with this folder.
         with tempfile.TemporaryDirectory(prefix="asyncrl-", ignore_cleanup_errors=True) as folder:
-            data, ended = asyncio.run(ask_process(MODULE, (), order, limit_s, env={"TMPDIR": folder}))
-        answer = msgspec.msgpack.decode(data, type=Answer)
+            asked = call(GENERATE, Answer, limit_s, env={"TMPDIR": folder}, config=config, count=count)
+            answer = asyncio.run(asked)
     except TimeoutError:
         engine = config.rollout.engine
         raise ConfigError(
             [f"--generate: the engine {engine} did not answer {count} prompts within {limit_s:g} s"], found=True
         ) from None
-    except msgspec.DecodeError:
+    except NoAnswer as error:
         # The kernel kills the process if the model does not fit into memory.
-        raise ConfigError([f"--generate: the process that samples ended: {ended}"], found=True) from None
+        raise ConfigError([f"--generate: the process that samples ended: {error}"], found=True) from None
     for line in ["", *sample_page(answer.groups)] if answer.groups else []:
         say(line, sys.stdout)
     if answer.printed:
@@ -376,25 +365,12 @@ def longest_s(config: Config, count: int) -> float:
     return config.supervision.start_timeout_s + config.weights.deadline_s + count * prompt_s
 
 
-def main() -> None:
-    """Read a GenerateOrder from standard input and write the Answer to standard output, both in MessagePack."""
-    die_with_parent(signal.SIGKILL)
-    answers = os.dup(1)
-    order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=GenerateOrder)
-    with tempfile.TemporaryFile() as printed:
-        # Engines, users' modules and their processes may print. Their output goes into a file, not into the answer.
-        for stream in (1, 2):
-            os.dup2(printed.fileno(), stream)
-        answer = asyncio.run(generate(localized(config_from_json(order.config)), order.count))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if answer.problems:
-            printed.seek(max(0, printed.seek(0, os.SEEK_END) - PRINTED_BYTES))
-            answer.printed = printed.read().decode(errors="replace")
-    write_all(answers, msgspec.msgpack.encode(answer))
-    # A library's threads must not keep the process alive.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+def generate_here(config: Config, count: int) -> Answer:
+    """Generate in this process, whose standard error is a file with all that was printed (checks/process.py)."""
+    answer = asyncio.run(generate(localized(config), count))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if answer.problems:
+        end = os.lseek(2, 0, os.SEEK_END)
+        answer.printed = os.pread(2, PRINTED_BYTES, max(0, end - PRINTED_BYTES)).decode(errors="replace")
+    return answer

@@ -1,10 +1,7 @@
 """The loss and the advantage of a run: a built-in function by its name, or the user's own as MODULE:FUNCTION.
 
 A run looks up both functions once, at its start. Before that the launcher tries them on made-up tokens in a separate
-process, since the user's code may do anything when it is imported: ``python -m
-asyncrl.learner.algorithm.user_functions``. The process reads the section ``learner`` as JSON from standard input, and
-``rollout.samples_per_prompt`` from its command line. It writes a JSON list of problems, each beginning with its key, to
-standard output; prints of the user's code go to standard error.
+process (``problems_of``), since the user's code may do anything when it is imported.
 
 Fails with ConfigError, which names the key, for a function that does not exist or does not take its options. A user's
 function itself raises ConfigError when a call fails or returns something of the wrong form (``CheckedLoss``).
@@ -12,9 +9,6 @@ function itself raises ConfigError when a call fails or returns something of the
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -206,10 +200,3 @@ def _loss_problems(config: LearnerConfig) -> list[str]:
     if logprobs.grad is None or not torch.isfinite(logprobs.grad).all():
         return [f"learner.loss: {config.loss} has no finite gradient by the log-probs of its batch"]
     return []
-
-
-if __name__ == "__main__":
-    with os.fdopen(os.dup(1), "w") as answer:
-        # Standard output is for the answer alone: prints of the user's code, from C and subprocesses too, go to stderr.
-        os.dup2(2, 1)
-        answer.write(json.dumps(problems_of(LearnerConfig.model_validate_json(sys.stdin.read()), int(sys.argv[1]))))

@@ -88,6 +88,6 @@ def test_the_trial_has_its_own_process_and_defaults_are_not_tried():
     assert (finding.result, finding.detail) == ("ok", "users_algorithm:mine with users_algorithm:flat can be called")
     assert check() is None and check(backend="sim", loss="nothing") is None
     finding = check(loss="leaves:mine")
-    assert finding.result == "fail" and "the process that tries them ended" in finding.detail
+    assert finding.result == "fail" and "the process that tries leaves:mine with" in finding.detail
     finding = check(limit_s=1.0, loss="hangs:mine")
     assert finding.result == "warn" and "did not end within 1 s" in finding.detail

@@ -423,11 +423,11 @@ def test_a_separate_process_checks_the_inputs_alike_and_its_death_is_a_finding(t
     for code, limit_s, result, said in (
         ("import os, sys; print('last', file=sys.stderr, flush=True); os._exit(3)", 60.0, "fail", "3: last"),
         ("import time; time.sleep(600)", 0.5, "warn", "not read within 0.5 s"),
-        ("print('x' * 300_000)", 60.0, "fail", "it wrote more than 256.0 KiB"),
+        ("def read(): return 'x' * 300_000", 60.0, "fail", "it wrote more than 256.0 KiB"),
         # As of a loop that prints: its last line alone is read.
         ("import sys; sys.stderr.write('lasts ' * 100_000); sys.exit(3)", 60.0, "fail", "code 3: sts lasts"),
     ):
         (tmp_path / "instead.py").write_text(code)
-        monkeypatch.setattr(inputs, "MODULE", "instead")
+        monkeypatch.setattr(inputs, "READ", "instead:read")
         (found,) = asyncio.run(check_inputs(config, limit_s=limit_s)).findings
         assert found.result == result and said in found.detail and found.key == "data, eval.held.data"

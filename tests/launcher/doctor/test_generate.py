@@ -194,7 +194,7 @@ def test_a_dry_run_prints_the_responses_and_leaves_nothing_behind(tmp_path):
 
 def is_sampler(process):
     try:
-        return "asyncrl.launcher.doctor.generate" in process.cmdline()
+        return "asyncrl.launcher.doctor.generate:generate_here" in process.cmdline()
     except psutil.NoSuchProcess:
         # Another check's process that has just ended.
         return False
