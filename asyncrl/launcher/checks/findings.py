@@ -167,8 +167,3 @@ def counts(findings: Sequence[Finding]) -> str:
 def as_json(findings: Sequence[Finding]) -> str:
     """A JSON list of objects with the keys host, check, result, detail, fix, key."""
     return msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()
-
-
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """Join the first ``most`` names, and say how many more there are: "a, b and 3 more"."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

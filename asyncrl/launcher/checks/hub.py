@@ -27,9 +27,10 @@ from asyncrl.config import Config
 from asyncrl.config.hub import COMMIT, MAIN, HubName, asked_names, localized, parse_pinned, pinned_names, with_pins
 from asyncrl.core.disk import in_bytes
 from asyncrl.core.errors import ConfigError, DataError, HubRefused
+from asyncrl.core.printable import name_some
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.data.files import Kind, download_command, of_split
-from asyncrl.launcher.checks.findings import Fetched, FetchOrder, Finding, Pin, errors_of, fail, listed, ok
+from asyncrl.launcher.checks.findings import Fetched, FetchOrder, Finding, Pin, errors_of, fail, ok
 from asyncrl.launcher.checks.needs import count
 from asyncrl.launcher.checks.process import NoAnswer, call
 
@@ -306,7 +307,7 @@ def choose(key: str, name: HubName, files: Mapping[str, int], config: Config) ->
     if key == CONVERSATIONS:
         chosen = data_files(name, files, "jsonl", "train")
         if len(chosen) > 1 and not _is_glob(name.path):
-            raise DataError(f"has several files: {listed(chosen)}", path=str(name), fix=f"name one in {key}")
+            raise DataError(f"has several files: {name_some(chosen)}", path=str(name), fix=f"name one in {key}")
         path = name.path if _is_glob(name.path) else chosen[0]
     else:
         data = config.prompt_sets[key.removesuffix(".path")]
@@ -341,7 +342,7 @@ def data_files(name: HubName, files: Mapping[str, int], kind: Kind | None, split
         else:
             found = [str(inside / file) for file in of_split(str(name), below, kind, split)] if below else []
     if not found:
-        shown = listed(sorted(file for file in files if not file.startswith(".")))
+        shown = name_some(sorted(file for file in files if not file.startswith(".")))
         raise DataError(f"has no such file; it has {shown}", path=str(name), fix="name one of them")
     return found
 

@@ -22,8 +22,9 @@ from asyncrl.core.model_files import (
     read_settings,
     text_config,
 )
+from asyncrl.core.printable import name_some
 from asyncrl.data.files import fetch_advice
-from asyncrl.launcher.checks.findings import Finding, fail, listed, ok
+from asyncrl.launcher.checks.findings import Finding, fail, ok
 from asyncrl.launcher.checks.needs import ModelSize
 from asyncrl.launcher.checks.weights import check_form, check_tensors, weight_files
 
@@ -45,7 +46,7 @@ def measure(folder: Path, lora: LoraConfig | None = None) -> ModelSize:
         if file.suffix == ".safetensors":
             tensors = read_header(file)
             if missing := [tensor for tensor in indexed if tensor not in tensors]:
-                raise Unreadable(f"{file.name} lacks {listed(missing, 4)}, which its index lists")
+                raise Unreadable(f"{file.name} lacks {name_some(missing, 4)}, which its index lists")
             check_tensors(file, tensors)
             parameters += sum(math.prod(tensor.shape) for tensor in tensors.values())
             if lora is not None:

@@ -23,10 +23,10 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig, RewardConfig
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, EpisodeWorkersEnded, RewardFailed
-from asyncrl.core.printable import printable
+from asyncrl.core.printable import name_some, printable
 from asyncrl.data.rows import column_of
 from asyncrl.episodes.episode_pool import EpisodePool
-from asyncrl.launcher.checks.findings import Finding, fail, listed, ok, warn
+from asyncrl.launcher.checks.findings import Finding, fail, ok, warn
 from asyncrl.launcher.checks.inputs import Sample
 from asyncrl.launcher.checks.process import NoAnswer, call
 from asyncrl.messages.reward import Completion, Score, Scores
@@ -112,7 +112,7 @@ class RewardTrial:
         try:
             await self._pool.start()
         except ConfigError as error:
-            return fail("reward", listed(error.problems), fix)
+            return fail("reward", name_some(error.problems), fix)
         except RewardFailed as error:
             return fail("reward", f"importing {self._reward.function}: it {error.reason}", fix, key=KEY)
         except DeadlineExceeded:
@@ -211,7 +211,7 @@ def judge(reward: RewardConfig, trials: dict[str, Trial], *, calls: int, timed_o
         return warn("reward", f"{text}; {consequence}", "make it faster, or raise reward.timeout_s", key=KEY)
     if not is_scored:
         return ok("reward", f"{function} can be called", key=KEY)
-    return ok("reward", f"{function} can be called, and gives on samples: {listed(shown)}", key=KEY)
+    return ok("reward", f"{function} can be called, and gives on samples: {name_some(shown)}", key=KEY)
 
 
 async def check_episode(config: Config, *, import_s: float = IMPORT_S) -> Finding:
@@ -231,7 +231,7 @@ async def check_episode(config: Config, *, import_s: float = IMPORT_S) -> Findin
         await pool.start()
     except ConfigError as error:
         fix = f"correct {key} and episode.options; install modules, or put them where you launch"
-        return fail("episode", listed(error.problems), fix)
+        return fail("episode", name_some(error.problems), fix)
     except EpisodeWorkersEnded as error:
         return fail("episode", f"importing {code}: it {error.reason}", f"correct the import of {code}", key=key)
     except DeadlineExceeded:
@@ -291,5 +291,5 @@ async def _try(check: str, key: str, tried: str, function: str, limit_s: float, 
         return fail(check, text, "correct the import of your module", key=key)
     if problems:
         fix = "correct these keys; install modules of your own, or put them where you launch"
-        return fail(check, listed(problems), fix)
+        return fail(check, name_some(problems), fix)
     return ok(check, f"{tried} can be called", key=key)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.core.model_files import Tensor, Unreadable, read_json
-from asyncrl.launcher.checks.findings import listed
+from asyncrl.core.printable import name_some
 from asyncrl.weights.lora import ADAPTER_FILE, SETTINGS_FILE
 
 LOADED = (
@@ -62,7 +62,7 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
             raise Unreadable(f"{name}: weight_map does not map each tensor to a file")
         files: dict[Path, list[str]] = {folder / file: [] for file in sorted(set(file_of.values()))}
         if missing := [file.name for file in files if not file.is_file()]:
-            raise Unreadable(f"{name} names files that are missing: {listed(missing, 4)}")
+            raise Unreadable(f"{name} names files that are missing: {name_some(missing, 4)}")
         for tensor, file in file_of.items():
             files[folder / file].append(tensor)
         if files:
@@ -137,13 +137,13 @@ def _no_weights_error(folder: Path) -> Unreadable:
     files = sorted(file.name for file in folder.iterdir() if file.is_file())
     if others := [name for name in files if name.endswith(".gguf")]:
         return Untrainable(
-            f"holds its weights in GGUF only ({listed(others, 4)}), which cannot be trained",
+            f"holds its weights in GGUF only ({name_some(others, 4)}), which cannot be trained",
             "take the release of this model in Hugging Face format, with config.json and model.safetensors",
         )
     wanted = "model.safetensors or pytorch_model.bin, or the index of either"
     if others := [name for name in files if name.endswith(OTHER_WEIGHTS)]:
         return Untrainable(
-            f"holds no weights that transformers would load, which are {wanted}; it holds {listed(others, 4)}",
+            f"holds no weights that transformers would load, which are {wanted}; it holds {name_some(others, 4)}",
             "take the release of this model in Hugging Face format, or convert it; rename files that were renamed",
         )
     return Unreadable(f"there are no weights: neither {wanted}")

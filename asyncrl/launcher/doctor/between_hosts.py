@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from asyncrl.config import Config
 from asyncrl.config.engines import ENGINES
 from asyncrl.core.disk import in_bytes
+from asyncrl.core.printable import name_some
 from asyncrl.core.roles import role_of
 from asyncrl.launcher.checks.check_list import BUSY_SHARE
-from asyncrl.launcher.checks.findings import Finding, fail, listed, ok, warn
+from asyncrl.launcher.checks.findings import Finding, fail, ok, warn
 from asyncrl.launcher.common.placement import Placed
 from asyncrl.launcher.doctor.orders import HostFacts
 
@@ -150,7 +151,7 @@ def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Place
         first_card = next(iter(each.cards.values()), None)
         text = f"{len(each.facts.gpus)} GPUs" if each.facts.gpus else "no GPU"
         if first_card is not None:
-            text += f" ({listed(sorted({card.name for card in each.cards.values()}))}, driver {first_card.driver})"
+            text += f" ({name_some(sorted({card.name for card in each.cards.values()}))}, driver {first_card.driver})"
         if placed:
             text += f"; the run uses {', '.join(used) or 'none'}"
         if each.gpu_problem:
@@ -160,7 +161,7 @@ def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Place
             )
         elif busy:
             fix = "end the processes that use them, or exclude them by CUDA_VISIBLE_DEVICES or slots"
-            findings.append(warn("gpus", f"{text}; in use already: {listed(busy)}", fix, host))
+            findings.append(warn("gpus", f"{text}; in use already: {name_some(busy)}", fix, host))
         elif first_card and head_card and (first_card.driver, first_card.name) != (head_card.driver, head_card.name):
             fix = "take hosts of one kind, with one driver: the slowest one sets the pace, and NCCL may refuse"
             findings.append(warn("gpus", f"{text}; {head} has {head_card.name}, driver {head_card.driver}", fix, host))
@@ -206,7 +207,7 @@ def judge_links(links: Sequence[Link], ports: str, *, is_configured: bool = True
         outgoing = [link for link in links if link.source == source]
         if not any(link.problem for link in outgoing):
             targets = list(dict.fromkeys(link.target for link in outgoing))
-            findings.append(ok("reach", f"reaches {listed(targets)}", source))
+            findings.append(ok("reach", f"reaches {name_some(targets)}", source))
     for link in closed:
         reverse = [other for other in links if (other.source, other.target) == (link.target, link.source)]
         reverse_is_open = bool(reverse) and not any(other.problem for other in reverse)

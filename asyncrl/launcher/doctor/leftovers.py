@@ -30,7 +30,8 @@ from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_from_json
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.files import lock_is_free
-from asyncrl.launcher.checks.findings import Finding, listed, ok, warn
+from asyncrl.core.printable import name_some
+from asyncrl.launcher.checks.findings import Finding, ok, warn
 from asyncrl.launcher.run_folder.private import CONFIG, LOCK, PART, PRIVATE, remove_if_abandoned
 
 SCRATCH = "asyncrl-engine-"
@@ -76,10 +77,10 @@ def check_leftovers(runs: Path | None, *, is_head: bool, fix: bool) -> Finding:
     leftovers = find_leftovers(runs, is_head=is_head)
     removed = [one for one in leftovers if fix and one.certain and remove(one)]
     remaining = [one for one in leftovers if one not in removed]
-    parts = [f"removed {listed([one.what for one in removed])}"] if removed else []
+    parts = [f"removed {name_some([one.what for one in removed])}"] if removed else []
     if not remaining:
         return ok("leftovers", parts[0] if parts else "none")
-    parts.append(listed([one.what for one in remaining]))
+    parts.append(name_some([one.what for one in remaining]))
     any_certain, any_uncertain = any(one.certain for one in remaining), any(not one.certain for one in remaining)
     advice = ["--fix removes those that are certainly dead"] if any_certain and not fix else []
     advice += ["find out why it cannot be removed"] if any_certain and fix else []
