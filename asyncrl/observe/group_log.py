@@ -27,6 +27,17 @@ NOT_TRAINED = "not trained"
 RESTORED = "restored"
 EVALUATED = "evaluated"
 
+FORKS = {
+    "fork:root": "it has other tools or template options than the calls before",
+    "fork:branch": "its messages extend no answer of the policy: the same question again, a sub-agent, a summary",
+    "fork:edited": "a message before an answer of the policy was changed, removed or added",
+    "fork:assistant": "it holds an answer that the policy gave in other words, or did not give",
+    "fork:history": "the chat template renders an earlier answer differently from the sampled tokens (chat.history)",
+    "fork:cut": "an answer was cut by a limit, and the chat template cannot extend that",
+    "fork:no-extension": "the chat template cannot extend that answer; asyncrl-doctor --chat says why",
+}
+"""Text on a call that forks the conversation, by its cause (rollouter/episode/conversation.py)."""
+
 _encode = msgspec.json.Encoder().encode
 
 

@@ -13,16 +13,12 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from asyncrl.observe.group_log import FORKS
+
 CAUSES = {
     "root": "begins the conversation",
     "extend": "extends the tokens of an answer",
-    "fork:root": "it has other tools or template options than the calls before",
-    "fork:branch": "its messages extend no answer of the policy: the same question again, a sub-agent, a summary",
-    "fork:edited": "a message before an answer of the policy was changed, removed or added",
-    "fork:assistant": "it holds an answer that the policy gave in other words, or did not give",
-    "fork:history": "the chat template renders an earlier answer differently from the sampled tokens (chat.history)",
-    "fork:cut": "an answer was cut by a limit, and the chat template cannot extend that",
-    "fork:no-extension": "the chat template cannot extend that answer; asyncrl-doctor --chat says why",
+    **FORKS,
 }
 """Text by Cause."""
 REMEDIES = {

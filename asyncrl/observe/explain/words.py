@@ -16,16 +16,6 @@ from asyncrl.observe import group_log
 from asyncrl.observe.explain.lines import LogLine
 
 STAGES_SAID = 4
-FORKS = {
-    "root": "forks: it has other tools or template options",
-    "branch": "forks: its messages continue no answer",
-    "edited": "forks: what comes before an answer was changed",
-    "assistant": "forks: it holds an answer that was not sampled here",
-    "history": "forks: the chat template renders an earlier answer in another way",
-    "cut": "forks: an answer was cut, and the chat template cannot continue it",
-    "no-extension": "forks: the chat template cannot continue the answer",
-}
-"""Text on a call that forks the conversation, by cause (rollouter/episode/conversation.py)."""
 TAKEN_INTO = {
     "buffered": "taken into the buffer",
     "filtered": "filtered: all of its rewards are equal",
@@ -105,8 +95,9 @@ def words_of(line: LogLine, uid: str) -> Iterator[GroupEvent]:
 
 def _asked(call: int, version: int, waited: float, cause: str, parent: int | None, tokens: int, new: int) -> str:
     """Text on a call; ``cause`` is "fork:CAUSE" for a fork. ``parent`` is the turn before it; None for the first."""
-    kind, _, fork = cause.partition(":")
-    why = FORKS.get(fork, fork) if kind == "fork" else "the first" if parent is None else f"continues turn {parent}"
+    why = "the first" if parent is None else f"continues turn {parent}"
+    if cause.startswith("fork:"):
+        why = f"forks: {group_log.FORKS.get(cause, cause)}"
     context = f"{tokens} tokens of context, {new} of them new"
     return f"call {call} ({why}): {context}; generation began at version {version} after {duration(waited)}"
 

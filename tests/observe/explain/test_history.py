@@ -122,8 +122,8 @@ def test_the_history_shows_the_turns_of_an_episode(logs, tmp_path):
         "call 1 gave turn 1: 5 tokens (length): 5 at version 3; 2 calls of tools cannot be read",
         "failed: generation: ValueError: no",
         "episode began at episodes/0, attempt 2",
-        "call 0 (forks: what comes before an answer was changed): 60 tokens of context, 11 of them new; "
-        "generation began at version 3 after 20 ms",
+        "call 0 (forks: a message before an answer of the policy was changed, removed or added): "
+        "60 tokens of context, 11 of them new; generation began at version 3 after 20 ms",
         "call 1 was refused: the episode is over: it has had its 1 turns (episode.max_turns)",
         "episode ended (turns) with 1 turns; tool search 2.0 s, engine 500 ms",
     ]

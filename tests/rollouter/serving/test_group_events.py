@@ -2,7 +2,6 @@
 
 import asyncio
 from datetime import UTC, datetime
-from typing import get_args
 
 import pytest
 from session_cases import TOOL, call_of, echoed, played, result, user
@@ -10,8 +9,7 @@ from session_cases import TOOL, call_of, echoed, played, result, user
 from asyncrl.core.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.observe.explain.lines import LogLine
-from asyncrl.observe.explain.words import FORKS, words_of
-from asyncrl.rollouter.episode.conversation import Cause
+from asyncrl.observe.explain.words import words_of
 from asyncrl.rollouter.serving.group_events import EVENTS_KEPT
 
 
@@ -71,7 +69,3 @@ def test_long_episodes_keep_their_start_and_their_end(tmp_path):
     assert len(events.entries) == EVENTS_KEPT
     assert events.left_out == 1 + 2 * 40 + 1 - EVENTS_KEPT
     assert words[0] == "episode began at episodes/0" and words[-1].startswith("episode ended")
-
-
-def test_every_cause_of_a_fork_has_a_text():
-    assert {f"fork:{cause}" for cause in FORKS} == {cause for cause in get_args(Cause) if cause.startswith("fork:")}
