@@ -49,24 +49,14 @@ def _newest_runs() -> list[Path]:
     return [path for _, path in sorted(by_time, reverse=True)]
 
 
-def may_live(run_dir: Path) -> bool:
-    """Return whether a run is live in the folder; True if this user may not look."""
+def may_live(run_dir: Path, *, if_hidden: bool = True) -> bool:
+    """Return whether a run is live in the folder; ``if_hidden`` if this user may not look."""
     from asyncrl.launcher.run_folder.private import is_live
 
     try:
         return is_live(run_dir)
     except PermissionError:
-        return True
-
-
-def _is_live(path: Path) -> bool:
-    """Return whether a run is live in the folder; False if this user may not look."""
-    from asyncrl.launcher.run_folder.private import is_live
-
-    try:
-        return is_live(path)
-    except PermissionError:
-        return False
+        return if_hidden
 
 
 def live_run_place(run: str | None) -> str:
@@ -79,7 +69,7 @@ def live_run_place(run: str | None) -> str:
 
     if run is None:
         runs = _newest_runs()
-        live = next((path for path in runs if _is_live(path)), None)
+        live = next((path for path in runs if may_live(path, if_hidden=False)), None)
         if live is not None:
             return str(live)
         if not runs:
