@@ -3,7 +3,7 @@
 import json
 from datetime import datetime
 
-from asyncrl.observe.states import STATES
+from asyncrl.core.states import STATES
 
 KINDS = {"engine": "engine", "rank": "rank", "worker": "worker"}
 WHOLE = 0.005

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from asyncrl.config.section import EXPAND_PATHS, NonNegative, OptionalPath, Positive, Seconds, Section
+from asyncrl.core.states import OF_ACTORS, STATES
 
 LAST_GROUPS_SHARE = 0.3
 """Share of preempt.grace_s for which a preempted run waits at most for the last groups of the rollouters."""
@@ -81,26 +82,11 @@ class PreemptConfig(Section):
         return problem, f"set preempt.grace_s to {least} or more"
 
 
-ActorState = Literal[
-    "starting",
-    "ready",
-    "waiting",
-    "generating",
-    "pausing",
-    "paused",
-    "loading",
-    "probing",
-    "restarting",
-    "asleep",
-    "waking",
-    "following",
-    "training",
-    "publishing",
-    "checkpointing",
-    "exporting",
-    "done",
-]
-"""States of actors, by the names of observe/states.py."""
+# A type checker cannot read a Literal that is computed.
+if TYPE_CHECKING:
+    ActorState = str
+else:
+    ActorState = Literal[tuple(dict.fromkeys(state for kind in OF_ACTORS for state in STATES[kind]))]
 BUDGETS_S: dict[ActorState, float] = {
     "starting": 600.0,
     "waking": 600.0,

@@ -60,7 +60,7 @@ class Resource(Struct, gc=False, frozen=True, kw_only=True):
     name: str
     """engine, rank, worker/3."""
     state: str
-    """One of the closed set of its kind; see observe/states.py."""
+    """One of the closed set of its kind; see core/states.py."""
     awaiting: str = ""
     """Name of the actor or thing that the state waits for."""
     state_s: float = 0.0

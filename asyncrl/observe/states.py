@@ -1,7 +1,7 @@
 """State-time ledgers: the seconds that a serial resource has spent in each state.
 
-A serial resource does one thing at a time: an engine, a rank of the learner, a worker of the reward pool. It is always
-in exactly one state of its kind (STATES), and names the actor or thing that the state waits for.
+A resource is always in exactly one state of its kind (core/states.py), and names the actor or thing that the state
+waits for.
 
 Invariant: the times of all states add up to the age of the ledger, without gaps or overlaps.
 """
@@ -10,51 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Literal
 
+from asyncrl.core.states import STATES, Kind
 from asyncrl.messages.monitor import Resource
-
-Kind = Literal["actor", "engine", "rank", "worker", "player"]
-
-STATES: dict[Kind, dict[str, str]] = {
-    "actor": {
-        "starting": "it loads its code or sets itself up",
-        "ready": "it serves calls",
-    },
-    "engine": {
-        "starting": "the process, its model or its kernels start; it does not serve",
-        "waiting": "it serves and has nothing to generate (for leases, or for new weights before the first)",
-        "generating": "at least one request runs",
-        "pausing": "an update is due, and running requests end or are aborted",
-        "paused": "idle for an update, waiting for its turn or for the bytes",
-        "loading": "weights are replaced",
-        "probing": "new weights are compared with the learner's log-probs before requests are admitted",
-        "restarting": "it has died, and another one starts",
-        "asleep": "the learner has the GPU",
-        "waking": "it gets its memory back",
-    },
-    "rank": {
-        "starting": "imports, rendezvous, the model, the newest checkpoint",
-        "waiting": "for groups, for the dataloader, for the last evaluations, or for the engines' GPU",
-        "following": "a rank above 0 waits for the next command of rank 0",
-        "training": "a step: batch, forward, backward, optimizer",
-        "publishing": "weights are gathered and written for the engines",
-        "checkpointing": "a checkpoint is staged; it is written during training",
-        "exporting": "the model is exported",
-        "done": "all steps are trained and all files are written",
-    },
-    "worker": {
-        "starting": "its process starts and imports the function",
-        "idle": "it has no task",
-        "scoring": "it runs the reward function",
-    },
-    "player": {
-        "starting": "its process starts and imports the user's code",
-        "idle": "it has no episode",
-        "playing": "at least one episode is open",
-    },
-}
-"""Meaning of each state, by kind of resource."""
 
 
 class StateLedger:

@@ -18,12 +18,13 @@ from typing import Any, ClassVar
 
 from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError, WireError
+from asyncrl.core.states import Kind
 from asyncrl.messages.actors import ActorRecord, Dead, Notice, ReportFailure, Resolve, RunState
 from asyncrl.messages.hosts import Members
 from asyncrl.messages.monitor import MOST_UNREACHED, Resource, UnreachedRecord, Wait
 from asyncrl.observe.logging import get_logger, lost_lines
 from asyncrl.observe.machine import Vitals, VitalSigns
-from asyncrl.observe.states import Kind, StateLedger
+from asyncrl.observe.states import StateLedger
 from asyncrl.observe.trace import STATES, Trace, spans_kept
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.rpc.calls.endpoint import Endpoint, EndpointOwner
@@ -83,7 +84,7 @@ class Actor(EndpointOwner):
     is_restarted: ClassVar[bool] = True
     """Whether a node agent starts this actor again when it ends; False for the node agent itself."""
     kind: ClassVar[Kind] = "actor"
-    """The key of observe/states.py's STATES that lists the states of this actor."""
+    """The key of STATES in core/states.py that lists the states of this actor."""
 
     def __init__(self, context: ActorContext) -> None:
         self.context = context

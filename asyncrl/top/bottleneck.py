@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
+
+from asyncrl.core.states import STATES, FlowKind
 
 SATURATED = 0.8
 MIN_WINDOW_S = 3.0
@@ -23,41 +25,18 @@ WAITS = 0.05
 Stage = Literal["dataloader", "rollouters", "reward", "learner", "weights"]
 """Stages in the order of flow."""
 
-Kind = Literal["work", "weights", "upkeep", "start", "wait"]
-KINDS: tuple[Kind, ...] = ("work", "weights", "upkeep", "start", "wait")
-"""Kinds of states for the flow. Upkeep is checkpoints and exports."""
-
-KIND_OF: dict[str, Kind] = {
-    "generating": "work",
-    "training": "work",
-    "scoring": "work",
-    "playing": "work",
-    "pausing": "weights",
-    "paused": "weights",
-    "loading": "weights",
-    "probing": "weights",
-    "publishing": "weights",
-    "checkpointing": "upkeep",
-    "exporting": "upkeep",
-    "restarting": "start",
-    "starting": "start",
-    "waking": "start",
-    "asleep": "wait",
-    "waiting": "wait",
-    "idle": "wait",
-    "following": "wait",
-    "done": "wait",
-}
+KINDS: tuple[FlowKind, ...] = get_args(FlowKind)
+KIND_OF = {name: state.flow for states in STATES.values() for name, state in states.items()}
 
 
-def kind_of(state: str) -> Kind:
+def kind_of(state: str) -> FlowKind:
     """Kind of a state for the flow; an unknown state counts as work."""
     return KIND_OF.get(state, "work")
 
 
-def by_kind(shares: Mapping[str, float]) -> dict[Kind, float]:
+def by_kind(shares: Mapping[str, float]) -> dict[FlowKind, float]:
     """Shares of states, added up by their kinds."""
-    found: dict[Kind, float] = {}
+    found: dict[FlowKind, float] = {}
     for state, share in shares.items():
         found[kind_of(state)] = found.get(kind_of(state), 0.0) + share
     return found
@@ -179,7 +158,7 @@ def _unsaturated(flow: Flow) -> Verdict:
     return Verdict(stage="gate", why=f"it is closed: {others}")
 
 
-def _occupied(kinds: Mapping[Kind, float]) -> float:
+def _occupied(kinds: Mapping[FlowKind, float]) -> float:
     return sum(share for kind, share in kinds.items() if kind != "wait")
 
 

@@ -22,7 +22,8 @@ from rich.text import Text
 
 from asyncrl.core.numbers import ABSENT, count
 from asyncrl.core.printable import printable
-from asyncrl.top.bottleneck import KINDS, Kind, kind_of
+from asyncrl.core.states import FlowKind
+from asyncrl.top.bottleneck import KINDS, kind_of
 
 Style = Literal[
     "", "dim", "bold", "good", "warn", "bad", "mark", "work", "weights", "upkeep", "start", "wait", "level", "chosen"
@@ -44,7 +45,7 @@ _STYLES: dict[Style, str] = {
     "chosen": "bold underline #f0a060",
 }
 STYLES = {name: RichStyle.parse(style) for name, style in _STYLES.items()}
-BARS: dict[Kind, str] = {"work": "█", "weights": "▓", "upkeep": "▚", "start": "▒", "wait": "░"}
+BARS: dict[FlowKind, str] = {"work": "█", "weights": "▓", "upkeep": "▚", "start": "▒", "wait": "░"}
 SPARKS = "▁▂▃▄▅▆▇█"
 _CONSOLE = Console(file=io.StringIO(), width=80, color_system="truecolor", legacy_windows=False)
 _TO_ASCII = str.maketrans(
@@ -156,7 +157,7 @@ class Bar:
         return Measurement(4, options.max_width)
 
 
-def state_bar(kinds: Mapping[Kind, float]) -> Bar:
+def state_bar(kinds: Mapping[FlowKind, float]) -> Bar:
     """A bar over all of the time, split by kinds of states."""
     return Bar([(max(0.0, kinds.get(kind, 0.0)), BARS[kind], kind) for kind in KINDS])
 

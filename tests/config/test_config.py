@@ -2,7 +2,6 @@
 
 import json
 from operator import attrgetter
-from typing import get_args
 
 import msgspec
 import pytest
@@ -10,16 +9,15 @@ from run_settings import SIMULATED
 
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import config_from_json, config_to_json, load_config, validate_config
-from asyncrl.config.operation import ActorState
 from asyncrl.config.training import JUDGES
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.other_names import NAMES, meaning_of
+from asyncrl.core.states import OF_ACTORS
 from asyncrl.core.truncation import LARGEST_SET, Truncation
 from asyncrl.dataloader.evals import EvalPrompt
 from asyncrl.learner.actor import Learner
 from asyncrl.learner.publishing.publisher import collective_backend
 from asyncrl.messages import Uid
-from asyncrl.observe.states import STATES
 from asyncrl.reward.functions import JUDGES as REWARD_JUDGES
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rpc.actor import Actor
@@ -344,8 +342,7 @@ def test_budgets_of_single_states_extend_the_defaults():
 
 
 def test_every_state_of_an_actor_may_have_a_budget():
-    kinds = (Actor.kind, Learner.kind, Rollouter.kind)
-    assert set(get_args(ActorState)) == {state for kind in kinds for state in STATES[kind]}
+    assert {Actor.kind, Learner.kind, Rollouter.kind} == set(OF_ACTORS)
     with pytest.raises(ConfigError, match=r"watchdog\.budgets_s\.trainin: input should be 'starting', "):
         validate_config(SIMULATED | {"watchdog": {"budgets_s": {"trainin": 9.0}}})
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.observe.states import STATES, StateLedger
+from asyncrl.core.states import STATES
+from asyncrl.observe.states import StateLedger
 
 ENGINE = sorted(STATES["engine"])
 

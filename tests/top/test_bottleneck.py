@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.observe.states import STATES
+from asyncrl.core.states import STATES
 from asyncrl.top.bottleneck import KIND_OF, SATURATED, Flow, Stage, by_kind, find_bottleneck
 
 IDLE_ENGINE, BUSY_ENGINE = {"generating": 0.3, "waiting": 0.7}, {"generating": 0.95, "waiting": 0.05}
@@ -86,8 +86,9 @@ def test_the_verdict_names_the_actor_its_wait_and_its_share_of_time(given, said)
     assert find_bottleneck(given).why == said
 
 
-def test_every_state_has_a_meaning_for_the_flow():
-    assert {state for kind, states in STATES.items() if kind != "actor" for state in states} == set(KIND_OF)
+def test_states_of_one_name_have_one_kind_for_the_flow():
+    states = {(name, state.flow) for states in STATES.values() for name, state in states.items()}
+    assert len(states) == len(KIND_OF)
 
 
 @st.composite

@@ -21,10 +21,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 from asyncrl.config import Config
-from asyncrl.config.operation import ActorState, WatchdogConfig
+from asyncrl.config.operation import WatchdogConfig
 from asyncrl.core.printable import name_some
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.messages.actors import RunPhase
@@ -225,7 +224,7 @@ class StallDetector:
     def _budget_left_s(self, actor: ActorStatus) -> float:
         if self._restarts[actor.name] > 1:
             return 0.0
-        return self.config.budgets_s.get(cast(ActorState, actor.state), 0.0) - actor.state_s
+        return self.config.budgets_s.get(actor.state, 0.0) - actor.state_s
 
     def _has_budget(self, actors: Mapping[str, ActorStatus]) -> bool:
         living = [actor for actor in actors.values() if not actor.ended and actor.silent_s < self._silent_after_s]

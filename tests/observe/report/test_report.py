@@ -11,12 +11,12 @@ from recordings import record
 from top.pictures import WALL, Run
 
 from asyncrl.core.errors import UsageError
+from asyncrl.core.states import STATES
 from asyncrl.messages.monitor import Event, Resource
 from asyncrl.observe.metrics_line import read_metrics
 from asyncrl.observe.report import charts, report
 from asyncrl.observe.report.charts import evenly, spans
 from asyncrl.observe.report.report import write_report
-from asyncrl.observe.states import STATES
 from asyncrl.top.panes import page
 from asyncrl.top.replay import open_replay
 from asyncrl.top.view import History, SnapshotView
