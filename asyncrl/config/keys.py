@@ -21,8 +21,6 @@ from asyncrl.core.other_names import describe_meaning, meaning_of
 
 MOST_ADVICE = 8
 """Most keys of an unknown table for which an error gives advice."""
-REMOVED_KEYS = {"weights.delta": "was removed: every version is sent whole; leave it out"}
-"""Keys of earlier releases, and what to do about each."""
 SHARED_KEYS = {
     "episode": "all sources share [episode]; let its function choose by task.row",
     "advantage": "all sources share learner.advantage, which sees whole steps",
@@ -98,7 +96,7 @@ def describe(path: tuple[str, ...], item: Any) -> str:
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
         of_sources = SHARED_KEYS.get(path[-1]) if path[:2] == ("data", "source") else None
-        return f"{key}: {of_sources or REMOVED_KEYS.get(key) or 'unknown key' + _advice(path, item['input'])}"
+        return f"{key}: {of_sources or 'unknown key' + _advice(path, item['input'])}"
     if item["type"] == "missing":
         return f"{key}: is required"
     if item["type"] == "model_type":

@@ -118,12 +118,7 @@ def config_to_json(config: Config) -> str:
 
 def config_from_json(text: str) -> Config:
     """Read what config_to_json wrote. Raises ConfigError."""
-    tree = json.loads(text)
-    watchdog = tree.get("watchdog", {})
-    if watchdog.get("policy") == "restart":
-        # Earlier releases wrote this default, which is invalid now.
-        del watchdog["policy"]
-    return validate_config(tree)
+    return validate_config(json.loads(text))
 
 
 def _key_of(place: Sequence[int | str], tree: Any, *, is_missing: bool) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
 
 from asyncrl.config.section import EXPAND_PATHS, NonNegative, OptionalPath, Positive, Seconds, Section
 from asyncrl.core.states import OF_ACTORS, STATES
@@ -106,18 +105,6 @@ class WatchdogConfig(Section):
     the longest deadlines of its work together. "stop" ends it with the first report, "report" never."""
     budgets_s: dict[ActorState, Seconds] = BUDGETS_S
     """Longer times for single states of an actor, by name of the state. States that are not named keep their times."""
-
-    @field_validator("policy", mode="before")
-    @classmethod
-    def _refuse_restart(cls, given: Any) -> Any:
-        if given == "restart":
-            raise PydanticCustomError(
-                "removed",
-                "is no longer offered: a stall restarts no actor. A silent actor is restarted after "
-                "supervision.silence_s, an unreachable one after supervision.unreachable_s. Leave the key out, or set "
-                'it to "report" or "stop"',
-            )
-        return given
 
     @field_validator("budgets_s", mode="before")
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from asyncrl.config.algorithm import CorrectionConfig, KLConfig, TeacherServerConfig
 from asyncrl.config.section import Fraction, NonNegative, OptionalPath, PathText, Positive, Seconds, Section
@@ -401,13 +401,6 @@ class StalenessConfig(Section):
     def hard(self) -> bool:
         """Whether tokens whose staleness exceeds ``max`` are never trained."""
         return self.late == "mask"
-
-    @field_validator("late", mode="before")
-    @classmethod
-    def _refuse_removed(cls, late: object) -> object:
-        if late in ("wait", "requeue"):
-            raise ValueError(f'"{late}" was removed; take "mask" to leave late tokens out of the loss, or "train"')
-        return late
 
 
 class EvalConfig(Section):

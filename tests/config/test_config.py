@@ -1,6 +1,5 @@
 """The configuration: merging, flags, and every problem reported at once with its path."""
 
-import json
 from operator import attrgetter
 
 import msgspec
@@ -201,13 +200,10 @@ WRONG = [
     ({"learner": {"backend": "sim", "steps": 5, "warmup_steps": 6}}, "learner.warmup_steps: is more"),
     ({"learner": {"lr": float("nan")}}, "learner.lr: input should be"),
     ({"weights": {"transport": "nccl"}}, "weights.transport: nccl reaches engines on GPUs"),
-    ({"weights": {"delta": True}}, "weights.delta: was removed: every version is sent whole; leave it out"),
     ({"weights": {"stage_deadline_s": 60.0}}, "weights.stage_deadline_s: must be at least weights.deadline_s"),
     ({"network": {"ports": "9-2"}}, "network.ports: '9-2' is not a range"),
     ({"network": {"ports": "99999"}}, "network.ports: '99999' is not a range"),
     ({"network": {"host": "10.0.0.1"}, "security": {"curve": "off"}}, "security.curve: may be off on loopback"),
-    ({"staleness": {"late": "wait"}}, 'staleness.late: "wait" was removed; take "mask"'),
-    ({"staleness": {"late": "requeue"}}, 'staleness.late: "requeue" was removed; take "mask"'),
     ({"supervision": {"unreachable_s": 2.0}}, "supervision.unreachable_s: must be at least 3 * supervision.hea"),
     ({"watchdog": {"stall_s": 2.0}}, "watchdog.stall_s: must be at least 3 * supervision.heartbeat_s = 3"),
     ({"reward": {"per": "group", "on_timeout": -1.0}}, "reward.on_timeout"),
@@ -488,14 +484,6 @@ def test_an_unknown_key_gets_a_suggestion(tree, expected):
     laid = {name: SIMULATED.get(name, {}) | each if isinstance(each, dict) else each for name, each in tree.items()}
     (found,) = problems(SIMULATED | laid)
     assert found == expected if expected.endswith("foo: unknown key") else found.startswith(expected)
-
-
-def test_the_stall_policy_of_earlier_releases_is_refused_with_the_reason():
-    (found,) = problems(SIMULATED | {"watchdog": {"policy": "restart"}})
-    assert found.startswith("watchdog.policy: is no longer offered: a stall restarts no actor. ")
-    # A run of an earlier release has its default in config.json.
-    written = json.loads(config_to_json(validate_config(SIMULATED)))
-    assert config_from_json(json.dumps(written | {"watchdog": {"policy": "restart"}})).watchdog.policy is None
 
 
 def test_sources_of_a_mixture_inherit_what_does_not_say_where_rows_come_from():
