@@ -228,14 +228,13 @@ class Programs(WorkerPool[Program]):
             return EpisodeDone(error=f"the process that keeps the program {reason}", blame="host")
         if "error" in answer:
             return EpisodeDone(error=f"the program {answer['error']}", blame=answer["blame"])
-        user_s = answer["user_s"]
         if answer["code"] != 0:
             lines = answer["last_lines"]
             printed = f": {' | '.join(lines)}" if lines else ", and printed nothing"
-            return EpisodeDone(error=f"the program ended with {describe_exit(answer['code'])}{printed}", user_s=user_s)
+            return EpisodeDone(error=f"the program ended with {describe_exit(answer['code'])}{printed}")
         try:
             outcome = outcome_of(answer["last_line"])
         except BadOutcome as error:
-            return EpisodeDone(error=f"the program {error}, by the last line of its output", user_s=user_s)
+            return EpisodeDone(error=f"the program {error}, by the last line of its output")
         reward, components = outcome if outcome is not None else (None, {})
-        return EpisodeDone(reward=reward, components=components, user_s=user_s)
+        return EpisodeDone(reward=reward, components=components)

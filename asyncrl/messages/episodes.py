@@ -28,8 +28,6 @@ class EpisodeDone(Message, frozen=True, kw_only=True):
     blame: Literal["episode", "host"] = "episode"
     """Cause of the error. ``host``: the worker died, was killed or stalled, perhaps because of another episode. Then
     this does not count as an attempt."""
-    user_s: float = 0.0
-    """Processor seconds of the user's code; 0 if unknown."""
 
 
 class RunEpisode(Request, frozen=True, kw_only=True):

@@ -215,16 +215,10 @@ class Group(Struct, gc=False, frozen=True, kw_only=True):
     """Number of failed attempts at its trajectories, also if a later attempt succeeded."""
 
 
-class Delivered(Message, frozen=True, kw_only=True):
-    """The learner has the group, or had it before (``duplicate``): the rollouter may release its lease."""
-
-    duplicate: bool = False
-
-
 class Deliver(Request, frozen=True, kw_only=True):
-    """Rollouter to learner: a finished group."""
+    """Rollouter to learner: a finished group. After the reply the rollouter may release its lease."""
 
-    reply = Delivered
+    reply = Done
     senders = ROLLOUTER
     group: Group
 

@@ -8,7 +8,7 @@ all when the program ends, when the actor closes the socket, and when the actor 
 program dies too.
 
 Any further frame sends SIGTERM to the program's process group. At the end the keeper sends one frame, JSON. It has the
-exit code, the last line of standard output, the last lines of both outputs, and processor seconds. If the program
+exit code, the last line of standard output, and the last lines of both outputs. If the program
 cannot be started, it has the reason, and whose fault that is. The program's output goes to the keeper's standard
 output. Standard library only, because each program has a keeper.
 """
@@ -177,13 +177,13 @@ def _run_program(connection: socket.socket, frames: FrameReader, setup: dict[str
         for _ in range(0, fcntl.fcntl(lines.pipe, fcntl.F_GETPIPE_SZ), READ_BYTES):
             lines.copy()
         lines.flush()
-    _, status, used = os.wait4(program.pid, 0)
+    _, status = os.waitpid(program.pid, 0)
     # Popen must know that the program is reaped, or it would wait for it again.
     program.returncode = code = os.waitstatus_to_exitcode(status)
     printed = out.tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(printed) if line.strip()), "")
     last_lines = [line.strip() for line in both.decode(errors="replace").strip().splitlines()[-LAST_LINES:]]
-    return {"code": code, "last_line": last, "last_lines": last_lines, "user_s": used.ru_utime + used.ru_stime}
+    return {"code": code, "last_line": last, "last_lines": last_lines}
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

@@ -8,9 +8,9 @@ from made_group import make_group
 
 from asyncrl.core.errors import ProtocolError
 from asyncrl.core.roles import ROLES
-from asyncrl.messages import Message, Request, may_send, senders_of
+from asyncrl.messages import Done, Message, Request, may_send, senders_of
 from asyncrl.messages.actors import StopRun
-from asyncrl.messages.groups import Deliver, Delivered, Sequence, Turn, VersionSpan, fits, sealed
+from asyncrl.messages.groups import Deliver, Sequence, Turn, VersionSpan, fits, sealed
 from asyncrl.rpc.wire.codec import Codec
 
 
@@ -68,8 +68,8 @@ def test_messages_of_one_role_cannot_be_sent_by_another():
 
 
 def test_replies_and_unlisted_messages_have_no_senders():
-    with pytest.raises(LookupError, match="does not say who may send Delivered"):
-        senders_of(Delivered)
+    with pytest.raises(LookupError, match="does not say who may send Done"):
+        senders_of(Done)
     assert not any(may_send("", senders_of(kind)) for kind in SENT)
 
 

@@ -11,7 +11,7 @@ from run_settings import sim_config
 from asyncrl.core.errors import RestoreNeeded
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
-from asyncrl.messages.groups import Deliver, Delivered, Group, NewLeases, RequestLeases, ReturnLeases
+from asyncrl.messages.groups import Deliver, Group, NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.learner import RolloutStats
 from asyncrl.rollouter import actor
 from asyncrl.rpc.calls.handlers import Caller, handler
@@ -37,18 +37,17 @@ class Learner:
             self.open.set()
 
     @handler
-    async def deliver(self, request: Deliver, caller: Caller) -> Delivered:
+    async def deliver(self, request: Deliver, caller: Caller) -> Done:
         if self.refusals:
             self.refusals -= 1
             raise RestoreNeeded
         uid = request.group.lease.uid
-        duplicate = uid in self.uids
         self.uids.append(uid)
         self.failures.append(request.group.failure)
         self.came.set()
         await self.open.wait()
         self.answered = True
-        return Delivered(duplicate=duplicate)
+        return Done()
 
     @handler
     def rollout_stats(self, request: RolloutStats, caller: Caller) -> None:

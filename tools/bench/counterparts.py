@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.controller.actor import Controller
 from asyncrl.messages import Done
-from asyncrl.messages.groups import Deliver, Delivered, Group, Lease, NewLeases, RequestLeases, ReturnLeases
+from asyncrl.messages.groups import Deliver, Group, Lease, NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.messages.weights import LoadGranted, Manifest, NextUpdate, Offer, ReportUpdate, RequestLoad, WeightUpdate
@@ -101,11 +101,11 @@ class Counterpart(Actor):
         return Scores(rewards=[1.0] * count, components=[{}] * count, run_s=0.0)
 
     @handler
-    def deliver(self, request: Deliver, caller: Caller) -> Delivered:
+    def deliver(self, request: Deliver, caller: Caller) -> Done:
         """Keep the group."""
         self.exchange.groups.append(request.group)
         self.exchange.delivered.wake()
-        return Delivered()
+        return Done()
 
     @handler
     async def next_update(self, request: NextUpdate, caller: Caller) -> WeightUpdate:

@@ -38,11 +38,11 @@ from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.notices import LearningWatch, TruncationWatch, no_signal, too_many_dropped, too_many_failed
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.training_progress import TrainingProgress
+from asyncrl.messages import Done
 from asyncrl.messages.actors import Notice
 from asyncrl.messages.dataloader import Outcome, Rejected
 from asyncrl.messages.groups import (
     Deliver,
-    Delivered,
     Group,
     Held,
     Holds,
@@ -430,7 +430,7 @@ class Deliveries:
         self._components, self._dataloader, self._teacher = components, dataloader, teacher
 
     @handler
-    def deliver(self, request: Deliver, caller: Caller) -> Delivered:
+    def deliver(self, request: Deliver, caller: Caller) -> Done:
         """Take a group, once. Raises NotLeased if the seal of its lease is not for this caller.
 
         The reply acknowledges that the group is in memory, not that it is durable. Components under surplus names are
@@ -448,12 +448,12 @@ class Deliveries:
             is_new = self._evals.add(group)
             self._group_log.write(TAKEN, uid=uid, by=caller.name, into="evaluation" if is_new else "duplicate")
             self._progress.news.announce()
-            return Delivered(duplicate=not is_new)
+            return Done()
         taken = self._intake.deliver(group, self._clock.now())
         self._group_log.write(TAKEN, uid=uid, by=caller.name, into=taken)
         self._counters.add(f"groups/{taken}")
         if taken == "duplicate":
-            return Delivered(duplicate=True)
+            return Done()
         if taken == "quarantined":
             self._log.warning("group quarantined", uid=uid, reason=self._intake.quarantined[-1].reason)
         else:
@@ -464,7 +464,7 @@ class Deliveries:
             self._teacher.begin(group)
         self._dataloader.changed()
         self._progress.news.announce()
-        return Delivered()
+        return Done()
 
     @handler
     def holds(self, request: Holds, caller: Caller) -> Held:

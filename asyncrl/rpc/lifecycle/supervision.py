@@ -29,10 +29,9 @@ def describe_exit(exit_code: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start the actor again after ``after_s``. ``number`` counts its restarts from 1."""
+    """Start the actor again after ``after_s``."""
 
     after_s: float
-    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,6 @@ class Supervisor:
     window_s: float
     backoff_s: float
     _budgets: dict[str, RestartBudget] = field(default_factory=dict)
-    _restarts: dict[str, int] = field(default_factory=dict)
-    """Number of restarts of each actor."""
 
     def ended(self, name: str, exit_code: int, now: float, *, blameless: bool = False) -> Restart | GiveUp:
         """Decide about a process that ended at ``now`` (monotonic, s) without being asked to.
@@ -83,14 +80,12 @@ class Supervisor:
         if exit_code in UNHEALABLE_EXITS:
             return GiveUp(f"ended with {what}, which a restart would not mend")
         if blameless:
-            self._restarts[name] = self._restarts.get(name, 0) + 1
-            return Restart(self.backoff_s, self._restarts[name])
+            return Restart(self.backoff_s)
         budget = self._budgets.setdefault(name, RestartBudget(self.max_restarts, self.window_s, self.backoff_s))
         pause_s = budget.next(now)
         if pause_s is None:
             return GiveUp(f"{what}, after {self.max_restarts} restarts within {self.window_s:g} s")
-        self._restarts[name] = self._restarts.get(name, 0) + 1
-        return Restart(pause_s, self._restarts[name])
+        return Restart(pause_s)
 
     def forgive(self, name: str) -> None:
         """Forget the counted deaths of an actor, as after it has rested."""

@@ -31,11 +31,11 @@ def test_the_end_of_an_actor_decides_on_its_restart(exit_code, restarted):
 def test_pauses_double_and_the_limit_holds_within_the_window():
     policy = Supervisor(max_restarts=3, window_s=100.0, backoff_s=0.5)
     restarts = [policy.ended("rollouter/0", 1, t) for t in (0.0, 1.0, 2.0)]
-    assert restarts == [Restart(0.5, 1), Restart(1.0, 2), Restart(2.0, 3)]
+    assert restarts == [Restart(0.5), Restart(1.0), Restart(2.0)]
     assert policy.ended("rollouter/0", -9, 3.0) == GiveUp("killed by SIGKILL, after 3 restarts within 100 s")
     # Another actor is counted separately, and restarts before the window do not count.
-    assert policy.ended("rollouter/1", 1, 3.0) == Restart(0.5, 1)
-    assert policy.ended("rollouter/0", 1, 100.0) == Restart(2.0, 4)
+    assert policy.ended("rollouter/1", 1, 3.0) == Restart(0.5)
+    assert policy.ended("rollouter/0", 1, 100.0) == Restart(2.0)
     assert isinstance(policy.ended("rollouter/0", 1, 100.5), GiveUp)
 
 
@@ -54,7 +54,6 @@ def test_no_window_has_more_restarts_than_allowed(deaths, max_restarts, window, 
         if isinstance(decision, Restart):
             restarts.append(now)
             assert backoff <= decision.after_s <= max(backoff, LONGEST_S)
-            assert decision.number == len(restarts)
     for start in restarts:
         assert sum(start <= t < start + window for t in restarts) <= max_restarts
 
