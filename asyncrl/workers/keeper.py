@@ -8,9 +8,9 @@ all when the program ends, when the actor closes the socket, and when the actor 
 program dies too.
 
 Any further frame sends SIGTERM to the program's process group. At the end the keeper sends one frame, JSON. It has the
-exit code, the last line of standard output, and the last lines of both outputs. If the program
-cannot be started, it has the reason, and whose fault that is. The program's output goes to the keeper's standard
-output. Standard library only, because each program has a keeper.
+exit code, the last line of standard output, and the last lines of both outputs. If the program cannot be started, it
+has the reason, and whose fault that is. The program's output goes to the keeper's standard output. Standard library
+only, because each program has a keeper.
 """
 
 from __future__ import annotations

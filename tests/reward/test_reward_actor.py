@@ -12,6 +12,7 @@ import psutil
 import pytest
 import thief
 import uvloop
+from credentials import create_credentials
 from harness import RUN_ID, Net, actor_context, until
 from reward.pools import MODULE, request, workers
 from run_settings import simulated_run
@@ -24,7 +25,6 @@ from asyncrl.reward import reward_pool as pool_module
 from asyncrl.reward.actor import RewardActor
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.heartbeat import gather_heartbeat
-from asyncrl.rpc.wire.keys import create_credentials
 from asyncrl.workers import worker_pool as workers_pool
 from asyncrl.workers.confinement import why_not
 
@@ -71,7 +71,7 @@ async def serving(config: Config, run_dir: Path) -> AsyncIterator[Served]:
 async def test_a_stealing_function_gets_no_keys_of_the_run_and_no_access_to_its_actor(tmp_path):
     private = tmp_path / "runs" / "mine" / "private"
     private.parent.mkdir(parents=True)
-    create_credentials(private, RUN_ID, ["reward/0"], attempts=1, curve=False)
+    create_credentials(private, RUN_ID, ["reward/0"], curve=False)
     thief.prepare(tmp_path, private, actor=os.getpid())
     async with serving(config_with(function="thief:reward", timeout_s=60.0), private.parent) as served:
         scores = await served.rollouter.call(request("x"), timeout=60.0)

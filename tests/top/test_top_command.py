@@ -11,13 +11,14 @@ import sys
 
 import msgspec
 import pytest
+from credentials import create_credentials
 from recordings import record
 from terminals import Terminal
 from top.pictures import WALL, Run, starting
 
 from asyncrl.cli import top as command
 from asyncrl.messages.monitor import Snapshot
-from asyncrl.rpc.wire.keys import VIEWER, create_credentials
+from asyncrl.rpc.wire.keys import VIEWER
 
 TOP = (sys.executable, "-m", "asyncrl.cli.top")
 WIDE = {"rollouters": 64, "hosts": 4}
@@ -120,7 +121,7 @@ def test_an_unreachable_address_prints_the_reason_and_the_place_to_look(tmp_path
     real = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     keys = tmp_path / "keys"
-    create_credentials(keys, "a1b2c3", [VIEWER], attempts=1, curve=False)
+    create_credentials(keys, "a1b2c3", [VIEWER], curve=False)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         nobody = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -14,7 +14,7 @@ from asyncrl.config.operation import SecurityConfig
 from asyncrl.config.training import RewardConfig
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward.reward_pool import RewardPool
-from asyncrl.rpc.wire.keys import create_credentials
+from asyncrl.rpc.wire.keys import make_keyring, write_credentials
 from asyncrl.workers.confinement import Confinement, confine
 from asyncrl.workers.process import WorkerProcess
 
@@ -60,7 +60,8 @@ async def main(folder: Path, mode: str, way: str) -> None:
     os.chdir(folder)
     os.environ["RUN_PASSWORD"] = os.environ["HF_TOKEN"] = os.environ["SANDBOX"] = MARK
     run.mkdir()
-    create_credentials(run / "private", "id", ["rollouter/0"], attempts=1, curve=False)
+    keyring = make_keyring("id", ["rollouter/0"], attempts=1, curve=False)
+    write_credentials(run / "private", keyring.files_of(["rollouter/0"]))
     # A process of ours with a secret.
     other = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", f"import time; print('{MARK}', flush=True); time.sleep(100)"], stdout=subprocess.PIPE

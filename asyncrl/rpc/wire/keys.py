@@ -104,15 +104,6 @@ def make_pairs(attempts: int) -> list[dict[str, str]]:
     return [{"public": public.decode(), "secret": secret.decode()} for public, secret in pairs]
 
 
-def create_credentials(folder: Path, run_id: str, names: Iterable[str], *, attempts: int, curve: bool) -> None:
-    """Make new credentials for the actors ``names``, and write all of them into a new private folder.
-
-    Raises FileExistsError if the folder exists.
-    """
-    names = list(names)
-    write_credentials(folder, make_keyring(run_id, names, attempts=attempts, curve=curve).files_of(names))
-
-
 def write_credentials(folder: Path, files: Mapping[str, Any]) -> None:
     """Make a private folder with ``files``, JSON content by file name. Raises FileExistsError if it exists."""
     folder.mkdir(mode=0o700, parents=False)

@@ -9,6 +9,7 @@ import msgspec
 import psutil
 import pytest
 import thief
+from credentials import create_credentials
 from episodes.hosted import Rollouter, config_with, hosting, until, waits, worker_pids
 from harness import RUN_ID
 
@@ -16,7 +17,6 @@ from asyncrl.core.errors import ChatRefused, ConfigError, EpisodeOver
 from asyncrl.episodes.playing import episode_frames as frames
 from asyncrl.episodes.playing.episode_worker import STOPPED, EpisodePrinter, EpisodeWorker
 from asyncrl.messages.episodes import EpisodeDone
-from asyncrl.rpc.wire.keys import create_credentials
 from asyncrl.workers.confinement import why_not
 from asyncrl.workers.frames import FrameReader
 
@@ -310,7 +310,7 @@ async def test_a_killed_worker_is_replaced_and_its_child_processes_end(tmp_path)
 async def test_a_stealing_episode_gets_no_keys_of_the_run_and_no_access_to_its_host(tmp_path, play):
     private = tmp_path / "runs" / "mine" / "private"
     private.parent.mkdir(parents=True)
-    create_credentials(private, RUN_ID, ["episodes/0"], attempts=1, curve=False)
+    create_credentials(private, RUN_ID, ["episodes/0"], curve=False)
     thief.prepare(tmp_path, private, host=os.getpid())
     async with hosting(config_with(**play, workers=1), private.parent) as host:
         assert (await host.play()).reward == 0.0

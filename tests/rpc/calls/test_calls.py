@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from credentials import create_credentials
 from harness import Net, repeat_after, until
 from tapped import Tap, pass_on
 
@@ -18,7 +19,7 @@ from asyncrl.rpc.calls.endpoint import size_of
 from asyncrl.rpc.calls.handlers import Caller, handler
 from asyncrl.rpc.wire import zeromq
 from asyncrl.rpc.wire.codec import PIECE_BYTES
-from asyncrl.rpc.wire.keys import create_credentials, load_credentials
+from asyncrl.rpc.wire.keys import load_credentials
 from asyncrl.rpc.wire.zeromq import ZmqTransport
 
 
@@ -479,7 +480,7 @@ async def test_messages_over_the_limit_are_refused_by_their_sender(memory):
 
 
 async def test_a_large_message_arrives_whole_under_curve(tmp_path):
-    create_credentials(tmp_path / "private", "run-1", ["server/0", "client/0"], attempts=1, curve=True)
+    create_credentials(tmp_path / "private", "run-1", ["server/0", "client/0"], curve=True)
     async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
         server = Server()
         net.serve(server, "server/0", max_message_bytes=1 << 24)
@@ -493,7 +494,7 @@ async def test_a_large_message_arrives_whole_under_curve(tmp_path):
 
 @pytest.mark.parametrize("curve", [False, True], ids=["plain", "curve"])
 async def test_a_message_as_large_as_the_limit_arrives(tmp_path, curve):
-    create_credentials(tmp_path / "private", "run-1", ["server/0", "client/0"], attempts=1, curve=curve)
+    create_credentials(tmp_path / "private", "run-1", ["server/0", "client/0"], curve=curve)
     limit = 3 * PIECE_BYTES
 
     def known(name):

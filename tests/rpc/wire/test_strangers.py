@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import zmq
+from credentials import create_credentials
 from every_message import EVERY_MESSAGE
 from harness import RUN_ID, SECRET, Net, until
 from rpc.wire.knocking import SENT, Guise, Knocker, Mutator, guise_of, knock, sample, strangers
@@ -22,7 +23,7 @@ from asyncrl.rpc.calls import server as serving
 from asyncrl.rpc.calls.handlers import Caller, handler
 from asyncrl.rpc.wire import keys, zeromq
 from asyncrl.rpc.wire.codec import CURVE_BYTES, PIECE_BYTES
-from asyncrl.rpc.wire.keys import LAUNCHER, Credentials, create_credentials, load_credentials
+from asyncrl.rpc.wire.keys import LAUNCHER, Credentials, load_credentials
 
 FRAMES = 1500
 
@@ -106,15 +107,13 @@ def context():
 def door(request, tmp_path):
     """(credentials of an endpoint by name, guise of a client by name)."""
     private = tmp_path / "private"
-    create_credentials(
-        private, RUN_ID, ["server/0", "client/0", "friend/0"], attempts=1, curve=request.param == "curve"
-    )
+    create_credentials(private, RUN_ID, ["server/0", "client/0", "friend/0"], curve=request.param == "curve")
     return lambda name: load_credentials(private, name, 0), lambda name: guise_of(private, name, "server/0", 1)
 
 
 def curve_net(private, *names):
     """A net whose actors have keys."""
-    create_credentials(private, RUN_ID, ["server/0", "client/0", *names], attempts=1, curve=True)
+    create_credentials(private, RUN_ID, ["server/0", "client/0", *names], curve=True)
     return Net(credentials=lambda name: load_credentials(private, name, 0))
 
 
@@ -383,7 +382,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 @pytest.mark.parametrize(("curve", "says"), [(False, b""), (True, GREETING)], ids=["silent", "slow"])
 async def test_i6_a_connection_that_never_completes_the_handshake_is_dropped(tmp_path, monkeypatch, curve, says):
     monkeypatch.setattr(zeromq, "HANDSHAKE_MS", 300)
-    create_credentials(tmp_path / "private", RUN_ID, ["server/0", "client/0"], attempts=1, curve=curve)
+    create_credentials(tmp_path / "private", RUN_ID, ["server/0", "client/0"], curve=curve)
     async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
         server = net.serve(Everything(), "server/0")
         port = int(server.address.rpartition(":")[2])
@@ -491,8 +490,8 @@ def _is_open(one, word):
 
 
 def test_descriptions_of_secrets_do_not_contain_them(tmp_path):
-    create_credentials(tmp_path / "a", RUN_ID, ["x/0"], attempts=1, curve=True)
-    create_credentials(tmp_path / "b", RUN_ID, ["x/0"], attempts=1, curve=False)
+    create_credentials(tmp_path / "a", RUN_ID, ["x/0"], curve=True)
+    create_credentials(tmp_path / "b", RUN_ID, ["x/0"], curve=False)
     for folder in ("a", "b"):
         credentials = load_credentials(tmp_path / folder, "x/0", 0)
         secret = credentials.secret or credentials.secret_key.decode()
