@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -58,39 +59,21 @@ def write_file(path: Path, chunks: Iterable[bytes]) -> Digest:
 def find_source(module: str) -> Path | None:
     """Return the file that ``import module`` would load; None if neither the working directory nor sys.path has it.
 
-    Searches one part of the dotted name after the other, each in the packages or namespace packages found for the part
-    before. Imports nothing and raises nothing. Does not find modules that only an import hook provides.
+    Imports nothing and raises nothing. Does not find modules that only an import hook provides.
     """
     parts = module.split(".")
     if not all(part.isidentifier() for part in parts):
         return None
-    search_path, file = ["", *sys.path], ""
+    importlib.invalidate_caches()
+    search_path: Sequence[str] | None = ["", *sys.path]
+    origin = None
     for part in parts:
-        if file and not _is_package(file):
+        # One part at a time: the finder would look for the parent of a dotted name among the imported modules.
+        spec = PathFinder.find_spec(part, search_path) if search_path is not None else None
+        if spec is None:
             return None
-        folders: list[str] = []
-        file = ""
-        for entry in search_path:
-            file = _module_file(os.path.join(entry, part))
-            if file:
-                folders = [os.path.dirname(file)]
-                break
-            # Folders without __init__.py are parts of one namespace package, unless a later place has a module.
-            if os.path.isdir(folder := os.path.join(entry, part)):
-                folders.append(folder)
-        search_path = folders
-    return Path(file).absolute() if file else None
-
-
-def _module_file(stem: str) -> str:
-    """Return the file of the package or module at path ``stem`` (without suffix), or an empty string."""
-    suffixes = [*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES]
-    candidates = (f"{path}{suffix}" for path in (os.path.join(stem, "__init__"), stem) for suffix in suffixes)
-    return next(filter(os.path.isfile, candidates), "")
-
-
-def _is_package(file: str) -> bool:
-    return os.path.basename(file).startswith("__init__.")
+        origin, search_path = spec.origin, spec.submodule_search_locations
+    return Path(origin) if origin else None
 
 
 def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, aside: Path | None = None) -> None:
