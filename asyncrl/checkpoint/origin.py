@@ -150,7 +150,6 @@ def _files_of(key: str, config: Config) -> Iterator[Path]:
 
 
 def _value_of(key: str, config: Config) -> Any:
-    """Return the value of a key that names files."""
     table, _, name = key.rpartition(".")
     if table.startswith("data."):
         return getattr(config.training_sets.get(table), name, None)

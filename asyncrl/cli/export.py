@@ -109,7 +109,6 @@ def _export_and_push(given: argparse.Namespace) -> tuple[int, str]:
 
 
 def _card(given: argparse.Namespace, config: Config, found: Found) -> str:
-    """Return the model card."""
     from asyncrl.cli.model_card import model_card
     from asyncrl.observe.metrics_line import read_metrics
 

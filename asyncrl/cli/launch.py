@@ -299,7 +299,6 @@ def _submit(given: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _add_live_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --stop, --join, --leave and --bring-back."""
     parser.add_argument("--stop", metavar="RUN", help="preempt this live run, by its folder or its name under runs/")
     parser.add_argument("--join", metavar="RUN", help="add the hosts of --hosts to the run in this folder")
     parser.add_argument("--leave", metavar="HOST", help="drain this host; the run folder follows")

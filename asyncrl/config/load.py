@@ -177,7 +177,6 @@ def _flag_value(key: str, text: str) -> Any:
 
 
 def _without(tree: dict[str, Any], paths: set[tuple[str, ...]]) -> dict[str, Any]:
-    """Return a copy of ``tree`` without the keys ``paths``."""
 
     def strip(node: Any, here: tuple[str, ...]) -> Any:
         if not isinstance(node, dict):

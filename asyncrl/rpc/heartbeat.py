@@ -115,7 +115,6 @@ class Heartbeats:
         # The heartbeats of a node agent show that its host lives, so none is left out.
         self._may_leave_out = leaves_room(actor.config.supervision, actor.config.watchdog) and actor.is_restarted
         self._last: Heartbeat | None = None
-        """The last heartbeat."""
         self._failures: set[str] = set()
         """Kinds of failures that are in the log already."""
 

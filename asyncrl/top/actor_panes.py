@@ -98,7 +98,6 @@ def gauge(name: str) -> Callable[[ActorRow], float | None]:
 
 
 def _restarts(entry: ActorRow) -> float:
-    """Restarts of the process and of its engine."""
     return entry.actor.restarts + (entry.metric("rollout/engine_restarts") or 0.0)
 
 

@@ -34,7 +34,6 @@ class Gymnasium:
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise ValueError(f"{env_id} has actions that are not discrete: {space}; write your own env for it")
         self._first_action = int(space.start)
-        """Number of the first action."""
         self._names = [str(name) for name in actions or range(self._first_action, self._first_action + int(space.n))]
         self._prompt = prompt
         # The pattern takes the first name that fits, so "move left" must stand before "move".

@@ -176,7 +176,6 @@ class PolicyCalls:
         self._books: dict[str, CallBook] = {}
         """Calls of each session, by its key."""
         self._tasks: dict[Call, asyncio.Task[None]] = {}
-        """Task of each running call."""
         self._closed = False
         """Whether ``close`` was called: a cancelled call then does not start again."""
 

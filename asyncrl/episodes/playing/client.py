@@ -182,7 +182,6 @@ class BlockingClient:
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
-    """The loop that runs in this thread, if there is one."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -407,7 +407,6 @@ class Examination:
 
     @property
     def _learner_hosts(self) -> set[str]:
-        """Hosts with ranks of the learner."""
         return {actor.host for actor in self._placed if role_of(actor.name) == "learner"}
 
 

@@ -183,7 +183,6 @@ def _unfinished_checkpoints(runs: Path) -> Iterator[Leftover]:
 
 
 def _run_folder_around(path: Path) -> Path | None:
-    """Return the run folder that contains a path, or None."""
     return next((parent for parent in path.parents if (parent / CONFIG).is_file()), None)
 
 

@@ -39,7 +39,6 @@ class Script:
         self._called: set[str] = set()
         """Names of the tools that an answer has called."""
         self._answer_count = 0
-        """Number of answers so far."""
 
     def answer(self, tools: Sequence[Mapping[str, Any]], *, stop: Sequence[str] = (), thinking: bool = False) -> str:
         """Return the next answer, without its end token.

@@ -114,7 +114,6 @@ class AgentState:
     incarnations: dict[str, int] = field(default_factory=dict)
     """Incarnation of the newest process of each actor."""
     _restarts: dict[str, _PlannedRestart] = field(default_factory=dict)
-    """Restarts to come, by actor."""
     _unexplained: dict[str, _Unexplained] = field(default_factory=dict)
     """Ends with exit code 0, by actor, until it is known whether the controller asked for them."""
     _condemned: dict[str, str] = field(default_factory=dict)
@@ -294,7 +293,6 @@ class AgentState:
 
     @property
     def _first_answer_s(self) -> float:
-        """Seconds that a controller has for its first answer."""
         return max(FIRST_WORD_S, self.policy.silence_s)
 
     def _controller_exited(self, exit_code: int, hint: str, now: float) -> list[Instruction]:

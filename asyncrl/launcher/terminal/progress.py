@@ -228,7 +228,6 @@ class TerminalProgress:
         self._write("")
 
     def _show_waits(self, waits: list[str]) -> None:
-        """Show what the run waits for."""
         if waits == self._waits:
             return
         self._waits = waits
@@ -260,7 +259,6 @@ def _start_words(step: int) -> str:
 
 
 def _retrained_words(first: int, last: int) -> str:
-    """Text for the steps ``first`` to ``last``, which are trained a second time."""
     if first > last:
         return "no step is trained again"
     return f"step {last} is trained again" if first == last else f"steps {first} to {last} are trained again"

@@ -435,7 +435,6 @@ class EngineHost:
         return taken
 
     def _enter(self, lease: Lease) -> None:
-        """Note that a submission enters the engine."""
         if not self._running:
             self._token_wait.begin()
         self._running[lease.uid] += 1

@@ -79,7 +79,6 @@ class Response:
     _submission_start: int = 0
     """Index of the first token of the present submission."""
     _submission_version: int = -1
-    """Version under which the present submission began."""
 
     @property
     def remaining(self) -> int:

@@ -33,7 +33,6 @@ class Deadlines(Generic[T]):
         """Items by tick."""
         self._timer: asyncio.TimerHandle | None = None
         self._armed_tick: float = math.inf
-        """The tick that the timer waits for."""
 
     def add(self, item: T, when: float) -> int:
         """Have ``item`` expire at ``when`` (s). Returns its tick."""

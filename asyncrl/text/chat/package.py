@@ -34,7 +34,6 @@ class PackageRenderer:
     def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int], chat: ChatConfig) -> None:
         self._tokenizer = tokenizer
         self._ends = frozenset(end_ids)
-        """Ids of the tokens that end an answer."""
         self._chat = chat
         # The package takes options when it makes a renderer.
         self._cached_renderer = lru_cache(KEPT)(self._make)

@@ -176,7 +176,6 @@ class TemplateRenderer:
         return self._template.tokenizer.decode(kept, keep_special=True)
 
     def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return the tokens of an answer without the end token."""
         return ids[:-1] if ids and ids[-1] in self._template.end_ids else ids
 
     def _examine(self, shape: Shape, options: str) -> TurnCheck:

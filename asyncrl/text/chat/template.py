@@ -319,7 +319,6 @@ def _shorten(id: str) -> str:
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the call with its arguments as JSON text."""
     function = call["function"]
     if isinstance(function["arguments"], str):
         return call
@@ -436,7 +435,6 @@ class _Marked:
         """Everything that the result of the check depends on: the roles, and the fields with a text."""
 
     def _make_mark(self, index: int, path: str) -> str:
-        """Make the mark of the field ``path`` of message ``index``."""
         mark = f"qkz{len(self.marks)}shown"
         self.marks.append((mark, index, path))
         return mark

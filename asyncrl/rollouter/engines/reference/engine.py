@@ -97,7 +97,6 @@ class ReferenceEngine:
         self._dead: EngineDied | None = None
         """The error of every later call, once the engine is dead."""
         self._runner: asyncio.Task[None] | None = None
-        """The task of ``_run``."""
 
     @property
     def kv_use(self) -> float | None:

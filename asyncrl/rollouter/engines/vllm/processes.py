@@ -166,7 +166,6 @@ class Watch:
         self._on_death = on_death
         self._reason: str | None = None
         self._guards: set[asyncio.Timeout] = set()
-        """Timeouts of the guarded waits."""
 
     @property
     def dead(self) -> bool:
