@@ -1,6 +1,6 @@
 """asyncrl-view: serves a page in which the rollouts of a run are read, live or afterwards.
 
-It changes nothing in the run's records. For a long run it adds metrics.jsonl.index, which finds a step at once.
+It changes nothing in the run's records.
 
 Importing this module, ``--help`` and wrong usage load nothing beyond the standard library. Torch is never loaded.
 """

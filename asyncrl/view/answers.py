@@ -2,8 +2,7 @@
 
 ``Answers.answer`` takes a name and the parameters of the URL, and returns an object for JSON. Invariant: an answer is
 bounded (MOST_* below) and says what it leaves out. Its text holds no control character except newlines and tabs
-(core/printable.py), so that the page shows a hostile rollout as text. Nothing in the run changes, except that the index
-of its steps is saved (steps.py).
+(core/printable.py), so that the page shows a hostile rollout as text. Nothing in the run changes.
 
 Fails with BadRequest for a parameter, and with NotFound for what the run does not hold. A file that cannot be read
 raises OSError.

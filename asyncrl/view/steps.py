@@ -1,8 +1,7 @@
 """The steps of metrics.jsonl, found by their offsets.
 
 The file of a long run is large, mostly lines of weight updates. ``StepIndex`` keeps the place of each train line, so a
-page of steps reads only its own lines. ``refresh`` reads what was appended. The places are saved in
-``metrics.jsonl.index`` next to the file. If this user may not write there, the next viewer reads the file again.
+page of steps reads only its own lines. ``refresh`` reads what was appended.
 
 Invariant: the steps ascend, and each has one line: that of the newest start of the learner (metrics_line.is_voided).
 A line that is torn or invalid is not a step. A file that was replaced or cut is read again. Raises OSError if
@@ -13,10 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from array import array
 from bisect import bisect_left
-from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, BinaryIO
@@ -25,21 +22,12 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from asyncrl.core.files import replace_file
 from asyncrl.observe.metrics_line import LARGEST_WHOLE, Line, number_in, parse_line
 
 METRICS = "metrics.jsonl"
-INDEX = "metrics.jsonl.index"
-FORMAT = 0x6173_796E_6372_0001
-"""First number of the index file; another format has another one."""
-HEAD = 4
-"""Numbers before the places: format, bytes of metrics.jsonl that were read, checksum of their end, newest start."""
 MOST_LINE_BYTES = 1 << 20
 MARK_BYTES = 4096
 """Bytes before the place up to which metrics.jsonl was read; the checksum over them recognises the file."""
-SAVE_EACH_BYTES = 8 << 20
-"""The index is saved after so many bytes; a viewer reads fewer in an instant."""
-
 
 Whole = Annotated[int, Meta(ge=-1, le=LARGEST_WHOLE)]
 
@@ -60,29 +48,22 @@ class StepIndex:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / METRICS
-        self._index = run_dir / INDEX
         self._lock = Lock()
         self._forget()
-        self._is_loaded = False
 
     def _forget(self) -> None:
         self._steps, self._offsets = array("q"), array("q")
-        self._read = self._saved = self._mark = 0
+        self._read = self._mark = 0
         self._start = 0
 
     def refresh(self) -> None:
         """Read the lines that were appended. Without a file there is no step. Raises OSError."""
         with self._lock, contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            if not self._is_loaded:
-                self._is_loaded = True
-                self._load()
             size = os.fstat(file.fileno()).st_size
             if size < self._read or self._mark != self._mark_of(file):
                 self._forget()
             if size > self._read:
                 self._read_on(file)
-            if self._read - self._saved >= SAVE_EACH_BYTES:
-                self._save()
 
     def count(self) -> int:
         """Number of steps."""
@@ -142,38 +123,10 @@ class StepIndex:
         self._offsets.append(offset)
 
     def _mark_of(self, file: BinaryIO) -> int:
-        """Checksum of the end of what was read, as a number of 63 bits."""
+        """Checksum of the end of what was read."""
         begin = max(0, self._read - MARK_BYTES)
         file.seek(begin)
-        return xxhash.xxh3_64_intdigest(file.read(self._read - begin)) >> 1 if self._read else 0
-
-    def _load(self) -> None:
-        """Take over a saved index. A damaged one, or that of another file, is not used."""
-        numbers = array("q")
-        try:
-            data = self._index.read_bytes()
-            numbers.frombytes(data)
-        except (OSError, ValueError):
-            return
-        places = numbers[HEAD:]
-        half = len(places) // 2
-        steps, offsets = places[:half], places[half:]
-        ascending = all(one < next_one for one, next_one in pairwise(steps))
-        if len(numbers) < HEAD or numbers[0] != FORMAT or len(places) % 2 or not ascending:
-            return
-        _, self._read, self._mark, self._start = numbers[:HEAD]
-        if self._read < 0 or any(not 0 <= offset < self._read for offset in offsets):
-            self._forget()
-            return
-        self._saved, self._steps, self._offsets = self._read, steps, offsets
-
-    def _save(self) -> None:
-        numbers = array("q", [FORMAT, self._read, self._mark, self._start]) + self._steps + self._offsets
-        # A run may be on a disk that is full or that this user may only read.
-        with contextlib.suppress(OSError):
-            aside = self._index.with_name(f".{secrets.token_hex(8)}.new")
-            replace_file(self._index, numbers.tobytes(), aside=aside)
-        self._saved = self._read
+        return xxhash.xxh3_64_intdigest(file.read(self._read - begin)) if self._read else 0
 
 
 def _head(text: bytes) -> Head | None:
