@@ -30,6 +30,7 @@ from functools import cache
 from pathlib import Path
 
 from tools import kept
+from tools.code_figures import Module
 from tools.planted_faults.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
@@ -95,13 +96,7 @@ def _names(path: Path, root: Path) -> set[str]:
 
 @cache
 def _imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return Module(path, path.read_text()).imports()
 
 
 def judge(fault: Fault, tree: Path, stages: Sequence[Sequence[str]]) -> Verdict:
@@ -145,7 +140,6 @@ def _failures(tree: Path, *arguments: str) -> list[str]:
 
 
 def line(verdict: Verdict) -> str:
-    """Return a row of the table."""
     by = verdict.test or verdict.remark or f"breaks {verdict.fault.breaks}"
     caught = "caught" if verdict.test else "NOT caught"
     return f"{verdict.fault.name:42} {caught:10} {verdict.seconds:6.1f} s  {by}"
@@ -166,7 +160,6 @@ def run(faults: Sequence[Fault], root: Path, tests: Sequence[str]) -> list[Verdi
 
 
 def main(arguments: Sequence[str] | None = None, *, faults: Sequence[Fault] = FAULTS, root: Path = ROOT) -> int:
-    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.planted_faults", description="Plant faults, run the tests.")
     names = [fault.name for fault in faults]
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, default=names, help="these faults alone")
