@@ -8,22 +8,20 @@ Raises TimeoutError if another process holds the lock for too long, and the erro
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 LIBRARIES = ("tokenizers", "torch", "transformers")
 LOCK_TIMEOUT_S = 300.0
-LOCK_POLL_S = 0.2
 PART = "part-"
 
 
@@ -70,7 +68,7 @@ def ensure_folder(cache: Path, name: str, make: Callable[[Path], None]) -> Path:
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    with _locked(cache / "lock"):
+    with FileLock(cache / "lock", timeout=LOCK_TIMEOUT_S):
         for left_over in cache.glob(f"{PART}*"):
             shutil.rmtree(left_over)
         if not folder.is_dir():
@@ -78,22 +76,3 @@ def ensure_folder(cache: Path, name: str, make: Callable[[Path], None]) -> Path:
             make(part)
             part.rename(folder)
     return folder
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock. The system releases it when this process ends."""
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    with path.open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"waited {LOCK_TIMEOUT_S:.0f} s for {path}, held by another process that makes the same "
-                        "assets; wait for it or end it"
-                    ) from None
-                time.sleep(LOCK_POLL_S)
-        yield

@@ -63,5 +63,10 @@ def convert(source: str, folder: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def fetch() -> Path:
+    """The folder of the model, made if it is not cached."""
+    return ensure_folder(CACHE, "smollm2-135m-instruct", make)
+
+
 if __name__ == "__main__":
-    sys.exit(kept.run(lambda: print(ensure_folder(CACHE, "smollm2-135m-instruct", make))))
+    sys.exit(kept.run(lambda: print(fetch())))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tools.asset_cache import Assets
 from tools.learn import guess_number, smollm2, tool_lookup
-from tools.learn.__main__ import RECIPES, findings, launch_command
+from tools.learn.__main__ import RECIPES, launch_command
 from tools.learn.assets import draw_rows, ensure_assets
 from tools.learn.guess_number import GUESSES, GuessNumber
 from tools.learn.tool_lookup import NOT_THERE, Table
@@ -82,21 +82,7 @@ def test_only_the_assistants_text_is_learned():
         assert row["prompt"] not in learned.partition("<tool_call>")[0]
 
 
-def test_a_run_is_shown_by_its_first_and_last_version(tmp_path):
-    lines = [
-        {"step": 0, "weights/version": 0, "eval/heldout/mean": 0.25},
-        {"step": 1, "rollout/mixed_version_fraction": 0.2},
-        {"step": 1, "rollout/mixed_version_fraction": 0.4},
-        {"step": 2, "rollout/mixed_version_fraction": 0.6},
-        {"step": 2, "weights/version": 2, "eval/heldout/mean": 0.75},
-    ]
-    assert findings(lines) == {
-        "steps": 2,
-        "mixed_version_fraction": 0.5,
-        "versions": [0, 2],
-        "heldout_before": 0.25,
-        "heldout_after": 0.75,
-    }
+def test_the_launcher_gets_the_paths_and_the_extra_arguments(tmp_path):
     command = launch_command("guess-number", Assets(tmp_path), ["--run.seed", "1"])
     assert command[-2:] == ["--run.seed", "1"]
     assert str(tmp_path / "model") in command

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
-from tools.asset_cache import ensure_folder
 from tools.learn.recipe import Recipe, Row, Settings
-from tools.smollm2 import CACHE, make
+from tools.smollm2 import fetch
 
 DIGITS = range(1, 10)
 
@@ -25,9 +23,4 @@ def rows(source: random.Random) -> Iterator[Row]:
         yield {"prompt": f"What is {a} + {b}?", "answer": str(a + b)}
 
 
-def fetched() -> Path:
-    """The folder of the model."""
-    return ensure_folder(CACHE, "smollm2-135m-instruct", make)
-
-
-RECIPE = Recipe(name="smollm2-135m", rows=rows, pretrained=fetched, settings=Settings(heldout=27, train=54))
+RECIPE = Recipe(name="smollm2-135m", rows=rows, pretrained=fetch, settings=Settings(heldout=27, train=54))
