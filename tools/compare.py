@@ -1,10 +1,9 @@
 """``python -m tools.compare losses``: train the quickstart's task with each loss and advantage, and compare.
 
-Each variant runs with each seed in a folder of its own in ``--folder``. A folder with result.json holds an ended run
-and its command. An interrupted call continues there: the run is not repeated for the same command. A failed run is a
-result too: the tool prints it and continues with the others. It prints the table and writes table.md next to the runs:
-a row for each variant with the held-out reward of each seed. Further arguments go to asyncrl-launch. The exit code is 1
-if a run failed.
+Each variant runs with each seed in a folder of its own below FOLDER. A folder with result.json holds an ended run and
+its configuration: the run is not repeated for the same one, so an interrupted call continues. A failed run is a result
+too: the tool prints it and continues with the others. It prints the table and writes table.md next to the runs: a row
+for each variant with the held-out reward of each seed. The exit code is 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -12,35 +11,32 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
+from asyncrl.observe.metrics_line import read_metrics
 from tools import kept
 from tools.asset_cache import Assets
-from tools.quickstart.__main__ import CACHE, CONFIG, ROOT, launch_command
+from tools.live_run import ROOT, RunEnded, quickstart, run_to_end
+from tools.quickstart.__main__ import CACHE
 from tools.quickstart.assets import ensure_assets
 from tools.quickstart.settings import Settings
 
-RESULT, OUTPUT = "result.json", "output.txt"
-INTERRUPTED = (PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, -signal.SIGTERM, -signal.SIGKILL)
-"""Exit codes of a run that a user ended. Such a run is no result."""
-LAST_LINES = 5
-"""Printed last lines of the output of a failed run."""
-BASE: Mapping[str, str] = {
-    "learner.ranks": "1",
-    "learner.steps": "25",
-    "learner.dynamic_sampling": "true",
-    "eval.heldout_greedy.at_start": "false",
+FOLDER = ROOT / "runs" / "compare-losses"
+RESULT = "result.json"
+RUN_S = 3600.0
+BASE: Mapping[str, Any] = {
+    "learner.ranks": 1,
+    "learner.steps": 25,
+    "learner.dynamic_sampling": True,
+    "eval.heldout_greedy.at_start": False,
 }
 """Keys of every run: it ends where curves are apart, half-way through the quickstart. Trained groups have a signal."""
-STALE: Mapping[str, str] = {"staleness.max": "4", "staleness.adapt": "false"}
+STALE: Mapping[str, Any] = {"staleness.max": 4, "staleness.adapt": False}
 """The gate lets generation run four versions ahead, and stays there."""
 TAUGHT_BY = "decoupled"
 
@@ -52,36 +48,33 @@ class Variant:
     name: str
     group: str
     """The table that it stands in."""
-    keys: Mapping[str, str] = field(default_factory=dict)
-    """Configuration keys and their values, as on a command line."""
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """Configuration keys and their values."""
     taught: bool = False
     """Learns from a teacher."""
 
 
 LOSSES, ADVANTAGES, CORRECTIONS = "losses", "advantages", "corrections at staleness.max = 4"
+TWICE: Mapping[str, Any] = {"learner.updates_per_batch": 2}
 
 VARIANTS: tuple[Variant, ...] = (
     Variant("decoupled", LOSSES),
-    Variant("decoupled, 2 updates", LOSSES, {"learner.updates_per_batch": "2"}),
-    Variant(
-        "asymmetric clip, 2 updates",
-        LOSSES,
-        {"learner.updates_per_batch": "2", "learner.loss_options.clip_high": "0.28"},
-    ),
+    Variant("decoupled, 2 updates", LOSSES, TWICE),
+    Variant("asymmetric clip, 2 updates", LOSSES, {**TWICE, "learner.loss_options.clip_high": 0.28}),
     Variant("bypass", LOSSES, {"learner.loss": "bypass"}),
     Variant("gspo", LOSSES, {"learner.loss": "gspo", "learner.aggregation": "sequence"}),
     Variant("cispo", LOSSES, {"learner.loss": "cispo"}),
     Variant("dppo", LOSSES, {"learner.loss": "dppo"}),
     Variant("reinforce", LOSSES, {"learner.loss": "reinforce"}),
-    Variant("decoupled, KL to the start", LOSSES, {"learner.kl.coefficient": "0.01"}),
+    Variant("decoupled, KL to the start", LOSSES, {"learner.kl.coefficient": 0.01}),
     Variant("distill", LOSSES, {"learner.loss": "distill"}, taught=True),
     Variant("dr_grpo", ADVANTAGES, {"learner.advantage": "dr_grpo", "learner.aggregation": "constant"}),
     Variant("rloo", ADVANTAGES, {"learner.advantage": "rloo"}),
-    Variant("reinforce", ADVANTAGES, {"learner.advantage": "reinforce", "learner.dynamic_sampling": "false"}),
+    Variant("reinforce", ADVANTAGES, {"learner.advantage": "reinforce", "learner.dynamic_sampling": False}),
     Variant("uncorrected", CORRECTIONS, {**STALE, "learner.correction.weight": "none"}),
     Variant("weight by token", CORRECTIONS, {**STALE, "learner.correction.weight": "token"}),
     Variant("weight by sequence", CORRECTIONS, {**STALE, "learner.correction.weight": "sequence"}),
-    Variant("mask", CORRECTIONS, {**STALE, "learner.correction.mask": "[0.5, 2.0]"}),
+    Variant("mask", CORRECTIONS, {**STALE, "learner.correction.mask": [0.5, 2.0]}),
     Variant("bypass", CORRECTIONS, {**STALE, "learner.loss": "bypass"}),
 )
 
@@ -94,7 +87,7 @@ class Result:
     group: str
     seed: int
     failed: str
-    """The last lines of its output; empty if it ended well."""
+    """The end of its output; empty if it ended well."""
     before: float = 0.0
     """Mean held-out reward of the first version."""
     after: float = 0.0
@@ -114,97 +107,66 @@ class Plan:
     variant: Variant
     seed: int
     folder: Path
-    command: list[str]
+    tree: dict[str, Any]
 
 
-def plan_runs(
-    variants: Sequence[Variant], seeds: Sequence[int], assets: Assets, folder: Path, further: Sequence[str]
-) -> list[Plan]:
+def plan_runs(variants: Sequence[Variant], seeds: Sequence[int], assets: Assets, folder: Path) -> list[Plan]:
     """A plan for each variant and seed; those with a teacher last."""
     found = []
     for variant in sorted(variants, key=lambda each: each.taught):
         for seed in seeds:
-            here = run_folder(folder, variant.group, variant.name, seed)
-            keys = {**BASE, **variant.keys, "run.seed": str(seed), "run.name": "run", "run.dir": str(here)}
+            keys = {**BASE, **variant.keys, "run.seed": seed}
             if variant.taught:
                 teacher = run_folder(folder, variant.group, TAUGHT_BY, seed)
-                keys["learner.teacher"] = str(teacher / "run" / "export")
-            flags = [word for key, value in keys.items() for word in (f"--{key}", value)]
-            found.append(Plan(variant, seed, here, launch_command(assets, str(CONFIG), [*flags, *further])))
+                keys["learner.teacher"] = str(teacher / "runs" / "live" / "export")
+            here = run_folder(folder, variant.group, variant.name, seed)
+            found.append(Plan(variant, seed, here, quickstart(assets, keys)))
     return found
 
 
 def run_folder(folder: Path, group: str, name: str, seed: int) -> Path:
-    """The folder of one run."""
     words = "".join(c if c.isalnum() else "-" for c in f"{group}-{name}")
     return folder / f"{words}-{seed}"
 
 
 def run(plan: Plan) -> Result:
-    """Make one run, or read what it brought."""
+    """Make one run, or read its result."""
     file = plan.folder / RESULT
-    if file.exists():
-        told = json.loads(file.read_text())
-        if told["command"] == plan.command:
-            return Result(**told["result"])
-    if plan.folder.exists():
-        shutil.rmtree(plan.folder)
-    plan.folder.mkdir(parents=True)
-    with (plan.folder / OUTPUT).open("w") as output:
-        ended = subprocess.run(plan.command, stdout=output, stderr=subprocess.STDOUT, check=False)
-    result = _read(plan, ended.returncode)
-    if ended.returncode not in INTERRUPTED:
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps({"command": plan.command, "result": asdict(result)}))
-        part.rename(file)
+    if file.exists() and (known := json.loads(file.read_text()))["tree"] == plan.tree:
+        return Result(**known["result"])
+    shutil.rmtree(plan.folder, ignore_errors=True)
+    figures: dict[str, Any] = {"failed": ""}
+    try:
+        figures |= figures_of(read_metrics(run_to_end(plan.tree, plan.folder, RUN_S).run_dir / "metrics.jsonl"))
+    except RunEnded as error:
+        figures["failed"] = str(error)[-500:]
+    result = Result(plan.variant.name, plan.variant.group, plan.seed, **figures)
+    file.write_text(json.dumps({"tree": plan.tree, "result": asdict(result)}))
     return result
 
 
-def _read(plan: Plan, code: int) -> Result:
-    result = Result(plan.variant.name, plan.variant.group, plan.seed, failed="")
-    if code != 0:
-        last = (plan.folder / OUTPUT).read_text().splitlines()[-LAST_LINES:]
-        return replace(result, failed="\n".join([f"exit code {code}", *last]))
-    lines = [json.loads(line) for line in (plan.folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    sampled, greedy = (
-        [line[name] for line in sorted(lines, key=lambda line: line.get("weights/version", 0)) if name in line]
-        for name in ("eval/heldout/mean", "eval/heldout_greedy/mean")
+def figures_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The figures of a Result in lines of metrics.jsonl."""
+    ordered = sorted(lines, key=lambda line: line.get("weights/version", 0))
+    sampled, greedy, staleness, behaviour_kl = (
+        [line[name] for line in ordered if name in line]
+        for name in ("eval/heldout/mean", "eval/heldout_greedy/mean", "staleness/token_mean", "policy/behaviour_kl")
     )
-    return replace(
-        result,
-        before=sampled[0],
-        after=sampled[-1],
-        greedy=greedy[-1],
-        staleness=_mean(lines, "staleness/token_mean"),
-        behaviour_kl=_mean(lines, "policy/behaviour_kl"),
-    )
-
-
-def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float:
-    # A step that was trained again has several lines; the last counts.
-    steps = {line["step"]: float(line[name]) for line in lines if line.get("kind") == "train" and name in line}
-    return sum(steps.values()) / max(1, len(steps))
+    found = {"before": sampled[0], "after": sampled[-1], "greedy": greedy[-1]}
+    return found | {"staleness": fmean(staleness), "behaviour_kl": fmean(behaviour_kl)}
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """A table for each group."""
-    tables = []
-    for group in dict.fromkeys(result.group for result in results):
-        rows = [
-            f"| {group} | after, mean | each seed | greedy | staleness | behaviour KL |",
-            "|---|---|---|---|---|---|",
-            *(_row(found) for found in by_variant([r for r in results if r.group == group])),
-        ]
-        tables.append("\n".join(rows))
+    """A table for each group, with a row for each variant."""
     ended = [result for result in results if not result.failed]
-    before = f"Held-out reward before: {fmean(r.before for r in ended):.3f}.\n\n" if ended else ""
-    return before + "\n\n".join(tables) + "\n"
-
-
-def by_variant(results: Sequence[Result]) -> list[list[Result]]:
-    """The runs of each variant, in the order of the variants."""
-    places = dict.fromkeys((result.group, result.variant) for result in results)
-    return [[r for r in results if (r.group, r.variant) == place] for place in places]
+    text = f"Held-out reward before: {fmean(r.before for r in ended):.3f}.\n" if ended else ""
+    for group in dict.fromkeys(result.group for result in results):
+        text += (
+            f"\n| {group} | after, mean | each seed | greedy | staleness | behaviour KL |\n|---|---|---|---|---|---|\n"
+        )
+        for variant in dict.fromkeys(result.variant for result in results if result.group == group):
+            text += _row([r for r in results if (r.group, r.variant) == (group, variant)]) + "\n"
+    return text
 
 
 def _row(runs: Sequence[Result]) -> str:
@@ -218,51 +180,28 @@ def _row(runs: Sequence[Result]) -> str:
     )
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(
-        prog="python -m tools.compare",
-        usage="%(prog)s losses [--seed N ...] [--only NAME] [--folder DIR] [--KEY VALUE ...]",
-        description="Train the quickstart's task with each loss and advantage, and compare.",
-        epilog="Everything else goes to asyncrl-launch: --learner.steps 20, ...",
-        allow_abbrev=False,
-    )
-    found.add_argument("what", choices=["losses"])
-    found.add_argument("--seed", type=int, action="append", metavar="N", help="of a run (1, 2 and 3)")
-    found.add_argument("--only", action="append", metavar="NAME", help="variants of this name; may be given again")
-    found.add_argument("--folder", type=Path, default=ROOT / "runs" / "compare-losses", help="of the runs")
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare; returns the exit code."""
-    given, further = parser().parse_known_args(arguments)
     names = {variant.name for variant in VARIANTS}
-    chosen = set(given.only or names)
-    if unknown := chosen - names:
-        print(f"compare: no variant is named {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
-        return 2
+    parser = argparse.ArgumentParser(prog="python -m tools.compare", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=["losses"])
+    parser.add_argument("--seed", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="of the runs (1 2 3)")
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help="these variants")
+    given = parser.parse_args(arguments)
+    chosen = set(given.only)
     if any(variant.taught and variant.name in chosen for variant in VARIANTS):
         chosen.add(TAUGHT_BY)
     variants = [variant for variant in VARIANTS if variant.name in chosen]
-    assets = ensure_assets(Settings(), CACHE)
-    folder = given.folder.absolute()
-    plans = plan_runs(variants, given.seed or [1, 2, 3], assets, folder, further)
     results = []
-    for plan in plans:
-        results.append(run(plan))
-        _report(results[-1])
+    for plan in plan_runs(variants, given.seed, ensure_assets(Settings(), CACHE), FOLDER):
+        result = run(plan)
+        said = f"FAILED: {result.failed}" if result.failed else f"{result.before:.3f} -> {result.after:.3f}"
+        print(f"{result.variant} ({result.group}), seed {result.seed}: {said}", flush=True)
+        results.append(result)
     order = [(variant.group, variant.name) for variant in VARIANTS]
     results.sort(key=lambda result: (order.index((result.group, result.variant)), result.seed))
-    (folder / "table.md").write_text(markdown(results))
+    (FOLDER / "table.md").write_text(markdown(results))
     print(markdown(results))
     return 1 if any(result.failed for result in results) else 0
-
-
-def _report(result: Result) -> None:
-    name = f"{result.variant} ({result.group}), seed {result.seed}"
-    said = f"FAILED: {result.failed}" if result.failed else f"{result.before:.3f} -> {result.after:.3f}"
-    print(f"{name}: {said}", flush=True)
 
 
 if __name__ == "__main__":

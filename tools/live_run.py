@@ -1,17 +1,18 @@
 """A run started through asyncrl-launch and followed from outside: its metrics, its processes, its end.
 
-Used by tools that break a run (chaos/) and that check it afterwards (soak.py). ``close`` leaves no process of
-the run.
+``close`` leaves no process of the run. Below are the configurations of the runs that tools start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ import psutil
 
 from asyncrl.config.keys import default_words
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE
+from tools.asset_cache import Assets
 from tools.waiting import wait_until
 
 T = TypeVar("T")
@@ -45,7 +47,7 @@ class LiveRun:
 
     def __init__(
         self,
-        tree: dict[str, Any],
+        tree: Mapping[str, Any],
         folder: Path,
         *,
         processes: Callable[[], list[psutil.Process]] | None = None,
@@ -58,10 +60,9 @@ class LiveRun:
         self._output = folder / "output.txt"
         self._processes, self._command, self._arguments = processes, command, arguments
         self._env = {**os.environ, **(env or {})}
-        self._read = 0
-        self._lines: list[dict[str, Any]] = []
+        self._metrics, self._lines = Tail(self.run_dir, "metrics.jsonl"), list[dict[str, Any]]()
         self._seen: dict[int, psutil.Process] = {}
-        tree = {**tree, "run": {**tree.get("run", {}), "name": "live", "dir": str(folder / "runs")}}
+        tree = with_keys(tree, {"run.name": "live", "run.dir": str(folder / "runs")})
         (folder / "config.toml").write_text(to_toml(tree))
         self.launcher = self._launch()
         """The process of asyncrl-launch."""
@@ -80,7 +81,6 @@ class LiveRun:
             )
 
     def resume(self) -> None:
-        """Start it again after its end."""
         assert self.launcher.poll() is not None
         self.launcher = self._launch("--resume", "auto")
 
@@ -91,27 +91,17 @@ class LiveRun:
 
     @property
     def output(self) -> str:
-        """Output so far."""
         return self._output.read_text(errors="replace")
 
     # --- metrics ---
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl so far."""
-        path = self.run_dir / "metrics.jsonl"
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(self._read)
-                while (line := file.readline()).endswith(b"\n"):
-                    self._read += len(line)
-                    # A full disk leaves half a line.
-                    with contextlib.suppress(ValueError):
-                        self._lines.append(json.loads(line))
+        self._lines += self._metrics.read()
         return [line for line in self._lines if line["kind"] == kind]
 
     @property
     def step(self) -> int:
-        """Steps trained."""
         lines = self.lines("train")
         return lines[-1]["step"] if lines else 0
 
@@ -120,7 +110,6 @@ class LiveRun:
         return {line["replica"]: line["weights/version"] for line in self.lines("update")}
 
     def log(self, actor: str) -> list[dict[str, Any]]:
-        """Return the log of an actor."""
         return LogTail(self, actor).read()
 
     # --- processes ---
@@ -135,7 +124,6 @@ class LiveRun:
         return [process for process in self._seen.values() if lives(process)]
 
     def pid(self, actor: str) -> int | None:
-        """Return the process number of an actor."""
         for process in self.processes():
             if title(process).startswith(f"asyncrl {actor} "):
                 return process.pid
@@ -146,7 +134,6 @@ class LiveRun:
         return [process.pid for process in self.processes() if words in title(process)]
 
     def engine_cores(self, actor: str) -> list[int]:
-        """Processes of a rollouter's engine."""
         pid = self.pid(actor)
         return [] if pid is None else engine_cores(pid)
 
@@ -248,24 +235,32 @@ class UpdatePhases:
                 self._newest = max(self._newest, line["version"])
 
 
-class LogTail:
-    """New lines of the log of an actor."""
+class Tail:
+    """New lines of JSON of the files in ``folder`` that match ``pattern``."""
 
-    def __init__(self, run: LiveRun, actor: str) -> None:
-        self._run, self._name = run, f"{actor.replace('/', '-')}.log"
+    def __init__(self, folder: Path, pattern: str) -> None:
+        self._folder, self._pattern = folder, pattern
         self._at: dict[Path, int] = {}
 
     def read(self) -> list[dict[str, Any]]:
         """Return the complete lines since the last call."""
         found = []
-        for path in self._run.run_dir.glob(f"logs/*/{self._name}"):
+        for path in self._folder.glob(self._pattern):
             with path.open("rb") as file:
                 file.seek(self._at.get(path, 0))
                 while (line := file.readline()).endswith(b"\n"):
                     self._at[path] = self._at.get(path, 0) + len(line)
+                    # A full disk leaves half a line.
                     with contextlib.suppress(ValueError):
                         found.append(json.loads(line))
         return [line for line in found if isinstance(line, dict)]
+
+
+class LogTail(Tail):
+    """New lines of the log of an actor."""
+
+    def __init__(self, run: LiveRun, actor: str) -> None:
+        super().__init__(run.run_dir, f"logs/*/{actor.replace('/', '-')}.log")
 
 
 def engine_cores(pid: int) -> list[int]:
@@ -296,11 +291,59 @@ def pid_lives(pid: int) -> bool:
     return False
 
 
-def to_toml(tree: dict[str, Any], prefix: str = "") -> str:
-    """TOML of a tree of numbers, text, truth values, lists and tables."""
-    values = "".join(f"{key} = {default_words(value)}\n" for key, value in tree.items() if not isinstance(value, dict))
-    text = (f"[{prefix}]\n" if prefix and values else "") + values
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            text += to_toml(value, f"{prefix}.{key}" if prefix else key)
-    return text
+def to_toml(tree: Mapping[str, Any]) -> str:
+    return "".join(f"{name} = {default_words(table)}\n" for name, table in tree.items())
+
+
+def with_keys(tree: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration with these dotted keys."""
+    found = copy.deepcopy(dict(tree))
+    for key, value in keys.items():
+        *tables, last = key.split(".")
+        place = found
+        for name in tables:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return found
+
+
+SIMULATED: dict[str, Any] = {
+    "data.source": "synthetic",
+    "rollout.engine": "sim",
+    "rollout.gpus_per_replica": 0,
+    "reward.function": "constant",
+    "reward.workers": 1,
+    "learner.backend": "sim",
+    "learner.dynamic_sampling": False,
+    "checkpoint.export_at_end": False,
+    "log.level": "warning",
+}
+"""Keys of a run whose engines and learner are timing models."""
+
+
+def simulated(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a simulated run with these dotted keys."""
+    return with_keys({}, {**SIMULATED, **keys})
+
+
+def quickstart(assets: Assets, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the quickstart with its model and data and these dotted keys."""
+    heldout = {f"eval.{name}.data.path": str(assets.heldout) for name in ("heldout", "heldout_greedy")}
+    paths = {"model.path": str(assets.model), "data.path": str(assets.train), **heldout}
+    return with_keys(tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text()), {**paths, **keys})
+
+
+def run_to_end(
+    tree: Mapping[str, Any], folder: Path, timeout: float, meanwhile: Callable[[LiveRun], None] = lambda run: None
+) -> LiveRun:
+    """Run to the end in ``folder``. Raises RunEnded if the run fails, and subprocess.TimeoutExpired."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run = LiveRun(tree, folder)
+    try:
+        meanwhile(run)
+        code = run.wait(timeout)
+    finally:
+        run.close()
+    if code:
+        raise RunEnded(f"exit code {code}: {run.output[-2000:]}")
+    return run

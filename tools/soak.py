@@ -28,7 +28,7 @@ from typing import Any
 from tools import kept
 from tools.bench.tiny_model import make_model
 from tools.chaos.audit import covered
-from tools.live_run import LiveRun, RunEnded
+from tools.live_run import LiveRun, RunEnded, with_keys
 
 SUMMARY = "Run the real vLLM through an update after every step, and look at the result."
 MODES = ("abort_resume", "keep", "drain")
@@ -42,27 +42,26 @@ PROBE_KL = 1e-8
 
 def configuration(transport: str, mode: str, model: Path) -> dict[str, Any]:
     """Return a run with a version a step, without an end."""
-    return {
-        "run": {"samples_per_step": 1000},
-        "model": {"path": str(model)},
+    keys = {
+        "run.samples_per_step": 1000,
+        "model.path": str(model),
         "data": {"source": "synthetic", "size": 4096, "max_prompt_tokens": 64},
-        "rollout": {
-            "replicas": REPLICAS,
-            "min_replicas": REPLICAS,
-            "gpus_per_replica": 0,
-            "samples_per_prompt": 4,
-            "concurrency": 32,
-            "max_tokens": 192,
-            "on_update": mode,
-            "stream_interval": 8,
-            "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1},
-        },
+        "rollout.replicas": REPLICAS,
+        "rollout.min_replicas": REPLICAS,
+        "rollout.gpus_per_replica": 0,
+        "rollout.samples_per_prompt": 4,
+        "rollout.concurrency": 32,
+        "rollout.max_tokens": 192,
+        "rollout.on_update": mode,
+        "rollout.stream_interval": 8,
+        "rollout.vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1},
         "reward": {"function": "constant", "workers": 1, "options": {"value": 0.5, "spread": 0.5}},
         "learner": {"steps": 1_000_000, "groups_per_step": 4, "lr": 1e-4, "dynamic_sampling": False, "threads": 1},
         "weights": {"transport": transport, "verify": "full", "bucket_bytes": 1 << 20, "chunk_bytes": 1 << 18},
-        "staleness": {"max": STALENESS},
-        "checkpoint": {"export_at_end": False},
+        "staleness.max": STALENESS,
+        "checkpoint.export_at_end": False,
     }
+    return with_keys({}, keys)
 
 
 def follow(run: LiveRun, steps: int) -> None:
@@ -120,7 +119,6 @@ def problems_of(run: LiveRun, mode: str) -> tuple[list[str], dict[str, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.soak", description=SUMMARY)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--transport", choices=TRANSPORTS, action="append", help="default: all")

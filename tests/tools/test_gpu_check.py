@@ -181,7 +181,7 @@ def made_up(monkeypatch, run):
     """Let the checks start runs that are made up, without the quickstart's files."""
     assets = SimpleNamespace(model="/m", train="/t.jsonl", heldout="/h.jsonl")
     monkeypatch.setattr("tools.quickstart.assets.ensure_assets", lambda *_: assets)
-    monkeypatch.setattr(checks, "LiveRun", run)
+    monkeypatch.setattr("tools.live_run.LiveRun", run)
     Run.trees.clear()
 
 
@@ -352,7 +352,8 @@ def test_the_second_rank_is_killed_and_a_run_that_ends_early_fails(tmp_path, mon
         raise RunEnded("while waiting for step 5: out of memory")
 
     monkeypatch.setattr(Ranks, "until", ends)
-    found = checks.check_rank_death(host_of(tmp_path / "again", ["H100", "H100"]))
+    again = host_of(tmp_path / "again", ["H100", "H100"])
+    found = run_check(again, "two ranks, one is killed", 2, checks.check_rank_death)
     assert found.result == "fail" and "out of memory" in found.detail
 
 
@@ -385,7 +386,7 @@ def test_the_help_says_how_long_the_checks_may_take(capsys):
 @needs_vllm
 def test_the_log_probs_of_updates_are_checked_in_a_real_run(tmp_path, monkeypatch):
     """The same check on CPUs, with the real vLLM."""
-    on_cpu = {"rollout": {"gpus_per_replica": 0}, "learner": {"device": "cpu"}}
+    on_cpu = {"rollout.gpus_per_replica": 0, "learner.device": "cpu"}
     monkeypatch.setattr(checks, "ON_ONE_GPU", on_cpu)
     found = checks.check_updates(host_of(tmp_path), "abort_resume")
     assert found.result == "pass", found

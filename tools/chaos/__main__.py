@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import sys
 import tempfile
 import time
@@ -39,7 +38,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tools import kept
-from tools.chaos.audit import Expected, Findings, audit, read_lines
+from tools.chaos.audit import Expected, Findings, audit
 from tools.chaos.faults import NotRecovered, Striker, Struck, torment
 from tools.chaos.plan import KINDS, ON_PROCESSES, Fault, draw, steps_of_run, victims
 from tools.chaos.settings import (
@@ -50,29 +49,26 @@ from tools.chaos.settings import (
     SILENCE_IN_UPDATES_S,
     SIM_PROMPTS,
     SIM_SILENCE_S,
+    SLOW_UPDATES,
     VLLM_SILENCE_S,
     expected,
-    on_several_hosts,
+    playing,
+    several_hosts,
     sim_tree,
     transport_of,
     vllm_tree,
-    with_episodes,
-    with_slow_updates,
 )
 from tools.chaos.users import rows
 from tools.chaos.world import World, enter
-from tools.live_run import LiveRun, RunEnded
+from tools.live_run import LiveRun, RunEnded, with_keys
 
 PATIENCE_S = {"sim": 90.0, "vllm": 300.0}
 """Longest time without a trained step."""
 END_S = 30.0
 """Longest time after the run until everything of it is gone."""
-VLLM_STEPS = 50
-"""Smallest number of steps over which the reward of the quickstart rises."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     parser = _parser()
     chosen = parser.parse_args(arguments)
     if chosen.episodes and chosen.engine != "sim":
@@ -82,16 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = sys.stderr if chosen.json else sys.stdout
     seed = random.randrange(1 << 32) if chosen.seed is None else chosen.seed
     with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-") as name:
-        folder = chosen.keep or Path(name)
+        folder = Path(name)
         # In time slices all ranks and engines are on one host, where each rank has an engine to share with.
         several = chosen.engine == "sim" and not chosen.time_slices
         world = World(folder, DISK_MIB[chosen.engine], several=several)
         try:
             report = go(chosen, seed, folder, world, out)
         finally:
-            if chosen.keep and world.alone:
-                # The disk of the world ends with this process.
-                shutil.copytree(world.runs, folder / "kept", dirs_exist_ok=True, ignore_dangling_symlinks=True)
             world.close()
     if chosen.json:
         print(json.dumps(report))
@@ -119,11 +112,7 @@ def go(chosen: argparse.Namespace, seed: int, folder: Path, world: World, out: T
         in_updates=chosen.in_updates,
         in_turns=chosen.time_slices,
     )
-    tree, promised = _configuration(chosen, seed, faults, folder)
-    if len(hosts) > 1:
-        tree = on_several_hosts(tree, seed)
-    if chosen.time_slices:
-        tree["placement"] = {"share": "time_slice"}
+    tree, promised = _configuration(chosen, seed, faults, folder, several=len(hosts) > 1)
     print(f"seed {seed}: {len(faults)} faults, {promised.steps} steps", file=out)
     for why in sorted(set(skipped.values())):
         print(f"skipped: {', '.join(kind for kind in skipped if skipped[kind] == why)}: {why}", file=out)
@@ -140,10 +129,6 @@ def go(chosen: argparse.Namespace, seed: int, folder: Path, world: World, out: T
         env=world.environment,
     )
     struck: list[Struck] = []
-
-    def told(one: Struck) -> None:
-        print(_row(one), file=out, flush=True)
-
     try:
         try:
             torment(
@@ -154,7 +139,7 @@ def go(chosen: argparse.Namespace, seed: int, folder: Path, world: World, out: T
                 replicas=replicas,
                 in_updates=chosen.in_updates,
                 patience_s=PATIENCE_S[chosen.engine],
-                told=told,
+                told=lambda one: print(one, file=out, flush=True),
             )
         except (NotRecovered, RunEnded, TimeoutError) as error:
             findings = Findings()
@@ -175,7 +160,7 @@ def go(chosen: argparse.Namespace, seed: int, folder: Path, world: World, out: T
         "hosts": len(hosts),
         "skipped": skipped,
         "faults": [asdict(one) for one in struck],
-        "figures": findings.figures | _rewards(run),
+        "figures": findings.figures,
         "notes": [asdict(note) for note in notes],
         "problems": [asdict(problem) for problem in problems],
     }
@@ -207,23 +192,25 @@ def _audit(run: LiveRun, world: World, promised: Expected, unstruck: int) -> Fin
 
 
 def _configuration(
-    chosen: argparse.Namespace, seed: int, faults: Sequence[Fault], folder: Path
+    chosen: argparse.Namespace, seed: int, faults: Sequence[Fault], folder: Path, *, several: bool
 ) -> tuple[dict[str, Any], Expected]:
     steps = steps_of_run(faults, in_phases=chosen.in_updates or chosen.time_slices)
+    keys = several_hosts(seed) if several else {}
+    if chosen.time_slices:
+        keys["placement.share"] = "time_slice"
     if chosen.engine == "sim":
         data = folder / "data.jsonl"
         made = list(rows(SIM_PROMPTS))
         data.write_text("".join(json.dumps(row) + "\n" for row in made))
-        tree = with_episodes(sim_tree(seed, steps, data), chosen.episodes)
-        if chosen.in_updates:
-            tree = with_slow_updates(tree)
+        keys = {**playing(chosen.episodes), **(SLOW_UPDATES if chosen.in_updates else {}), **keys}
+        tree = with_keys(sim_tree(seed, steps, data), keys)
         return tree, expected(tree, SIM_PROMPTS, [row["kind"] for row in made])
     from tools.quickstart.__main__ import CACHE
     from tools.quickstart.assets import ensure_assets
     from tools.quickstart.settings import Settings
 
     settings = Settings()
-    tree = vllm_tree(seed, max(steps, VLLM_STEPS), ensure_assets(settings, CACHE))
+    tree = with_keys(vllm_tree(seed, steps, ensure_assets(settings, CACHE)), keys)
     return tree, expected(tree, settings.train)
 
 
@@ -235,57 +222,20 @@ def _last_words(run: LiveRun) -> str:
     return "\n".join([run.output[-1000:], *words])
 
 
-def _rewards(run: LiveRun) -> dict[str, float]:
-    """Return the rewards of trained groups over the first and the last tenth of the steps, and those of evaluations."""
-    lines, _ = read_lines(run.run_dir / "metrics.jsonl")
-    of_step = {
-        line["step"]: line["reward/mean"] for line in lines if line.get("kind") == "train" and "reward/mean" in line
-    }
-    means = [of_step[step] for step in sorted(of_step)]
-    some = max(1, len(means) // 10)
-    found = {}
-    if means:
-        found = {"reward_at_start": sum(means[:some]) / some, "reward_at_end": sum(means[-some:]) / some}
-    evals = [line for line in lines if line.get("kind") == "eval"]
-    for key in sorted({key for line in evals for key in line if key.endswith("/mean")}):
-        of_set = [line[key] for line in evals if key in line]
-        found |= {f"{key}_at_start": of_set[0], f"{key}_at_end": of_set[-1]}
-    return found
-
-
-def _row(one: Struck) -> str:
-    recovered = "" if one.recovered_s is None else f"{one.recovered_s:.1f} s"
-    return f"{one.at_s:7.1f}s  {one.fault!s:52}  {one.phase:12}  {one.step:5}  {recovered}"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--engine", choices=("sim", "vllm"), default="sim", help="simulated, or the quickstart's training"
-    )
-    parser.add_argument(
-        "--episodes", choices=("function", "command"), help="simulated agents play, so (a prompt has one response)"
-    )
-    parser.add_argument("--faults", type=int, default=40, metavar="N", help="faults in one run (40)")
-    parser.add_argument(
-        "--everything",
-        type=int,
-        default=0,
-        metavar="K",
-        help="ends of the whole run, by SIGKILL and SIGTERM in turn (0)",
-    )
-    parser.add_argument("--kind", choices=KINDS, action="append", help="of the faults; all by default")
-    parser.add_argument(
-        "--time-slices",
-        action="store_true",
-        help="engines and ranks have GPUs in turn (simulated); strike in every phase",
-    )
-    parser.add_argument("--in-updates", action="store_true", help="strike only in phases of weight updates")
-    parser.add_argument("--seed", type=int, default=None, help="of the faults and of the run; random by default")
-    parser.add_argument("--keep", type=Path, default=None, metavar="FOLDER", help="keep what the run has written there")
-    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    add = parser.add_argument
+    add("--engine", choices=("sim", "vllm"), default="sim", help="simulated, or the quickstart's training")
+    add("--episodes", choices=("function", "command"), help="simulated agents play, so (a prompt has one response)")
+    add("--faults", type=int, default=40, metavar="N", help="faults in one run (40)")
+    add("--everything", type=int, default=0, metavar="K", help="ends of the whole run, by SIGKILL and SIGTERM in turn")
+    add("--kind", choices=KINDS, action="append", help="of the faults; all by default")
+    add("--time-slices", action="store_true", help="GPUs are had in turn (simulated); strike in every phase")
+    add("--in-updates", action="store_true", help="strike only in phases of weight updates")
+    add("--seed", type=int, help="of the faults and of the run; random by default")
+    add("--json", action="store_true", help="print the outcome as JSON")
     return parser
 
 

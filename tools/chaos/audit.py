@@ -78,7 +78,6 @@ class Findings:
 
 
 def audit(run_dir: Path, expected: Expected) -> Findings:
-    """Audit the folder of a finished run."""
     findings = Findings()
     metrics, torn = read_lines(run_dir / "metrics.jsonl")
     history = _history(findings, [line for line in metrics if line.get("kind") == "train"], expected)

@@ -56,6 +56,10 @@ class Struck:
     recovered_s: float | None = None
     """Seconds from the fault until training continued, the victim was back, and every replica served again."""
 
+    def __str__(self) -> str:
+        recovered = "" if self.recovered_s is None else f"{self.recovered_s:.1f} s"
+        return f"{self.at_s:7.1f}s  {self.fault!s:52}  {self.phase:12}  {self.step:5}  {recovered}"
+
 
 class Striker:
     """Carries out the faults of one run."""
@@ -129,7 +133,6 @@ class Striker:
             action()
 
     def lift(self) -> None:
-        """Undo all faults now."""
         actions, self._over, self._full_until = self._over, [], 0.0
         for _, action in actions:
             action()

@@ -98,7 +98,6 @@ class World:
         self._before = {*self._ports(), *self._shared_memory()}
 
     def close(self) -> None:
-        """Free everything."""
         if self.hosts.cluster is not None:
             self.hosts.cluster.close()
         if self.alone:
@@ -106,7 +105,6 @@ class World:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Return the environment variables of the run."""
         return {"TMPDIR": str(self.temporary), "PYTHONPATH": self.hosts.clocks.path}
 
     def command(self, argv: Sequence[str]) -> list[str]:
@@ -145,7 +143,6 @@ class World:
                 file.seek(0, os.SEEK_END)
 
     def free(self) -> None:
-        """Free the disk."""
         self._filler.unlink(missing_ok=True)
 
     def cut(self) -> None:

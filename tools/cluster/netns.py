@@ -26,8 +26,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from asyncrl.rpc.linux import children_of
 from tools.cluster import network
 from tools.cluster.network import Switch
+from tools.live_run import title
 from tools.waiting import wait_until
 
 HERE = Path(__file__).parent
@@ -105,7 +109,7 @@ class Host:
         self._holder.stdin.write(json.dumps(self.cluster.describe(self)) + "\n")
         self._holder.stdin.flush()
         assert self._holder.stdout.readline() == "ready\n", f"{self.name} does not boot"
-        (self._init,) = _children_of(self._holder.pid)
+        (self._init,) = children_of(self._holder.pid)
         self.cluster.switch.plug(self.port, self._init, f"{self.address}/24")
         log = self.cluster.folder / f"sshd-{self.name}.log"
         with log.open("wb") as out:
@@ -202,17 +206,15 @@ class Host:
     def processes(self) -> dict[int, str]:
         """Return the command lines of the host's processes except init and sshd, by process number here."""
         assert self._holder is not None
-        own = {self._holder.pid, self._init, *(_children_of(self._sshd.pid) if self._sshd else ())}
+        own = {self._holder.pid, self._init, *(children_of(self._sshd.pid) if self._sshd else ())}
         there = os.readlink(f"/proc/{self._init}/ns/net")
         found = {}
-        for entry in os.listdir("/proc"):
+        for process in psutil.process_iter():
             with contextlib.suppress(OSError):
-                if entry.isdigit() and int(entry) not in own and os.readlink(f"/proc/{entry}/ns/net") == there:
-                    words = Path("/proc", entry, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    # A zombie has no command line.
-                    if words:
-                        found[int(entry)] = words.strip()
-        return found
+                # A zombie has no command line.
+                if process.pid not in own and os.readlink(f"/proc/{process.pid}/ns/net") == there:
+                    found[process.pid] = title(process)
+        return {pid: words for pid, words in found.items() if words}
 
     def kill_all(self) -> None:
         """Kill every process on the host except sshd (SIGKILL)."""
@@ -412,18 +414,8 @@ def remove_abandoned() -> list[Path]:
 
 def _marked(folder: Path) -> dict[int, str]:
     """Return the processes that hold a cluster, by the folder in their command lines."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        with contextlib.suppress(OSError):
-            if entry.isdigit() and int(entry) != os.getpid():
-                words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
-                if any(word.startswith(os.fsencode(folder)) for word in words):
-                    found[int(entry)] = b" ".join(words).decode(errors="replace").strip()
-    return found
-
-
-def _children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    found = {process.pid: title(process) for process in psutil.process_iter() if process.pid != os.getpid()}
+    return {pid: words for pid, words in found.items() if any(w.startswith(str(folder)) for w in words.split())}
 
 
 def _sshd() -> str:

@@ -21,7 +21,6 @@ from tools.gpu_check.results import as_json, exit_code, put
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.gpu_check",
         description=(__doc__ or "").partition("\n")[0],

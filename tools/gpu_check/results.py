@@ -40,7 +40,6 @@ class Result:
 
 
 def exit_code(results: Iterable[Result]) -> int:
-    """0 if no check failed."""
     return int(any(each.result == "fail" for each in results))
 
 
