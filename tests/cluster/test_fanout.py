@@ -87,9 +87,9 @@ def test_the_benchmark_leaves_nothing_at_any_end(number: signal.Signals) -> None
         stderr=subprocess.DEVNULL,
     )
     try:
-        # The bench below its first process and its warden, a holder for each host and for the switch, a process on
-        # each host, and the process that started these.
-        wait_until(lambda: len(marked(mark)) == 3 + 5 + 4 + 1, "the hosts", WAIT_S)
+        # The bench below its first process and its warden, a holder for each host and for the switch, and a process on
+        # each host.
+        wait_until(lambda: len(marked(mark)) == 3 + 5 + 4, "the hosts", WAIT_S)
         bench.send_signal(number)
         bench.wait(WAIT_S)
         wait_until(lambda: not marked(mark), "all processes to be gone", WAIT_S)

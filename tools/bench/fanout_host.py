@@ -1,24 +1,19 @@
-"""The hosts of the benchmark of fan-out: ``python -m tools.bench.fanout_host`` makes a process on each.
+"""A host of the benchmark of fan-out: ``python -m tools.bench.fanout_host DESCRIPTION``, a JSON object.
 
 Host 0 has the parameter server. Each other host has the weight-update code of a rollouter with the real fetch and
-relay, and a simulated engine that loads at once. There is no controller: addresses are given at the start. All hosts
-are forks of one process, because imports take far longer than the measured time.
+relay, and a simulated engine that loads at once. There is no controller: addresses are given at the start.
 
-Each line of standard input describes a host. Its process connects to the named socket and reads orders there:
-``publish`` a version, or ``take`` the next one. It writes events in lines, each with the time of a clock that all
-processes share. It ends with that connection, and the forking process ends with standard input.
+A line of standard input is an order: ``publish`` a version, or ``take`` the next one. A line of standard output is an
+event with the time of a clock that all processes share. The process ends with standard input.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,26 +37,21 @@ from asyncrl.rpc.wire.keys import Credentials
 from asyncrl.rpc.wire.zeromq import ZmqTransport
 from asyncrl.weights.segments import Segment, layout
 
-RUN_ID = "fanout"
 PORT = 7000
 NOWHERE_S = 1.0
 """Time until a peer that looks for another incarnation of a host tries the same address again."""
-CLONE_NEWNET = 0x40000000
-Emit = Callable[..., None]
-"""An event and its facts."""
 
 
 def name_of(host: int) -> str:
-    """The actor of a host."""
     return f"rollouter/{host - 1}" if host else "parameter_server/0"
+
+
+def emit(event: str, **facts: Any) -> None:
+    print(json.dumps({"event": event, "at": time.monotonic(), **facts}), flush=True)
 
 
 class Root(ParameterServer):
     """The parameter server, and orders in place of the learner."""
-
-    def __init__(self, context: ActorContext, emit: Emit) -> None:
-        super().__init__(context)
-        self._emit = emit
 
     def obey(self, order: dict[str, Any]) -> None:
         """Publish a version of random bytes."""
@@ -70,7 +60,7 @@ class Root(ParameterServer):
         segment = Segment("asyncrl-fanout", size)
         segment.write(0, np.random.default_rng(order["version"]).bytes(size))
         bucket = segment.seal(specs)
-        self._emit("published", version=order["version"])
+        emit("published", version=order["version"])
         manifest = Manifest(version=order["version"], buckets=[bucket])
         self.tasks.create_task(self._publish(manifest, segment.fd), name="publish")
 
@@ -86,9 +76,9 @@ class Replica(Actor):
     role = "rollouter"
     kind = "engine"
 
-    def __init__(self, context: ActorContext, emit: Emit, records: dict[str, ActorRecord]) -> None:
+    def __init__(self, context: ActorContext, records: dict[str, ActorRecord]) -> None:
         super().__init__(context)
-        self._emit, self._records = emit, records
+        self._records = records
         self._ordered, self._above = asyncio.Event(), -1
         self._half = 0
         """Bytes still to come until half of the version under way is here."""
@@ -117,35 +107,34 @@ class Replica(Actor):
         await self._host.close()
 
     def obey(self, order: dict[str, Any]) -> None:
-        """``take``: ask for a version ``above`` the one that is named, as if that were served, and take it up."""
+        """Ask for a version ``above`` the one that is named, as if that were served, and load it."""
         self._above = order["above"]
         self._ordered.set()
 
     @handler
     async def fetch_chunk(self, request: FetchChunk, caller: Caller) -> Chunk:
-        """Answer as a rollouter does."""
         return await self._follower.relay.chunk(request, caller.park_s)
 
     async def _ask(self, name: str, request: Request, timeout: float | None) -> Any:
         if isinstance(request, NextUpdate):
             await self._ordered.wait()
             request = msgspec.structs.replace(request, serving=self._above)
-            self._emit("asks")
+            emit("asks", version=self._above)
         reply = await self.peer(name).call(request, timeout)
         if isinstance(reply, WeightUpdate) and reply.offer is not None:
             offer = reply.offer
             assert offer.manifest is not None
             self._half = sum(bucket.size for bucket in offer.manifest.buckets) // 2
-            self._emit("offered", version=offer.version, sources=[source.name for source in offer.sources])
+            emit("offered", version=offer.version, sources=[source.name for source in offer.sources])
         elif isinstance(request, FetchChunk):
             before, self._half = self._half, self._half - request.size
             if self._half <= 0 < before:
-                self._emit("half", version=request.version)
+                emit("half", version=request.version)
         return reply
 
     def _committed(self, version: int) -> None:
         self._ordered.clear()
-        self._emit("serves", version=version)
+        emit("serves", version=version)
 
     async def resolve_peer(self, name: str, above: int) -> ActorRecord | None:
         if above < self._records[name].incarnation:
@@ -155,22 +144,15 @@ class Replica(Actor):
         return None
 
 
-async def live(first: dict[str, Any]) -> None:
-    """Live as the actor of a host, until the connection ends."""
-    reader, writer = await asyncio.open_unix_connection(first["socket"])
-
-    def emit(event: str, **facts: Any) -> None:
-        writer.write(json.dumps({"event": event, "at": time.monotonic(), **facts}).encode() + b"\n")
-
-    config, host, addresses = config_from_json(first["config"]), first["host"], first["addresses"]
-    emit("here", host=host, pid=os.getpid())
-    credentials = Credentials(RUN_ID, first["secret"])
+async def live(host: int, incarnation: int, secret: str, addresses: list[str], config: str, folder: str) -> None:
+    """Live as the actor of a host, until the end of standard input."""
+    settings, credentials = config_from_json(config), Credentials("fanout", secret)
     context = ActorContext(
-        config=config,
+        config=settings,
         name=name_of(host),
-        incarnation=first["incarnation"],
-        run_dir=Path(first["socket"]).parent,
-        transport=ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes),
+        incarnation=incarnation,
+        run_dir=Path(folder),
+        transport=ZmqTransport(credentials, max_message_bytes=settings.network.max_message_bytes),
         credentials=credentials,
         controller=None,
         bind_host=addresses[host],
@@ -179,48 +161,20 @@ async def live(first: dict[str, Any]) -> None:
         name_of(index): ActorRecord(name=name_of(index), incarnation=1, address=f"tcp://{address}:{PORT}")
         for index, address in enumerate(addresses)
     }
-    actor = Replica(context, emit, records) if host else Root(context, emit)
+    actor = Replica(context, records) if host else Root(context)
+    orders = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
     async with asyncio.TaskGroup() as tasks:
         life = tasks.create_task(actor.main())
-        orders = tasks.create_task(obey(reader, actor))
         while not actor.ready and not life.done():  # noqa: ASYNC110 - an actor has no event for this
             await asyncio.sleep(0.01)
         emit("ready")
-        await life
-        orders.cancel()
-    writer.close()
-
-
-async def obey(reader: asyncio.StreamReader, actor: Root | Replica) -> None:
-    """Carry out each order, and end then."""
-    while line := await reader.readline():
-        actor.obey(json.loads(line))
-    actor.begin_drain()
-
-
-def become(first: dict[str, Any]) -> None:
-    """Become the host that is described."""
-    namespace = os.open(f"/proc/{first['holder']}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(namespace, CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), "setns")
-    os.close(namespace)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    tune_memory()
-    uvloop.run(live(first))
-
-
-def main() -> None:
-    """Make a process for each line of standard input."""
-    configure_logging("warning")
-    # The end of the connection reports the end of a host.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for line in sys.stdin:
-        if os.fork() == 0:
-            sys.stdin.close()
-            become(json.loads(line))
-            return
+        while line := await orders.readline():
+            actor.obey(json.loads(line))
+        actor.begin_drain()
 
 
 if __name__ == "__main__":
-    main()
+    configure_logging("warning")
+    tune_memory()
+    uvloop.run(live(**json.loads(sys.argv[1])))

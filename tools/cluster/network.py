@@ -158,9 +158,9 @@ class ShapedNetwork:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def holder(self, host: int) -> int:
-        """Start a process in the namespace of a host."""
-        return self._hosts[host].pid
+    def within(self, host: int, argv: Sequence[str]) -> list[str]:
+        """Return the command that runs ``argv`` on a host, as the same process."""
+        return self._hosts[host].within(argv)
 
     def close(self) -> None:
         """Remove it. The processes on the hosts must have ended."""
