@@ -20,11 +20,9 @@ class MemoryNetwork:
         self._next = 1
 
     def transport(self) -> MemoryTransport:
-        """A transport for one actor."""
         return MemoryTransport(self)
 
     def free_address(self) -> str:
-        """Return a free address."""
         self._next += 1
         return f"memory://{self._next}"
 
@@ -72,7 +70,6 @@ class MemoryServer:
         self._clients: dict[bytes, MemoryClient] = {}
 
     def deliver(self, client: MemoryClient, frames: Frames) -> None:
-        """Take a message from a client."""
         self._clients[client.routing_id] = client
         self._receive(client.routing_id, frames, None)
 
@@ -90,7 +87,6 @@ class MemoryServer:
         self._clients.clear()
 
     def forget(self, routing_id: bytes) -> None:
-        """A client has closed."""
         self._clients.pop(routing_id, None)
 
 
@@ -120,12 +116,10 @@ class MemoryClient:
             server.deliver(self, frames)
 
     def deliver(self, frames: Frames) -> None:
-        """Take a message from the server."""
         if not self._closed:
             self._receive(frames)
 
     def server_gone(self) -> None:
-        """The server has closed."""
         if not self._closed:
             asyncio.get_running_loop().call_soon(self._lost)
 

@@ -45,7 +45,6 @@ from tools.synchronous_episodes import Ask, make_episode
 
 
 def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Trainer, records: RecordFiles) -> None:
-    """The loop."""
     learner, reward = config.learner, config.reward
     tokenizer = tokenizer_of(config)
     stops = resolve_stops(config.rollout, tokenizer)
@@ -97,7 +96,6 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
 
 
 def make_lease(config: Config, prompts: PromptSet, version: int, epoch: int, index: int) -> Lease:
-    """A prompt to respond to."""
     ids, text, row = prompts.prompt(index)
     fields: dict[str, Any] = config.rollout.model_dump(include={"temperature", "max_tokens"})
     fields |= {"truncation": config.rollout.truncation}
@@ -158,7 +156,6 @@ async def load(engine: Engine, trainer: Trainer, version: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The whole of a run."""
     files = [argument for argument in arguments if argument.endswith(".toml")]
     flags = [argument.removeprefix("--") for argument in arguments if not argument.endswith(".toml")]
     config = load_config(files, dict(zip(flags[::2], flags[1::2], strict=True)))

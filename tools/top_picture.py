@@ -80,7 +80,6 @@ async def picture(history: History) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.top_picture", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run that has ended")
     given = parser.parse_args(argv)

@@ -61,7 +61,6 @@ def take(browser: str, url: str, path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.view_pictures", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="folder of a run that has ended")
     given = parser.parse_args(argv)

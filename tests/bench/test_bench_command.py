@@ -11,7 +11,8 @@ import pytest
 
 from asyncrl.config.load import validate_config
 from tools.bench import calls, episodes, overlap, stall
-from tools.bench.__main__ import BENCHES, parser
+from tools.bench.__main__ import BENCHES, OPTIONS, parse
+from tools.bench.paired import ratio_of_means
 from tools.bench.report import Report
 
 
@@ -29,11 +30,12 @@ def test_a_tiny_run_measures_calls_from_an_episode(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["sleep"], ["calls", "--pairs", "0"], ["calls", "--vs", "dask"], ["rollout", "--vs", "ray"]]
+    "arguments",
+    [[], ["sleep"], ["calls", "--pairs", "0"], ["calls", "--vs", "dask"], ["rollout", "--vs", "ray"], ["quickstart"]],
 )
 def test_wrong_usage_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
-        parser().parse_args(arguments)
+        parse(arguments)
     assert caught.value.code == 2
     assert "usage" in capsys.readouterr().err
 
@@ -71,7 +73,7 @@ def test_a_tiny_run_measures_calls(monkeypatch):
 
 
 def test_the_ratio_compares_the_steps_of_two_runs():
-    found = episodes.ratio_of_means([30.0, 20.0, 40.0] * 3, [5.0, 10.0] * 20)
+    found = ratio_of_means([30.0, 20.0, 40.0] * 3, [5.0, 10.0] * 20)
     assert found.median == pytest.approx(4.0)
     assert 3.0 < found.low < found.median < found.high < 5.0
 
@@ -88,10 +90,23 @@ def test_the_configurations_of_whole_runs_are_valid(tree):
     assert validate_config(tree).learner.steps == 8
 
 
-def test_each_bench_takes_its_options():
-    for name, (_, options) in BENCHES.items():
-        taken = inspect.signature(import_module(f"tools.bench.{name}").measure).parameters
-        assert {flag.lstrip("-").replace("-", "_") for flag in options} == taken.keys() - {"report"}
+@pytest.mark.parametrize("bench", BENCHES)
+def test_the_options_are_the_arguments_of_the_bench(bench, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse([bench, "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    taken = list(inspect.signature(import_module(f"tools.bench.{bench}").measure).parameters)[1:]
+    assert taken and all(f"--{name.replace('_', '-')} " in shown and name in OPTIONS for name in taken)
+
+
+def test_options_have_the_types_of_the_arguments():
+    assert parse(["calls"]) == {"bench": "calls", "json": False, "pairs": 30, "vs": None}
+    assert parse(["calls", "--vs", "ray", "--pairs", "2", "--json"])["vs"] == "ray"
+    found = parse(["quickstart", "--vs", "trl", "--seed", "4", "5", "--accuracy", "0.65"])
+    assert (found["seed"], found["accuracy"], found["lengths"], found["steps"]) == ([4, 5], 0.65, "equal", 40)
+    assert parse(["scale", "--freeze-s", "60"])["freeze_s"] == 60.0
+    assert parse(["weights"])["up_to"] == "2B"
 
 
 def test_a_run_is_summarized_over_its_steady_part():
@@ -110,5 +125,6 @@ def test_a_run_is_summarized_over_its_steady_part():
     ]
     lines = [edge] * overlap.WARM_UP_STEPS + steady + [edge] * overlap.LAST_STEPS
     run = overlap.summarize(lines)
-    assert (run.step_s, run.train_s, run.wait_for_groups_s, run.limit, run.steps) == (2.0, 1.0, 0.5, 2.0, 2)
-    assert run.token_staleness == pytest.approx((100 * 1 + 300 * 3) / 400)
+    staleness = pytest.approx((100 * 1 + 300 * 3) / 400)
+    means = {"step_s": 2.0, "train_s": 1.0, "wait_for_groups_s": 0.5, "limit": 2.0, "steps": 2}
+    assert run == {**means, "token_staleness": staleness}

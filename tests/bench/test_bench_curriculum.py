@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncrl.config.load import load_config
+from asyncrl.config.load import validate_config
 from tools.asset_cache import Assets
 from tools.bench.curriculum import PROMPTS, SIDES, mixed_rows, points_of
 from tools.bench.quickstart import Point
-from tools.quickstart.__main__ import CONFIG
+from tools.live_run import quickstart
 
 
 def test_a_third_of_the_prompts_is_solved_and_a_third_hopeless(tmp_path: Path) -> None:
@@ -40,6 +40,4 @@ def test_tokens_count_filtered_groups() -> None:
 
 def test_both_sides_are_valid_configurations() -> None:
     for further in SIDES.values():
-        keys = {"model.path": "m", "data.path": "d", **further}
-        keys |= {f"eval.{name}.data.path": "d" for name in ("heldout", "heldout_greedy")}
-        assert load_config([CONFIG], keys).data.curriculum.is_on == bool(further)
+        assert validate_config(quickstart(Assets(Path("x")), further)).data.curriculum.is_on == bool(further)

@@ -1,13 +1,17 @@
 """The clock of the benchmark of the quickstart."""
 
+from pathlib import Path
+
 import pytest
 
-from asyncrl.config.load import load_config
+from asyncrl.config.load import validate_config
 from asyncrl.reward.functions import BUILT_IN
-from tools.bench.quickstart import TASKS, Point, ratio, seconds_until, waited_for_engine
-from tools.quickstart.__main__ import CONFIG
+from tools.asset_cache import Assets
+from tools.bench.quickstart import TASKS, Point, cost_until, ratio, waited_for_engine
+from tools.live_run import quickstart
 from tools.quickstart.task import Problem, is_right
 
+ASSETS = Assets(Path("x"))
 CURVE = [Point(0, 0.0, 0.3), Point(5, 10.0, 0.5), Point(10, 18.0, 0.45), Point(15, 30.0, 0.85)]
 
 
@@ -16,7 +20,7 @@ CURVE = [Point(0, 0.0, 0.3), Point(5, 10.0, 0.5), Point(10, 18.0, 0.45), Point(1
     [(0.2, 0.0), (0.3, 0.0), (0.4, 5.0), (0.5, 10.0), (0.65, 24.0), (0.85, 30.0), (0.86, None)],
 )
 def test_the_target_is_reached_at_the_first_interpolated_crossing(accuracy, seconds):
-    assert seconds_until(accuracy, CURVE) == (None if seconds is None else pytest.approx(seconds))
+    assert cost_until(accuracy, CURVE) == (None if seconds is None else pytest.approx(seconds))
 
 
 WITHOUT_DOTS = ["7+5=12;2", "7+5=12;12", "12", ";12", ""]
@@ -28,17 +32,15 @@ WITHOUT_DOTS = ["7+5=12;2", "7+5=12;12", "12", ";12", ""]
     + [("lognormal", "7+5=12;12.."), ("lognormal", "7+5=12;12.1")],
 )
 def test_training_and_evaluation_use_the_same_reward(lengths, response):
-    paths = {f"{key}.path": "x" for key in ("model", "data", "eval.heldout.data", "eval.heldout_greedy.data")}
-    config = load_config([CONFIG], {**paths, **TASKS[lengths].keys})
+    config = validate_config(quickstart(ASSETS, TASKS[lengths].keys))
     reward = BUILT_IN[config.reward.function](**config.reward.options)
     problem = Problem(7, 5)
     assert reward(completion=response, row={"answer": problem.answer}) == is_right(response, problem)
 
 
 def test_the_longest_response_fits_into_the_model():
-    paths = {f"{key}.path": "x" for key in ("model", "data", "eval.heldout.data", "eval.heldout_greedy.data")}
     for task in TASKS.values():
-        assert load_config([CONFIG], {**paths, **task.keys}).longest_sequence <= task.settings.positions
+        assert validate_config(quickstart(ASSETS, task.keys)).longest_sequence <= task.settings.positions
 
 
 @pytest.mark.parametrize(("began", "seconds"), [(2.5e6, 1.5), (0.5e6, 0.0)])

@@ -63,6 +63,6 @@ def test_the_json_is_one_line_with_the_ratios_last(capsys):
     assert (found["figures"]["row"]["ratio"]["median"], found["figures"]["row"]["pairs"]) == (0.5, 3)
     assert found["figures"]["row_aa"]["holds_1"] is True
     out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 3
+    assert out == "" and len(err.splitlines()) == 4
     assert [Target(">=", 2).met(ratio) for ratio in (2.0, 1.9)] == [True, False]
     assert [Target("<=", 0.5).met(ratio) for ratio in (0.5, 0.51)] == [True, False]

@@ -20,12 +20,12 @@ from run_files import assert_spans_cover, groups, json_lines, metrics
 from trace_files import load
 from transformers import AutoModelForCausalLM
 
-from tools.bench.tiny_model import CHARACTERS, make_model
+from tools.bench.tiny_model import CHARACTERS, END, make_model
 
 pytestmark = needs_vllm
 STEPS = 8
-END = len(CHARACTERS)
-"""The token that ends a response; a random model samples it once in about a hundred tokens."""
+TOKENS = ["", *CHARACTERS]
+"""The token that ends a response has number END; a random model samples it once in about a hundred tokens."""
 REQUIRED = """
     reward/mean reward/std reward/trained_mean reward/all_zero_fraction reward/all_max_fraction loss/policy
     policy/grad_norm policy/entropy policy/ess policy/behaviour_kl policy/tis_clipped_fraction policy/ratio_max
@@ -178,11 +178,11 @@ def test_the_first_and_the_last_version_are_evaluated(folder, finished):
 def test_the_exported_model_loads_and_scores_the_same(folder, finished):
     model = AutoModelForCausalLM.from_pretrained(folder / "runs" / "real" / "export", dtype=torch.float32).eval()
     # All prompts are equally long.
-    ids = torch.tensor([[CHARACTERS.index(c) for c in row["prompt"]] for row in json_lines(folder / "held.jsonl")])
+    ids = torch.tensor([[TOKENS.index(c) for c in row["prompt"]] for row in json_lines(folder / "held.jsonl")])
     how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 96, "pad_token_id": END}
     rewards = []
     for generated in model.generate(ids, **how)[:, ids.shape[1] :]:
-        text = "".join(CHARACTERS[i] for i in generated if i != END)
+        text = "".join(TOKENS[i] for i in generated)
         rewards.append(sum(c.islower() for c in text) / max(1, len(text)))
     (last,) = [line for line in lines(folder, "eval") if line.get("eval/greedy/mean") is not None][1:]
     assert sum(rewards) / len(rewards) == pytest.approx(last["eval/greedy/mean"], abs=1e-6)

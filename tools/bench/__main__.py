@@ -11,14 +11,42 @@ import inspect
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import uvloop
 
 from asyncrl.rpc.process import tune_memory
 from tools import kept
 from tools.bench.report import Report, for_json_alone
-from tools.bench.weights_sender import LAYOUTS
+
+BENCHES = {
+    "calls": "calls, reward tasks and payloads against raw pyzmq and Ray",
+    "rollout": "tokens/s through the rollouter against a bare vLLM loop",
+    "learner": "tokens/s of a training step against a padded plain loop of torch, and TRL's",
+    "quickstart": "seconds until the quickstart's policy is right on held-out problems, against TRL",
+    "curriculum": "tokens until the quickstart's policy is right, with and without a curriculum",
+    "overlap": "throughput of the whole system against max(T_generate, T_train)",
+    "stall": "generation time lost to an update in each mode, simulated",
+    "weights": "bytes/s of each weight transport against memcpy, TCP and bare gloo",
+    "scale": "one control plane under many rollouters with 16,384 trajectories in flight",
+    "idle": "processor time of rollouters that have nothing to do",
+    "episodes": "what a call of the policy costs, and steps without barriers",
+    "fanout": "time of a version until all hosts have it, against one copy to one host",
+}
+OPTIONS = {
+    "pairs": "pairs of each comparison",
+    "vs": "the other framework",
+    "lengths": "of the responses",
+    "seed": "of each pair of runs",
+    "accuracy": "share of right samples that is waited for",
+    "steps": "steps of a run, or those that are measured",
+    "up_to": "largest layout",
+    "replicas": "simulated rollouters",
+    "freeze_s": "seconds for which one process is then frozen",
+    "seconds": "measured",
+    "hosts": "without that of the parameter server",
+}
+"""Help of the options, which are the arguments of ``measure`` of the bench's module."""
 
 
 def _positive(text: str) -> int:
@@ -28,109 +56,35 @@ def _positive(text: str) -> int:
     return value
 
 
-def _count(default: int, help: str) -> dict[str, Any]:
-    return {"type": _positive, "default": default, "help": f"{help} ({default})"}
-
-
-def _pairs(default: int) -> dict[str, Any]:
-    return _count(default, "pairs of each comparison")
-
-
-ROLLOUTERS = {"--replicas": _count(256, "simulated rollouters")}
-BENCHES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
-    "calls": (
-        "calls, reward tasks and payloads against raw pyzmq and Ray",
-        {"--pairs": _pairs(30), "--vs": {"choices": ["ray"], "help": "also measure against Ray"}},
-    ),
-    "rollout": ("tokens/s through the rollouter against a bare vLLM loop", {"--pairs": _pairs(30)}),
-    "learner": (
-        "tokens/s of a training step against a padded plain loop of torch",
-        {
-            "--pairs": _pairs(10),
-            "--threads": _count(1, "of each side"),
-            "--vs": {"choices": ["trl"], "help": "also measure against TRL's GRPO"},
-        },
-    ),
-    "quickstart": (
-        "seconds until the quickstart's policy is right on held-out problems",
-        {
-            "--vs": {"choices": ["trl"], "required": True, "help": "the other side: TRL's GRPO"},
-            "--lengths": {
-                "choices": ["equal", "lognormal"],
-                "default": "equal",
-                "help": "of the responses (equal)",
-            },
-            "--seed": {"type": _positive, "action": "append", "help": "of a pair of runs (1, 2 and 3)"},
-            "--accuracy": {"type": float, "default": 0.8, "help": "share of right samples that is waited for (0.8)"},
-            "--steps": _count(40, "of each run"),
-        },
-    ),
-    "curriculum": (
-        "tokens until the quickstart's policy is right, with and without a curriculum",
-        {
-            "--seed": {"type": _positive, "action": "append", "help": "of a pair of runs (1, 2 and 3)"},
-            "--accuracy": {"type": float, "default": 0.8, "help": "share of right samples that is waited for (0.8)"},
-            "--steps": _count(44, "of each run"),
-        },
-    ),
-    "overlap": (
-        "throughput of the whole system against max(T_generate, T_train)",
-        {"--steps": _count(48, "steps measured in each run")},
-    ),
-    "stall": (
-        "generation time lost to an update in each mode, simulated",
-        {"--steps": _count(20, "steps, and updates, of each run")},
-    ),
-    "weights": (
-        "bytes/s of each weight transport against memcpy, TCP and bare gloo",
-        {"--up-to": {"choices": list(LAYOUTS), "default": "2B", "help": "largest layout (2B)"}},
-    ),
-    "scale": (
-        "one control plane under many rollouters with 16,384 trajectories in flight",
-        {
-            **ROLLOUTERS,
-            "--steps": _count(8, "in which nothing happens"),
-            "--freeze-s": {"type": float, "default": 0.0, "metavar": "S", "help": "then one process is frozen"},
-        },
-    ),
-    "idle": (
-        "processor time of rollouters that have nothing to do",
-        {**ROLLOUTERS, "--seconds": _count(30, "measured")},
-    ),
-    "episodes": (
-        "what a call of the policy costs, and steps without barriers",
-        {
-            "--pairs": _pairs(30),
-            "--steps": _count(8, "synchronous steps; 5 times as many without barriers"),
-            "--only": {"choices": ["calls", "async"], "help": "one of the two parts"},
-        },
-    ),
-    "fanout": (
-        "time of a version until all hosts have it, against one copy to one host",
-        {
-            "--hosts": _count(16, "without that of the parameter server"),
-            "--pairs": _pairs(3),
-        },
-    ),
-}
-"""Help and options of each benchmark. The options are the arguments of ``measure`` of the module with its name."""
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
-    benches = found.add_subparsers(dest="bench", required=True)
-    for name, (help, options) in BENCHES.items():
-        bench = benches.add_parser(name, help=help)
-        for flag, settings in options.items():
-            bench.add_argument(flag, **settings)
+def parse(arguments: Sequence[str]) -> dict[str, Any]:
+    """The options of a command line, with ``bench`` and ``json``. Only the module of its bench is imported."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    benches = parser.add_subparsers(dest="bench", required=True)
+    for name, help in BENCHES.items():
+        bench = benches.add_parser(name, help=help, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         bench.add_argument("--json", action="store_true", help="print the figures as JSON")
-    return found
+        if name in arguments[:1]:
+            measure = inspect.signature(import_module(f"tools.bench.{name}").measure, eval_str=True)
+            for option in list(measure.parameters.values())[1:]:
+                _add(bench, option)
+    return vars(parser.parse_args(arguments))
+
+
+def _add(bench: argparse.ArgumentParser, option: inspect.Parameter) -> None:
+    """Add an argument of ``measure``: a number, one of some words, or several numbers (a tuple)."""
+    settings: dict[str, Any] = {"type": {int: _positive, float: float}.get(option.annotation)}
+    (kind, *_) = [each for each in get_args(option.annotation) if get_origin(each) is Literal] or [option.annotation]
+    if get_origin(kind) is Literal:
+        settings = {"choices": get_args(kind)}
+    elif get_origin(kind) is tuple:
+        settings = {"type": _positive, "nargs": "+"}
+    required = option.default is inspect.Parameter.empty
+    settings |= {"required": True} if required else {"default": option.default}
+    bench.add_argument(f"--{option.name.replace('_', '-')}", help=OPTIONS[option.name], **settings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; returns the exit code."""
-    options = vars(parser().parse_args(arguments))
+    options = parse(sys.argv[1:] if arguments is None else arguments)
     bench, as_json = options.pop("bench"), options.pop("json")
     report = Report(bench)
     tune_memory()

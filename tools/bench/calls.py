@@ -12,16 +12,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from tools.bench.paired import Side
 from tools.bench.processes import Worker, environment, without_python_settings, worker
 from tools.bench.report import Report, Target
 from tools.bench.served import Echo, EchoTask
 from tools.bench.sides import Ours, Raw, server
+from tools.live_run import simulated
 
 ROUND_TRIPS = 200
 """Round trips of one sample, whose median counts."""
@@ -35,21 +36,8 @@ CALL_TIMEOUT_S = 120.0
 RAY = "ray==2.60.*"
 
 
-def config() -> Config:
-    """The configuration of a run on one host, with the reward function and as many workers as Ray has cores."""
-    return validate_config(
-        {
-            "rollout": {"engine": "sim"},
-            "learner": {"backend": "sim"},
-            "data": {"source": "synthetic"},
-            "reward": {"function": "tools.bench.served:same", "workers": WORKERS},
-            "network": {"call_timeout_s": CALL_TIMEOUT_S},
-        }
-    )
-
-
-async def measure(report: Report, *, pairs: int, vs: str | None) -> None:
-    """Fill the report; ``vs`` is ``ray`` or None."""
+async def measure(report: Report, *, pairs: int = 30, vs: Literal["ray"] | None = None) -> None:
+    """``vs``: also measure against Ray. asyncrl has as many reward workers as Ray has cores."""
     report.settings |= {
         "round_trips_per_sample": ROUND_TRIPS,
         "pipelined_calls": PIPELINED,
@@ -58,7 +46,8 @@ async def measure(report: Report, *, pairs: int, vs: str | None) -> None:
         "large_bytes": LARGE_BYTES,
         "workers": WORKERS,
     }
-    settings = config()
+    reward = {"function": "tools.bench.served:same", "workers": WORKERS}
+    settings = validate_config(simulated({"reward": reward, "network.call_timeout_s": CALL_TIMEOUT_S}))
     async with AsyncExitStack() as stack:
 
         async def client(role: str) -> tuple[Ours, dict[str, str]]:
@@ -77,8 +66,6 @@ async def measure(report: Report, *, pairs: int, vs: str | None) -> None:
 
 
 async def against_raw(report: Report, ours: Ours, raw: Raw, pairs: int) -> None:
-    """Round trips and large payloads."""
-
     for name, kind in (("call_vs_raw", Echo), ("call_by_task_vs_raw", EchoTask)):
         sides = {
             "asyncrl": partial(ours.round_trip, ROUND_TRIPS, kind),

@@ -11,11 +11,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
+from asyncrl.config import Config
 from asyncrl.controller.actor import Controller
 from asyncrl.messages import Done
 from asyncrl.messages.groups import Deliver, Group, Lease, NewLeases, RequestLeases, ReturnLeases
-from asyncrl.messages.learner import RolloutStats, UpdateTimes
+from asyncrl.messages.learner import RolloutStats
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.messages.weights import LoadGranted, Manifest, NextUpdate, Offer, ReportUpdate, RequestLoad, WeightUpdate
 from asyncrl.rollouter.actor import Rollouter
@@ -32,8 +34,6 @@ class Exchange:
     groups: list[Group] = field(default_factory=list)
     serving: int = -1
     """The version that the rollouter serves."""
-    updates: list[UpdateTimes] = field(default_factory=list)
-    """Reported costs of updates."""
     changed: ParkingLot = field(default_factory=ParkingLot)
     """Waits for a published or served version."""
     parked: ParkingLot = field(default_factory=ParkingLot)
@@ -51,12 +51,6 @@ class Exchange:
         if groups is None:
             raise TimeoutError(f"{len(self.groups)} of {len(leases)} groups within {timeout:g} s")
         return groups
-
-    async def update(self, timeout: float) -> None:
-        """Have the same weights served as another version. Raises TimeoutError."""
-        self.manifest = msgspec.structs.replace(self.manifest, version=self.manifest.version + 1)
-        self.changed.wake()
-        await self.served(timeout)
 
     async def served(self, timeout: float) -> None:
         """Wait until the newest version is served. Raises TimeoutError."""
@@ -96,13 +90,11 @@ class Counterpart(Actor):
 
     @handler
     def score(self, request: Score, caller: Caller) -> Scores:
-        """The same reward for all."""
         count = len(request.completions)
         return Scores(rewards=[1.0] * count, components=[{}] * count, run_s=0.0)
 
     @handler
     def deliver(self, request: Deliver, caller: Caller) -> Done:
-        """Keep the group."""
         self.exchange.groups.append(request.group)
         self.exchange.delivered.wake()
         return Done()
@@ -120,12 +112,10 @@ class Counterpart(Actor):
 
     @handler
     def request_load(self, request: RequestLoad, caller: Caller) -> LoadGranted:
-        """Grant the pause at once."""
         return LoadGranted(decided=True, granted=True)
 
     @handler
     def report_update(self, request: ReportUpdate, caller: Caller) -> Done:
-        """The rollouter serves a version."""
         assert request.committed, request.error
         self.exchange.serving = request.version
         self.exchange.changed.wake()
@@ -138,8 +128,25 @@ class Counterpart(Actor):
 
     @handler
     def rollout_stats(self, request: RolloutStats, caller: Caller) -> None:
-        """Keep the costs of updates."""
-        self.exchange.updates += request.updates
+        """Drop them."""
+
+
+def make_lease(config: Config, index: int, prompt: str, ids: Sequence[int]) -> Lease:
+    rollout = config.rollout
+    return Lease(
+        uid=f"0-{index}",
+        number=0,
+        purpose="train",
+        epoch=0,
+        index=index,
+        param_version=0,
+        prompt_ids=np.array(ids, np.int32),
+        prompt=prompt,
+        row={},
+        samples=rollout.samples_per_prompt,
+        temperature=rollout.temperature,
+        max_tokens=rollout.max_tokens,
+    )
 
 
 @asynccontextmanager

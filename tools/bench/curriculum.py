@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from asyncrl.observe.metrics_line import read_metrics
 from tools.asset_cache import Assets
-from tools.bench.quickstart import SEEDS, Point, run_command, seconds_until
+from tools.bench.quickstart import RUN_S, SEEDS, Point, race, report_median
 from tools.bench.report import Report, Target
-from tools.quickstart.__main__ import CACHE, CONFIG, launch_command
+from tools.live_run import quickstart, run_to_end
+from tools.quickstart.__main__ import CACHE
 from tools.quickstart.assets import ensure_assets
 from tools.quickstart.settings import Settings
 
@@ -27,38 +28,17 @@ PROMPTS = 128
 """Prompts of each third."""
 EVERY = 4
 """Steps between two evaluations."""
-SIDES: dict[str, Mapping[str, str]] = {
-    "without": {},
-    "with": {"data.curriculum.rest": "4", "data.curriculum.longest": "32"},
-}
+SIDES: dict[str, Mapping[str, Any]] = {"without": {}, "with": {"data.curriculum": {"rest": 4, "longest": 32}}}
 
 
-def measure(report: Report, *, seed: list[int] | None, accuracy: float, steps: int) -> None:
-    """Fill the report. Raises RuntimeError when a run fails."""
+def measure(report: Report, *, seed: tuple[int, ...] = SEEDS, accuracy: float = 0.8, steps: int = 44) -> None:
+    """Raises RunEnded when a run fails."""
     assets = ensure_assets(Settings(), CACHE)
     report.settings |= {"prompts": 3 * PROMPTS, "accuracy": accuracy, "steps": steps, "every": EVERY}
-    ratios = []
-    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
-        for at, chosen in enumerate(seed or SEEDS):
-            folder = Path(name) / str(chosen)
-            folder.mkdir()
-            prompts = folder / "prompts.jsonl"
-            prompts.write_text("".join(json.dumps(row) + "\n" for row in mixed_rows(assets)))
-            reached = {}
-            for side in list(SIDES) if at % 2 == 0 else reversed(SIDES):
-                points = _run(assets, prompts, SIDES[side], folder / side, chosen, steps)
-                reached[side] = seconds_until(accuracy, points)
-                when = "never" if reached[side] is None else f"after {reached[side]:,.0f} tokens"
-                report.figures[f"{side}_seed_{chosen}"] = {
-                    "tokens": reached[side],
-                    "step_tokens_accuracy": [[p.step, round(p.seconds), round(p.accuracy, 4)] for p in points],
-                }
-                report.say(f"{side:8} seed {chosen}: there {when}; {points[-1].accuracy:.3f} at the end")
-            if reached["with"] is not None and reached["without"] is not None:
-                ratios.append(reached["with"] / reached["without"])
-    if ratios:
-        report.ratio("curriculum_tokens", median(ratios), Target("<=", 1.0))
-        report.say(f"tokens with a curriculum over those without: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
+    sides = {side: partial(_run, assets, keys, steps) for side, keys in SIDES.items()}
+    reached = race(report, sides, seed, accuracy, "tokens")
+    ratios = [each["with"] / each["without"] if each["with"] and each["without"] else None for each in reached]
+    report_median(report, "curriculum_tokens", ratios, Target("<=", 1.0))
 
 
 def mixed_rows(assets: Assets) -> list[dict[str, Any]]:
@@ -76,28 +56,22 @@ def mixed_rows(assets: Assets) -> list[dict[str, Any]]:
     return rows
 
 
-def _run(
-    assets: Assets, prompts: Path, further: Mapping[str, str], out: Path, seed: int, steps: int
-) -> Sequence[Point]:
-    """Run one side. Returns its evaluations; ``Point.seconds`` are tokens."""
-    keys = {
-        "run.dir": str(out),
-        "run.name": "run",
-        "run.seed": str(seed),
+def _run(assets: Assets, keys: Mapping[str, Any], steps: int, folder: Path, seed: int) -> list[Point]:
+    """Run one side. Returns its evaluations, with tokens as their costs."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in mixed_rows(assets)))
+    further = {
+        "run.seed": seed,
         "data.path": str(prompts),
-        "learner.steps": str(steps),
-        "learner.dynamic_sampling": "true",
-        "eval.heldout.every_versions": str(EVERY),
-        "eval.heldout.n": "2",
-        "eval.heldout_greedy.at_start": "false",
-        "eval.heldout_greedy.at_end": "false",
-        **further,
+        "learner.steps": steps,
+        "learner.dynamic_sampling": True,
+        "eval.heldout.every_versions": EVERY,
+        "eval.heldout.n": 2,
+        "eval.heldout_greedy.at_start": False,
+        "eval.heldout_greedy.at_end": False,
     }
-    out.mkdir()
-    flags = [word for key, value in keys.items() for word in (f"--{key}", value)]
-    run_command(launch_command(assets, str(CONFIG), flags), out)
-    lines = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
-    return points_of(lines, samples=8)
+    run = run_to_end(quickstart(assets, {**further, **keys}), folder, RUN_S)
+    return points_of(read_metrics(run.run_dir / "metrics.jsonl"), samples=8)
 
 
 def points_of(lines: Sequence[Mapping[str, Any]], *, samples: int) -> list[Point]:

@@ -16,7 +16,7 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +29,6 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.learner.backends.sim import SimTrainer
-from asyncrl.messages.groups import Lease
 from asyncrl.observe.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest
@@ -38,12 +37,13 @@ from asyncrl.rpc.process import SWITCH_S
 from asyncrl.rpc.wire.keys import load_credentials
 from asyncrl.rpc.wire.zeromq import ZmqTransport
 from asyncrl.text.tokenizer import tokenizer_of
-from tools.bench.counterparts import Exchange, serving_rollouter
-from tools.bench.paired import LEVEL, RESAMPLES, Interval, compare, measure_pairs, median_interval
-from tools.bench.processes import run_to_end
+from tools.bench.counterparts import Exchange, make_lease, serving_rollouter
+from tools.bench.paired import median_interval, ratio_of_means
+from tools.bench.processes import lines_of_run
 from tools.bench.report import Report, Target
 from tools.bench.scale_run import Processes
 from tools.learn.chat_model import make_tokenizer
+from tools.live_run import simulated
 
 ANSWER_TOKENS = 40
 STEP_S = 0.005
@@ -57,44 +57,43 @@ STALENESS_MAX = 4
 ASYNC_SHARE = 5
 """Asynchronous steps for each synchronous one."""
 FILL_STEPS = STALENESS_MAX + 1
-FASTER = Target(">=", 3.0)
+FASTER = 3.0
 
 
 def config(folder: Path, socket: Path) -> Config:
     """Each answer takes a fifth of a second."""
+    episode = {
+        "function": "tools.bench.episode_agent:play",
+        "options": {"socket": str(socket)},
+        "workers": 1,
+        "max_turns": 1 << 20,
+        "max_context_tokens": 1 << 14,
+        "turn_timeout_s": 3600.0,
+        "start_timeout_s": 3600.0,
+        "timeout_s": 36000.0,
+    }
+    sim = {
+        "length": "constant",
+        "length_median": ANSWER_TOKENS,
+        "decode_step_s": STEP_S,
+        # A context that is in the prefix cache already would favour the side that comes second.
+        "prefill_tokens_per_s": 1e12,
+    }
     return validate_config(
-        {
-            "run": {"name": "calls", "dir": str(folder)},
-            "model": {"path": str(folder / "tokenizer")},
-            "data": {"source": "synthetic", "max_prompt_tokens": 64, "template": "chat"},
-            "episode": {
-                "function": "tools.bench.episode_agent:play",
-                "options": {"socket": str(socket)},
-                "workers": 1,
-                "max_turns": 1 << 20,
-                "max_context_tokens": 1 << 14,
-                "turn_timeout_s": 3600.0,
-                "start_timeout_s": 3600.0,
-                "timeout_s": 36000.0,
-            },
-            "rollout": {
-                "engine": "sim",
-                "gpus_per_replica": 0,
-                "samples_per_prompt": 2,
-                "max_tokens": ANSWER_TOKENS,
-                "sim": {
-                    "length": "constant",
-                    "length_median": ANSWER_TOKENS,
-                    "decode_step_s": STEP_S,
-                    # A context that is in the prefix cache already would favour the side that comes second.
-                    "prefill_tokens_per_s": 1e12,
-                },
-            },
-            "learner": {"backend": "sim", "sim": {"publish_bytes": 4096}},
-            # No heartbeats in this process.
-            "supervision": {"silence_s": 1e6},
-            "log": {"level": "warning"},
-        }
+        simulated(
+            {
+                "run": {"name": "calls", "dir": str(folder)},
+                "model.path": str(folder / "tokenizer"),
+                "data": {"source": "synthetic", "max_prompt_tokens": 64, "template": "chat"},
+                "episode": episode,
+                "rollout.samples_per_prompt": 2,
+                "rollout.max_tokens": ANSWER_TOKENS,
+                "rollout.sim": sim,
+                "learner.sim.publish_bytes": 4096,
+                # No heartbeats in this process.
+                "supervision.silence_s": 1e6,
+            }
+        )
     )
 
 
@@ -111,7 +110,6 @@ class Agent:
         self._direct = 0
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """An episode has begun."""
         self._writers.append(writer)
         self._streams.put_nowait((reader, writer))
 
@@ -140,11 +138,9 @@ class Agent:
             return float(await self._reader.readline())
 
     async def chat(self) -> float:
-        """Seconds of a call by the client."""
         return await self._call("chat")
 
     async def http(self) -> float:
-        """Seconds of a call through the endpoint."""
         return await self._call("http")
 
     async def direct(self) -> float:
@@ -163,36 +159,25 @@ class Agent:
         return seconds
 
 
-def measure(report: Report, *, pairs: int, steps: int, only: str | None) -> None:
-    """Fill the report; ``only`` is ``calls``, ``async`` or None for both."""
-    if only != "async":
-        uvloop.run(measure_calls(report, pairs=pairs))
-    if only != "calls":
-        measure_steps(report, steps=steps)
+def measure(report: Report, *, pairs: int = 30, steps: int = 8) -> None:
+    """``steps``: synchronous ones; ASYNC_SHARE times as many are measured without barriers."""
+    uvloop.run(measure_calls(report, pairs=pairs))
+    measure_steps(report, steps=steps)
 
 
 async def measure_calls(report: Report, *, pairs: int) -> None:
-    """Fill the report."""
     report.settings |= {"answer_tokens": ANSWER_TOKENS, "decode_step_s": STEP_S, "pairs": pairs}
     configure_logging("warning")
     # As in an actor's process: rendering is done in threads.
     sys.setswitchinterval(SWITCH_S)
-    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
-        async with living(Path(name)) as agent:
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
+        async with living(Path(folder)) as agent:
             for way, call in (("client", agent.chat), ("http", agent.http)):
-                _report(report, way, await measure_pairs(call, agent.direct, pairs))
-                report.same(f"call_by_{way}", compare(await measure_pairs(call, call, pairs)))
-
-
-def _report(report: Report, way: str, pairs: list[tuple[float, float]]) -> None:
-    name, found = f"call_by_{way}", compare(pairs)
-    report.comparison(name, found, unit="s", sides=(way, "engine alone"))
-    over = median_interval([1e3 * (call - engine) for call, engine in pairs])
-    target = Target("<=", OVERHEAD_MS)
-    report.figures[name]["overhead_ms"] = {"median": over.median, "low": over.low, "high": over.high}
-    report.ratio(f"{name}_overhead_ms", over.median, target)
-    verdict = "met" if target.met(over.median) else "NOT MET"
-    report.say(f"{name:24} costs {over.median:.2f} ms [{over.low:.2f}, {over.high:.2f}]  target {target}  {verdict}")
+                name = f"call_by_{way}"
+                found = await report.measure(name, {way: call, "engine alone": agent.direct}, pairs, unit="s")
+                over = median_interval([1e3 * (call - engine) for call, engine in found])
+                report.figures[name]["overhead_ms"] = asdict(over)
+                report.ratio(f"{name}_overhead_ms", over.median, Target("<=", OVERHEAD_MS))
 
 
 @asynccontextmanager
@@ -225,7 +210,9 @@ async def living(folder: Path) -> AsyncIterator[Agent]:
                 async with serving_rollouter(
                     context, exchange, READY_S, lambda controller: processes.actor("episodes/0", controller)
                 ) as rollouter:
-                    exchange.leases = [lease(chosen)]
+                    tokenizer = tokenizer_of(chosen)
+                    text = tokenizer.render_chat([{"role": "user", "content": "Find it out."}])
+                    exchange.leases = [make_lease(chosen, 0, text, tokenizer.encode(text))]
                     exchange.parked.wake()
                     await agent.begin(rollouter)
                     yield agent
@@ -235,97 +222,50 @@ async def living(folder: Path) -> AsyncIterator[Agent]:
                 listener.close()
 
 
-def lease(chosen: Config) -> Lease:
-    """One prompt."""
-    tokenizer = tokenizer_of(chosen)
-    text = tokenizer.render_chat([{"role": "user", "content": "Find it out."}])
-    ids = tokenizer.encode(text)
-    return Lease(
-        uid="0-0",
-        number=0,
-        purpose="train",
-        epoch=0,
-        index=0,
-        param_version=0,
-        prompt_ids=np.array(ids, np.int32),
-        prompt=text,
-        row={},
-        samples=chosen.rollout.samples_per_prompt,
-        temperature=1.0,
-        max_tokens=ANSWER_TOKENS,
+def tree(staleness: int, steps: int) -> dict[str, Any]:
+    return simulated(
+        {
+            "data": {"source": "synthetic", "size": 1 << 16, "template": "chat", "max_prompt_tokens": 64},
+            "episode": {
+                "function": "asyncrl.episodes.rehearsal:play",
+                "options": {"turns": TURNS, "tool_s": TOOL_S, "tool_sigma": TOOL_SIGMA},
+                "workers": 2,
+                "max_context_tokens": 8192,
+                "turn_timeout_s": 600.0,
+                "timeout_s": 3600.0,
+            },
+            "rollout.replicas": 1,
+            "rollout.samples_per_prompt": SAMPLES,
+            "rollout.episodes": 256,
+            "rollout.concurrency": 64,
+            "rollout.max_tokens": 128,
+            "rollout.stream_interval": 32,
+            "rollout.sim.decode_step_s": 0.015,
+            "rollout.sim.decode_step_per_request_s": 0.0001,
+            "rollout.sim.length_median": 32.0,
+            "rollout.sim.length_sigma": 0.5,
+            "learner.steps": steps,
+            "learner.groups_per_step": 4,
+            "learner.sim": {"step_s": 1.0, "publish_bytes": 1 << 20},
+            "staleness": {"max": staleness, "adapt": False},
+            "checkpoint.every_versions": 0,
+        }
     )
 
 
-def tree(staleness: int, steps: int) -> dict[str, Any]:
-    """A run of the rehearsed agent."""
-    return {
-        "data": {"source": "synthetic", "size": 1 << 16, "template": "chat", "max_prompt_tokens": 64},
-        "episode": {
-            "function": "asyncrl.episodes.rehearsal:play",
-            "options": {"turns": TURNS, "tool_s": TOOL_S, "tool_sigma": TOOL_SIGMA},
-            "workers": 2,
-            "max_context_tokens": 8192,
-            "turn_timeout_s": 600.0,
-            "timeout_s": 3600.0,
-        },
-        "rollout": {
-            "engine": "sim",
-            "replicas": 1,
-            "gpus_per_replica": 0,
-            "samples_per_prompt": SAMPLES,
-            "episodes": 256,
-            "concurrency": 64,
-            "max_tokens": 128,
-            "stream_interval": 32,
-            "sim": {
-                "decode_step_s": 0.015,
-                "decode_step_per_request_s": 0.0001,
-                "length_median": 32.0,
-                "length_sigma": 0.5,
-            },
-        },
-        "learner": {
-            "backend": "sim",
-            "steps": steps,
-            "groups_per_step": 4,
-            "dynamic_sampling": False,
-            "sim": {"step_s": 1.0, "publish_bytes": 1 << 20},
-        },
-        "staleness": {"max": staleness, "adapt": False},
-        "checkpoint": {"every_versions": 0, "export_at_end": False},
-        "log": {"level": "warning"},
-    }
-
-
 def measure_steps(report: Report, *, steps: int) -> None:
-    """Fill the report."""
     report.settings["async"] = {"staleness_max": STALENESS_MAX, **tree(0, 1)["episode"]["options"]}
     times = {}
     for name, staleness, unmeasured, count in (
         ("synchronous", 0, 1, steps),
         ("asynchronous", STALENESS_MAX, FILL_STEPS, ASYNC_SHARE * steps),
     ):
-        lines = run_to_end(tree(staleness, unmeasured + count), RUN_S)["train"]
+        lines = lines_of_run(tree(staleness, unmeasured + count), RUN_S)["train"]
         times[name] = [line["time/step_s"] for line in lines[unmeasured:]]
         mean, middle = float(np.mean(times[name])), float(np.median(times[name]))
         report.figures[name] = {"steps": len(times[name]), "step_s": {"mean": mean, "median": middle}}
         report.say(f"{name:13} {len(times[name])} steps, mean {mean:.2f} s, median {middle:.2f} s")
     found = ratio_of_means(times["synchronous"], times["asynchronous"])
     report.figures["synchronous_vs_asynchronous"] = asdict(found)
-    report.ratio("synchronous_vs_asynchronous", found.median, FASTER)
-    verdict = "met" if FASTER.met(found.median) else "NOT MET"
-    report.say(
-        f"asynchronous episodes    {found.median:.2f} times as fast [{found.low:.2f}, {found.high:.2f}]  "
-        f"target {FASTER}  {verdict}"
-    )
-
-
-def ratio_of_means(first: Sequence[float], second: Sequence[float]) -> Interval:
-    """Ratio of the means with its percentile bootstrap interval, over steps."""
-    chance = np.random.default_rng(0)
-    means = [
-        np.asarray(each)[chance.integers(0, len(each), (RESAMPLES, len(each)))].mean(1) for each in (first, second)
-    ]
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(means[0] / means[1], [tail, 1 - tail])
-    return Interval(float(np.mean(first) / np.mean(second)), float(low), float(high))
+    report.say(f"asynchronous episodes    {found.median:.2f} times as fast [{found.low:.2f}, {found.high:.2f}]")
+    report.ratio("synchronous_vs_asynchronous", found.median, Target(">=", FASTER))

@@ -19,6 +19,7 @@ from tools.bench.fanout_fleet import Fleet, fleet
 from tools.bench.fanout_host import PORT
 from tools.bench.report import Report, Target
 from tools.cluster.network import ShapedNetwork, why_no_shaped_network
+from tools.live_run import simulated
 
 ALL_TARGET = Target("<=", 2.0)
 SLOWEST = 10
@@ -46,25 +47,17 @@ class Setting:
 
 
 def config(setting: Setting) -> Config:
-    """The configuration of all hosts."""
-    return validate_config(
-        {
-            "rollout": {"engine": "sim", "replicas": setting.hosts, "sim": {"load_s": 0.0}},
-            "learner": {"backend": "sim"},
-            "data": {"source": "synthetic"},
-            "network": {"ports": str(PORT)},
-            "weights": {
-                "chunk_bytes": setting.chunk_bytes,
-                "deadline_s": setting.deadline_s,
-                "broadcast_timeout_s": setting.deadline_s,
-                "max_paused_fraction": 1.0,
-            },
-        }
-    )
+    weights = {
+        "chunk_bytes": setting.chunk_bytes,
+        "deadline_s": setting.deadline_s,
+        "broadcast_timeout_s": setting.deadline_s,
+        "max_paused_fraction": 1.0,
+    }
+    keys = {"rollout.replicas": setting.hosts, "rollout.sim.load_s": 0.0, "network.ports": str(PORT)}
+    return validate_config(simulated({**keys, "weights": weights}))
 
 
-def measure(report: Report, *, hosts: int, pairs: int) -> None:
-    """Fill the report."""
+def measure(report: Report, *, hosts: int = 16, pairs: int = 3) -> None:
     if reason := why_no_shaped_network():
         raise SystemExit(f"there can be no hosts here: {reason}")
     # uvloop cannot start a process in a group of its own.
@@ -72,7 +65,6 @@ def measure(report: Report, *, hosts: int, pairs: int) -> None:
 
 
 async def measure_setting(report: Report, setting: Setting) -> None:
-    """Fill the report."""
     report.settings |= {
         "hosts": setting.hosts,
         "bytes_per_s_of_a_cable": setting.bytes_per_s,
@@ -98,6 +90,7 @@ async def _measure_copies(report: Report, setting: Setting, hosts: Fleet) -> Non
         return await to(hosts.receivers[-1])
 
     sides = {f"all {setting.hosts} hosts": to_all, "one host": to_one}
-    found = await report.measure("all_vs_one", sides, setting.pairs, unit="s", target=ALL_TARGET, control=False)
+    await report.measure("all_vs_one", sides, setting.pairs, unit="s", target=ALL_TARGET, control=False)
+    one_host_s = report.figures["all_vs_one"]["second"]["median"]
     bare = setting.size / setting.bytes_per_s
-    report.figures["cable"] = {"bytes_over_bytes_per_s": bare, "one_host_over_it": found.second.median / bare}
+    report.figures["cable"] = {"bytes_over_bytes_per_s": bare, "one_host_over_it": one_host_s / bare}

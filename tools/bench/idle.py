@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 
 import psutil
 
 from asyncrl.top.client import WatchedRun, follow
 from tools.bench.report import Report
-from tools.bench.scale_run import READY_S, Processes, Watch, by_processors, config, is_whole, running
+from tools.bench.scale_run import READY_S, Processes, Watch, by_processors, is_whole, running
 
 SETTLE_S = 10.0
 """Time from when all are ready to the beginning of the measured time."""
@@ -33,13 +31,9 @@ SLICES = 5
 """Parts of the measured time; the figures are their medians."""
 
 
-def measure(report: Report, *, replicas: int, seconds: int) -> None:
-    """Run it and report."""
+def measure(report: Report, *, replicas: int = 256, seconds: int = 30) -> None:
     report.settings |= {"rollouters": replicas, "rollouters_per_process": by_processors(replicas), "seconds": seconds}
-    with (
-        tempfile.TemporaryDirectory(prefix="asyncrl-bench-", ignore_cleanup_errors=True) as folder,
-        running(config(Path(folder), replicas, idle=True), replicas) as (processes, target),
-    ):
+    with running(replicas, idle=True) as (processes, target):
         costs = asyncio.run(_follow(report, target, processes, seconds))
     report_idle(report, costs, replicas)
 

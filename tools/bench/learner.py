@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Literal
 
 from tools.bench import learner_batch
 from tools.bench.processes import Worker, environment, without_python_settings, worker
@@ -27,13 +28,13 @@ SAME_LOSS = 1e-3
 """Largest relative difference of the two losses that is rounding."""
 
 
-async def measure(report: Report, *, pairs: int, threads: int, vs: str | None) -> None:
-    """Fill the report; ``vs`` is ``trl`` or None. Raises ValueError when the sides do not train the same."""
+async def measure(report: Report, *, pairs: int = 10, vs: Literal["trl"] | None = None) -> None:
+    """``vs``: also measure against TRL's GRPO. Raises ValueError when the sides do not train the same."""
     report.settings |= {
         "model": learner_batch.SETTINGS,
         "sequences": learner_batch.GROUPS * learner_batch.SAMPLES,
         "budget": learner_batch.BUDGET,
-        "threads": threads,
+        "threads": learner_batch.THREADS,
     }
     trl = await asyncio.to_thread(environment, "trl", TRL) if vs else None
     ours = [sys.executable, "-m", "tools.bench.learner_side"]
@@ -43,12 +44,12 @@ async def measure(report: Report, *, pairs: int, threads: int, vs: str | None) -
         for weights, (sigma, wanted) in itertools.product(("full", "lora"), TARGETS.items()):
             async with AsyncExitStack() as stack:
                 sides = {
-                    of: await stack.enter_async_context(worker(of, [*ours, of, weights, str(model), str(threads)]))
+                    of: await stack.enter_async_context(worker(of, [*ours, of, weights, str(model)]))
                     for of in ("learner", "padded")
                 }
                 if trl is not None:
                     batch = Path(name)
-                    arguments = learner_batch.write_padded(sigma, batch, model, threads, lora=weights == "lora")
+                    arguments = learner_batch.write_padded(sigma, batch, model, lora=weights == "lora")
                     command = [str(trl), "-I", str(Path(__file__).with_name("trl_learner.py")), *arguments]
                     sides["trl"] = await stack.enter_async_context(worker("trl", command, without_python_settings()))
                 await _compare(report, sides, weights, sigma, wanted, pairs)

@@ -33,6 +33,8 @@ SETTINGS: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 LR, MAX_NORM = 1e-4, 1.0
+THREADS = 1
+"""Of each side."""
 LORA_RANK, LORA_ALPHA = 16, 32.0
 CAP = 100.0
 """Cap that no ratio of the batch reaches, so a loss without a cap is the same."""
@@ -48,7 +50,7 @@ def make_model(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
 
 
-def config(model: Path, threads: int, *, lora: bool) -> Config:
+def config(model: Path, *, lora: bool) -> Config:
     """One rank on CPU, that trains all weights, or adapters on every linear layer of the decoder."""
     return validate_config(
         {
@@ -58,7 +60,7 @@ def config(model: Path, threads: int, *, lora: bool) -> Config:
             "lora": {"rank": LORA_RANK if lora else 0, "alpha": LORA_ALPHA},
             "learner": {
                 "device": "cpu",
-                "threads": threads,
+                "threads": THREADS,
                 "groups_per_step": GROUPS,
                 "tokens_per_microbatch": BUDGET,
                 "lr": LR,
@@ -86,7 +88,7 @@ def advantages(group: Group) -> np.ndarray:
     return np.asarray((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6))
 
 
-def write_padded(sigma: float, folder: Path, model: Path, threads: int, *, lora: bool) -> list[str]:
+def write_padded(sigma: float, folder: Path, model: Path, *, lora: bool) -> list[str]:
     """Write the batch as TRL holds it, in FOLDER/SIGMA.npz; returns the arguments of trl_learner.py."""
     groups = make_groups(sigma)
     rows = [(group, trajectory) for group in groups for trajectory in group.trajectories]
@@ -108,14 +110,14 @@ def write_padded(sigma: float, folder: Path, model: Path, threads: int, *, lora:
         advantages=np.concatenate([advantages(group) for group in groups]).astype(np.float32),
         num_items_in_batch=np.array(mask.sum()),
     )
-    learner = config(model, threads, lora=lora).learner
+    learner = config(model, lora=lora).learner
     settings = {
         "vocabulary": VOCABULARY,
         "sequences": len(rows),
         "samples": SAMPLES,
         "longest": LONGEST,
         "budget": BUDGET,
-        "threads": threads,
+        "threads": THREADS,
         "lr": learner.lr,
         "betas": learner.betas,
         "weight_decay": learner.weight_decay,

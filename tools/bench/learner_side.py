@@ -1,4 +1,4 @@
-"""A process that trains one side's steps: ``python -m tools.bench.learner_side SIDE WEIGHTS MODEL THREADS``.
+"""A process that trains one side's steps: ``python -m tools.bench.learner_side SIDE WEIGHTS MODEL``.
 
 Reads one JSON object a line from stdin, ``{"sigma": S}``, takes a step on that batch and answers with a line:
 ``seconds`` of the step, planning or padding included, ``loss`` before it, and ``peak_bytes``, the most resident memory
@@ -10,8 +10,6 @@ micro-batch as its budget has room for at the longest of them, whole logits, Ada
 
 from __future__ import annotations
 
-import json
-import os
 import resource
 import sys
 import time
@@ -24,7 +22,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.learner.algorithm.batch import build_step
+from asyncrl.learner.algorithm.batch import StepPlan, build_step
 from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.fsdp.model.lora import add_adapters
 from asyncrl.learner.fsdp.model.optimizers import make_optimizer
@@ -32,33 +30,37 @@ from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.trainer import Trainer
 from asyncrl.messages.groups import Group
 from tools.bench import learner_batch
+from tools.bench.processes import answer_orders
 
 Step = Callable[[list[Group]], float]
 """Trains on the groups, in place; returns the loss before."""
 
 
-def learner(config: Config) -> Step:
-    """asyncrl's step."""
+def new_trainer(config: Config) -> Trainer:
+    """The trainer of a single rank."""
     trainer = Trainer(config, rank=0)
     trainer.setup(*trainer.open_store("127.0.0.1"))
+    return trainer
 
-    def step(groups: list[Group]) -> float:
-        plan = build_step(
-            groups,
-            advantage=find_advantage(config.learner),
-            version=0,
-            config=config,
-            world_size=1,
-            packed=trainer.packed,
-            shared=trainer.shares_prefixes,
-        )
-        return trainer.train(plan)["loss/policy"]
 
-    return step
+def plan_of(trainer: Trainer, config: Config, groups: list[Group]) -> StepPlan:
+    return build_step(
+        groups,
+        advantage=find_advantage(config.learner),
+        version=0,
+        config=config,
+        world_size=1,
+        packed=trainer.packed,
+        shared=trainer.shares_prefixes,
+    )
+
+
+def learner(config: Config) -> Step:
+    trainer = new_trainer(config)
+    return lambda groups: trainer.train(plan_of(trainer, config, groups))["loss/policy"]
 
 
 def padded(config: Config) -> Step:
-    """The step of the plain loop."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(config.learner.threads or 1)
@@ -126,20 +128,19 @@ def _loss(model: Any, batch: list[Padded], cap: float) -> Tensor:
 
 
 def main() -> None:
-    """Answer until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    side, weights, model, threads = sys.argv[1:]
-    config = learner_batch.config(Path(model), int(threads), lora=weights == "lora")
+    side, weights, model = sys.argv[1:]
+    config = learner_batch.config(Path(model), lora=weights == "lora")
     step = {"learner": learner, "padded": padded}[side](config)
-    for line in sys.stdin:
-        groups = learner_batch.make_groups(json.loads(line)["sigma"])
+
+    def train(order: dict[str, Any]) -> dict[str, Any]:
+        groups = learner_batch.make_groups(order["sigma"])
         began = time.perf_counter()
         loss = step(groups)
         seconds = time.perf_counter() - began
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        answers.write(json.dumps({"seconds": seconds, "loss": loss, "peak_bytes": peak}) + "\n")
-        answers.flush()
+        return {"seconds": seconds, "loss": loss, "peak_bytes": peak}
+
+    answer_orders(train)
 
 
 if __name__ == "__main__":

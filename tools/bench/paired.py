@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -25,14 +27,13 @@ Side = Callable[[], Awaitable[float]]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A median and its bootstrap interval."""
+    """A median, or another statistic, and its bootstrap interval."""
 
     median: float
     low: float
     high: float
 
     def holds(self, value: float) -> bool:
-        """Whether the value lies in the interval."""
         return self.low <= value <= self.high
 
 
@@ -46,16 +47,27 @@ class Comparison:
     pairs: int
 
 
-def median_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
-    """The median with its percentile bootstrap interval at LEVEL. The same values give the same interval."""
-    data = np.asarray(values, np.float64)
-    if not len(data) or not np.all(np.isfinite(data)):
-        raise ValueError(f"no median of {len(data)} values that are not all finite numbers")
-    drawn = np.random.default_rng(seed).integers(0, len(data), (RESAMPLES, len(data)))
-    medians = np.median(data[drawn], axis=1)
+def interval(statistic: Callable[..., Any], *samples: Sequence[float]) -> Interval:
+    """A statistic with its percentile bootstrap interval at LEVEL. The same samples give the same interval.
+
+    ``statistic`` takes an array for each sample and reduces their last axes.
+    """
+    data = [np.asarray(sample, np.float64) for sample in samples]
+    if not all(len(each) and np.all(np.isfinite(each)) for each in data):
+        raise ValueError(f"no median of {[len(each) for each in data]} values that are not all finite numbers")
+    chance = np.random.default_rng(0)
+    drawn = [each[chance.integers(0, len(each), (RESAMPLES, len(each)))] for each in data]
     tail = (1 - LEVEL) / 2
-    low, high = np.quantile(medians, [tail, 1 - tail])
-    return Interval(float(np.median(data)), float(low), float(high))
+    low, high = np.quantile(statistic(*drawn), [tail, 1 - tail])
+    return Interval(float(statistic(*data)), float(low), float(high))
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    return interval(partial(np.median, axis=-1), values)
+
+
+def ratio_of_means(first: Sequence[float], second: Sequence[float]) -> Interval:
+    return interval(lambda a, b: a.mean(-1) / b.mean(-1), first, second)
 
 
 def compare(pairs: Sequence[tuple[float, float]]) -> Comparison:

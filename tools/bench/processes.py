@@ -16,13 +16,13 @@ import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from asyncrl.core.errors import ActorFailed
-from tools.live_run import LiveRun
+from tools.live_run import run_to_end
 
 FOLDER = Path(__file__).resolve().parents[2] / ".bench"
 ANSWER_S, CLOSE_S = 600.0, 20.0
@@ -55,7 +55,6 @@ class Worker:
         return answer
 
     async def ask(self, **order: Any) -> dict[str, Any]:
-        """Send an order and receive its answer."""
         self.order(**order)
         return await self.answer()
 
@@ -79,16 +78,19 @@ async def worker(
             await process.wait()
 
 
-def run_to_end(tree: dict[str, Any], timeout: float) -> dict[str, list[dict[str, Any]]]:
-    """Launch a run and wait for its end; returns its lines of metrics.jsonl by kind. Raises ActorFailed."""
+def lines_of_run(tree: Mapping[str, Any], timeout: float) -> dict[str, list[dict[str, Any]]]:
+    """Launch a run and wait for its end; returns its lines of metrics.jsonl by kind. Raises RunEnded."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
-        run = LiveRun(tree, Path(folder))
-        try:
-            if code := run.wait(timeout):
-                raise ActorFailed("the run", f"exit code {code}: {run.output[-2000:]}")
-            return {kind: run.lines(kind) for kind in ("train", "update")}
-        finally:
-            run.close()
+        run = run_to_end(tree, Path(folder), timeout)
+        return {kind: run.lines(kind) for kind in ("train", "update")}
+
+
+def answer_orders(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Be a worker until stdin ends. Other output of this process goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
 
 
 def environment(name: str, requirements: Sequence[str]) -> Path:

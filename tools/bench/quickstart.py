@@ -16,20 +16,21 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
-from asyncrl.config.load import load_config
+from asyncrl.config.load import validate_config
 from tools.asset_cache import Assets
 from tools.bench.learner import TRL
 from tools.bench.processes import environment, without_python_settings
 from tools.bench.report import Report, Target
-from tools.quickstart.__main__ import CACHE, CONFIG, launch_command
+from tools.live_run import quickstart, run_to_end
+from tools.quickstart.__main__ import CACHE
 from tools.quickstart.assets import ensure_assets
 from tools.quickstart.settings import LOGNORMAL, Settings
 from tools.quickstart.task import DOT
@@ -47,7 +48,7 @@ class Task:
     """The quickstart's task in one of its lengths."""
 
     settings: Settings
-    keys: Mapping[str, str]
+    keys: Mapping[str, Any]
     """Configuration keys in which a run differs from the quickstart."""
     target: float
     """TRL's seconds over ours."""
@@ -58,8 +59,8 @@ TASKS = {
     "lognormal": Task(
         LOGNORMAL,
         {
-            "rollout.max_tokens": str(LOGNORMAL.positions - 16),
-            "rollout.vllm.cpu_kv_cache_bytes": str(256 << 20),
+            "rollout.max_tokens": LOGNORMAL.positions - 16,
+            "rollout.vllm.cpu_kv_cache_bytes": 256 << 20,
             "reward.options.pattern": rf";(\d+)\{DOT}*$",
         },
         1.5,
@@ -69,10 +70,10 @@ TASKS = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A version: the seconds of all steps up to it, and its share of right samples."""
+    """A version: the cost of all steps up to it, in seconds or tokens, and its share of right samples."""
 
     step: int
-    seconds: float
+    cost: float
     accuracy: float
 
 
@@ -83,79 +84,91 @@ def ratio(ours: float | None, theirs: float | None) -> float | None:
     return math.inf if theirs is None else theirs / ours
 
 
-def seconds_until(accuracy: float, points: Sequence[Point]) -> float | None:
-    """Seconds at which the line through the points first is at ``accuracy``; None if it never is."""
+def cost_until(accuracy: float, points: Sequence[Point]) -> float | None:
+    """Cost at which the line through the points first is at ``accuracy``; None if it never is."""
     before = None
     for point in points:
         if point.accuracy >= accuracy:
             if before is None:
-                return point.seconds
+                return point.cost
             share = (accuracy - before.accuracy) / (point.accuracy - before.accuracy)
-            return before.seconds + share * (point.seconds - before.seconds)
+            return before.cost + share * (point.cost - before.cost)
         before = point
     return None
 
 
-def measure(report: Report, *, vs: str, lengths: str, seed: list[int] | None, accuracy: float, steps: int) -> None:
-    """Fill the report with the task ``lengths`` of TASKS; ``vs`` is ``trl``. Raises RuntimeError when a run fails."""
-    python = environment("trl", TRL)
-    task = TASKS[lengths]
+def race(
+    report: Report,
+    sides: Mapping[str, Callable[[Path, int], Sequence[Point]]],
+    seeds: Sequence[int],
+    accuracy: float,
+    unit: str,
+) -> list[dict[str, float | None]]:
+    """The cost of each side until ``accuracy``, for each seed. A side gets an empty folder and the seed.
+
+    The sides take turns, in alternating order.
+    """
+    reached = []
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
+        for at, seed in enumerate(seeds):
+            costs = {}
+            for side in list(sides) if at % 2 == 0 else reversed(list(sides)):
+                folder = Path(name) / f"{side}-{seed}"
+                folder.mkdir()
+                points = sides[side](folder, seed)
+                cost = costs[side] = cost_until(accuracy, points)
+                curve = [[point.step, round(point.cost, 3), round(point.accuracy, 4)] for point in points]
+                report.figures[f"{side}_seed_{seed}"] = {unit: cost, f"step_{unit}_accuracy": curve}
+                when, last = "never" if cost is None else f"after {cost:,.1f} {unit}", points[-1]
+                report.say(
+                    f"{side:8} seed {seed}: there {when}; {last.cost / last.step:,.3f} {unit} a step, "
+                    f"{last.accuracy:.3f} at the end"
+                )
+            reached.append(costs)
+    return reached
+
+
+def report_median(report: Report, name: str, ratios: Sequence[float | None], target: Target) -> None:
+    """Add the median over the pairs that have a ratio."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    if known:
+        report.say(f"{name}: {', '.join(f'{ratio:.2f}' for ratio in known)}")
+        report.ratio(name, median(known), target)
+    else:
+        report.say(f"{name}: no pair of runs got there")
+
+
+def measure(
+    report: Report,
+    *,
+    vs: Literal["trl"],
+    lengths: Literal["equal", "lognormal"] = "equal",
+    seed: tuple[int, ...] = SEEDS,
+    accuracy: float = 0.8,
+    steps: int = 40,
+) -> None:
+    """Raises RuntimeError or RunEnded when a run fails."""
+    python, task = environment(vs, TRL), TASKS[lengths]
     assets = ensure_assets(task.settings, CACHE)
     report.settings |= {"lengths": lengths, "accuracy": accuracy, "steps": steps, "every": EVERY}
-    ratios = []
-    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
-        for at, chosen in enumerate(seed or SEEDS):
-            folder = Path(name) / str(chosen)
-            folder.mkdir()
-            sides = {
-                "asyncrl": partial(ours, assets, task.keys, folder, chosen, steps),
-                "trl": partial(trl, python, assets, task.keys, folder, chosen, steps),
-            }
-            order = list(sides) if at % 2 == 0 else list(reversed(sides))
-            found = {side: sides[side]() for side in order}
-            reached = {side: seconds_until(accuracy, points) for side, points in found.items()}
-            for side in sides:
-                _report(report, f"{side}_seed_{chosen}", found[side], reached[side])
-            if (found_ratio := ratio(reached["asyncrl"], reached["trl"])) is not None:
-                ratios.append(found_ratio)
-    if ratios:
-        report.ratio(f"quickstart_{lengths}_vs_trl", median(ratios), Target(">=", task.target))
-        each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        report.say(f"TRL's seconds over ours: median {median(ratios):.3f} of {each}")
-    else:
-        report.say(f"no seed reached {accuracy} on any side")
+    sides = {"asyncrl": partial(ours, assets, task.keys, steps), "trl": partial(trl, python, assets, task.keys, steps)}
+    reached = race(report, sides, seed, accuracy, "seconds")
+    ratios = [ratio(each["asyncrl"], each["trl"]) for each in reached]
+    report_median(report, f"quickstart_{lengths}_vs_trl", ratios, Target(">=", task.target))
 
 
-def _report(report: Report, name: str, points: Sequence[Point], reached: float | None) -> None:
-    curve = [[point.step, round(point.seconds, 3), round(point.accuracy, 4)] for point in points]
-    report.figures[name] = {"seconds": reached, "step_accuracy_seconds": curve}
-    when = "never" if reached is None else f"after {reached:.1f} s"
-    last = points[-1]
-    report.say(f"{name:20} there {when}; {last.seconds / last.step:.3f} s a step, {last.accuracy:.3f} at the end")
-
-
-def ours(assets: Assets, further: Mapping[str, str], folder: Path, seed: int, steps: int) -> list[Point]:
+def ours(assets: Assets, keys: Mapping[str, Any], steps: int, folder: Path, seed: int) -> list[Point]:
     """One run by asyncrl-launch, with a checkpoint wherever accuracy is to be known."""
-    out = folder / "asyncrl"
-    keys = {
-        "run.dir": out,
-        "run.name": "run",
-        "run.seed": seed,
-        "learner.steps": steps,
-        "checkpoint.every_versions": EVERY,
-        "checkpoint.keep_every_steps": EVERY,
-        **further,
-        **{f"eval.{of}.{when}": "false" for of in ("heldout", "heldout_greedy") for when in ("at_start", "at_end")},
-    }
-    flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    run_command(launch_command(assets, str(CONFIG), flags), folder)
-    lines = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
-    seconds = [line["time/step_s"] for line in lines if line.get("kind") == "train"]
-    seconds[0] -= waited_for_engine(json.loads((out / "run" / "trace" / "trace-001.json").read_text())["traceEvents"])
+    evals = {f"eval.{of}.{when}": False for of in ("heldout", "heldout_greedy") for when in ("at_start", "at_end")}
+    checkpoints = {"every_versions": EVERY, "keep_every_steps": EVERY}
+    further = {"run.seed": seed, "learner.steps": steps, "checkpoint": checkpoints, **keys, **evals}
+    run = run_to_end(quickstart(assets, further), folder, RUN_S)
+    seconds = [line["time/step_s"] for line in run.lines("train")]
+    seconds[0] -= waited_for_engine(json.loads((run.run_dir / "trace" / "trace-001.json").read_text())["traceEvents"])
     for step in range(EVERY, steps + 1, EVERY):
-        export = [str(out / "run"), str(out / f"v{step}"), "--version", str(step)]
+        export = [str(run.run_dir), str(folder / f"v{step}"), "--version", str(step)]
         run_command([sys.executable, "-m", "asyncrl.cli.export", *export], folder)
-    return _points(assets, out, seconds)
+    return _points(assets, folder, seconds)
 
 
 def waited_for_engine(events: Sequence[Mapping[str, Any]]) -> float:
@@ -165,12 +178,9 @@ def waited_for_engine(events: Sequence[Mapping[str, Any]]) -> float:
     return max(0.0, float(generated - waited) / 1e6)
 
 
-def trl(python: Path, assets: Assets, further: Mapping[str, str], folder: Path, seed: int, steps: int) -> list[Point]:
+def trl(python: Path, assets: Assets, keys: Mapping[str, Any], steps: int, folder: Path, seed: int) -> list[Point]:
     """One run of GRPOTrainer, with the settings of the quickstart's file."""
-    heldout = {f"eval.{of}.data.path": str(assets.heldout) for of in ("heldout", "heldout_greedy")}
-    config = load_config(
-        [CONFIG], {"model.path": str(assets.model), "data.path": str(assets.train), **heldout, **further}
-    )
+    config = validate_config(quickstart(assets, keys))
     learner, rollout = config.learner, config.rollout
     settings = {
         "seed": seed,
@@ -186,17 +196,15 @@ def trl(python: Path, assets: Assets, further: Mapping[str, str], folder: Path, 
         "weight_decay": learner.weight_decay,
         "max_grad_norm": learner.max_grad_norm,
     }
-    out = folder / "trl"
-    out.mkdir()
     script = Path(__file__).with_name("trl_quickstart.py")
-    command = [str(python), "-I", str(script), str(assets.model), str(assets.train), str(out), json.dumps(settings)]
+    command = [str(python), "-I", str(script), str(assets.model), str(assets.train), str(folder), json.dumps(settings)]
     run_command(command, folder, without_python_settings())
-    return _points(assets, out, json.loads((out / "steps.json").read_text()))
+    return _points(assets, folder, json.loads((folder / "steps.json").read_text()))
 
 
 def run_command(command: Sequence[str], folder: Path, variables: dict[str, str] | None = None) -> None:
     """Run a command, whose output goes to a file in ``folder``. Raises RuntimeError with its end if it fails."""
-    output = folder / "output.txt"
+    output = folder / "output_of_command.txt"
     with output.open("w") as file:
         ended = subprocess.run(
             command, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=RUN_S, env=variables
@@ -208,11 +216,8 @@ def run_command(command: Sequence[str], folder: Path, variables: dict[str, str] 
 
 def _points(assets: Assets, folder: Path, seconds: Sequence[float]) -> list[Point]:
     passed = [0.0, *accumulate(seconds)]
-    kept = range(EVERY, len(seconds) + 1, EVERY)
-    return [
-        Point(0, 0.0, heldout_accuracy(assets, assets.model)),
-        *(Point(step, passed[step], heldout_accuracy(assets, folder / f"v{step}")) for step in kept),
-    ]
+    kept = {0: assets.model} | {step: folder / f"v{step}" for step in range(EVERY, len(seconds) + 1, EVERY)}
+    return [Point(step, passed[step], heldout_accuracy(assets, model)) for step, model in kept.items()]
 
 
 def heldout_accuracy(assets: Assets, model: Path) -> float:

@@ -23,7 +23,6 @@ class EchoActor:
     """An actor as a user of Ray writes one."""
 
     def echo(self, n: int) -> int:
-        """The number."""
         return n
 
 
@@ -40,7 +39,6 @@ class Sides:
         self._actor = EchoActor.remote()
 
     def ready(self) -> float:
-        """Nothing to measure."""
         return ray.get(self._actor.echo.remote(0))
 
     def round_trip(self, calls: int) -> float:

@@ -22,7 +22,6 @@ class Target:
     value: float
 
     def met(self, ratio: float) -> bool:
-        """Whether the ratio keeps it."""
         return ratio <= self.value if self.relation == "<=" else ratio >= self.value
 
     def __str__(self) -> str:
@@ -48,11 +47,11 @@ class Report:
         unit: str,
         target: Target | None = None,
         control: bool = True,
-    ) -> Comparison:
+    ) -> list[tuple[float, float]]:
         """Measure two sides in pairs and add the comparison; with ``control`` also the first side with itself."""
         (first, measure_first), (second, measure_second) = sides.items()
-        found = compare(await measure_pairs(measure_first, measure_second, pairs))
-        self.comparison(name, found, unit=unit, sides=(first, second), target=target)
+        found = await measure_pairs(measure_first, measure_second, pairs)
+        self.comparison(name, compare(found), unit=unit, sides=(first, second), target=target)
         if control:
             self.same(name, compare(await measure_pairs(measure_first, measure_first, pairs)))
         return found
@@ -61,27 +60,26 @@ class Report:
         self, name: str, found: Comparison, *, unit: str, sides: tuple[str, str], target: Target | None = None
     ) -> None:
         """Add a measured pair of sides; the ratio is the first side over the second."""
-        self.figures[name] = {
-            "unit": unit,
-            "first": sides[0],
-            "second": sides[1],
-            **asdict(found),
-        }
+        self.figures[name] = {"unit": unit, "first": sides[0], "second": sides[1], **asdict(found)}
+        first, second, ratio = found.first, found.second, found.ratio
+        self.say(
+            f"{name:24} {sides[0]} {first.median:.4g} {unit}, {sides[1]} {second.median:.4g} {unit}, "
+            f"ratio {ratio.median:.4g} [{ratio.low:.4g}, {ratio.high:.4g}]"
+        )
         if target is not None:
-            self.ratio(name, found.ratio.median, target)
-        self._say(name, found, unit, sides, target)
+            self.ratio(name, ratio.median, target)
 
     def same(self, name: str, found: Comparison) -> None:
         """Add the A/A run that belongs to a comparison: the interval of its ratio must hold 1."""
-        self.figures[f"{name}_aa"] = {"ratio": asdict(found.ratio), "holds_1": found.ratio.holds(1.0)}
         interval = found.ratio
+        self.figures[f"{name}_aa"] = {"ratio": asdict(interval), "holds_1": interval.holds(1.0)}
         verdict = "holds 1" if interval.holds(1.0) else "DOES NOT HOLD 1"
         self.say(f"{name:24} A/A {interval.median:.3f} [{interval.low:.3f}, {interval.high:.3f}]  {verdict}")
 
     def ratio(self, name: str, value: float, target: Target) -> None:
         """Add a ratio with its target."""
-        self.ratios[name] = value
-        self.targets[name] = target
+        self.ratios[name], self.targets[name] = value, target
+        self.say(f"{name:24} {value:.4g}  target {target}  {'met' if target.met(value) else 'NOT MET'}")
 
     @property
     def met(self) -> dict[str, bool]:
@@ -90,31 +88,19 @@ class Report:
 
     def to_json(self) -> str:
         """One line, ``ratios`` last."""
-        return json.dumps(
-            {
-                "bench": self.name,
-                "machine": machine(),
-                "settings": self.settings,
-                "figures": self.figures,
-                "targets": {name: str(target) for name, target in self.targets.items()},
-                "met": self.met,
-                "ratios": self.ratios,
-            }
-        )
+        machine = {
+            "cpus": os.cpu_count(),
+            "load_1min": round(os.getloadavg()[0], 2),
+            "python": platform.python_version(),
+            "system": platform.platform(),
+        }
+        targets = {name: str(target) for name, target in self.targets.items()}
+        found = {"bench": self.name, "machine": machine, "settings": self.settings, "figures": self.figures}
+        return json.dumps(found | {"targets": targets, "met": self.met, "ratios": self.ratios})
 
     def say(self, line: str) -> None:
-        """A line for people."""
+        """Print a line for people."""
         print(line, file=sys.stderr, flush=True)
-
-    def _say(self, name: str, found: Comparison, unit: str, sides: tuple[str, str], target: Target | None) -> None:
-        first, second, ratio = found.first, found.second, found.ratio
-        line = (
-            f"{name:24} {sides[0]} {first.median:.4g} {unit}, {sides[1]} {second.median:.4g} {unit}, "
-            f"ratio {ratio.median:.4g} [{ratio.low:.4g}, {ratio.high:.4g}]"
-        )
-        if target is not None:
-            line += f"  target {target}  {'met' if target.met(ratio.median) else 'NOT MET'}"
-        self.say(line)
 
 
 @contextmanager
@@ -128,13 +114,3 @@ def for_json_alone() -> Iterator[TextIO]:
         finally:
             sys.stdout.flush()
             os.dup2(stdout.fileno(), 1)
-
-
-def machine() -> dict[str, Any]:
-    """The machine that measured, and its load."""
-    return {
-        "cpus": os.cpu_count(),
-        "load_1min": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "system": platform.platform(),
-    }

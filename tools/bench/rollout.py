@@ -15,10 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from safetensors.torch import load_file
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
+from asyncrl.learner.fsdp.weights.assembly import publish
 from asyncrl.messages.groups import Group, Lease, sampled_tokens, versions_of
 from asyncrl.observe.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
@@ -28,9 +29,9 @@ from asyncrl.rollouter.serving.generation import request_seed
 from asyncrl.rpc.actor import ActorContext
 from asyncrl.rpc.wire.keys import Credentials
 from asyncrl.text.tokenizer import Tokenizer, load_tokenizer
-from tools.bench.counterparts import Exchange, serving_rollouter
+from tools.bench.counterparts import Exchange, make_lease, serving_rollouter
 from tools.bench.report import Report, Target
-from tools.bench.tiny_model import make_model, publish
+from tools.bench.tiny_model import make_model
 from tools.memory_transport import MemoryNetwork
 
 GROUPS = 48
@@ -64,8 +65,7 @@ def config(model: Path) -> Config:
     )
 
 
-async def measure(report: Report, *, pairs: int) -> None:
-    """Fill the report."""
+async def measure(report: Report, *, pairs: int = 30) -> None:
     report.settings |= {
         "prompt_groups": GROUPS,
         "samples_per_prompt": SAMPLES,
@@ -81,7 +81,7 @@ async def measure(report: Report, *, pairs: int) -> None:
         settings = config(folder / "model")
         tokenizer = load_tokenizer(settings.model.path)
         leases = make_leases(settings, tokenizer)
-        with publish(folder / "model") as publication:
+        with publish(iter([load_file(folder / "model" / "model.safetensors")]), 0) as publication:
             exchange = Exchange(publication.manifest)
             network, credentials = MemoryNetwork(), Credentials("bench", "bench")
             (folder / "run" / "private").mkdir(parents=True)
@@ -106,27 +106,8 @@ async def measure(report: Report, *, pairs: int) -> None:
 
 def make_leases(settings: Config, tokenizer: Tokenizer) -> list[Lease]:
     """Different prompts; the same in each pass."""
-    found = []
-    for index in range(GROUPS):
-        text = f"What is {index} + {3 * index}? "
-        ids = tokenizer.encode_prompt(text)
-        found.append(
-            Lease(
-                uid=f"0-{index}",
-                number=0,
-                purpose="train",
-                epoch=0,
-                index=index,
-                param_version=0,
-                prompt_ids=np.array(ids, np.int32),
-                prompt=text,
-                row={},
-                samples=SAMPLES,
-                temperature=settings.rollout.temperature,
-                max_tokens=MAX_TOKENS,
-            )
-        )
-    return found
+    texts = [f"What is {index} + {3 * index}? " for index in range(GROUPS)]
+    return [make_lease(settings, index, text, tokenizer.encode_prompt(text)) for index, text in enumerate(texts)]
 
 
 class Through:
@@ -137,7 +118,6 @@ class Through:
         self.groups: list[Group] = []
 
     async def tokens_per_s(self) -> float:
-        """One pass over the prompts."""
         began = time.perf_counter()
         self.groups = await self._exchange.generate(self._leases, PASS_S)
         seconds = time.perf_counter() - began
@@ -168,7 +148,6 @@ class Bare:
         self.kept: dict[tuple[str, int], tuple[list[int], list[float], str, str]] = {}
 
     async def tokens_per_s(self) -> float:
-        """One pass over the prompts."""
         began = time.perf_counter()
         places = asyncio.Semaphore(CONCURRENCY)
         async with asyncio.TaskGroup() as tasks:

@@ -20,9 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import tempfile
 import time
-from pathlib import Path
 
 from asyncrl.core.errors import ActorFailed
 from asyncrl.messages.monitor import ActorView, Interval, Snapshot
@@ -35,7 +33,6 @@ from tools.bench.scale_run import (
     Watch,
     by_processors,
     concurrency,
-    config,
     is_whole,
     running,
     total,
@@ -71,8 +68,7 @@ OF_THE_DEAD = ("wire/strangers", "wire/refused", "heartbeats/ignored")
 """Faults that are also counted when an actor that is known to be dead is heard of again, and turned away."""
 
 
-def measure(report: Report, *, replicas: int, steps: int, freeze_s: float) -> None:
-    """Run it and report."""
+def measure(report: Report, *, replicas: int = 256, steps: int = 8, freeze_s: float = 0.0) -> None:
     report.settings |= {
         "rollouters": replicas,
         "trajectories_in_flight": replicas * concurrency(replicas),
@@ -81,10 +77,7 @@ def measure(report: Report, *, replicas: int, steps: int, freeze_s: float) -> No
         "freeze_s": freeze_s,
     }
     report.say(", ".join(f"{name} {value}" for name, value in report.settings.items()))
-    with (
-        tempfile.TemporaryDirectory(prefix="asyncrl-bench-", ignore_cleanup_errors=True) as folder,
-        running(config(Path(folder), replicas), replicas) as (processes, target),
-    ):
+    with running(replicas) as (processes, target):
         asyncio.run(_follow(report, target, processes, steps, freeze_s))
 
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import uvloop
@@ -46,13 +48,11 @@ REPORT_S = 5.0
 """Longest that the end of a rollouter is reported."""
 SLICE_S = 0.05
 """Actors that are due within this time beat one right after the other: to wake up costs more than a beat left out."""
-IDLE_S = 0.1
-"""Pause while no actor needs heartbeats."""
 _AUTOGROUP = Path("/proc/self/autogroup")
 
 
 class Heart:
-    """The heartbeats of all actors of this process, each once every ``interval_s``, evenly spread, from one thread.
+    """The heartbeats of all actors of this process, each once every ``interval_s``, from one thread.
 
     A hundred threads would keep the interpreter from their event loop most of the time. Each actor has its own socket,
     as in a process of its own.
@@ -60,58 +60,35 @@ class Heart:
 
     def __init__(self, interval_s: float) -> None:
         self._interval = interval_s
-        self._lock = threading.Lock()
-        self._wanted: dict[Heartbeats, None] = {}
-        self._stop = threading.Event()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop, self._stopped = self._runner.get_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
         self._thread.start()
 
-    def add(self, beats: Heartbeats) -> None:
-        """Beat for one more."""
-        with self._lock:
-            self._wanted[beats] = None
-
-    def remove(self, beats: Heartbeats) -> None:
-        """Beat for it no more, within a round."""
-        with self._lock:
-            self._wanted.pop(beats, None)
+    def add(self, beats: Heartbeats) -> Future[None]:
+        """Beat for one more, until what is returned is cancelled."""
+        return asyncio.run_coroutine_threadsafe(self._beat(beats), self._loop)
 
     def stop(self) -> None:
-        """Stop all heartbeats."""
-        self._stop.set()
+        self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join()
 
     def _run(self) -> None:
-        asyncio.run(self._beat())
+        with self._runner:
+            self._runner.run(self._stopped.wait())
 
-    async def _beat(self) -> None:
-        beating: set[Heartbeats] = set()
+    async def _beat(self, beats: Heartbeats) -> None:
+        beats.open()
         try:
-            while not self._stop.is_set():
-                with self._lock:
-                    wanted = list(self._wanted)
-                for gone in beating.difference(wanted):
-                    beating.remove(gone)
-                    gone.close()
-                began = time.monotonic()
-                for at, beats in enumerate(wanted, 1):
-                    if beats not in beating:
-                        beats.open()
-                        beating.add(beats)
-                    beats.beat()
-                    ahead_s = began + at * self._interval / len(wanted) - time.monotonic()
-                    if ahead_s >= SLICE_S or at == len(wanted):
-                        await asyncio.sleep(max(0.0, ahead_s))
-                if not wanted:
-                    await asyncio.sleep(IDLE_S)
+            while True:
+                beats.beat()
+                due = math.ceil((self._loop.time() + self._interval) / SLICE_S) * SLICE_S
+                await asyncio.sleep(due - self._loop.time())
         finally:
-            for each in beating:
-                each.close()
+            beats.close()
 
 
 class StartedRollouter(Rollouter):
-    """A rollouter that says when it is up."""
-
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
         self.is_up = asyncio.Event()
@@ -218,11 +195,11 @@ class Host:
             # The process is measured once, or it would do little else: a look takes the longer the more threads it has.
             actor.measure()
         beats = Heartbeats(actor, self._controller, asyncio.get_running_loop())
-        self._heart.add(beats)
+        beating = self._heart.add(beats)
         try:
             await actor.main()
         finally:
-            self._heart.remove(beats)
+            beating.cancel()
             actor.stop_measuring()
 
 

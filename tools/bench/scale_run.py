@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from asyncrl.core.errors import ActorFailed
 from asyncrl.launcher.run_folder.folders import RunFolder, create_run_folder, private_folder
 from asyncrl.messages.monitor import Snapshot
 from asyncrl.top.client import Away, WatchedRun, find_target
+from tools.live_run import simulated
 from tools.waiting import wait_until
 
 SAMPLES = 8
@@ -41,7 +43,6 @@ NAMES_SHOWN = 4
 
 
 def concurrency(rollouters: int) -> int:
-    """Trajectories in flight in each rollouter."""
     return max(SAMPLES, min(CONCURRENCY, MOST_IN_FLIGHT // rollouters))
 
 
@@ -49,41 +50,31 @@ def config(folder: Path, rollouters: int, *, idle: bool = False) -> Config:
     """Responses of some 450 tokens that take about 40 s each. With ``idle`` one group is leased, which takes hours."""
     groups = 1 if idle else max(1, int(GROUPS_SHARE * rollouters * concurrency(rollouters) / SAMPLES))
     return validate_config(
-        {
-            "run": {"name": "scale", "dir": str(folder), "samples_per_step": 0},
-            "data": {"source": "synthetic", "size": 1 << 17},
-            "rollout": {
-                "engine": "sim",
-                "replicas": rollouters,
-                "gpus_per_replica": 0,
-                "samples_per_prompt": SAMPLES,
-                "concurrency": concurrency(rollouters),
-                "max_tokens": IDLE_TOKENS if idle else 2048,
-                "stream_interval": 32,
-                "sim": {
-                    "length": "constant" if idle else "lognormal",
-                    "length_median": float(IDLE_TOKENS) if idle else 400.0,
-                    "length_sigma": 0.5,
-                    "decode_step_s": 0.06,
-                    "decode_step_per_request_s": 0.0005,
-                    "load_s": 0.5,
-                },
-            },
-            "reward": {"function": "constant", "workers": 1, "options": {"value": 0.5, "spread": 0.5}},
-            "learner": {
-                "backend": "sim",
-                "steps": STEPS,
-                "groups_per_step": groups,
-                "steps_per_version": 1,
-                "dynamic_sampling": False,
-                "sim": {"step_s": 1.0, "publish_bytes": 1 << 20},
-            },
-            "staleness": {"max": 0 if idle else STALENESS_MAX, "adapt": False},
-            "weights": {"max_paused_fraction": 0.25},
-            "checkpoint": {"every_versions": 0, "export_at_end": False},
-            "supervision": {"drain_s": 20.0, "start_timeout_s": READY_S},
-            "log": {"level": "warning"},
-        }
+        simulated(
+            {
+                "run": {"name": "scale", "dir": str(folder), "samples_per_step": 0},
+                "data.size": 1 << 17,
+                "rollout.replicas": rollouters,
+                "rollout.samples_per_prompt": SAMPLES,
+                "rollout.concurrency": concurrency(rollouters),
+                "rollout.max_tokens": IDLE_TOKENS if idle else 2048,
+                "rollout.stream_interval": 32,
+                "rollout.sim.length": "constant" if idle else "lognormal",
+                "rollout.sim.length_median": float(IDLE_TOKENS) if idle else 400.0,
+                "rollout.sim.length_sigma": 0.5,
+                "rollout.sim.decode_step_s": 0.06,
+                "rollout.sim.decode_step_per_request_s": 0.0005,
+                "rollout.sim.load_s": 0.5,
+                "reward.options": {"value": 0.5, "spread": 0.5},
+                "learner.steps": STEPS,
+                "learner.groups_per_step": groups,
+                "learner.sim": {"step_s": 1.0, "publish_bytes": 1 << 20},
+                "staleness": {"max": 0 if idle else STALENESS_MAX, "adapt": False},
+                "weights.max_paused_fraction": 0.25,
+                "checkpoint.every_versions": 0,
+                "supervision": {"drain_s": 20.0, "start_timeout_s": READY_S},
+            }
+        )
     )
 
 
@@ -119,7 +110,6 @@ class Processes:
         self.start(name, [*words, "--controller", controller] if controller else words)
 
     def check(self) -> None:
-        """Raise ActorFailed if any has failed."""
         for name, process in self.started.items():
             if process.poll():
                 log = (self.folder.logs / f"{name.replace('/', '-')}.log").read_text()
@@ -127,7 +117,6 @@ class Processes:
 
     @property
     def hosts(self) -> list[subprocess.Popen[bytes]]:
-        """The processes of the rollouters."""
         return [process for name, process in self.started.items() if name.startswith("rollouters-")]
 
     def close(self, grace_s: float) -> None:
@@ -180,21 +169,22 @@ class Watch:
 
 
 def total(snapshot: Snapshot, figure: str) -> float:
-    """Sum of a figure over all actors."""
     return sum(actor.metrics.get(figure, 0.0) for actor in snapshot.actors)
 
 
 def is_whole(snapshot: Snapshot) -> bool:
-    """Whether all actors are ready."""
     return all(actor.condition == "ready" for actor in snapshot.actors)
 
 
 @contextlib.contextmanager
-def running(chosen: Config, rollouters: int) -> Iterator[tuple[Processes, WatchedRun]]:
+def running(rollouters: int, *, idle: bool = False) -> Iterator[tuple[Processes, WatchedRun]]:
     """A run whose processes are all started."""
     per_process = by_processors(rollouters)
-    folder = create_run_folder(chosen)
-    with private_folder(folder, chosen):
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-bench-", ignore_cleanup_errors=True))
+        chosen = config(Path(place), rollouters, idle=idle)
+        folder = create_run_folder(chosen)
+        stack.enter_context(private_folder(folder, chosen))
         processes = Processes(folder)
         try:
             processes.actor("controller/0")

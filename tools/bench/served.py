@@ -152,7 +152,6 @@ def _at_end_of_stdin(end: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    """Serve by the first line of stdin."""
     # Without a buffer, so that the end of stdin is left for the loop to see.
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         first = json.loads(stdin.readline())

@@ -56,13 +56,11 @@ class Ours:
         self._peer = Peer(endpoint, peer, ActorRecord(name=peer, incarnation=1, address=address))
 
     def close(self) -> None:
-        """Close the connection."""
         self._peer.close()
         self._transport.close()
 
     @property
     def call(self) -> Callable[..., asyncio.Future[Any]]:
-        """The call of the peer."""
         return self._peer.call
 
     async def round_trip(self, calls: int, kind: type[Echo | EchoTask] = Echo) -> float:
@@ -122,7 +120,6 @@ class Raw:
             socket.connect(addresses[name])
 
     def close(self) -> None:
-        """Close the connections."""
         self._context.destroy(linger=0)
 
     async def round_trip(self, calls: int) -> float:

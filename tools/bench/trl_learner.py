@@ -100,7 +100,6 @@ def train(trainer: Step, max_norm: float) -> float:
 
 
 def main() -> None:
-    """Answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     model, batches, text = sys.argv[1:]

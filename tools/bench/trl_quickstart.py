@@ -29,7 +29,6 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         self.seconds: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The clock runs."""
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -40,7 +39,6 @@ class Steps(TrainerCallback):  # type: ignore[misc]
 
 
 def main() -> None:
-    """Train."""
     model, data, out, text = sys.argv[1:]
     settings = json.loads(text)
     torch.set_num_threads(settings["threads"])

@@ -13,8 +13,9 @@ import asyncio
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -24,33 +25,22 @@ from asyncrl.config.load import validate_config
 from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Manifest, Offer, Publish, Transport
 from asyncrl.rollouter.updating.fetch import fetch
 from asyncrl.weights.broadcast import Receiver
+from tools.bench.paired import Side
 from tools.bench.processes import Worker, worker
 from tools.bench.report import Report, Target
 from tools.bench.sides import Ours, server
 from tools.bench.weights_sender import HOST, LAYOUTS, TIMEOUT_S, bare_group, bare_store, broadcast
+from tools.live_run import simulated
 
-Seconds = Callable[[], Awaitable[float]]
 PAIRS = {"1M": 30, "10M": 30, "100M": 10, "630M": 4, "2B": 3}
 LARGE = ("630M", "2B")
 """Layouts of a gigabyte and more, which the target for shared memory speaks of."""
 
 
-def config() -> Config:
-    """The configuration of the parameter server."""
-    return validate_config(
-        {
-            "rollout": {"engine": "sim"},
-            "learner": {"backend": "sim"},
-            "data": {"source": "synthetic"},
-            "weights": {"transport": "stream"},
-        }
-    )
-
-
-async def measure(report: Report, *, up_to: str) -> None:
-    """Fill the report with the layouts up to this one."""
+async def measure(report: Report, *, up_to: Literal["1M", "10M", "100M", "630M", "2B"] = "2B") -> None:
+    """Measure the layouts up to this one."""
     sizes = list(LAYOUTS)[: list(LAYOUTS).index(up_to) + 1]
-    settings = config()
+    settings = validate_config(simulated({"weights.transport": "stream"}))
     report.settings |= {
         "layouts": sizes,
         "dtype": "bfloat16",
@@ -95,31 +85,37 @@ class Size:
 
     async def measure(self, pairs: int) -> None:
         """Each transport against its floor."""
+        import torch
+
+        target, source = (np.ones(self.bytes, np.uint8) for _ in range(2))
+        memcpy = partial(np.copyto, target, source)
+        await self._compare(pairs, {"shm": partial(self._fetch, "shm"), "memcpy": partial(in_thread, memcpy)})
+        del memcpy, source
+        tcp = partial(self._sent, partial(receive_by_tcp, self.tcp_port, target), do="tcp")
+        await self._compare(pairs, {"stream": partial(self._fetch, "stream"), "tcp": tcp})
         receiver = Receiver()
-        targets = self._targets()
+        part = BroadcastPart(manifest=self.manifest, group=self.group, first_rank=1, timeout_s=TIMEOUT_S)
+        order = {"do": "gloo", "version": self.manifest.version, "group": msgspec.to_builtins(self.group)}
+        gloo = partial(self._sent, lambda: list(receiver.receive(part, worker=0)), **order)
+        whole: Any = torch.from_numpy(target)
+        buckets = whole.split([bucket.size for bucket in self.manifest.buckets])
         try:
-            await self._compare("shm", lambda: self._fetch("shm"), "memcpy", self._memcpy(), pairs)
-            await self._compare("stream", lambda: self._fetch("stream"), "tcp", self._tcp(), pairs)
-            await self._compare(
-                "gloo", lambda: self._gloo(receiver), "bare gloo", lambda: self._bare_gloo(targets), pairs
-            )
+            await self._compare(pairs, {"gloo": gloo, "bare gloo": partial(self._bare_gloo, buckets)})
         finally:
             await asyncio.to_thread(receiver.close)
             Size.group_epoch += 1
 
-    async def _compare(self, ours: str, first: Seconds, floor: str, second: Seconds, pairs: int) -> None:
+    async def _compare(self, pairs: int, sides: Mapping[str, Side]) -> None:
+        ours, floor = sides
         target = Target(">=", 0.6) if ours == "shm" and self.name in LARGE else None
         name = f"{ours}_vs_{floor.replace(' ', '_')}_{self.name}"
-        sides = {ours: self._rate(first), floor: self._rate(second)}
-        found = await self.report.measure(name, sides, pairs, unit="bytes/s", target=target, control=False)
+        rates = {side: partial(self._rate, seconds) for side, seconds in sides.items()}
+        await self.report.measure(name, rates, pairs, unit="bytes/s", target=target, control=False)
         if target is None:
-            self.report.ratios[name] = found.ratio.median
+            self.report.ratios[name] = self.report.figures[name]["ratio"]["median"]
 
-    def _rate(self, seconds: Seconds) -> Seconds:
-        async def side() -> float:
-            return self.bytes / await seconds()
-
-        return side
+    async def _rate(self, seconds: Side) -> float:
+        return self.bytes / await seconds()
 
     async def _fetch(self, transport: Transport) -> float:
         """Until every sealed segment is open and verified, or every chunk has come, was verified and sealed."""
@@ -134,52 +130,30 @@ class Size:
         fetched.close()
         return seconds
 
-    def _memcpy(self) -> Seconds:
-        source, target = np.ones(self.bytes, np.uint8), np.ones(self.bytes, np.uint8)
-
-        async def seconds() -> float:
-            return await asyncio.to_thread(timed, lambda: np.copyto(target, source))
-
-        return seconds
-
-    def _tcp(self) -> Seconds:
-        target = np.ones(self.bytes, np.uint8)
-
-        async def seconds() -> float:
-            self.sender.order(do="tcp")
-            seconds = await asyncio.to_thread(timed, lambda: receive_by_tcp(self.tcp_port, target))
-            await self.sender.answer()
-            return seconds
-
-        return seconds
-
-    async def _gloo(self, receiver: Receiver) -> float:
-        self.sender.order(do="gloo", version=self.manifest.version, group=msgspec.to_builtins(self.group))
-        part = BroadcastPart(manifest=self.manifest, group=self.group, first_rank=1, timeout_s=TIMEOUT_S)
-        seconds = await asyncio.to_thread(timed, lambda: list(receiver.receive(part, worker=0)))
+    async def _sent(self, receive: Callable[[], object], **order: Any) -> float:
+        """Seconds that it takes to receive what the sender sends."""
+        self.sender.order(**order)
+        seconds = await in_thread(receive)
         await self.sender.answer()
         return seconds
 
-    async def _bare_gloo(self, targets: list[Any]) -> float:
+    async def _bare_gloo(self, buckets: Iterable[Any]) -> float:
         if Size.bare is None:
             store = bare_store()
             self.sender.order(do="bare_gloo", port=store.port)
             Size.bare = store, await asyncio.to_thread(bare_group, 0, 1, store)
         else:
             self.sender.order(do="bare_gloo", port=0)
-        group = Size.bare[1]
-        seconds = await asyncio.to_thread(timed, lambda: broadcast(group, targets))
+        seconds = await in_thread(partial(broadcast, Size.bare[1], buckets))
         await self.sender.answer()
         return seconds
 
-    def _targets(self) -> list[Any]:
-        import torch
 
-        return [torch.ones(bucket.size, dtype=torch.uint8) for bucket in self.manifest.buckets]
+async def in_thread(work: Callable[[], object]) -> float:
+    return await asyncio.to_thread(timed, work)
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that it takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

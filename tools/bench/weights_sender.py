@@ -7,12 +7,10 @@ stdin does.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import socket
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +19,7 @@ import numpy as np
 
 from asyncrl.messages.weights import BroadcastGroup, Bucket, Manifest, TensorSpec
 from asyncrl.weights.segments import Segment, fill_buckets, layout
+from tools.bench.processes import answer_orders
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0
@@ -73,11 +72,9 @@ class Sent:
         self.manifest = Manifest(version=version, buckets=[bucket for bucket, _ in self.held])
 
     def views(self) -> list[mmap.mmap]:
-        """Each bucket, mapped."""
         return [mmap.mmap(fd, bucket.size, prot=mmap.PROT_READ) for bucket, fd in self.held]
 
     def release(self) -> None:
-        """Let go of the memory."""
         for _, fd in self.held:
             os.close(fd)
 
@@ -95,7 +92,6 @@ class Sending:
         self.bare: Any = None
 
     def hold(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Make a version of a layout."""
         self.views = []
         if self.sent is not None:
             self.sent.release()
@@ -116,7 +112,6 @@ class Sending:
         return {}
 
     def gloo(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Send by our broadcast."""
         assert self.sent is not None
         group = msgspec.convert(order["group"], BroadcastGroup)
         self.sender.send(group, order["version"], self.sent.held)
@@ -165,21 +160,11 @@ def _distributed() -> Any:
 
 
 def main() -> None:
-    """Carry out each order until stdin ends."""
     import warnings
 
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     sending = Sending()
-    orders: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-        "hold": sending.hold,
-        "tcp": sending.tcp,
-        "gloo": sending.gloo,
-        "bare_gloo": sending.bare_gloo,
-    }
-    for line in sys.stdin:
-        order = json.loads(line)
-        sys.stdout.write(json.dumps(orders[order["do"]](order)) + "\n")
-        sys.stdout.flush()
+    answer_orders(lambda order: getattr(sending, order["do"])(order))
 
 
 if __name__ == "__main__":

@@ -22,11 +22,9 @@ import torch
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.gpu.learner_memory import Checkpointing, ModelShape, estimate, training_shape
-from asyncrl.learner.algorithm.batch import StepPlan, build_step
-from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.fsdp.startup.sharding import shape_of
-from asyncrl.learner.fsdp.trainer import Trainer
 from asyncrl.learner.fsdp.utilisation import peak_flops
+from tools.bench.learner_side import new_trainer, plan_of
 from tools.random_groups import random_groups
 
 PROMPT, SAMPLES, GROUPS = 64, 2, 2
@@ -66,24 +64,14 @@ def measure(folder: str, length: int, *, compiled: bool, device: str = "cuda") -
     if not torch.cuda.is_available():
         raise RuntimeError("torch sees no CUDA device")
     config = configuration(folder, length, compiled=compiled, device=device)
-    trainer = Trainer(config, rank=0)
-    trainer.setup(*trainer.open_store("127.0.0.1"))
+    trainer = new_trainer(config)
     shape = shape_of(trainer.policy)
     lengths = np.full((GROUPS, SAMPLES), length - PROMPT)
 
-    def plan_of(step: int) -> StepPlan:
-        return build_step(
-            random_groups(np.random.default_rng(step), lengths, prompt=PROMPT, vocabulary=shape.vocabulary),
-            advantage=find_advantage(config.learner),
-            version=0,
-            config=config,
-            world_size=1,
-            packed=trainer.packed,
-            shared=trainer.shares_prefixes,
-        )
-
     def seconds_of(step: int) -> float:
-        plan = plan_of(step)
+        chance = np.random.default_rng(step)
+        groups = random_groups(chance, lengths, prompt=PROMPT, vocabulary=shape.vocabulary)
+        plan = plan_of(trainer, config, groups)
         torch.cuda.synchronize()
         began = time.perf_counter()
         trainer.train(plan)
