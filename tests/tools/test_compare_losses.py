@@ -68,7 +68,7 @@ def test_a_finished_run_is_repeated_only_if_its_configuration_differs(tmp_path, 
     assert run(plan(tmp_path, learner={"steps": 2})) == first and len(made) == 2
 
 
-def test_a_failed_run_is_a_result_and_an_interrupted_one_is_none(tmp_path, monkeypatch):
+def test_a_failed_run_is_a_result_and_an_interrupted_one_is_repeated(tmp_path, monkeypatch):
     def ends(error):
         def ended(tree, folder, timeout):
             folder.mkdir()
