@@ -1,4 +1,4 @@
-"""The metrics of the dataloader."""
+"""The metrics of the dataloader. The ``tickets/`` of their names are leases."""
 
 from asyncrl.observe.catalogue import SECONDS, Declaring
 

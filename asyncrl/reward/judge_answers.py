@@ -85,12 +85,13 @@ def read_entries(text: str, name: str) -> list[dict[str, Any]]:
     return entries
 
 
-def match(
+def read_entry_per_name(
     entries: Iterable[dict[str, Any]], key: str, wanted: Iterable[str], read: Callable[[dict[str, Any]], T]
 ) -> dict[str, T]:
     """Parse each entry with ``read``. Returns the results by the entries' ``key``, one for each name in ``wanted``.
 
-    ``read`` raises ValueError. Raises BadAnswer with all problems.
+    A missing, unknown or repeated name is a problem, and so is a ValueError of ``read``, which gets known names only.
+    Raises BadAnswer with all problems.
     """
     names = list(wanted)
     found: dict[str, T] = {}

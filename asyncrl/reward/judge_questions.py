@@ -20,7 +20,7 @@ import msgspec
 from asyncrl.core.printable import printable
 from asyncrl.data.rows import column_names, column_of, has_column
 from asyncrl.messages.reward import LONGEST_JUDGEMENT, Outcome, Score
-from asyncrl.reward.judge_answers import match, read_entries, read_number
+from asyncrl.reward.judge_answers import read_entries, read_entry_per_name, read_number
 from asyncrl.reward.judge_options import Criterion, JudgeOptions, RelativeOptions, RubricOptions, criteria_problems
 from asyncrl.reward.judge_views import JudgeView, shorten, view
 
@@ -132,7 +132,7 @@ def _read_scores(ids: list[str], body_of: list[int], low: float, high: float, te
     def verdict(entry: dict[str, Any]) -> JudgeVerdict:
         return JudgeVerdict(read_number(entry.get("score"), low, high), _words(entry, "explanation"))
 
-    verdicts = match(read_entries(text, "scores"), "id", ids, verdict)
+    verdicts = read_entry_per_name(read_entries(text, "scores"), "id", ids, verdict)
     return [verdicts[ids[body]] for body in body_of]
 
 
@@ -226,13 +226,14 @@ def read_verdicts(criteria: Sequence[Criterion], text: str) -> dict[str, JudgeVe
         criterion.name: {level.casefold(): worth for level, worth in criterion.levels.items()} for criterion in criteria
     }
 
-    def read(entry: dict[str, Any]) -> JudgeVerdict:
-        known, verdict = levels[entry["name"]], entry.get("verdict")
-        if not isinstance(verdict, str) or verdict.strip().casefold() not in known:
-            raise ValueError(f"the verdict {json.dumps(verdict, default=str)[:80]} is not one of {', '.join(known)}")
-        return JudgeVerdict(known[verdict.strip().casefold()], f"{verdict.strip()}. {_words(entry, 'reason')}".rstrip())
+    def read_entry(entry: dict[str, Any]) -> JudgeVerdict:
+        worth_of, verdict = levels[entry["name"]], entry.get("verdict")
+        if not isinstance(verdict, str) or verdict.strip().casefold() not in worth_of:
+            raise ValueError(f"the verdict {json.dumps(verdict, default=str)[:80]} is not one of {', '.join(worth_of)}")
+        words = f"{verdict.strip()}. {_words(entry, 'reason')}".rstrip()
+        return JudgeVerdict(worth_of[verdict.strip().casefold()], words)
 
-    return match(read_entries(text, "verdicts"), "name", levels, read)
+    return read_entry_per_name(read_entries(text, "verdicts"), "name", levels, read_entry)
 
 
 def rubric_reward(criteria: Sequence[Criterion], verdicts: Mapping[str, JudgeVerdict]) -> float:

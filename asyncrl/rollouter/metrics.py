@@ -1,4 +1,7 @@
-"""The metrics of a rollouter."""
+"""The metrics of a rollouter: declared here, counted by name where they happen.
+
+Suspects, and leases that run alone, are defined in messages/groups.py.
+"""
 
 from asyncrl.observe.catalogue import SECONDS, TOKENS, TURNS, Declaring
 
@@ -25,11 +28,13 @@ rollouter.gauge("rollout/scoring", "trajectories", "being scored or queued at th
 rollouter.gauge("rollout/oldest_s", "s", "age of the oldest unfinished trajectory")
 rollouter.gauge("rollout/served_version", "version", "version that the engine serves; -1 before the first")
 rollouter.gauge("rollout/kv_use", "share", "share of the KV cache in use; absent if the engine does not report it")
-rollouter.gauge("rollout/suspects", "leases", "leases that were in an engine when it died")
+rollouter.gauge("rollout/suspects", "leases", "held leases that were in this rollouter's engine when it died")
 rollouter.gauge("rollout/drift", "nats", "drift of the engine from the learner after the last update")
 rollouter.gauge("rollout/drift_largest", "nats", "largest drift since the start")
 rollouter.histogram("rollout/response_tokens", "tokens", "tokens sampled in a response", TOKENS)
-rollouter.histogram("rollout/generate_s", "s", "from the lease of a trajectory to its last token", SECONDS)
+rollouter.histogram(
+    "rollout/generate_s", "s", "from the lease of a group to the last token of each trajectory", SECONDS
+)
 rollouter.histogram(
     "rollout/reward_s", "s", "from the call of the reward pool to its answer, including the queue", SECONDS
 )
@@ -45,14 +50,15 @@ rollouter.gauge("rollout/episodes_oldest_s", "s", "age of the oldest open attemp
 rollouter.gauge(
     "rollout/cost_factor",
     "",
-    "tokens computed, relative to a conversation without forks (1.0); over all ended episodes",
+    "tokens computed, divided by those of the same episodes without forks; over all ended episodes",
 )
 rollouter.counter("rollout/episodes_ended/*", "episodes", "ended episodes by outcome: stop, length, turns, time")
 rollouter.counter(
     "rollout/episodes_failed/*",
     "attempts",
-    "failed attempts by cause: start and turn (deadlines), user (its code raised), answer (no trainable answer), "
-    "reward (no reward), policy (engine deaths), host (the host or a worker died; started again)",
+    "failed attempts by cause: start (not begun in time), turn (it took too long), user (its code raised), "
+    "answer (no trainable answer), reward (no reward), policy (engine deaths), "
+    "host (the episode host or a worker died; started again)",
 )
 rollouter.counter("rollout/episode_s/*", "s", "time of ended attempts by stage, as in rollout/episodes_at")
 rollouter.counter("rollout/malformed_calls", "calls", "tool calls in answers that could not be parsed")

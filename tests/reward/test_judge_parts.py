@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from judge_server import shown
 
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.reward.judge_answers import AnswerCache, BadAnswer, key_of, match, read_entries, read_number
+from asyncrl.reward.judge_answers import AnswerCache, BadAnswer, key_of, read_entries, read_entry_per_name, read_number
 from asyncrl.reward.judge_client import MINUTE_S, MinuteLimit
 from asyncrl.reward.judge_options import Criterion, RelativeOptions, RubricOptions
 from asyncrl.reward.judge_questions import RelativeJudge, Rubric, draw_ids
@@ -56,16 +56,20 @@ def test_an_answer_needs_exactly_one_valid_score_per_trajectory(names, data):
     if good and sorted(map(str, given_names)) == sorted(names):
         scores = {entry["id"]: entry["score"] for entry in entries}
         in_prose = read_entries(f"So:\n{json.dumps({'scores': entries})} Done.", "scores")
-        assert match(entries, "id", names, number) == match(in_prose, "id", names, number) == scores
+        assert (
+            read_entry_per_name(entries, "id", names, number)
+            == read_entry_per_name(in_prose, "id", names, number)
+            == scores
+        )
     else:
         with pytest.raises(BadAnswer):
-            match(entries, "id", names, number)
+            read_entry_per_name(entries, "id", names, number)
 
 
 def test_every_problem_of_an_answer_is_named():
     entries = [{"id": id, "score": score} for id, score in (("a", 1), ("a", 1), ("b", "high"), ("c", 7), ("z", 1))]
     with pytest.raises(BadAnswer) as caught:
-        match(entries, "id", "abcd", number)
+        read_entry_per_name(entries, "id", "abcd", number)
     assert set(caught.value.problems) == {
         'id "a" is there twice',
         'id "b": the score "high" is not a number',
