@@ -72,7 +72,7 @@ FAULTS = (
     # --- the parameter server: who takes over what, and when ---
     Fault(
         "conductor-grants-beside-pauses",
-        "free = self.max_paused - self.replicas.count(Phase.LOADING)",
+        "free = self.max_paused - len(self.replicas.in_phase[Phase.LOADING])",
         "free = self.max_paused",
         "no more replicas pause at once than weights.max_paused_fraction lets",
     ),
@@ -103,8 +103,8 @@ FAULTS = (
     ),
     Fault(
         "broadcast-group-used-after-break",
-        "self.over = reason",
-        "self.over = ''",
+        "self._stopped.set_result(reason)",
+        "pass",
         "I4: nothing is received in an epoch that is over",
     ),
     Fault(
@@ -115,8 +115,8 @@ FAULTS = (
     ),
     Fault(
         "bucket-held-against-size-alone",
-        "if (found.size, found.checksum) != (bucket.size, bucket.checksum):",
-        "if found.size != bucket.size:",
+        "compare_checksums(found.checksum, bucket.checksum, version=version, index=index)",
+        "pass",
         "I4: a bucket's checksum is verified before it counts",
     ),
     # --- the learner's algorithm ---
