@@ -103,8 +103,8 @@ FAULTS = (
     ),
     Fault(
         "broadcast-group-used-after-break",
-        "self._stopped.set_result(reason)",
-        "pass",
+        'if self._stopped.done():\n            self.end("")',
+        'if False:\n            self.end("")',
         "I4: nothing is received in an epoch that is over",
     ),
     Fault(
