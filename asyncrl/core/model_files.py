@@ -48,8 +48,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a file that holds a JSON object. Raises Unreadable or OSError."""
     try:
         value = json.loads(path.read_bytes())
-    except ValueError:
-        raise Unreadable(f"{path.name} is not valid JSON") from None
+    except ValueError as error:
+        raise Unreadable(f"{path.name} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise Unreadable(f"{path.name} is not a JSON object")
     return value

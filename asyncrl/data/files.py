@@ -43,8 +43,8 @@ def find_files(pattern: str, *, kind: Kind | None = None, split: str = "train") 
     the files. ``split`` selects files in a folder. Raises DataError.
     """
     folder = Path(pattern)
-    is_saved = (folder / "state.json").is_file() or any(folder.glob("*/state.json"))
-    if kind == "hf" or (kind is None and is_saved):
+    # A folder that may not be searched is an error of ``of_split`` if its kind is given.
+    if kind == "hf" or (kind is None and ((folder / "state.json").is_file() or any(folder.glob("*/state.json")))):
         return "hf", [pattern]
     if folder.is_dir():
         candidates = [file.relative_to(folder) for file in [*folder.glob("*"), *folder.glob("*/*")]]

@@ -190,6 +190,11 @@ class LeaseBook:
         Prompts that an older incarnation of the rollouter held become orphans.
         """
         self.died(ask.rollouter, ask.incarnation - 1)
+        if ask.rollouter not in self.rollouters:
+            # Forget the calls of older incarnations.
+            for calls in (self.newest_call, self.answered_call):
+                for caller in [each for each in calls if each[0] == ask.rollouter and each[1] < ask.incarnation]:
+                    del calls[caller]
         holder = self.rollouters.setdefault(ask.rollouter, Holder(ask.incarnation))
         if ask.incarnation == holder.incarnation:
             caller = (ask.rollouter, ask.incarnation)

@@ -13,8 +13,8 @@ replica that begins again gets a later turn and refuses requests by the old one.
 Invariants:
 
 * Versions only grow. At most ``weights.versions_held`` are needed: the newest, and the oldest of those that replicas
-  stage from here. A publication lets the others go, and their replicas stage the newest instead. These all stage the
-  same version then, so it is kept as soon as an older one is finished or past its deadline.
+  stage from here. A publication lets the others go. A replica that misses its version then stages the newest instead,
+  which is kept as soon as an older one is finished or past its deadline.
 * At most ``max_paused`` replicas pause at once for shm or stream, in the order of asking among those that wait now.
 * A replica is offered a newer version only while it has no update under way.
 * A replica that is paused past its deadline loses its pause: its rollouter has the same deadline and replaces the
@@ -108,8 +108,8 @@ class Conductor:
         kept = sorted({replica.target for replica in self._pinning()})[: self._weights.versions_held - 1]
         for replica in self._pinning():
             if replica.target not in kept:
+                replica.pins = False
                 self.replicas.note("version is let go", replica=replica.name, version=replica.target, newest=version)
-                self.replicas.move(replica, ReplicaEvent.FAILED)
         for replica in self.replicas.of(*IDLE_PHASES):
             if replica.serving < version:
                 self.replicas.wake(replica.name)
@@ -123,8 +123,8 @@ class Conductor:
         return {self.newest, *(replica.target for replica in self._pinning())}
 
     def _pinning(self) -> list[Replica]:
-        """Return the replicas that stage a version from here."""
-        return [replica for replica in self.replicas.of(Phase.STAGING) if replica.offered is not None]
+        """Return the replicas that stage a version that is kept for them here."""
+        return [replica for replica in self.replicas.of(Phase.STAGING) if replica.pins]
 
     # --- questions ---
 
@@ -249,7 +249,7 @@ class Conductor:
         manifest = copy or self._manifest
         self.replicas.move(replica, ReplicaEvent.OFFERED)
         replica.target, replica.since, replica.fetches = manifest.version, now, joins
-        replica.offered = self._manifest if copy is None else None
+        replica.offered, replica.pins = (self._manifest, True) if copy is None else (None, False)
         turn, sources = self._join_chain(replica) if joins else (0, [])
         if transport == "stream":
             manifest = with_paths(manifest, [""] * len(manifest.buckets))
@@ -287,9 +287,10 @@ class Conductor:
                 self._move(replica, ReplicaEvent.JOINED)
         elif version > replica.serving and self._move(replica, ReplicaEvent.ASKED):
             replica.target = version
-            if has_fetched and request.paths:
-                assert replica.offered is not None
-                replica.copy = with_paths(replica.offered, request.paths)
+            manifest = replica.offered if has_fetched else self._manifest if version == self.newest else None
+            # A restarted parameter server learns of the copy by a repeated request.
+            if request.paths and manifest is not None:
+                replica.copy = with_paths(manifest, request.paths)
             if replica.phase is Phase.LOADING:
                 replica.since = now
 

@@ -58,7 +58,7 @@ class ReplicaEvent(StrEnum):
     COMMITTED = "committed"
     """ReportUpdate: the replica serves the version."""
     FAILED = "failed"
-    """The update has failed: by ReportUpdate, by a deadline, with its broadcast, or because its version is let go."""
+    """The update has failed: by ReportUpdate, by a deadline, or with its broadcast."""
     ENDED = "ended"
     """The update ends without a failure: its question is cancelled, or it sleeps, or a broadcast is called off."""
     OFFERED = "offered"
@@ -132,6 +132,8 @@ class Replica:
     """Whether the replica stages its target for its whole host."""
     offered: Manifest | None = None
     """Manifest of the version that it stages from the parameter server; None if it opens a copy on its host."""
+    pins: bool = False
+    """Whether the parameter server keeps the version while this replica stages it."""
     copy: Manifest | None = None
     """Version that the replica has fetched and holds for its host, with the paths of its own segments."""
     waits: bool = False

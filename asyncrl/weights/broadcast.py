@@ -4,14 +4,15 @@ An epoch is one process group with a fixed set of members, and the number of tha
 engine worker is one member. The learner has a TCP store, where the members meet under a secret prefix. They form the
 group and receive every bucket: first its header (version, index, size, checksum), then its bytes. A member verifies a
 bucket before it passes it on. The checksum is xxh3_64 in host memory, and a sum of 64-bit words in the memory of a GPU.
-At last each member confirms the version to rank 0, which may have sent it before the last member has received it.
+Rank 0 may have sent a version before the last member has received it. So each member adds 1 to a counter in the store
+when it has received the version or has failed, and rank 0 keeps the group open until all are counted.
 
 Neither library reliably ends a transfer whose peer is dead or frozen. So each operation runs on a thread of its own,
 which the caller leaves behind at the timeout or at ``stop``. It ends with gloo's own timeout, or when NCCL is aborted.
 
 When an epoch ends, rank 0 writes the reason into the store, as key "over". While a member receives, a thread reads that
-key over a second connection. So the member notices at once that the epoch is over or that the learner has died. Between
-two versions no member uses the store. An epoch that is over is never used again.
+key over a second connection, and counts the member at last. So the member notices at once that the epoch is over or
+that the learner has died. Between two versions no member uses the store. An epoch that is over is never used again.
 
 Fails with BroadcastFailed naming the reason; with WeightsCorrupt naming the bucket whose bytes are wrong; with
 ConfigError where NCCL or a GPU is missing. Nothing here has run on GPUs.
@@ -28,6 +29,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -128,31 +130,31 @@ class _Epoch:
         options = c10d.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         for piece in memory.split(PIECE_BYTES):  # type: ignore[no-untyped-call]
-            self._collective("broadcast", [piece], options, what=what)
+            self._run(partial(self._broadcast, piece, options), what)
 
-    def confirm(self, version: int) -> None:
-        """All ranks, after the last bucket: rank 0 waits until every member has verified all of them."""
-        own = torch.zeros(1, device=self.device)
-        of_all = [] if self.rank else [[torch.zeros_like(own) for _ in range(self.group.world_size)]]
-        what = f"the members to receive version {version}"
-        self._collective("gather", of_all, [own], c10d.GatherOptions(), what=what)
-
-    def _collective(self, name: str, *arguments: Any, what: str) -> None:
-        """Begin an operation of the group, and wait until this rank's part in it is done."""
+    def _broadcast(self, piece: Tensor, options: Any) -> None:
+        """Broadcast one piece and wait until this rank has sent or received it. Runs on a thread of ``_run``."""
         # A local reference keeps the group: its destructor would wait, and hold the interpreter's lock.
         process_group = self._process_group
+        if self.device.type == "cpu":
+            process_group.broadcast([piece], options).wait()
+            return
+        # Each thread has a current device of its own.
+        with torch.cuda.device(self.device):
+            process_group.broadcast([piece], options).wait()
+            torch.cuda.current_stream().synchronize()
 
-        def work() -> None:
-            operation = getattr(process_group, name)
-            if self.device.type == "cpu":
-                operation(*arguments).wait()
-                return
-            # Each thread has a current device of its own.
-            with torch.cuda.device(self.device):
-                operation(*arguments).wait()
-                torch.cuda.current_stream().synchronize()
-
-        self._run(work, what)
+    def wait_for_members(self, version: int) -> None:
+        """Rank 0: wait until every member has received ``version`` or has failed. Raises TimeoutError, _Stopped."""
+        key, members = _counter(version), self.group.world_size - 1
+        until = time.monotonic() + self.timeout_s
+        while (count := self._store.add(key, 0)) < members:
+            wait([self._stopped], MEET_S)
+            self.check()
+            if time.monotonic() > until:
+                missing = f"{members - count} of {members} members"
+                raise TimeoutError(f"waited {self.timeout_s:g} s for {missing} to receive version {version}")
+        self._store.delete_key(key)
 
     def _run(self, work: Callable[[], T], what: str) -> T:
         """Run blocking work on a new thread and return its result.
@@ -181,17 +183,22 @@ class _Epoch:
         if self._stopped.done():
             raise _Stopped(self._stopped.result())
 
-    def watch(self) -> threading.Event:
-        """Member: stop the epoch once rank 0 has ended it or is gone, until the returned event is set."""
+    def watch(self, version: int) -> threading.Event:
+        """Member: stop the epoch once rank 0 has ended it or is gone, until the returned event is set.
+
+        The event means that this member has received ``version`` or has failed: it is then counted for rank 0.
+        """
         received = threading.Event()
-        threading.Thread(target=self._watch, args=(received,), name="asyncrl: end of an epoch", daemon=True).start()
+        watch = partial(self._watch, version, received)
+        threading.Thread(target=watch, name="asyncrl: end of an epoch", daemon=True).start()
         return received
 
-    def _watch(self, received: threading.Event) -> None:
+    def _watch(self, version: int, received: threading.Event) -> None:
         """Thread: read the key "over" until ``received`` is set. An error of the watch also stops the epoch."""
         try:
             while not self._watched.check(["over"]):
                 if received.wait(LOOK_S):
+                    self._watched.add(_counter(version), 1)
                     return
             reason = f"the learner: {self._watched.get('over').decode(errors='replace')}"
         except RuntimeError:
@@ -237,6 +244,11 @@ class _Epoch:
             threading.Thread(target=process_group.abort, name="asyncrl: end of a group", daemon=True).start()
 
 
+def _counter(version: int) -> str:
+    """Key in the store: the number of members that have received ``version`` or have failed."""
+    return f"received {version}"
+
+
 class Sender:
     """Rank 0 of every group, in the learner. One thread sends; ``abort`` may be called from another."""
 
@@ -256,8 +268,8 @@ class Sender:
     def send(self, group: BroadcastGroup, version: int, buckets: Iterable[tuple[Bucket, int]]) -> None:
         """Broadcast ``version`` to ``group``: each bucket as soon as ``buckets`` yields it with its descriptor.
 
-        Blocks until every member has received all. The caller closes the descriptors. Raises BroadcastFailed; any
-        error, also one of ``buckets``, ends the epoch.
+        Blocks until every member has received all or has failed. The caller closes the descriptors. Raises
+        BroadcastFailed; any error, also one of ``buckets``, ends the epoch.
         """
         if self._store is None:
             raise BroadcastFailed(version, "the sender is closed")
@@ -276,7 +288,7 @@ class Sender:
                 what = f"bucket {index} of version {version} to be broadcast"
                 epoch.broadcast(torch.from_numpy(header).to(epoch.device), what)
                 epoch.broadcast(memory, what)
-            epoch.confirm(version)
+            epoch.wait_for_members(version)
 
     def abort(self, reason: str) -> None:
         """Make a broadcast under way fail; a later epoch can still be sent to. From any thread."""
@@ -308,14 +320,13 @@ class Receiver:
         """
         epoch = self._enter(part, worker)
         with epoch.ended_by_errors(part.version):
-            received = epoch.watch()
+            received = epoch.watch(part.version)
             try:
                 epoch.form()
                 for index, bucket in enumerate(part.manifest.buckets):
                     memory = self._bucket(epoch, part, index, bucket.size)
                     if bucket is part.manifest.buckets[-1]:
-                        epoch.confirm(part.version)
-                        # The epoch may end while the caller uses the last bucket.
+                        # Every bucket is received: the epoch may end while the caller uses the last one.
                         received.set()
                     yield memory
             finally:

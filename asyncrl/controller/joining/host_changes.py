@@ -114,7 +114,10 @@ class HostChanges:
         return number > known
 
     def know_each_other(self, one: str, other: str) -> bool:
-        """Whether two actors admit each other's keys: always, unless the host of one has joined or leaves."""
+        """Whether two actors admit each other's keys: always, unless the host of one has joined or leaves.
+
+        Then both must know the newest members, so after another change the two wait for their next WatchRun.
+        """
         concerned = any(one in host.actors or other in host.actors for host in self.members.hosts)
         number = self.members.number if concerned else 0
         return all(self._taken_in.get(name, 0) >= number for name in (one, other))
