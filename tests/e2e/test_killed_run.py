@@ -79,7 +79,7 @@ def test_a_run_with_warm_steps_is_resumed_bit_for_bit(parity_folder, tmp_path):
         parity_folder,
         learner={"steps": STEPS},
         checkpoint={"every_versions": 2},
-        sft={"data": str(tmp_path / "talk.jsonl"), "warm_steps": WARM, "weight": 0.5, "batch": 8, "lr": 1e-2},
+        sft={"data": str(tmp_path / "talk.jsonl"), "warm_steps": WARM, "weight": 0.2, "batch": 8, "lr": 1e-2},
     )
     whole = live(tree, tmp_path / "whole", [], PYTHONPATH=str(parity_folder))
     # The first kill is before the first checkpoint of a step: the run resumes from that of the warm steps.
