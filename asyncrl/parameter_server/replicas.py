@@ -304,6 +304,8 @@ class Replicas:
             return False
         if was_fetching and not replica.is_fetching:
             self._wake_beside(replica)
+        if replica.phase is not phase_before:
+            self.note("phase", level="debug", replica=replica.name, phase=str(replica.phase))
         # A repeated request for a pause begins the phase again.
         if replica.phase is not phase_before or replica.phase is Phase.LOADING:
             del self.in_phase[phase_before][replica.name]
