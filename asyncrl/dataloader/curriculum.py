@@ -6,9 +6,8 @@ to ``longest`` epochs. A group with a signal ends the row.
 
 Invariant: the decision depends on the results in the ledger and on the epoch alone, so a resumed run decides alike.
 
-A user's function decides in place of the rule. It runs in the dataloader, as a user's advantage runs in the learner: it
-is arithmetic on a few numbers, called once for each prompt of an epoch. Fails with ConfigError if it does not return a
-truth value.
+A user's function decides in place of the rule. It runs in the dataloader, once for each prompt of an epoch: it is
+arithmetic on a few numbers. Fails with ConfigError if it does not return a truth value.
 """
 
 from __future__ import annotations

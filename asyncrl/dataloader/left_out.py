@@ -67,7 +67,7 @@ class LeftOut:
     """FILE:LINE and problem of the first bad row; "" without one."""
 
     def error(self, path: str) -> TooFewUsable | None:
-        """The error of a set of which no prompt, or too small a share of the rows, can be used; else None."""
+        """The error of a set if no prompt, or too small a share of its rows, can be used; else None."""
         config, (tokens, place) = self.config, self.longest
         rows, left_out = self.prompts + self.skipped, self.oversize + self.skipped
         if not self.prompts:

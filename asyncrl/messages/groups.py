@@ -188,7 +188,7 @@ class Trajectory(Struct, gc=False, kw_only=True):
     reward: float | None = None
     components: dict[str, float] = {}
     judgement: Annotated[str, Meta(max_length=LONGEST_JUDGEMENT)] = ""
-    """What a judge wrote about it; nothing but samples/ uses it."""
+    """Words of a judge about it; only samples/ uses them."""
     resumes: Count = 0
     """Number of times that its generation was aborted and then continued."""
     attempts: Annotated[int, Meta(ge=1)] = 1

@@ -215,7 +215,7 @@ class Replicas:
     def __init__(self) -> None:
         self.by_name: dict[str, Replica] = {}
         self.in_phase: dict[Phase, dict[str, Replica]] = {phase: {} for phase in Phase}
-        """Replicas of each phase by name, as they entered it; a pause requested again enters anew."""
+        """Replicas of each phase by name, as they entered it; a pause that is requested again enters later."""
         self._on_host: defaultdict[str, dict[str, Replica]] = defaultdict(dict)
         """Replicas of each host by name."""
         self.counts = dict.fromkeys(COUNTED, 0)

@@ -57,6 +57,7 @@ def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | N
 
 
 def make_sender(backend: CollectiveBackend, config: Config, host: str) -> Sender:
+    """Make the sender, bound to ``host``. Raises the errors of Sender."""
     # This import loads torch, which a simulated learner does not need.
     from asyncrl.weights.broadcast import Sender
 

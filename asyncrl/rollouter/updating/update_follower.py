@@ -421,7 +421,7 @@ class UpdateFollower:
             raise ActorFailed(self._name, f"{apart}, at or above drift.stop = {limits.stop:g}; {explain(drift)}")
         self._log.warning("engine and learner drift apart", version=version, drift=str(drift))
         text = f"{self._name}: {apart}, at or above drift.warn = {limits.warn:g}; {explain(drift)}"
-        self._notify("drift", text, count=self.drifts.warnings, meanwhile="The run goes on")
+        self._notify("drift", text, count=self.drifts.warnings, meanwhile="The run continues")
 
     async def _report_failure(self, offer: Offer, error: str, *, corrupt: bool = False) -> None:
         """Report that an offer was not loaded, and end it; ``corrupt``: its bytes are not those of the version."""
