@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from asyncrl.config import Config
 
 PROGRAM = "asyncrl-export"
-DESCRIPTION = "Write the weights of a run's checkpoint, adapters added in, as a Hugging Face model. RUN may be live."
+DESCRIPTION = "Write a run's checkpoint as a Hugging Face model, with LoRA adapters merged. RUN may be live."
 EPILOG = """\
 RUN is a run folder, or a name under runs/. OUT must be missing or empty. It appears once the whole model is written.
 
 --push-to-hub ORG/NAME uploads the folder to a repository of the Hugging Face hub, and makes it if necessary. A
 README.md is added: a model card with data, configuration, metrics and version. HF_TOKEN must have a token that may
-write there. Without OUT, the folder is removed afterwards.
+write there. Without OUT, the temporary folder is removed.
 
 Exit codes: 0 done; 1 the checkpoint is damaged, OUT cannot be written, or the upload failed; 2 wrong usage, no such run
-or no such checkpoint; 78 the model of the configuration is missing or is another one; 130 Ctrl-C.
+or no such checkpoint; 78 the model of the configuration is missing or is not that of the run; 130 Ctrl-C.
 """
 
 

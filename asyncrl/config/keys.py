@@ -20,7 +20,7 @@ from asyncrl.config.training import SOURCE_KEYS, PromptsConfig
 from asyncrl.core.other_names import describe_meaning, meaning_of
 
 MOST_ADVICE = 8
-"""Most keys of an unknown table for which an error gives advice."""
+"""Largest number of keys in an unknown table for which an error gives advice."""
 SHARED_KEYS = {
     "episode": "all sources share [episode]; let its function choose by task.row",
     "advantage": "all sources share learner.advantage, which sees whole steps",
@@ -37,7 +37,8 @@ def known_keys() -> list[tuple[str, str, str, str]]:
     rows: list[tuple[str, str, str, str]] = []
 
     def visit(section: type[Section], prefix: str) -> None:
-        descriptions, listed = docstrings(section), dict[str, type[Section]]()
+        descriptions = docstrings(section)
+        listed: dict[str, type[Section]] = {}  # Sections of the keys that may be a list of tables.
         for name, field in section.model_fields.items():
             key = prefix + name
             if (item := listed_table_of(field)) is not None:
@@ -59,7 +60,7 @@ def known_keys() -> list[tuple[str, str, str, str]]:
 
 
 def table_of(field: FieldInfo) -> tuple[type[Section], bool] | None:
-    """Return the section of a field that is a table, and whether the user names it: the field holds several by name.
+    """Return the section of a field that is a table, and whether the field is a dict of sections by the user's names.
 
     None for a field that holds a value.
     """

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 Place = Literal["head", "ranks", "engines", "beside engines", "free cores"]
 """Rule that chooses the hosts of a role (launcher/common/placement.py). Any role may have "head", the first host, or
-"free cores", the hosts with most cores free. "ranks" is the learner's rule, "engines" the rollouters', and the last one
-that of episode hosts."""
+"free cores", the hosts with most cores free. "ranks" is the learner's rule, "engines" the rollouters', and
+"beside engines" that of episode hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

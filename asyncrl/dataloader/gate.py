@@ -1,7 +1,7 @@
 """The gate of admission, the only place where staleness is bounded. Pure.
 
-Let u be the oldest version that the asking rollouter's engines serve and T(u) the groups trained when u was
-published. A group is leased while
+Let u be the version that the asking rollouter's engine serves and T(u) the groups trained when u was published. A
+group is leased while
 
     trained + outstanding < T(u) + (eta_t + 1) * G
 
@@ -11,7 +11,7 @@ groups that can be trained before it is below T(u) + (eta + 1) * G. If groups ar
 it is trained under version u + eta at the latest. Freeing the place at delivery, counting with the newest published
 version, or taking trained = v * G would each break that.
 
-The gate never leases more than the run still needs, and nothing before the engines serve a version of the present
+The gate never leases more than the run still needs, and nothing before an engine serves a version of the present
 learner. No rollouter generates more than an equal share of the groups, rounded up. Otherwise the rollouter whose
 weights arrive first would leave the others idle.
 
@@ -126,7 +126,7 @@ class Gate:
         return 0 if self.finished else max(0, self._groups_of_run - self.trained - outstanding)
 
     def room(self, served_version: int, outstanding: int) -> int:
-        """Further groups that the staleness limit allows a rollouter whose engines serve this version or newer ones.
+        """Further groups that the staleness limit allows a rollouter whose engine serves this version or a newer one.
 
         A version that the learner has not reported yet counts as the newest reported one before it. Without a reported
         version before it there is no room.

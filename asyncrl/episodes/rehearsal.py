@@ -41,7 +41,7 @@ async def play(
     """Play a task; the reward is 0 or 1 with equal chance.
 
     ``turns``, ``tool_s`` (s) and ``observation`` (characters) are medians, each with the sigma of its lognormal;
-    ``failure`` is the chance of an attempt to fail at one of its tools; ``http`` asks through the endpoint.
+    ``failure`` is the chance of an attempt to fail, after one of its turns; ``http`` asks through the endpoint.
     """
     rng = random.Random(f"{task.seed}/{task.sample}")
     reward = float(rng.random() < 0.5)
@@ -68,7 +68,7 @@ def lognormal(chance: random.Random, median: float, sigma: float) -> float:
 
 
 def text(chance: random.Random, characters: float) -> str:
-    """Draw made-up words of so many characters, at least one."""
+    """Draw made-up words of so many characters, at least one character."""
     size = max(1, round(characters))
     words = " ".join(chance.choices(_WORDS, k=size // 4 + 1))
     return words[:size]

@@ -50,6 +50,7 @@ class Playing(asyncio.Future[EpisodeDone]):
 
     __slots__ = ("on_stop",)
     on_stop: Callable[[], None]
+    """Set by the pool, once the future is made."""
 
     def cancel(self, msg: Any = None) -> bool:
         cancelled = super().cancel(msg)

@@ -1,6 +1,7 @@
-"""Messages of the learner to the dataloader: outcomes, the status of the dataloader, and the recovery after a restart.
+"""Messages between the learner and the dataloader, and those for a dataloader's recovery.
 
-The gate is the dataloader's rule on when the next group may be leased (dataloader/gate.py).
+A rollouter requests leases by messages/groups.py. The gate is the dataloader's rule on when the next group may be
+leased (dataloader/gate.py).
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class RequestLeases(Request, frozen=True, kw_only=True):
     free_groups: Annotated[int, Meta(ge=1)]
     """Number of groups that it can take, including leases above ``seen`` that are sent again."""
     served_version: int
-    """The oldest version that its engines serve; -1 before the first."""
+    """The version that its engine serves; -1 before the first."""
     holding: list[Uid] = []
     """Uids of all groups that it holds; leases of its earlier incarnations are lost."""
     number: Count = 0

@@ -42,7 +42,8 @@ class Bucket(Struct, gc=False, frozen=True, kw_only=True):
 class Probe(Struct, gc=False, frozen=True, kw_only=True):
     """Log-probs of a few sequences by the learner's weights of a version; an engine with the same weights agrees.
 
-    There are S sequences of T tokens in all. At C places, positions in them, it also has the K likeliest next tokens.
+    There are S sequences of T tokens in all. A place is a position in a sequence. For each of C places there are also
+    the K likeliest next tokens, at the run's temperature: there the engine samples one token.
     """
 
     tokens: np.ndarray
@@ -69,7 +70,7 @@ class DeviceCopy(Struct, gc=False, frozen=True, kw_only=True):
     size: Count
     """Bytes of the memory."""
     offsets: list[list[Count]]
-    """For each bucket, the byte offset of each of its tensors; empty if the bucket is not there."""
+    """For each bucket, the byte offset of each of its tensors; empty if the copy lacks the bucket."""
     sums: list[int]
     """For each bucket, the sum of its 64-bit words (weights/tensors.py)."""
 

@@ -38,6 +38,7 @@ class Head(msgspec.Struct, frozen=True):
     kind: str = ""
     step: Whole | None = None
     start: Whole = 0
+    """Number of the learner's start."""
 
 
 HEADS = msgspec.json.Decoder(Head)
@@ -123,7 +124,7 @@ class StepIndex:
         self._offsets.append(offset)
 
     def _mark_of(self, file: BinaryIO) -> int:
-        """Checksum of the end of what was read."""
+        """Checksum of the last MARK_BYTES of what was read."""
         begin = max(0, self._read - MARK_BYTES)
         file.seek(begin)
         return xxhash.xxh3_64_intdigest(file.read(self._read - begin)) if self._read else 0

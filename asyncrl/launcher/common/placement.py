@@ -51,7 +51,7 @@ class PlacementHost:
     gpus: tuple[str, ...] = ()
     """Values that CUDA_VISIBLE_DEVICES may take on it."""
     address: str = ""
-    """Address at which other hosts reach it. Empty in a run on one host, which uses network.host."""
+    """Address at which other hosts reach it. Empty in a run on one host, which uses the key network.host."""
     interface: str = ""
     """The network interface that has the address; empty if unknown."""
 
@@ -69,8 +69,8 @@ class Placed:
 def place(config: Config, hosts: Sequence[PlacementHost]) -> list[Placed]:
     """Place every actor of a run, and return them in the order of ``config.actors``, the controller first.
 
-    ``hosts`` have different names; the first is the head. ``config`` has passed through ``with_gpus`` and then
-    ``with_episode_hosts``. Raises ConfigError if the run does not fit.
+    ``hosts`` have different names; the first is the head. ``config`` has passed through ``with_gpus``, if its GPUs
+    were left open, and then ``with_episode_hosts``. Raises ConfigError if the run does not fit.
     """
     assert hosts
     assert len({host.name for host in hosts}) == len(hosts)

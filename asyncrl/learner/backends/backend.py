@@ -161,7 +161,7 @@ class Backend(Protocol):
     def export(self, folder: Path) -> None:
         """Rank 0: write the current weights to ``folder`` in Hugging Face layout. Raises OSError.
 
-        Adapters are added into the weights, and also written to a folder of their own.
+        Adapters are merged into the weights, and also written to a folder of their own.
         """
 
     def checkpoint_bytes(self) -> int:

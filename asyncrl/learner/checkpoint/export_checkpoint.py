@@ -40,7 +40,7 @@ def export_checkpoint(
     """Verify the checkpoint ``found``, and write its weights to the folder ``target``, whose files are replaced.
 
     ``dtype`` is float32 or bfloat16. ``config`` is that of the run; ``model`` says where its model lies now.
-    ``adapter_alone``: write only the adapter, in PEFT's layout, not the model that it is added into.
+    ``adapter_alone``: write only the adapter, in PEFT's layout, not the model that it is merged into.
     """
     import transformers
 

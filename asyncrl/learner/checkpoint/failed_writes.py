@@ -38,11 +38,11 @@ class FailedWrite:
     free: int | None = None
     """Free bytes on the disk after the failure; None if the disk was not full or reports none."""
     older: Sequence[str] = ()
-    """Names of the complete checkpoints that the user may remove: all except the newest."""
+    """On a full disk, names of the complete checkpoints that the user may remove: all except the newest. Else empty."""
 
     @property
     def lacks_room(self) -> bool:
-        """Whether the disk reports less room than is needed. A quota, for example, may not show in its report."""
+        """Whether the disk reports less room than is needed. With a quota it may report enough, and still refuse."""
         return self.free is not None and self.free < self.needed
 
     def fits_now(self) -> bool:
@@ -62,6 +62,8 @@ class Kept:
 
 async def wait_for_disk_space(failed: FailedWrite, until: Callable[[], float], clock: Clock) -> bool:
     """Wait until another attempt makes sense, and return True; return False at the time ``until()``.
+
+    Only the last writes of a run wait for space.
 
     If the disk lacked room, the attempt makes sense once it reports enough. If it reported room and refused the write
     all the same, only time can help: REFUSED_PAUSE_S. ``until()`` may change during the wait.

@@ -123,7 +123,7 @@ class Sinks(Actor):
             await asyncio.sleep(LOOK_S)
 
     def _report_sinks(self) -> None:
-        """Report new failures to the user, and log new addresses."""
+        """Report new failures to the user, and log the path or URL of each new output."""
         for thread in self._threads:
             failures, address = self._reported.get(thread.name, (0, ""))
             if thread.failures > failures:
@@ -135,7 +135,7 @@ class Sinks(Actor):
             self._reported[thread.name] = thread.failures, thread.address
 
     def metrics(self) -> dict[str, float]:
-        """Adds the numbers of lines that were dropped and records that were lost, over all sinks."""
+        """Adds the numbers of lines without room in a queue, and of records that failures lost, over all sinks."""
         return super().metrics() | {
             "sinks/dropped": sum(thread.dropped for thread in self._threads),
             "sinks/lost": sum(thread.lost for thread in self._threads),

@@ -51,7 +51,7 @@ class Muon(torch.optim.Optimizer):
                     self._move(matrix, local(matrix.grad), group["lr"], group["weight_decay"])
 
     def _move(self, matrix: Tensor, gradient: Tensor, rate: float, weight_decay: float) -> None:
-        """Update one matrix in place: gather the momentum, orthogonalise it, and step with this rank's rows of it.
+        """Update one matrix in place: gather the averaged gradient, orthogonalise it, and step with this rank's rows.
 
         ``gradient`` is this rank's part.
         """

@@ -3,7 +3,7 @@
 Every rank first copies its own shards to host memory on the training thread (copies.py); training waits only for that.
 Then another thread gathers the copies on rank 0, in buckets of whole layers. Rank 0 consumes one bucket while the next
 is gathered: for a version it writes it into a sealed segment. A version holds the adapters alone if versions are
-published so, and else the whole model with adapters added in. An export is the whole model and the adapters.
+published so, and else the whole model with adapters merged. An export is the whole model and the adapters.
 
 Invariants: a copy is read to its end before the next one is taken, so one copy bounds the memory. The exchange among
 the ranks has a process group to itself and cannot mix with the collectives of a step. Every rank finishes the gather

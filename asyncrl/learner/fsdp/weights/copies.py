@@ -2,10 +2,10 @@
 
 Every parameter of the model appears exactly once, under the name and in the shape that transformers'
 ``save_pretrained`` would give it: a tied head only under the name of the weight that it is tied to, experts and other
-fused weights split again. A weight with an adapter appears with the adapter added in, or the adapters appear alone
+fused weights split again. A weight with an adapter appears with the adapter merged, or the adapters appear alone
 under the names of asyncrl/weights/lora.py.
 
-Invariants: a copy is of one moment, and the model is only read. An adapter (model/lora.py) is added in float32, and the
+Invariants: a copy is of one moment, and the model is only read. An adapter (model/lora.py) is merged in float32, and the
 sum is cast. A rank's rows of W need the same rows of B, which the rank has, and the whole of A. So the ranks exchange
 their parts of A, which are small.
 
@@ -139,7 +139,7 @@ def whole_buckets(units: list[Unit], *, dtype: torch.dtype) -> Iterator[dict[str
 
 
 def model_units(policy: Policy) -> list[Unit]:
-    """List the live weights that a checkpoint of the model would hold, in its order, with adapters to be added in.
+    """List the live weights that a checkpoint of the model would hold, in its order, with adapters to be merged.
 
     Tied weights, non-persistent buffers and the adapters' own matrices are left out.
     """
@@ -186,7 +186,7 @@ def _by_layer(weights: list[Weight], model: Any) -> list[Unit]:
 
 
 def _merged(weight: Weight, whole_as: Iterator[Tensor]) -> Tensor:
-    """Return this rank's part of a weight, one-dimensional: with an adapter, it is added in, in float32.
+    """Return this rank's part of a weight, one-dimensional: with an adapter, it is merged, in float32.
 
     ``whole_as`` yields the whole matrix A of each weight with an adapter.
     """

@@ -30,7 +30,7 @@ from asyncrl.weights.lora import ADAPTER_FILE, PREFIX, SETTINGS_FILE
 SHARD_BYTES = 4 << 30
 """Bytes of a file of weights, past which the next one begins."""
 ADAPTER = "adapter"
-"""Subfolder of an exported model for the adapters that are added into it."""
+"""Subfolder of an exported model for the adapters that are merged into it."""
 _TOKENIZER = (
     "tokenizer*",
     "vocab*",

@@ -323,6 +323,6 @@ def judge(config: Config, model: dict[str, Any]) -> Unserved | None:
         return Unserved(problem, 'set placement.share to "always" or "never", or choose another model')
     named = [name for name in model.get("architectures") or () if name in WITHOUT_ADAPTERS]
     if named and config.publishes_adapter:
-        fix = 'set lora.publish to "merged": engines then get whole weights with the adapters added in'
+        fix = 'set lora.publish to "merged": engines then get whole weights with the adapters merged'
         return Unserved(f"vLLM's {named[0]} takes no adapters", fix, key="lora.publish")
     return None

@@ -122,7 +122,7 @@ def _of_whole_model(backend, config) -> tuple[dict[str, np.ndarray], dict[str, f
 
 
 def test_adapter_gradients_follow_from_those_of_the_whole_weights(folder, tmp_path, run) -> None:
-    """dB = s dW A^T and dA = s B^T dW, where dW is the gradient of a whole model with the adapters added in.
+    """dB = s dW A^T and dA = s B^T dW, where dW is the gradient of a whole model with the adapters merged.
 
     The reference is the model without adapters, and needs none of its own.
     """
