@@ -40,7 +40,7 @@ def held(version: int, contents: Sequence[bytes]) -> HeldVersion:
 
 
 def as_streamed(manifest: Manifest) -> Manifest:
-    """The offer to a replica that cannot open the segments."""
+    """The update to a replica that cannot open the segments."""
     replace = msgspec.structs.replace
     return replace(manifest, buckets=[replace(bucket, path="") for bucket in manifest.buckets])
 

@@ -134,7 +134,7 @@ class Source(Struct, gc=False, frozen=True, array_like=True):
     turn: Count
 
 
-class Offer(Struct, gc=False, frozen=True, kw_only=True):
+class WeightUpdate(Struct, gc=False, frozen=True, kw_only=True):
     """A version for one replica to take: with a ``manifest`` by shm and stream, else with a ``broadcast``."""
 
     version: Count
@@ -216,10 +216,10 @@ class WatchBroadcast(Request, frozen=True, kw_only=True):
     """Reason that the learner cannot continue to send, which breaks the group; empty while it sends."""
 
 
-class WeightUpdate(Message, frozen=True, kw_only=True):
-    """A version to take; without an ``offer`` there was no newer one in time: ask again."""
+class UpdateAnswer(Message, frozen=True, kw_only=True):
+    """A version to take. Without an ``update`` there was no newer one in time: ask again."""
 
-    offer: Offer | None = None
+    update: WeightUpdate | None = None
 
 
 class NextUpdate(Request, frozen=True, kw_only=True):
@@ -228,7 +228,7 @@ class NextUpdate(Request, frozen=True, kw_only=True):
     It also says that the replica has nothing staged, and that it is not paused, unless its engine failed to load.
     """
 
-    reply = WeightUpdate
+    reply = UpdateAnswer
     senders = ROLLOUTER
     idle = True
     serving: int

@@ -33,9 +33,9 @@ from asyncrl.messages.weights import (
     ReportSleep,
     ReportUpdate,
     RequestLoad,
+    UpdateAnswer,
     WatchBroadcast,
     WatchPublished,
-    WeightUpdate,
 )
 from asyncrl.parameter_server.conductor import Conductor
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
@@ -86,7 +86,7 @@ class ParameterServer(Actor):
 
     @handler
     async def publish(self, request: Publish, caller: Caller) -> Done:
-        """Hold a new version and offer it to replicas; a repeat changes nothing.
+        """Hold a new version and assign it to replicas; a repeat changes nothing.
 
         Raises VersionReused, and WeightsCorrupt if a segment cannot be opened. As a task, like ``announce_broadcast``,
         it cannot overtake the announcement that came before it.
@@ -133,10 +133,10 @@ class ParameterServer(Actor):
     # --- replicas ---
 
     @handler
-    async def next_update(self, request: NextUpdate, caller: Caller) -> WeightUpdate:
-        """Park the call until the conductor offers the replica a newer version than the one that it serves."""
-        update: WeightUpdate = await self._answer(request, caller, same_host=request.host == host_id())
-        return update
+    async def next_update(self, request: NextUpdate, caller: Caller) -> UpdateAnswer:
+        """Park the call until the conductor assigns the replica a newer version than the one that it serves."""
+        answer: UpdateAnswer = await self._answer(request, caller, same_host=request.host == host_id())
+        return answer
 
     @handler
     def fetch_chunk(self, request: FetchChunk, caller: Caller) -> Chunk:

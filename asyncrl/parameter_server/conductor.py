@@ -5,8 +5,8 @@ to fetch and verify it while the engine generates. Times are arguments, in secon
 calls ``pass_time`` at ``next_deadline``.
 
 One replica of each host that cannot open the parameter server's segments fetches over the network. The others wait and
-open its segments. The hosts that fetch one version form a chain in the order of their offers. Each host requests chunks
-from the host before it, and the first host from the parameter server. So each network link carries the version once in
+open its segments. The hosts that fetch one version form a chain in the order of their updates. Each host requests
+chunks from the host before it, and the first host from the parameter server. So each network link carries the version once in
 each direction. Each fetch has a turn, a number that grows, and a host requests from fetches of earlier turns only. A
 replica that begins again gets a later turn and refuses requests by the old one. So hosts never wait in a circle.
 
@@ -16,7 +16,7 @@ Invariants:
   stage from here. A publication lets the others go. A replica that misses its version then stages the newest instead,
   which is kept as soon as an older one is finished or past its deadline.
 * At most ``max_paused`` replicas pause at once for shm or stream, in the order of asking among those that wait now.
-* A replica is offered a newer version only while it has no update under way.
+* A replica is assigned a newer version only while it has no update under way.
 * A replica that is paused past its deadline loses its pause: its rollouter has the same deadline and replaces the
   engine.
 * While one replica fetches a version, no other replica of its host that could use this version begins to fetch, unless
@@ -43,11 +43,11 @@ from asyncrl.messages.weights import (
     LoadGranted,
     Manifest,
     NextUpdate,
-    Offer,
     ReportUpdate,
     RequestLoad,
     Source,
     Transport,
+    UpdateAnswer,
     WatchBroadcast,
     WeightUpdate,
 )
@@ -63,7 +63,7 @@ from asyncrl.parameter_server.replicas import (
 )
 
 MAX_SOURCES = 8
-"""Earlier hosts of the chain that an offer names. When the host before dies, the next earlier one takes its place."""
+"""Earlier hosts of the chain that an update names. When the host before dies, the next earlier one takes its place."""
 
 
 class Conductor:
@@ -115,7 +115,7 @@ class Conductor:
                 self.replicas.wake(replica.name)
 
     def condemn(self, version: int) -> None:
-        """Stop offering this version and older ones: its bytes here are not those that were published."""
+        """Stop assigning this version and older ones: its bytes here are not those that were published."""
         self.condemned = max(self.condemned, version)
 
     def needed(self) -> set[int]:
@@ -158,7 +158,7 @@ class Conductor:
     def answer(self, question: ParkedRequest, now: float) -> Message | None:
         """Return the answer to a question, or None to wait. A closed question gets an empty reply: "ask again".
 
-        A replica that gets an offer by shm or stream begins to stage.
+        A replica that gets an update by shm or stream begins to stage.
         """
         name, request = question.name, question.request
         if not self.replicas.is_open(question):
@@ -171,8 +171,8 @@ class Conductor:
         if isinstance(request, RequestLoad):
             granted = self._may_load(replica, request)
             return None if granted is None else LoadGranted(decided=True, granted=granted)
-        offer = self._try_to_offer(replica, now)
-        return None if offer is None else WeightUpdate(offer=offer)
+        update = self._try_to_assign(replica, now)
+        return None if update is None else UpdateAnswer(update=update)
 
     def _record_next_update(self, replica: Replica, request: NextUpdate, same_host: bool, now: float) -> None:
         """Record what a replica says of itself when it asks for the next update, and make it idle.
@@ -195,16 +195,16 @@ class Conductor:
         if replica.phase is Phase.ANNOUNCED and is_other_engine:
             self._move(replica, ReplicaEvent.FAILED, "has another engine")
         else:
-            if replica.phase is Phase.STAGING and replica.offered is None:
-                # It may not have found the copy that it was offered: the holder may be dead.
+            if replica.phase is Phase.STAGING and replica.assigned is None:
+                # It may not have found the copy that it was assigned: the holder may be dead.
                 for other in self.replicas.beside(replica):
                     if other.copy is not None and other.copy.version == replica.target:
                         other.copy = None
             self._move(replica, ReplicaEvent.IDLE, "asked for the next update instead")
         replica.workers = request.workers
 
-    def _try_to_offer(self, replica: Replica, now: float) -> Offer | None:
-        """Offer an asking replica its next version, by a transport, so that its staging begins; None: it waits.
+    def _try_to_assign(self, replica: Replica, now: float) -> WeightUpdate | None:
+        """Assign an asking replica its next version, by a transport, so that its staging begins; None: it waits.
 
         A replica opens segments of the parameter server on its host, or else segments of another replica there. Without
         such segments, it waits for a replica of its host that is fetching, or fetches the newest version for its host.
@@ -212,25 +212,25 @@ class Conductor:
         """
         if replica.phase is Phase.ANNOUNCED:
             part = self.broadcast.parts[replica.name]
-            return Offer(version=replica.target, transport=part.group.backend, broadcast=part)
+            return WeightUpdate(version=replica.target, transport=part.group.backend, broadcast=part)
         newest, transport = self.newest, self._weights.transport
         if replica.phase not in IDLE_PHASES or replica.serving >= newest or newest <= self.condemned:
             return None
         # A replica that has failed too often with segments of this host, for any reason, is served over the network.
         may_open = replica.failed_attempts < self._weights.max_attempts
         if may_open and replica.same_host and transport in ("auto", "shm"):
-            return self._make_offer(replica, "shm", now)
+            return self._make_update(replica, "shm", now)
         if not may_open or not replica.host or transport == "stream":
-            return self._make_offer(replica, "stream", now)
+            return self._make_update(replica, "stream", now)
         beside = self.replicas.beside(replica)
         is_fetched = any(other.is_fetching and other.target > replica.serving for other in beside)
         replica.waits = replica.waits or is_fetched
         copy = self._find_copy(replica)
         if copy is not None and (copy.version == newest or replica.waits):
-            return self._make_offer(replica, "shm", now, copy)
+            return self._make_update(replica, "shm", now, copy)
         if is_fetched:
             return None
-        return self._make_offer(replica, "stream", now, joins=True)
+        return self._make_update(replica, "stream", now, joins=True)
 
     def _find_copy(self, replica: Replica) -> Manifest | None:
         """Find the newest copy on the host of a replica, its own included, that is above the version that it serves."""
@@ -238,22 +238,24 @@ class Conductor:
         copies = [other.copy for other in beside if other.copy is not None and other.copy.version > replica.serving]
         return max(copies, key=lambda copy: copy.version, default=None)
 
-    def _make_offer(
+    def _make_update(
         self, replica: Replica, transport: Transport, now: float, copy: Manifest | None = None, *, joins: bool = False
-    ) -> Offer:
+    ) -> WeightUpdate:
         """Begin a staging of the newest version, or of a ``copy`` on its host. With ``joins`` it joins the chain.
 
         The paths of the manifest are empty for a replica that fetches chunks. Otherwise they lead to segments on the
         replica's host.
         """
         manifest = copy or self._manifest
-        self.replicas.move(replica, ReplicaEvent.OFFERED)
+        self.replicas.move(replica, ReplicaEvent.ASSIGNED)
         replica.target, replica.since, replica.fetches = manifest.version, now, joins
-        replica.offered, replica.pins = (self._manifest, True) if copy is None else (None, False)
+        replica.assigned, replica.pins = (self._manifest, True) if copy is None else (None, False)
         turn, sources = self._join_chain(replica) if joins else (0, [])
         if transport == "stream":
             manifest = with_paths(manifest, [""] * len(manifest.buckets))
-        return Offer(version=manifest.version, transport=transport, manifest=manifest, turn=turn, sources=sources)
+        return WeightUpdate(
+            version=manifest.version, transport=transport, manifest=manifest, turn=turn, sources=sources
+        )
 
     def _join_chain(self, replica: Replica) -> tuple[int, list[Source]]:
         """Add a replica that fetches its target for its host to the end of the chain.
@@ -287,7 +289,7 @@ class Conductor:
                 self._move(replica, ReplicaEvent.JOINED)
         elif version > replica.serving and self._move(replica, ReplicaEvent.ASKED):
             replica.target = version
-            manifest = replica.offered if has_fetched else self._manifest if version == self.newest else None
+            manifest = replica.assigned if has_fetched else self._manifest if version == self.newest else None
             # A restarted parameter server learns of the copy by a repeated request.
             if request.paths and manifest is not None:
                 replica.copy = with_paths(manifest, request.paths)

@@ -61,8 +61,8 @@ class ReplicaEvent(StrEnum):
     """The update has failed: by ReportUpdate, by a deadline, or with its broadcast."""
     ENDED = "ended"
     """The update ends without a failure: its question is cancelled, or it sleeps, or a broadcast is called off."""
-    OFFERED = "offered"
-    """A version was offered to the replica by shm or stream."""
+    ASSIGNED = "assigned"
+    """A version was assigned to the replica by shm or stream."""
     INVITED = "invited"
     """The replica was made a member of a broadcast."""
     GRANTED = "granted"
@@ -82,8 +82,8 @@ TRANSITIONS: dict[tuple[Phase, ReplicaEvent], Phase] = {
     # The failed attempts still count, because nothing was committed.
     (_P.BEHIND, _E.ENDED): _P.BEHIND,
     # --- by shm or stream ---
-    (_P.SERVING, _E.OFFERED): _P.STAGING,
-    (_P.BEHIND, _E.OFFERED): _P.STAGING,
+    (_P.SERVING, _E.ASSIGNED): _P.STAGING,
+    (_P.BEHIND, _E.ASSIGNED): _P.STAGING,
     (_P.STAGING, _E.ASKED): _P.WAITING,
     (_P.WAITING, _E.ASKED): _P.WAITING,
     (_P.WAITING, _E.GRANTED): _P.LOADING,
@@ -130,7 +130,7 @@ class Replica:
     """The version of the update under way; -1 in an idle phase."""
     fetches: bool = False
     """Whether the replica stages its target for its whole host."""
-    offered: Manifest | None = None
+    assigned: Manifest | None = None
     """Manifest of the version that it stages from the parameter server; None if it opens a copy on its host."""
     pins: bool = False
     """Whether the parameter server keeps the version while this replica stages it."""
@@ -139,7 +139,7 @@ class Replica:
     waits: bool = False
     """Whether another replica of its host fetches the version that this one takes next; only in idle phases."""
     since: float = 0.0
-    """Time at which the version was offered (STAGING), or the pause was granted or requested again (LOADING)."""
+    """Time at which the version was assigned (STAGING), or the pause was granted or requested again (LOADING)."""
     heard: float = 0.0
     """Time of its last message, or of the last answer to it; SILENT if it sleeps or has cancelled its question."""
     failed_version: int = -1

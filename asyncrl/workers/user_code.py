@@ -123,10 +123,10 @@ def accepted(
         if parameter.kind == parameter.POSITIONAL_ONLY:
             problems.append(f"{keys.code}: {name} takes {parameter.name!r} by position only; give it a keyword")
         elif parameter.name not in (*given, *options):
-            offered = f"; with each call it is given {', '.join(given)}" if given else ""
+            available = f"; with each call it is given {', '.join(given)}" if given else ""
             if "row" in given:
-                offered += f"; a column of the data is row[{parameter.name!r}]"
-            problems.append(f"{keys.options}.{parameter.name}: is required by {name}{offered}")
+                available += f"; a column of the data is row[{parameter.name!r}]"
+            problems.append(f"{keys.options}.{parameter.name}: is required by {name}{available}")
     if not takes_any:
         option_names = keywords - set(given)
         problems += [

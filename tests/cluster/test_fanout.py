@@ -30,11 +30,11 @@ def shaped() -> None:
         pytest.skip(f"there can be no hosts here: {reason}")
 
 
-def middle(offered: dict[int, list[str]]) -> int:
+def middle(assigned: dict[int, list[str]]) -> int:
     """The host in the middle of the chain: it has others before it and behind it."""
-    behind = Counter(name for sources in offered.values() for name in sources)
-    named = [host for host in offered if offered[host] and behind[name_of(host)]]
-    return sorted(named, key=lambda host: (len(offered[host]), -behind[name_of(host)]))[len(named) // 2]
+    behind = Counter(name for sources in assigned.values() for name in sources)
+    named = [host for host in assigned if assigned[host] and behind[name_of(host)]]
+    return sorted(named, key=lambda host: (len(assigned[host]), -behind[name_of(host)]))[len(named) // 2]
 
 
 @pytest.mark.timeout(600)
@@ -45,10 +45,10 @@ def test_killed_relays_cost_no_version_and_relay_again_after_a_restart() -> None
                 victims = set()
                 for _ in range(2):
                     version = await hosts.publish(SETTING.size, hosts.receivers, WAIT_S)
-                    offered = await hosts.offered(version, hosts.receivers, WAIT_S)
-                    victim = middle(offered)
+                    assigned = await hosts.assigned(version, hosts.receivers, WAIT_S)
+                    victim = middle(assigned)
                     victims.add(victim)
-                    assert any(name_of(victim) in way for ways in offered.values() for way in ways)
+                    assert any(name_of(victim) in way for ways in assigned.values() for way in ways)
                     await hosts.half(version, victim, WAIT_S)
                     await hosts.kill(victim)
                     survivors = [host for host in hosts.receivers if host != victim]

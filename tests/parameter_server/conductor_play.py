@@ -10,8 +10,8 @@ from asyncrl.messages.weights import (
     NextUpdate,
     ReportUpdate,
     RequestLoad,
+    UpdateAnswer,
     WatchBroadcast,
-    WeightUpdate,
 )
 from asyncrl.parameter_server.conductor import Conductor
 
@@ -85,7 +85,7 @@ class Play:
         self.conductor.answered(question, self.now)
         if isinstance(found, LoadGranted):
             return found.granted
-        return found.offer if isinstance(found, WeightUpdate) else found
+        return found.update if isinstance(found, UpdateAnswer) else found
 
     def end_of_park(self, name):
         """The caller gets the answer to ask again."""
@@ -123,10 +123,10 @@ class Play:
     # --- several steps ---
 
     def commit(self, name, version, serving=-1, **place):
-        """An update by shm or stream, from the offer to the commit; the replica asks for the next one afterwards."""
+        """An update by shm or stream, from its start to the commit; the replica asks for the next one afterwards."""
         life = place.get("incarnation", 1)
-        offer = self.next(name, serving, **place)
-        assert offer is not None and offer.version == version and offer.broadcast is None, offer
+        update = self.next(name, serving, **place)
+        assert update is not None and update.version == version and update.broadcast is None, update
         assert self.pause(name, version, life)
         assert self.report(name, version, incarnation=life)
         assert self.next(name, version, **place) is None
@@ -139,13 +139,13 @@ class Play:
             self.commit(name, version, **place)
 
     def gather(self, version, *names, **changes):
-        """Announce, offer, join: all but the last one's join, which is left to the caller. Returns the epoch."""
+        """Announce, assign, join: all but the last one's join, which is left to the caller. Returns the epoch."""
         assert self.announce(version, **changes) is None
         epoch = None
         for name in names:
-            offer = self.look(name)
-            assert offer is not None and offer.broadcast is not None and offer.version == version
-            epoch = offer.broadcast.group.epoch
+            update = self.look(name)
+            assert update is not None and update.broadcast is not None and update.version == version
+            epoch = update.broadcast.group.epoch
         for name in names[:-1]:
             assert self.join(name, version, epoch) is None
         return epoch

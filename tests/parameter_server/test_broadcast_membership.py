@@ -25,10 +25,10 @@ def test_a_broadcast_begins_when_all_members_and_the_learner_are_there():
     assert play.announce(1) is None
     assert set(play.phases().values()) == {"announced"}
     assert play.woken() == {*R}
-    offers = [play.look(name) for name in R]
-    assert {offer.version for offer in offers} == {1}
-    assert [offer.broadcast.first_rank for offer in offers] == [1, 2, 3]
-    [group] = {offer.broadcast.group for offer in offers}
+    updates = [play.look(name) for name in R]
+    assert {update.version for update in updates} == {1}
+    assert [update.broadcast.first_rank for update in updates] == [1, 2, 3]
+    [group] = {update.broadcast.group for update in updates}
     assert (group.world_size, group.host, group.port, group.backend) == (4, "127.0.0.1", 7000, "gloo")
     for name in R[:2]:
         assert play.join(name, 1, group.epoch) is None
@@ -80,8 +80,8 @@ def test_a_replica_that_is_busy_or_behind_is_left_out(phase):
     play.publish(2)
     if phase != "behind":
         play.report("r/0", 1)
-    offer = play.next("r/0", 0 if phase == "behind" else 1)
-    assert (offer.version, offer.broadcast, offer.transport) == (2, None, "stream")
+    update = play.next("r/0", 0 if phase == "behind" else 1)
+    assert (update.version, update.broadcast, update.transport) == (2, None, "stream")
 
 
 def test_a_silent_replica_is_left_out_and_one_between_two_requests_is_not():
@@ -209,8 +209,8 @@ def test_a_missing_member_cancels_the_broadcast_for_all(what):
     # The version goes to each by stream, once it is published.
     play.publish(1)
     for name in blameless:
-        offer = play.look(name)
-        assert (offer.version, offer.transport, offer.broadcast) == (1, "stream", None)
+        update = play.look(name)
+        assert (update.version, update.transport, update.broadcast) == (1, "stream", None)
     assert play.counts("called_off", "begun") == (1, 0)
     if what == "sleeps announced":
         assert play.figure("updates_failed") == 0
@@ -254,8 +254,8 @@ def test_a_version_goes_by_stream_after_a_broken_broadcast(what, published):
     for name in R[:2]:
         if name in play.phases():
             assert play.join(name, 1, epoch) is False
-            offer = play.next(name, 0)
-            assert (offer.version, offer.transport, offer.broadcast) == (1, "stream", None)
+            update = play.next(name, 0)
+            assert (update.version, update.transport, update.broadcast) == (1, "stream", None)
     assert play.counts("broken", "begun") == (1, 1)
 
 

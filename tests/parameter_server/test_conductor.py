@@ -16,7 +16,7 @@ EDGE = re.compile(r"^\s*(\w+) --> (\w+) : ([\w, ]+)$", re.MULTILINE)
 
 
 def one_at_a_time(*names, **weights):
-    """The named replicas are offered version 0."""
+    """The named replicas are assigned version 0."""
     play = Play(max_paused_fraction=0.1, **weights)
     play.publish(0)
     for name in names:
@@ -361,6 +361,6 @@ def test_members_of_a_broadcast(configured, backend, joins_nccl, member):
     play.serve("r/0", joins_nccl=joins_nccl)
     assert (play.announce(1, backend=backend, probe=probe) is None) is member
     if member:
-        offer = play.look("r/0")
-        assert offer.transport == offer.broadcast.group.backend == backend
-        assert offer.manifest is None and offer.broadcast.manifest.probe is probe
+        update = play.look("r/0")
+        assert update.transport == update.broadcast.group.backend == backend
+        assert update.manifest is None and update.broadcast.manifest.probe is probe

@@ -115,6 +115,6 @@ def check_held_versions(world):
     assert len(needed) <= world.weights.versions_held
     for caller in world.replicas.values():
         known = conductor.replicas.by_name.get(caller.name)
-        # Offers of another server, and a successor that has sent no message, are unknown here.
+        # Updates of another server, and a successor that has sent no message, are unknown here.
         if caller.state[0] == "staging" and known and known.incarnation == caller.incarnation:
             assert caller.state[1] in needed or known.target == -1 or not known.pins

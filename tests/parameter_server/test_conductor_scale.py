@@ -11,15 +11,15 @@ HOSTS = 8
 """Replicas on each host, where they are on hosts."""
 
 
-def serving(count, *, offered=0, transport="stream", **place):
-    """Replicas; the first ones, this many, are offered version 1."""
+def serving(count, *, assigned=0, transport="stream", **place):
+    """Replicas; the first ones, this many, are assigned version 1."""
     play = Play(transport=transport, max_paused_fraction=0.5)
     for i in range(count):
         host = f"host-{i // HOSTS}" if place.get("hosts") else ""
         play.conductor.ask(f"r/{i}", 1, NextUpdate(serving=0, host=host), play.now, same_host=not host)
-    if offered:
+    if assigned:
         play.publish(1)
-    for i in range(offered):
+    for i in range(assigned):
         look(play, i)
     return play
 
@@ -31,7 +31,7 @@ def look(play, i):
 
 def ask_for_pause(count):
     """Half of all load, and one more asks."""
-    play = serving(count, offered=count)
+    play = serving(count, assigned=count)
     for i in range(count - 1):
         play.conductor.ask(f"r/{i}", 1, RequestLoad(version=1), play.now)
     return lambda: play.conductor.ask(f"r/{count - 1}", 1, RequestLoad(version=1), play.now)
@@ -39,7 +39,7 @@ def ask_for_pause(count):
 
 def commit(count):
     """Half of all load, and one of them has loaded: another may pause."""
-    play = serving(count, offered=count)
+    play = serving(count, assigned=count)
     for i in range(count):
         play.conductor.ask(f"r/{i}", 1, RequestLoad(version=1), play.now)
     loading = next(name for name, phase in play.phases().items() if phase == "loading")
@@ -49,7 +49,7 @@ def commit(count):
 
 def look_at_announcement(count):
     """The others of its host wait for one of them, as everywhere."""
-    play = serving(count, offered=count - 1, hosts=True)
+    play = serving(count, assigned=count - 1, hosts=True)
     return lambda: look(play, count - 1)
 
 
@@ -58,14 +58,14 @@ def join(count):
     play = serving(count, transport="gloo")
     play.publish(0)
     play.conductor.ask(*LEARNER, announcement(1), play.now)
-    request = RequestLoad(version=1, epoch=look(play, 0).offer.broadcast.group.epoch)
+    request = RequestLoad(version=1, epoch=look(play, 0).update.broadcast.group.epoch)
     for i in range(count - 2):
         play.conductor.ask(f"r/{i}", 1, request, play.now)
     return lambda: play.conductor.ask(f"r/{count - 2}", 1, request, play.now)
 
 
 def deadline(count):
-    play = serving(count, offered=count)
+    play = serving(count, assigned=count)
     return play.conductor.next_deadline
 
 

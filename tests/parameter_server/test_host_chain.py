@@ -19,10 +19,10 @@ def on_hosts(*asking, **weights):
     """The named replicas, all on one host, ask for version 0."""
     play = Play(**{"transport": "auto", "max_paused_fraction": 1.0, **weights})
     play.publish(0)
-    offers = [play.next(name, -1, **HERE) for name in asking]
-    assert all(offer is None for offer in offers[1:])
-    if offers:
-        assert (offers[0].version, offers[0].transport, offers[0].turn, offers[0].sources) == (0, "stream", 1, [])
+    updates = [play.next(name, -1, **HERE) for name in asking]
+    assert all(update is None for update in updates[1:])
+    if updates:
+        assert (updates[0].version, updates[0].transport, updates[0].turn, updates[0].sources) == (0, "stream", 1, [])
     return play
 
 
@@ -31,8 +31,8 @@ def fetched(play, name, version=0):
     assert play.pause(name, version, paths=PATHS)
 
 
-def source(offer):
-    return offer.version, offer.transport, offer.turn > 0
+def source(update):
+    return update.version, update.transport, update.turn > 0
 
 
 def test_one_replica_of_a_host_fetches_and_the_others_open_its_copy():
@@ -41,9 +41,9 @@ def test_one_replica_of_a_host_fetches_and_the_others_open_its_copy():
     fetched(play, "r/0")
     assert play.woken() >= {*R[1:]}
     for name in R[1:]:
-        offer = play.look(name)
-        assert source(offer) == (0, "shm", False)
-        assert tuple(bucket.path for bucket in offer.manifest.buckets) == PATHS
+        update = play.look(name)
+        assert source(update) == (0, "shm", False)
+        assert tuple(bucket.path for bucket in update.manifest.buckets) == PATHS
     # Nothing more has to be held for them than is held anyway.
     assert play.needed() == {0}
 
@@ -58,8 +58,8 @@ def test_a_replica_that_does_not_share_fetches_by_itself(why):
         fetched(play, "r/0")
         assert play.look("r/1").transport == "shm"
         play.report("r/1", 0, committed=False)
-    offer = play.next("r/1", -1, **place)
-    assert (source(offer), offer.sources) == ((0, "stream", False), [])
+    update = play.next("r/1", -1, **place)
+    assert (source(update), update.sources) == ((0, "stream", False), [])
 
 
 LOST = {
@@ -131,9 +131,9 @@ def test_a_replica_reloads_its_own_copy_until_it_has_a_newer_version():
     play = on_hosts("r/0", transport="gloo")
     fetched(play, "r/0")
     play.report("r/0", 0, committed=False)
-    offer = play.next("r/0", -1, **HERE)
-    assert source(offer) == (0, "shm", False)
-    assert tuple(bucket.path for bucket in offer.manifest.buckets) == PATHS
+    update = play.next("r/0", -1, **HERE)
+    assert source(update) == (0, "shm", False)
+    assert tuple(bucket.path for bucket in update.manifest.buckets) == PATHS
     assert play.pause("r/0", 0)
     # It still holds its copy.
     play.report("r/0", 0)
@@ -180,7 +180,7 @@ def test_a_relay_that_is_lost_or_drops_the_version_is_not_named():
 
 
 def test_a_replica_that_begins_again_has_a_later_turn():
-    """Hosts with an earlier offer would wait for it, and it for them."""
+    """Hosts earlier in the chain would wait for it, and it for them."""
     play = on_hosts()
     first, second = (play.next(name, -1, same_host=False, host=name) for name in ("r/0", "r/1"))
     assert second.sources == [Source("r/0", first.turn)]
@@ -197,12 +197,12 @@ def test_no_host_is_its_own_source_in_any_order_of_events(steps):
         phase = play.phases().get(name)
         if what == "joins" and phase not in ("staging", "loading"):
             serving = play.replica(name).serving if phase else -1
-            offer = play.next(name, serving, same_host=False, host=name)
-            if offer is not None and offer.turn:
+            update = play.next(name, serving, same_host=False, host=name)
+            if update is not None and update.turn:
                 place[name] = number
-                earlier = [place[each.name] for each in offer.sources]
+                earlier = [place[each.name] for each in update.sources]
                 assert earlier == sorted(earlier, reverse=True) and number not in earlier
-                assert all(source.turn < offer.turn for source in offer.sources)
+                assert all(source.turn < update.turn for source in update.sources)
         elif what == "fails" and phase == "staging":
             play.report(name, 0, committed=False)
         elif what == "serves" and phase == "staging":

@@ -120,11 +120,11 @@ class Stage:
         return self.call(name, ReportUpdate(version=version, committed=committed, times=times))
 
     async def take(self, name, serving=-1):
-        """A rolling update as it should be; returns the offer."""
-        offer = (await self.next(name, serving)).offer
-        await self.ask(name, RequestLoad(version=offer.version))
-        await self.report(name, offer.version)
-        return offer
+        """A rolling update as it should be, which is returned."""
+        update = (await self.next(name, serving)).update
+        await self.ask(name, RequestLoad(version=update.version))
+        await self.report(name, update.version)
+        return update
 
     async def parked(self, *calls):
         """They are not answered yet."""
@@ -172,9 +172,9 @@ def no_leak():
 @staged(transport="auto")
 async def test_an_update_by_chunks(stage, publication):
     await stage.publish(publication(3))
-    offer = (await stage.next(R[0], host="elsewhere")).offer
-    assert (offer.version, offer.transport) == (3, "stream")
-    [bucket] = offer.manifest.buckets
+    update = (await stage.next(R[0], host="elsewhere")).update
+    assert (update.version, update.transport) == (3, "stream")
+    [bucket] = update.manifest.buckets
     assert bucket.path == ""
     chunks = [
         await stage.call(R[0], FetchChunk(version=3, bucket=0, offset=offset, size=1024))
@@ -203,7 +203,7 @@ async def test_a_version_is_published_once_and_one_without_readable_segments_is_
         await stage.publish(manifest)
     told = await stage.refused(LEARNER, Publish(manifest=publication(3)))
     assert told.startswith("version_reused") and "3 of the weights is not above 4; a number is never reused" in told
-    assert (await stage.next(R[0])).offer.version == 4
+    assert (await stage.next(R[0])).update.version == 4
 
 
 @staged(transport="stream")
@@ -247,9 +247,9 @@ async def test_parked_calls_are_answered_by_events_or_with_ask_again(stage, publ
     await stage.parked(before)
     # The same replica on another connection ends the question before.
     after = stage.net.client(NAME, R[0]).call(NextUpdate(serving=-1, host=host_id()))
-    assert (await before).offer is None
+    assert (await before).update is None
     await stage.publish(publication(0))
-    assert (await after).offer.version == 0
+    assert (await after).update.version == 0
     await stage.next(R[1])
     assert (await stage.pause(R[0])).granted
     began = loop.time()
@@ -277,24 +277,24 @@ async def test_a_pause_ends_at_its_deadline(stage, publication):
 
 
 async def gathered(stage, publication):
-    """Two replicas serve version 0 and are offered a broadcast of version 1; returns the call and the offers."""
+    """Two replicas serve version 0 and are assigned a broadcast of version 1; returns the call and the updates."""
     await stage.publish(publication(0))
     for name in R:
         await stage.take(name)
     waiting = [stage.next(name, 0) for name in R]
     await stage.parked(*waiting)
     announced = stage.ask(LEARNER, announcement(1, probe=make_probe()))
-    offers = [(await call).offer for call in waiting]
-    assert [offer.transport for offer in offers] == ["gloo", "gloo"]
-    return announced, offers
+    updates = [(await call).update for call in waiting]
+    assert [update.transport for update in updates] == ["gloo", "gloo"]
+    return announced, updates
 
 
 @staged(transport="gloo")
 async def test_a_broadcast_from_announcement_to_commit(stage, publication):
-    announced, offers = await gathered(stage, publication)
-    [group] = {offer.broadcast.group for offer in offers}
-    assert [offer.broadcast.first_rank for offer in offers] == [1, 2]
-    assert all(offer.broadcast.manifest.probe is not None for offer in offers)
+    announced, updates = await gathered(stage, publication)
+    [group] = {update.broadcast.group for update in updates}
+    assert [update.broadcast.first_rank for update in updates] == [1, 2]
+    assert all(update.broadcast.manifest.probe is not None for update in updates)
     joining = RequestLoad(version=1, epoch=group.epoch)
     first = stage.call(R[0], joining)
     await stage.parked(first, announced)
@@ -322,7 +322,7 @@ async def test_a_publication_does_not_overtake_its_announcement(stage, publicati
     # Sent at once, so that both are received in one turn of the event loop.
     stage.call(LEARNER, announcement(1))
     await stage.publish(publication(1))
-    assert (await waiting).offer.broadcast is not None
+    assert (await waiting).update.broadcast is not None
 
 
 @staged(transport="gloo")
@@ -338,8 +338,8 @@ async def test_epochs_of_a_successor_are_above_all_of_its_predecessor(stage, pub
 
 @staged(transport="gloo")
 async def test_a_member_whose_engine_dies_before_the_start_cancels_the_broadcast(stage, publication):
-    announced, offers = await gathered(stage, publication)
-    request = RequestLoad(version=1, epoch=offers[0].broadcast.group.epoch)
+    announced, updates = await gathered(stage, publication)
+    request = RequestLoad(version=1, epoch=updates[0].broadcast.group.epoch)
     joining = stage.call(R[0], request)
     await stage.parked(joining, announced)
     joining.cancel()
@@ -363,7 +363,7 @@ async def test_a_replica_that_sleeps_ends_its_parked_request_without_a_failure(s
     await reporting
     await stage.report(R[0], 0)
     assert (stage.figure("updates_failed"), stage.figure("replicas_behind")) == (0, 0)
-    assert (await stage.next(R[1])).offer.version == 0
+    assert (await stage.next(R[1])).update.version == 0
 
 
 @staged(transport="auto")
@@ -374,7 +374,7 @@ async def test_a_successor_serves_the_version_that_is_published_again(stage, pub
     kept = stage.call(LEARNER, WatchPublished(version=7))
     waiting = [stage.next(R[0], 7), stage.next(R[1], 6, host="elsewhere")]
     # This replica has the version staged when the server dies.
-    assert (await waiting[1]).offer.version == 7
+    assert (await waiting[1]).update.version == 7
     await stage.parked(kept, waiting[0])
     await stage.end(crash=True)
     await stage.start(11)
@@ -383,7 +383,7 @@ async def test_a_successor_serves_the_version_that_is_published_again(stage, pub
     await stage.parked(waiting[0], stage.call(LEARNER, WatchPublished(version=7)))
     assert (await stage.pause(R[1], 7)).granted
     await stage.report(R[1], 7)
-    assert (await stage.next("rollouter/2")).offer.version == 7
+    assert (await stage.next("rollouter/2")).update.version == 7
     await stage.publish(publication(8))
-    assert (await waiting[0]).offer.version == 8
+    assert (await waiting[0]).update.version == 8
     assert stage.figure("updates_committed") == 1

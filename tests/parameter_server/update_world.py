@@ -37,7 +37,7 @@ class Rollouter(Caller):
 
 @dataclass
 class Group:
-    """Facts of an epoch, from those who were offered it."""
+    """Facts of an epoch, from those who were assigned it."""
 
     world_size: int
     learner: int
@@ -93,7 +93,7 @@ class World(Play):
         question = self.asked[caller.name]
         if not self.conductor.replicas.is_open(question):
             return True
-        # To look for an offer would make it.
+        # To look for an update would make it.
         if caller.state[0] == "next":
             replica = self.conductor.replicas.by_name[caller.name]
             if self.is_fetched_for(replica):
@@ -165,7 +165,7 @@ class World(Play):
     def check(self, caller, found):
         kind, *of = caller.state
         if kind == "next" and found.broadcast is not None:
-            self.check_offer(caller, found)
+            self.check_update(caller, found)
         elif kind == "next":
             paths = found.transport == "shm" and caller.host and found.manifest.buckets[0].path
             assert caller.serving < found.version <= self.conductor.newest
@@ -179,9 +179,9 @@ class World(Play):
         elif kind == "announce":
             self.check_group(of[0], found.group)
 
-    def check_offer(self, caller, offer):
-        assert 0 <= caller.serving < offer.version
-        group, first = offer.broadcast.group, offer.broadcast.first_rank
+    def check_update(self, caller, update):
+        assert 0 <= caller.serving < update.version
+        group, first = update.broadcast.group, update.broadcast.first_rank
         known = self.groups.setdefault(group.epoch, Group(group.world_size, group.port - 7000))
         assert (known.world_size, known.learner) == (group.world_size, group.port - 7000), "an epoch is shared"
         entry = (caller.engine, range(first, first + caller.workers))
@@ -192,7 +192,7 @@ class World(Play):
     def check_group(self, version, group):
         known = self.groups[group.epoch]
         ranks = sorted(rank for _, ranks in known.ranks.values() for rank in ranks)
-        assert ranks == list(range(1, group.world_size)), "not all were offered it"
+        assert ranks == list(range(1, group.world_size)), "not all were assigned it"
         members = {(name, engine) for name, (engine, _) in known.ranks.items()}
         assert members == {(n, engine) for n, engine, v, e in self.joined if (v, e) == (version, group.epoch)}
         assert known.learner == self.learner.incarnation
@@ -212,14 +212,14 @@ class World(Play):
             if self.learner.state == ("sent", *of):
                 self.end(caller, committed=True, lost=lost)
         else:
-            caller.state = {"idle": "next", "staging": "pause", "offered": "join"}[kind], *of
+            caller.state = {"idle": "next", "staging": "pause", "assigned": "join"}[kind], *of
 
     def answered(self, caller, found):
         kind, *of = caller.state
         if kind == "next" and found.broadcast is None:
             caller.state, caller.holds = ("staging", found.version), found.turn > 0
         elif kind == "next":
-            caller.state = "offered", found.version, found.broadcast.group.epoch
+            caller.state = "assigned", found.version, found.broadcast.group.epoch
         elif kind == "pause":
             caller.state = "loading", *of
         else:
@@ -237,7 +237,7 @@ class World(Play):
     def fail(self, name, lost=False):
         """Its update fails; a question that it cancels then is cancelled without a message."""
         caller = self.replicas[name]
-        if caller.state[0] in ("staging", "pause", "loading", "offered", "join", "receiving"):
+        if caller.state[0] in ("staging", "pause", "loading", "assigned", "join", "receiving"):
             self.asked.pop(name, None)
             self.end(caller, committed=False, lost=lost)
 

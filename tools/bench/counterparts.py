@@ -19,7 +19,15 @@ from asyncrl.messages import Done
 from asyncrl.messages.groups import Deliver, Group, Lease, NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.learner import RolloutStats
 from asyncrl.messages.reward import Score, Scores
-from asyncrl.messages.weights import LoadGranted, Manifest, NextUpdate, Offer, ReportUpdate, RequestLoad, WeightUpdate
+from asyncrl.messages.weights import (
+    LoadGranted,
+    Manifest,
+    NextUpdate,
+    ReportUpdate,
+    RequestLoad,
+    UpdateAnswer,
+    WeightUpdate,
+)
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.rpc.parking import ParkingLot
@@ -100,15 +108,15 @@ class Counterpart(Actor):
         return Done()
 
     @handler
-    async def next_update(self, request: NextUpdate, caller: Caller) -> WeightUpdate:
+    async def next_update(self, request: NextUpdate, caller: Caller) -> UpdateAnswer:
         """The newest version, to a rollouter that does not serve it."""
-        return await self.exchange.changed.until(lambda: self._offer(request.serving), caller.park_s) or WeightUpdate()
+        return await self.exchange.changed.until(lambda: self._update(request.serving), caller.park_s) or UpdateAnswer()
 
-    def _offer(self, serving: int) -> WeightUpdate | None:
+    def _update(self, serving: int) -> UpdateAnswer | None:
         manifest = self.exchange.manifest
         if serving >= manifest.version:
             return None
-        return WeightUpdate(offer=Offer(version=manifest.version, transport="shm", manifest=manifest))
+        return UpdateAnswer(update=WeightUpdate(version=manifest.version, transport="shm", manifest=manifest))
 
     @handler
     def request_load(self, request: RequestLoad, caller: Caller) -> LoadGranted:

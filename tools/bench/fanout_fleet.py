@@ -39,7 +39,7 @@ class Host:
     times: dict[tuple[str, int], float] = field(default_factory=dict)
     """Time of each event, by its name and version."""
     sources: dict[int, list[str]] = field(default_factory=dict)
-    """Sources that it was offered, by version."""
+    """Sources that it was assigned, by version."""
 
 
 class Fleet:
@@ -88,9 +88,9 @@ class Fleet:
         self._order(ROOT, version=self._version, bytes=size)
         return self._version
 
-    async def offered(self, version: int, takers: Collection[int], within_s: float) -> dict[int, list[str]]:
-        """The sources that each was offered, once each has an offer."""
-        await self._until("offered", version, takers, within_s)
+    async def assigned(self, version: int, takers: Collection[int], within_s: float) -> dict[int, list[str]]:
+        """The sources that each was assigned, once each has an update."""
+        await self._until("assigned", version, takers, within_s)
         return {host: self._hosts[host].sources[version] for host in takers}
 
     async def half(self, version: int, host: int, within_s: float) -> None:

@@ -24,7 +24,7 @@ import uvloop
 from asyncrl.config.load import config_from_json
 from asyncrl.messages import Request
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, NextUpdate, Publish, WeightUpdate
+from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, NextUpdate, Publish, UpdateAnswer
 from asyncrl.observe.logging import configure_logging
 from asyncrl.observe.trace import WEIGHTS
 from asyncrl.parameter_server.actor import ParameterServer
@@ -121,11 +121,11 @@ class Replica(Actor):
             request = msgspec.structs.replace(request, serving=self._above)
             emit("asks", version=self._above)
         reply = await self.peer(name).call(request, timeout)
-        if isinstance(reply, WeightUpdate) and reply.offer is not None:
-            offer = reply.offer
-            assert offer.manifest is not None
-            self._half = sum(bucket.size for bucket in offer.manifest.buckets) // 2
-            emit("offered", version=offer.version, sources=[source.name for source in offer.sources])
+        if isinstance(reply, UpdateAnswer) and reply.update is not None:
+            update = reply.update
+            assert update.manifest is not None
+            self._half = sum(bucket.size for bucket in update.manifest.buckets) // 2
+            emit("assigned", version=update.version, sources=[source.name for source in update.sources])
         elif isinstance(request, FetchChunk):
             before, self._half = self._half, self._half - request.size
             if self._half <= 0 < before:

@@ -22,7 +22,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Manifest, Offer, Publish, Transport
+from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Manifest, Publish, Transport, WeightUpdate
 from asyncrl.rollouter.updating.fetch import fetch
 from asyncrl.weights.broadcast import Receiver
 from tools.bench.paired import Side
@@ -119,10 +119,10 @@ class Size:
 
     async def _fetch(self, transport: Transport) -> float:
         """Until every sealed segment is open and verified, or every chunk has come, was verified and sealed."""
-        offer = Offer(version=self.manifest.version, transport=transport, manifest=self.manifest)
+        update = WeightUpdate(version=self.manifest.version, transport=transport, manifest=self.manifest)
         began = time.perf_counter()
         fetched = await fetch(
-            offer,
+            update,
             call=lambda name, request, timeout: self.ours.call(request, timeout),
             weights=self.settings.weights,
         )

@@ -88,15 +88,15 @@ class Publisher:
         self._open: set[HeldVersion] = set()
         """All versions that are held."""
         self._newest: HeldVersion | None = None
-        """The version that was offered last; None before the first."""
+        """The version that was published last; None before the first."""
         self._publishing: HeldVersion | None = None
         """The version in the call under way, or None."""
         self._acknowledged: HeldVersion | None = None
         """The last acknowledged version; None before the first, and when another parameter server has taken over."""
         self._broadcast: HeldVersion | None = None
         """The version that is announced or sent, or None."""
-        self._offered = asyncio.Event()
-        """Set when a version is offered; ends ``_watch_published``."""
+        self._has_new = asyncio.Event()
+        """Set when a new version comes; ends ``_watch_published``."""
         self.spoiled = False
         """Whether the newest version is spoiled, so that the weights need a new one."""
         self.news = asyncio.Event()
@@ -112,7 +112,7 @@ class Publisher:
         if (backend := collective_backend(self._config, on_gpu=on_gpu)) is not None:
             self._sender = await self._on_send_thread(lambda: make_sender(backend, self._config, self._host))
 
-    async def offer(self, version: HeldVersion, tasks: asyncio.TaskGroup) -> None:
+    async def publish(self, version: HeldVersion, tasks: asyncio.TaskGroup) -> None:
         """Make this the newest version, which ``run`` publishes next. An older one that was not sent is skipped.
 
         First starts the task that broadcasts it, if there are broadcasts and none is under way.
@@ -129,19 +129,19 @@ class Publisher:
         self._newest = version
         self.spoiled = False
         self._close_unused()
-        self._offered.set()
+        self._has_new.set()
 
     async def run(self) -> None:
         """Publish the newest version, then watch it until there is a newer one; repeat until cancelled."""
         while True:
-            self._offered.clear()
+            self._has_new.clear()
             if self._newest is None or self.spoiled:
                 # A call about a spoiled version would get the same reply.
-                await self._offered.wait()
+                await self._has_new.wait()
             elif self._newest is self._acknowledged:
                 await self._watch_published(self._newest)
             else:
-                await self._publish(self._newest)
+                await self._request_publish(self._newest)
 
     async def close(self, within_s: float) -> None:
         """Close everything, after all tasks have ended. A send under way has ``within_s`` to end."""
@@ -166,7 +166,7 @@ class Publisher:
 
     # --- publishing ---
 
-    async def _publish(self, version: HeldVersion) -> None:
+    async def _request_publish(self, version: HeldVersion) -> None:
         """Publish a version, which counts as acknowledged if the parameter server answers.
 
         The call continues when a newer version comes. Otherwise a fast learner would get no version through.
@@ -182,15 +182,15 @@ class Publisher:
             self._close_unused()
 
     async def _watch_published(self, version: HeldVersion) -> None:
-        """Keep a call waiting until the parameter server no longer holds the version, or a newer one is offered.
+        """Keep a call waiting until the parameter server no longer holds the version, or a newer one comes.
 
         A waiting call has a time limit; then ``run`` calls this again.
         """
         call = self._call(WatchPublished(version=version.version))
-        offered = asyncio.ensure_future(self._offered.wait())
+        has_new = asyncio.ensure_future(self._has_new.wait())
         try:
-            await asyncio.wait({call, offered}, return_when=asyncio.FIRST_COMPLETED)
-            if self._offered.is_set():
+            await asyncio.wait({call, has_new}, return_when=asyncio.FIRST_COMPLETED)
+            if self._has_new.is_set():
                 return
             reply: Published | None = await reply_unless_away(call, self._log, "parameter server")
             if reply is not None and reply.corrupt:
@@ -204,7 +204,7 @@ class Publisher:
                 self._acknowledged = None
                 self._close_unused()
         finally:
-            offered.cancel()
+            has_new.cancel()
             call.cancel()
 
     # --- broadcasts ---

@@ -237,7 +237,7 @@ class Versions:
             self._assemblies.leave()
         self.whole = version
         self.metrics = {"weights/gather_s": held.manifest.gather_s, "weights/publish_bytes": held.bytes}
-        await self._publisher.offer(held, self._tasks)
+        await self._publisher.publish(held, self._tasks)
         if self._failure is not None:
             self._failure = None
             self._notify(NOTICE, f"versions are published again, from {version} on")

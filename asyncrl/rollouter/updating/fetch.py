@@ -1,7 +1,7 @@
 """Fetches a version into sealed, verified memory of this host, and passes it on to others while it arrives.
 
 Under ``shm`` the segments of another process of this host are opened and verified. Under ``stream`` segments of this
-process are filled chunk by chunk. The chunks come from the replicas that the offer names, nearest first, and at last
+process are filled chunk by chunk. The chunks come from the replicas that the update names, nearest first, and at last
 from the parameter server. A fetch leaves a replica for good when a call to it fails, when its bytes are wrong, and when
 it is alive but no new chunk has come for IDLE_SHARE of ``weights.deadline_s``.
 
@@ -49,7 +49,7 @@ from asyncrl.core.errors import (
     WeightsCorrupt,
 )
 from asyncrl.messages import Request
-from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Offer, Source
+from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Source, WeightUpdate
 from asyncrl.observe.logging import get_logger
 from asyncrl.rpc.calls.retry import AWAY_S, is_refusal, pause
 from asyncrl.rpc.parking import ParkingLot
@@ -74,27 +74,27 @@ nearer to the parameter server must notice a dead source first, or all later hos
 
 
 async def fetch(
-    offer: Offer, *, call: Call, weights: WeightsConfig, who: str = "rollouter", relay: Relay | None = None
+    update: WeightUpdate, *, call: Call, weights: WeightsConfig, who: str = "rollouter", relay: Relay | None = None
 ) -> HeldVersion:
-    """Fetch the version of an offer by shm or stream, and return it verified. The caller closes it.
+    """Fetch the version of an update by shm or stream, and return it verified. The caller closes it.
 
     ``who`` is the fetching actor, for logs and errors; ``relay`` gets each chunk of a stream.
     """
-    assert offer.manifest is not None, "a broadcast is not fetched"
-    layout_of(offer.manifest)
+    assert update.manifest is not None, "a broadcast is not fetched"
+    layout_of(update.manifest)
     fetching: _Stream | _Shared
-    if offer.transport == "stream":
-        fetching = _Stream(offer, offer.manifest, weights, who, call, relay)
+    if update.transport == "stream":
+        fetching = _Stream(update, update.manifest, weights, who, call, relay)
     else:
-        fetching = _Shared(offer.manifest)
+        fetching = _Shared(update.manifest)
     try:
         async with asyncio.timeout(weights.stage_deadline_s) as limit:
             return await fetching.run()
     except TimeoutError as error:
         if not limit.expired():
             raise
-        progress = _progress(fetching.bytes, offer.manifest)
-        what = f"all of version {offer.version} by {offer.transport} (weights.stage_deadline_s; {progress})"
+        progress = _progress(fetching.bytes, update.manifest)
+        what = f"all of version {update.version} by {update.transport} (weights.stage_deadline_s; {progress})"
         raise DeadlineExceeded(who, fetching.source, what, weights.stage_deadline_s) from error
 
 
@@ -164,7 +164,13 @@ class _Stream:
     """A fetch over the wire, chunk by chunk."""
 
     def __init__(
-        self, offer: Offer, manifest: Manifest, weights: WeightsConfig, who: str, call: Call, relay: Relay | None
+        self,
+        update: WeightUpdate,
+        manifest: Manifest,
+        weights: WeightsConfig,
+        who: str,
+        call: Call,
+        relay: Relay | None,
     ) -> None:
         self._manifest, self._version, self._buckets = manifest, manifest.version, manifest.buckets
         self._weights, self._who, self._call, self._relay = weights, who, call, relay
@@ -173,7 +179,7 @@ class _Stream:
         """Descriptors of the buckets that are complete, sealed and verified, by index."""
         self.bytes = 0
         """Number of bytes that have arrived, were verified and are written."""
-        self._sources = [*offer.sources, Source(PARAMETER_SERVER, 0)]
+        self._sources = [*update.sources, Source(PARAMETER_SERVER, 0)]
         """The source in use, then those to try after it."""
         self._last_progress = self._now()
         """Time when a chunk last arrived, or the source changed."""

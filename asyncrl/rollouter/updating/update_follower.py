@@ -1,6 +1,6 @@
 """Follows the versions of the parameter server and loads them into the engine; replaces the engine when it dies.
 
-By shm or stream, the follower fetches and verifies the bytes of an offered version while the engine generates. Then it
+By shm or stream, the follower fetches and verifies the bytes of an assigned version while the engine generates. Then it
 requests permission to load, and pauses the engine only for the load. By broadcast (gloo, nccl), the engine pauses
 together with those of all other members and receives the weights during the load. To *commit* a version is to resume
 the engine under it and admit requests.
@@ -45,11 +45,11 @@ from asyncrl.messages.weights import (
     LoadGranted,
     Manifest,
     NextUpdate,
-    Offer,
     Probe,
     ReportSleep,
     ReportUpdate,
     RequestLoad,
+    UpdateAnswer,
     WeightUpdate,
 )
 from asyncrl.observe.trace import Track
@@ -101,8 +101,8 @@ class UpdateFollower:
         """Passes the fetched version on to other hosts and replicas (fetch.py)."""
         supervision = config.supervision
         self._restarts = RestartBudget(supervision.max_restarts, supervision.restart_window_s, supervision.backoff_s)
-        self._current_offer: Offer | None = None
-        """The offer that is being taken and not reported yet; None between updates."""
+        self._current_update: WeightUpdate | None = None
+        """The update that is being taken and not reported yet; None between updates."""
         self._failed_loads = 0
         """Number of failed loads since the last commit."""
         self.drifts = DriftRecord()
@@ -123,28 +123,28 @@ class UpdateFollower:
                     await self._host.died.wait()
                     following.cancel()
                 async with asyncio.TaskGroup() as tasks:
-                    if self._current_offer is not None:
+                    if self._current_update is not None:
                         # Reported at once, so that the other replicas stop waiting for this one.
-                        tasks.create_task(self._report_failure(self._current_offer, self._host.reason))
+                        tasks.create_task(self._report_failure(self._current_update, self._host.reason))
                     await self._replace_engine()
         finally:
             self.relay.close()
 
     async def _follow(self) -> None:
-        """Wait for offers and take them one after another, until the engine dies."""
+        """Wait for updates and take them one after another, until the engine dies."""
         # ``died`` is checked too, because a cancellation may be lost if several tasks end at once.
         while not self._host.died.is_set():
             if self._must_sleep():
                 await self._sleep()
                 continue
             with self._awaits.on(PARAMETER_SERVER, "NextUpdate", idle=True), suppress(_Asked):
-                while self._current_offer is None and not self._host.died.is_set():
-                    self._current_offer = await self._unless_asked(self._next_offer())
-            if self._current_offer is not None:
-                await self._take(self._current_offer)
+                while self._current_update is None and not self._host.died.is_set():
+                    self._current_update = await self._unless_asked(self._next_update())
+            if self._current_update is not None:
+                await self._take(self._current_update)
             if not self._host.died.is_set():
-                # If the engine has died, ``run`` still has to report the offer.
-                self._current_offer = None
+                # If the engine has died, ``run`` still has to report the update.
+                self._current_update = None
 
     async def _replace_engine(self) -> None:
         """Replace the engine until one is up. Raises ActorFailed once ``supervision.max_restarts`` is used up.
@@ -213,7 +213,7 @@ class UpdateFollower:
         finally:
             self._track.leave()
 
-    async def _next_offer(self) -> Offer | None:
+    async def _next_update(self) -> WeightUpdate | None:
         """Ask the parameter server for a version newer than the served one; None without one, or if the call failed."""
         request = NextUpdate(
             serving=self._host.version,
@@ -224,32 +224,32 @@ class UpdateFollower:
             and self._host.slices is None
             and "learner/0" not in sharers().values(),
         )
-        reply: WeightUpdate | None = await self._ask(request)
-        return None if reply is None else reply.offer
+        reply: UpdateAnswer | None = await self._ask(request)
+        return None if reply is None else reply.update
 
-    async def _take(self, offer: Offer) -> None:
-        """Take one offered version. Reports a failure, and declares the engine dead if it is at fault.
+    async def _take(self, update: WeightUpdate) -> None:
+        """Take one assigned version. Reports a failure, and declares the engine dead if it is at fault.
 
         A version that is gone is not reported, because the next NextUpdate shows that. Raises ActorFailed only.
         """
         try:
-            if offer.broadcast is None:
-                await self._take_fetched(offer)
+            if update.broadcast is None:
+                await self._take_fetched(update)
             else:
-                await self._take_broadcast(offer, offer.broadcast)
+                await self._take_broadcast(update, update.broadcast)
         except _Asked:
-            self._log.info("update ends: the learner asks for the GPU", version=offer.version)
+            self._log.info("update ends: the learner asks for the GPU", version=update.version)
         except VersionGone as error:
-            self._log.info("version is gone", version=offer.version, error=str(error))
+            self._log.info("version is gone", version=update.version, error=str(error))
         except EngineDied as error:
             # ``run`` then replaces the engine, and reports the failure.
             self._host.declare_dead(str(error))
         except BroadcastFailed as error:
             # Any member may have caused the failure, so it does not count. The engine stays paused until the next load.
-            await self._report_failure(offer, str(error))
+            await self._report_failure(update, str(error))
         except WeightsCorrupt as error:
             self._failed_loads += 1
-            await self._report_failure(offer, f"attempt {self._failed_loads}: {error}")
+            await self._report_failure(update, f"attempt {self._failed_loads}: {error}")
             if self._failed_loads >= self._config.weights.max_attempts:
                 self._host.declare_dead(
                     f"{self._failed_loads} loads failed (weights.max_attempts), the last one: {error}"
@@ -260,52 +260,54 @@ class UpdateFollower:
             if isinstance(error, TimeoutError) and not isinstance(error, WireError):
                 self._host.declare_dead(f"not loaded within {self._config.weights.deadline_s:g} s (weights.deadline_s)")
             else:
-                await self._report_failure(offer, str(error) or type(error).__name__)
+                await self._report_failure(update, str(error) or type(error).__name__)
                 await asyncio.sleep(AWAY_S)
         finally:
             self._track.leave()
 
     # --- by shm or stream ---
 
-    async def _take_fetched(self, offer: Offer) -> None:
+    async def _take_fetched(self, update: WeightUpdate) -> None:
         """Take a version by shm or stream. Reports corrupt bytes itself, and raises all other errors."""
-        weights, manifest = self._config.weights, offer.manifest
-        assert manifest is not None, "an offer has a manifest or a broadcast"
+        weights, manifest = self._config.weights, update.manifest
+        assert manifest is not None, "an update has a manifest or a broadcast"
         began = self._clock.now()
-        self._track.enter(f"stage v{offer.version}", version=offer.version, transport=offer.transport)
-        relay = self.relay if offer.turn else None
+        self._track.enter(f"stage v{update.version}", version=update.version, transport=update.transport)
+        relay = self.relay if update.turn else None
         if relay is not None:
-            relay.begin(offer.version, offer.turn)
+            relay.begin(update.version, update.turn)
         try:
-            fetching = fetch(offer, call=self._call, weights=weights, who=self._name, relay=relay)
+            fetching = fetch(update, call=self._call, weights=weights, who=self._name, relay=relay)
             fetched = await self._unless_asked(fetching)
             paths = [] if relay is None else relay.whole(fetched)
         except WeightsCorrupt as error:
             # The engine is not at fault, and continues with its present weights.
-            await self._report_failure(offer, str(error), corrupt=True)
+            await self._report_failure(update, str(error), corrupt=True)
             await asyncio.sleep(AWAY_S)
             return
         finally:
-            self.relay.give_up(offer.version)
+            self.relay.give_up(update.version)
         try:
             await self._accept(fetched)
             stage_s = self._clock.now() - began
-            self._track.enter(f"wait for pause v{offer.version}", version=offer.version)
-            request = RequestLoad(version=offer.version, paths=paths)
+            self._track.enter(f"wait for pause v{update.version}", version=update.version)
+            request = RequestLoad(version=update.version, paths=paths)
             # The parameter server refuses only broadcasts. It withdraws the permission after weights.deadline_s; a new
             # request restarts that time. A drain may take longer, so the request is repeated after each third of it.
             await self._may_load(request)
             while not await self._unless_asked(self._host.quiesced(weights.deadline_s / 3)):
                 await self._may_load(request)
-            times = UpdateTimes(version=offer.version, transport=offer.transport, stage_s=stage_s, bytes=fetched.bytes)
+            times = UpdateTimes(
+                version=update.version, transport=update.transport, stage_s=stage_s, bytes=fetched.bytes
+            )
             async with asyncio.timeout(weights.deadline_s):
-                self._track.enter(f"pause v{offer.version}", version=offer.version)
-                pause_s = await self._host.pause(offer.version)
+                self._track.enter(f"pause v{update.version}", version=update.version)
+                pause_s = await self._host.pause(update.version)
                 times = msgspec.structs.replace(times, pause_s=pause_s)
                 loaded = await self._load(fetched, times)
         finally:
             await asyncio.to_thread(fetched.close)
-        await self._conclude(offer, manifest, *loaded)
+        await self._conclude(update, manifest, *loaded)
 
     async def _accept(self, fetched: HeldVersion) -> None:
         """Check that the version has all weights of the engine's model. Raises ActorFailed."""
@@ -319,27 +321,27 @@ class UpdateFollower:
 
     # --- by broadcast ---
 
-    async def _take_broadcast(self, offer: Offer, part: BroadcastPart) -> None:
+    async def _take_broadcast(self, update: WeightUpdate, part: BroadcastPart) -> None:
         """Take a version by broadcast.
 
         Without the permission the engine resumes under its old weights, unless a load has failed since.
         """
         weights = self._config.weights
-        self._track.enter(f"pause v{offer.version}", version=offer.version, transport=offer.transport)
+        self._track.enter(f"pause v{update.version}", version=update.version, transport=update.transport)
         while not await self._unless_asked(self._host.quiesced(weights.deadline_s)):
-            self._log.info("still draining", version=offer.version)
-        pause_s = await self._host.pause(offer.version)
-        self._track.enter(f"wait for broadcast v{offer.version}", version=offer.version)
-        if not await self._may_load(RequestLoad(version=offer.version, epoch=part.group.epoch)):
-            self._log.info("broadcast is called off", version=offer.version)
+            self._log.info("still draining", version=update.version)
+        pause_s = await self._host.pause(update.version)
+        self._track.enter(f"wait for broadcast v{update.version}", version=update.version)
+        if not await self._may_load(RequestLoad(version=update.version, epoch=part.group.epoch)):
+            self._log.info("broadcast is called off", version=update.version)
             await self._host.call_off()
             return
         times = UpdateTimes(
-            version=offer.version, transport=offer.transport, pause_s=pause_s, bytes=part.manifest.bytes
+            version=update.version, transport=update.transport, pause_s=pause_s, bytes=part.manifest.bytes
         )
         async with asyncio.timeout(weights.deadline_s):
             loaded = await self._load(part, times)
-        await self._conclude(offer, part.manifest, *loaded)
+        await self._conclude(update, part.manifest, *loaded)
 
     # --- both ---
 
@@ -375,22 +377,24 @@ class UpdateFollower:
         )
         return times, drift
 
-    async def _conclude(self, offer: Offer, manifest: Manifest, times: UpdateTimes, drift: Drift | None) -> None:
+    async def _conclude(
+        self, update: WeightUpdate, manifest: Manifest, times: UpdateTimes, drift: Drift | None
+    ) -> None:
         """Report the commit, measure the drift unless ``_load`` has, and judge it. Raises ActorFailed."""
-        # From here on a death of the engine is not a failure of this offer.
+        # From here on a death of the engine is not a failure of this update.
         self._failed_loads = 0
-        self._current_offer = None
-        self.relay.drop_below(offer.version)
+        self._current_update = None
+        self.relay.drop_below(update.version)
         self._track.leave(stall_s=times.stall_s)
         self._committed(times.version)
-        await self._report(ReportUpdate(version=offer.version, committed=True, times=times))
+        await self._report(ReportUpdate(version=update.version, committed=True, times=times))
         if manifest.probe is not None and drift is None:
             drift = await self._measure(manifest.probe)
         if drift is not None:
             times = msgspec.structs.replace(times, drift=drift.nats, drift_worst=drift.worst, probe_kl=drift.kl)
         self._updated(times)
         if drift is not None:
-            self._judge(drift, self._drift_limits(manifest), offer.version)
+            self._judge(drift, self._drift_limits(manifest), update.version)
 
     async def _measure(self, probe: Probe) -> Drift | None:
         """Measure the drift while requests run; None if the engine is too busy to answer within PROBE_S."""
@@ -423,13 +427,13 @@ class UpdateFollower:
         text = f"{self._name}: {apart}, at or above drift.warn = {limits.warn:g}; {explain(drift)}"
         self._notify("drift", text, count=self.drifts.warnings, meanwhile="The run continues")
 
-    async def _report_failure(self, offer: Offer, error: str, *, corrupt: bool = False) -> None:
-        """Report that an offer was not loaded, and end it; ``corrupt``: its bytes are not those of the version."""
-        self._log.warning("update failed", version=offer.version, transport=offer.transport, error=error)
-        times = UpdateTimes(version=offer.version, transport=offer.transport)
-        report = ReportUpdate(version=offer.version, committed=False, times=times, error=error, corrupt=corrupt)
+    async def _report_failure(self, update: WeightUpdate, error: str, *, corrupt: bool = False) -> None:
+        """Report that an update was not loaded, and end it; ``corrupt``: its bytes are not those of the version."""
+        self._log.warning("update failed", version=update.version, transport=update.transport, error=error)
+        times = UpdateTimes(version=update.version, transport=update.transport)
+        report = ReportUpdate(version=update.version, committed=False, times=times, error=error, corrupt=corrupt)
         await self._report(report)
-        self._current_offer = None
+        self._current_update = None
 
     async def _report(self, report: ReportUpdate | ReportSleep, timeout_s: float | None = None) -> None:
         """Send a report once. If it is lost, the parameter server's own deadlines end the update."""

@@ -77,9 +77,9 @@ class Scene:
     def _lost(self) -> None:
         self.losses += 1
 
-    async def offer(self, version: HeldVersion) -> None:
+    async def publish(self, version: HeldVersion) -> None:
         # Without broadcasts there are no tasks.
-        await self.publisher.offer(version, asyncio.TaskGroup())
+        await self.publisher.publish(version, asyncio.TaskGroup())
 
     def start(self) -> None:
         self.stub = Stub()
@@ -127,7 +127,7 @@ def test_each_version_is_published_and_kept_and_published_again_to_a_successor()
         made = []
         for version in range(3):
             made.append(make_publication(version))
-            await scene.offer(made[-1])
+            await scene.publish(made[-1])
             await scene.acknowledged(version)
             await held(made, [False] * version + [True])
         assert scene.stub.told == [0, 1, 2]
@@ -150,7 +150,7 @@ def test_the_event_loop_does_not_wait_for_the_memory_of_an_older_version(monkeyp
 
     async def scenario(scene: Scene) -> None:
         for version in range(2):
-            await scene.offer(make_publication(version))
+            await scene.publish(make_publication(version))
             await scene.acknowledged(version)
 
     play(scenario)
@@ -160,13 +160,13 @@ def test_the_event_loop_does_not_wait_for_the_memory_of_an_older_version(monkeyp
 def test_a_newer_version_replaces_versions_without_an_answer() -> None:
     async def scenario(scene: Scene) -> None:
         made = [make_publication(version) for version in range(6)]
-        await scene.offer(made[0])
+        await scene.publish(made[0])
         await scene.acknowledged(0)
         scene.stub.awake.clear()
-        await scene.offer(made[1])
+        await scene.publish(made[1])
         await until(lambda: 1 in scene.stub.reached)
         for publication in made[2:]:
-            await scene.offer(publication)
+            await scene.publish(publication)
         # The version that is held, the one that may be on its way, and the newest.
         await held(made, [True, True, False, False, False, True])
         # Past the deadline of a call.
@@ -181,17 +181,17 @@ def test_a_newer_version_replaces_versions_without_an_answer() -> None:
 
 def test_a_version_that_changed_in_memory_is_published_again_and_a_refusal_is_an_error() -> None:
     async def scenario(scene: Scene) -> None:
-        await scene.offer(make_publication(3))
+        await scene.publish(make_publication(3))
         await scene.acknowledged(3)
         scene.stub.spoiled = 3
         scene.stub.changed.wake()
         await until(lambda: scene.publisher.spoiled)
         await asyncio.sleep(5.0)
         assert (scene.losses, scene.stub.told) == (1, [3])
-        await scene.offer(make_publication(4))
+        await scene.publish(make_publication(4))
         assert not scene.publisher.spoiled
         await scene.acknowledged(4)
-        await scene.offer(make_publication(2))
+        await scene.publish(make_publication(2))
         with pytest.raises(RemoteError, match="version_reused"):
             await scene.running
 

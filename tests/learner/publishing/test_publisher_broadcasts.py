@@ -111,9 +111,9 @@ class Scene:
         self.publisher = Publisher(config, "127.0.0.1", call=peer.call, log=log, on_spoiled=lambda: None)
         self.tasks: asyncio.TaskGroup
 
-    async def offer(self, version: int) -> HeldVersion:
+    async def publish(self, version: int) -> HeldVersion:
         made = make_publication(version)
-        await self.publisher.offer(made, self.tasks)
+        await self.publisher.publish(made, self.tasks)
         return made
 
     async def idle(self) -> None:
@@ -178,9 +178,9 @@ def test_a_version_is_announced_and_sent_and_outlives_a_newer_one() -> None:
         scene.stub.answer = lambda _request: None
         first = make_publication(1)
         first.manifest = manifest = replace(first.manifest, probe=PROBE)
-        await scene.publisher.offer(first, scene.tasks)
+        await scene.publisher.publish(first, scene.tasks)
         # A version that comes meanwhile is not broadcast.
-        second = await scene.offer(2)
+        second = await scene.publish(2)
         # The learner asks until it is decided.
         await until(lambda: len(scene.stub.announced) >= 2)
         assert scene.sender.sent == [] and first.descriptors
@@ -197,7 +197,7 @@ def test_a_version_is_announced_and_sent_and_outlives_a_newer_one() -> None:
         assert [(b.size, b.tensors) for b in found.buckets] == [(b.size, b.tensors) for b in manifest.buckets]
         assert np.array_equal(found.probe.tokens, PROBE.tokens)
         assert scene.stub.failed == []
-        await scene.offer(3)
+        await scene.publish(3)
         await scene.idle()
         assert scene.sender.sent[1:] == [(3, 2, content(3))]
 
@@ -214,12 +214,12 @@ def refuse(_request: AnnounceBroadcast) -> BroadcastState:
 def test_nothing_is_broadcast_without_a_group(answer: Callable[[AnnounceBroadcast], BroadcastState]) -> None:
     async def scenario(scene: Scene) -> None:
         scene.stub.answer = answer
-        first = await scene.offer(1)
+        first = await scene.publish(1)
         await scene.idle()
         [announced] = scene.stub.announced
         assert (announced.manifest.version, scene.sender.sent, scene.stub.failed) == (1, [], [])
         scene.stub.answer = scene.stub.group
-        await scene.offer(2)
+        await scene.publish(2)
         await scene.idle()
         await closed(first)
         assert scene.sender.sent == [(2, 1, content(2))]
@@ -230,11 +230,11 @@ def test_nothing_is_broadcast_without_a_group(answer: Callable[[AnnounceBroadcas
 def test_a_broadcast_that_fails_is_reported_and_not_sent_again() -> None:
     async def scenario(scene: Scene) -> None:
         scene.sender.failures = [TimeoutError("it did not come")]
-        first = await scene.offer(1)
+        first = await scene.publish(1)
         await scene.idle()
         assert scene.sender.sent == [(1, 1, [])]
         assert scene.stub.failed == [(1, 1, "it did not come")]
-        await scene.offer(2)
+        await scene.publish(2)
         await scene.idle()
         await closed(first)
         assert scene.sender.sent[-1] == (2, 2, content(2))
@@ -246,7 +246,7 @@ def test_a_broadcast_that_fails_is_reported_and_not_sent_again() -> None:
 def test_the_end_of_the_learner_leaves_a_send_some_time_and_then_stops_it(members_receive, aborts) -> None:
     async def scenario(scene: Scene) -> None:
         scene.sender.go_on.clear()
-        await scene.offer(1)
+        await scene.publish(1)
         await until(lambda: scene.sender.sent)
         if members_receive:
             threading.Timer(0.2, scene.sender.go_on.set).start()
@@ -265,7 +265,7 @@ def test_the_end_of_the_learner_leaves_a_send_some_time_and_then_stops_it(member
 def test_the_learner_stops_when_the_parameter_server_knows_that_the_broadcast_broke() -> None:
     async def scenario(scene: Scene) -> None:
         scene.sender.go_on.clear()
-        await scene.offer(1)
+        await scene.publish(1)
         await until(lambda: scene.sender.sent)
         scene.stub.state = BroadcastState(decided=True, error="rollouter/1 is gone")
         scene.stub.changed.wake()
@@ -279,7 +279,7 @@ def test_the_learner_stops_when_the_parameter_server_knows_that_the_broadcast_br
 def test_an_ending_learner_ends_a_broadcast_that_has_no_group_yet() -> None:
     async def scenario(scene: Scene) -> None:
         scene.stub.answer = lambda _request: None
-        await scene.offer(1)
+        await scene.publish(1)
         await until(lambda: scene.stub.announced)
 
     play(scenario)

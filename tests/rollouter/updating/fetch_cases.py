@@ -13,7 +13,7 @@ from published_weights import as_streamed
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.core.errors import VersionGone
 from asyncrl.messages import Request
-from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Offer, Source
+from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Source, WeightUpdate
 from asyncrl.parameter_server.actor import HeldVersions
 from asyncrl.rollouter.updating.fetch import PARAMETER_SERVER, Relay, fetch
 from asyncrl.rpc.actor import Caller, handler
@@ -56,10 +56,10 @@ class Server:
         finally:
             self._running -= 1
 
-    def offer(self, version: int, transport: str) -> Offer:
+    def update(self, version: int, transport: str) -> WeightUpdate:
         manifest = self.snapshots[version].manifest
         manifest = manifest if transport == "shm" else as_streamed(manifest)
-        return Offer(version=version, transport=transport, manifest=manifest)
+        return WeightUpdate(version=version, transport=transport, manifest=manifest)
 
     def close(self) -> None:
         for snapshot in self.snapshots.values():
@@ -92,7 +92,7 @@ class Host:
 
     async def take(self, manifest: Manifest, *sources: str) -> HeldVersion:
         """Fetch a version for this host, and for the next host of the chain."""
-        offer = Offer(
+        update = WeightUpdate(
             version=manifest.version,
             transport="stream",
             manifest=manifest,
@@ -100,7 +100,7 @@ class Host:
         )
         self.relay.begin(manifest.version, 0)
         try:
-            found = await fetch(offer, call=self.call, weights=self.weights, who=self.name, relay=self.relay)
+            found = await fetch(update, call=self.call, weights=self.weights, who=self.name, relay=self.relay)
             self.paths = self.relay.whole(found)
         finally:
             self.relay.give_up(manifest.version)

@@ -26,7 +26,7 @@ from virtual import VirtualTimeLoop, run_virtual
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.core.errors import DeadlineExceeded, ProtocolError, RemoteError, VersionGone, WeightsCorrupt
 from asyncrl.messages import Request
-from asyncrl.messages.weights import FetchChunk, Offer
+from asyncrl.messages.weights import FetchChunk, WeightUpdate
 from asyncrl.rollouter.updating import fetch as module
 from asyncrl.rollouter.updating.fetch import fetch
 from asyncrl.weights.held_version import HeldVersion
@@ -43,7 +43,7 @@ NEW = [random_bytes(size, seed + 9) for seed, size in enumerate(SIZES)]
 both = pytest.mark.parametrize("transport", ["shm", "stream"])
 
 
-async def take(offer: Offer, server: Server, **weights: Any) -> HeldVersion:
+async def take(update: WeightUpdate, server: Server, **weights: Any) -> HeldVersion:
     """Without a network in between."""
 
     async def call(name: str, request: Request, timeout: float | None) -> Any:
@@ -54,7 +54,7 @@ async def take(offer: Offer, server: Server, **weights: Any) -> HeldVersion:
             raise RemoteError("parameter_server/0", "version_gone", str(error)) from None
 
     changed = WEIGHTS.model_copy(update=weights)
-    return await fetch(offer, call=call, weights=changed, who="rollouter/4")
+    return await fetch(update, call=call, weights=changed, who="rollouter/4")
 
 
 async def check(fetching: Any, contents: list[bytes] = NEW) -> HeldVersion:
@@ -72,7 +72,7 @@ def serving():
 
     def serve(on_chunk=None):
         made.append(Server(held(4, NEW), on_chunk=on_chunk))
-        return made[-1], made[-1].offer(4, "stream")
+        return made[-1], made[-1].update(4, "stream")
 
     yield serve
     for server in made:
@@ -91,10 +91,10 @@ def server():
 
 @both
 def test_every_bit_arrives(transport, server):
-    offer, probe = server.offer(4, transport), make_probe()
-    offer = replace(offer, manifest=replace(offer.manifest, probe=probe))
+    update, probe = server.update(4, transport), make_probe()
+    update = replace(update, manifest=replace(update.manifest, probe=probe))
     published = server.snapshots[4].manifest
-    found = asyncio.run(take(offer, server))
+    found = asyncio.run(take(update, server))
     server.close()
     assert found.manifest.probe is probe
     assert contents_of(found.manifest) == NEW
@@ -110,15 +110,15 @@ def test_every_bit_arrives(transport, server):
 
 @both
 def test_i4_a_flipped_bit_in_a_segment_is_found_and_a_closed_version_is_gone(transport, server):
-    offer = server.offer(4, transport)
-    buckets = list(offer.manifest.buckets)
+    update = server.update(4, transport)
+    buckets = list(update.manifest.buckets)
     buckets[2] = replace(buckets[2], checksum=buckets[2].checksum ^ 1)
     with pytest.raises(WeightsCorrupt, match="version 4, bucket 2: its") as caught:
-        asyncio.run(take(replace(offer, manifest=replace(offer.manifest, buckets=buckets)), server))
+        asyncio.run(take(replace(update, manifest=replace(update.manifest, buckets=buckets)), server))
     assert (caught.value.version, caught.value.bucket) == (4, 2)
     server.snapshots.pop(4).close()
     with pytest.raises(VersionGone, match="version 4"):
-        asyncio.run(take(offer, server))
+        asyncio.run(take(update, server))
 
 
 # --- chunks ---
@@ -149,9 +149,9 @@ def test_i4_a_corrupt_chunk_is_not_written_and_is_fetched_again_a_limited_number
 
     monkeypatch.setattr(module, "Segment", Watched)
     times = 1
-    server, offer = serving(change)
+    server, update = serving(change)
     with capture_logs() as logs:
-        asyncio.run(check(take(offer, server)))
+        asyncio.run(check(take(update, server)))
     [line] = logs
     assert (line["version"], line["bucket"], line["offset"]) == (4, 2, CHUNK)
     assert words in line["error"]
@@ -160,14 +160,14 @@ def test_i4_a_corrupt_chunk_is_not_written_and_is_fetched_again_a_limited_number
     assert len(server.served) == CHUNKS - 1
     times = 9
     with capture_logs(), pytest.raises(WeightsCorrupt, match=f"version 4, bucket 2: its chunk at 4096.*{words}"):
-        asyncio.run(take(offer, server))
+        asyncio.run(take(update, server))
     assert server.served[2, CHUNK] == 3
 
 
 @pytest.mark.parametrize("credit", [1, 5, 100])
 def test_few_chunks_are_requested_at_once(credit, serving):
-    server, offer = serving()
-    asyncio.run(check(take(offer, server, chunks_in_flight=credit)))
+    server, update = serving()
+    asyncio.run(check(take(update, server, chunks_in_flight=credit)))
     assert server.most_running == min(credit, CHUNKS)
     assert set(server.served.values()) == {1}
 
@@ -188,14 +188,14 @@ def test_failed_calls_are_repeated_if_that_can_help(error, again, serving):
             raise copy.copy(error)
         return chunk
 
-    server, offer = serving(fail)
+    server, update = serving(fail)
     with capture_logs() as logs:
         if again:
-            run_virtual(check(take(offer, server)))
+            run_virtual(check(take(update, server)))
             assert server.served[0, CHUNK] == 3 and logs
         else:
             with pytest.raises(type(error), match=str(error)):
-                run_virtual(take(offer, server))
+                run_virtual(take(update, server))
 
 
 @pytest.mark.parametrize(
@@ -214,11 +214,11 @@ def test_a_fetch_ends_after_silence_or_at_its_deadline(whole_s, waits_s, ended, 
     async def main():
         more = {} if whole_s is None else {"stage_deadline_s": whole_s}
         with pytest.raises(DeadlineExceeded) as caught:
-            await take(offer, server, chunks_in_flight=1, **more)
+            await take(update, server, chunks_in_flight=1, **more)
         assert asyncio.get_running_loop().time() == ended
         return caught.value
 
-    server, offer = serving(slow)
+    server, update = serving(slow)
     error = run_virtual(main())
     assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", whole_s or 20.0)
     assert what in str(error)
@@ -242,7 +242,7 @@ def test_the_deadline_error_of_a_version_in_shared_memory_shows_the_verified_par
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         loop = runner.get_loop()
         with pytest.raises(DeadlineExceeded) as caught:
-            runner.run(take(server.offer(4, "shm"), server, stage_deadline_s=50.0))
+            runner.run(take(server.update(4, "shm"), server, stage_deadline_s=50.0))
     error, verified = caught.value, sum(SIZES[:3])
     assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", 50.0)
     told = f"all of version 4 by shm (weights.stage_deadline_s; {verified} of {sum(SIZES)} bytes are here)"
@@ -261,9 +261,9 @@ async def test_a_cancelled_stream_leaves_nothing(serving):
             await asyncio.Event().wait()
         return chunk
 
-    server, offer = serving(stop)
+    server, update = serving(stop)
     before = open_memory()
-    fetching = asyncio.create_task(take(offer, server))
+    fetching = asyncio.create_task(take(update, server))
     await arrived.wait()
     fetching.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -294,7 +294,7 @@ async def test_a_cancelled_fetch_waits_for_its_threads_and_closes_what_they_open
             left.set()
 
     monkeypatch.setattr(place, name, slow)
-    fetching = asyncio.create_task(take(server.offer(4, transport), server))
+    fetching = asyncio.create_task(take(server.update(4, transport), server))
     await asyncio.to_thread(entered.wait, 10)
     for _ in range(2):
         fetching.cancel()
@@ -330,7 +330,7 @@ async def test_a_restarted_parameter_server_serves_only_the_missing_chunks():
         serving = net.serve(first, "parameter_server/0")
         call = calling(net.client("parameter_server/0", "rollouter/4"))
         with capture_logs():
-            fetching = asyncio.create_task(check(fetch(first.offer(4, "stream"), call=call, weights=BIG_WEIGHTS), BIG))
+            fetching = asyncio.create_task(check(fetch(first.update(4, "stream"), call=call, weights=BIG_WEIGHTS), BIG))
             await reached.wait()
             serving.close()
             first.close()

@@ -29,10 +29,10 @@ from asyncrl.messages.weights import (
     LoadGranted,
     Manifest,
     NextUpdate,
-    Offer,
     ReportSleep,
     ReportUpdate,
     RequestLoad,
+    UpdateAnswer,
     WeightUpdate,
 )
 from asyncrl.observe.states import StateLedger
@@ -108,10 +108,10 @@ class StubEngine:
 
 
 class Server:
-    """A parameter server that makes these offers, and then no more."""
+    """A parameter server that makes these updates, and then no more."""
 
-    def __init__(self, offers: list[Offer], begins: bool = True, away: int = 0) -> None:
-        self.offers, self.begins, self.away = list(offers), begins, away
+    def __init__(self, updates: list[WeightUpdate], begins: bool = True, away: int = 0) -> None:
+        self.updates, self.begins, self.away = list(updates), begins, away
         self.asked: list[NextUpdate] = []
         self.loads: list[tuple[int, int | None]] = []
         """Version and epoch of each request to load; the first of each is answered with "ask again"."""
@@ -126,7 +126,7 @@ class Server:
         self.updated: list[UpdateTimes] = []
         self.done = asyncio.Event()
         self.linger_s = 0.0
-        """Seconds after which it says that there are no more offers."""
+        """Seconds after which it says that there are no more updates."""
 
     def chunks(self, request: FetchChunk) -> Chunk:
         raise AssertionError("nothing is to be fetched")
@@ -148,8 +148,8 @@ class Server:
             raise DeadlineExceeded("rollouter/0", "parameter_server/0", type(request).__name__, 1.0)
         if isinstance(request, NextUpdate):
             self.asked.append(request)
-            if self.offers:
-                return WeightUpdate(offer=self.offers.pop(0))
+            if self.updates:
+                return UpdateAnswer(update=self.updates.pop(0))
             await asyncio.sleep(self.linger_s)
             self.done.set()
             await asyncio.Event().wait()
@@ -187,8 +187,8 @@ def publish():
         os.close(segment.fd)
 
 
-def by_shm(manifest: Manifest) -> Offer:
-    return Offer(version=manifest.version, transport="shm", manifest=manifest)
+def by_shm(manifest: Manifest) -> WeightUpdate:
+    return WeightUpdate(version=manifest.version, transport="shm", manifest=manifest)
 
 
 def retyped(manifest: Manifest, dtype: str) -> Manifest:
@@ -199,12 +199,12 @@ def retyped(manifest: Manifest, dtype: str) -> Manifest:
     return replace(manifest, buckets=buckets)
 
 
-def broadcast(version: int) -> Offer:
+def broadcast(version: int) -> WeightUpdate:
     specs, size = layout([("w", "uint8", (100,))])
     group = BroadcastGroup(backend="gloo", epoch=1, world_size=2, host="127.0.0.1", port=1)
     manifest = Manifest(version=version, buckets=[Bucket(path="", size=size, checksum=0, tensors=specs)])
     part = BroadcastPart(manifest=manifest, group=group, first_rank=1, timeout_s=1.0)
-    return Offer(version=version, transport="gloo", broadcast=part)
+    return WeightUpdate(version=version, transport="gloo", broadcast=part)
 
 
 class Slices:
@@ -310,10 +310,10 @@ def test_an_engine_on_the_gpu_of_rank_0_or_in_time_slices_joins_no_group_of_nccl
     assert [request.joins_nccl for request in server.asked] == [joins]
 
 
-@pytest.mark.parametrize("offer", [by_shm, None], ids=["staged", "broadcast"])
-def test_the_learner_gets_the_gpu_even_if_a_drain_does_not_end(publish, offer):
+@pytest.mark.parametrize("update", [by_shm, None], ids=["staged", "broadcast"])
+def test_the_learner_gets_the_gpu_even_if_a_drain_does_not_end(publish, update):
     slices = Slices(1, 7.0)
-    second = by_shm(publish(2)) if offer is not None else broadcast(2)
+    second = by_shm(publish(2)) if update is not None else broadcast(2)
     server = Server([by_shm(publish(1)), second])
     events, server, host = follow(
         server, slices=slices, runs=True, rollout={"on_update": "drain"}, weights={"deadline_s": 30.0}
@@ -334,19 +334,19 @@ def test_the_learner_gets_the_gpu_even_if_the_parameter_server_does_not_answer(p
             return await super().answer(request)
 
     slices, second = Slices(1, 7.0), publish(2)
-    streamed = Offer(version=2, transport="stream", manifest=as_streamed(second))
-    offers = [by_shm(publish(1)), streamed if waits_for is FetchChunk else by_shm(second)]
-    events, server, host = follow(Slow(offers), slices=slices)
+    streamed = WeightUpdate(version=2, transport="stream", manifest=as_streamed(second))
+    updates = [by_shm(publish(1)), streamed if waits_for is FetchChunk else by_shm(second)]
+    events, server, host = follow(Slow(updates), slices=slices)
     assert events[-2:] == ["sleep", "wake"] and slices.given[0] == pytest.approx(7.0, abs=0.2)
     # The question is cancelled before the report, which ends what the parameter server began for it meanwhile.
     assert [report.version for report in server.reports] == [1] and server.sleeps == [None]
     assert (host.sleeps, host.restarts) == (1, 0)
 
 
-@pytest.mark.parametrize("offer", [by_shm, None], ids=["staged", "broadcast"])
-def test_an_answer_that_crosses_a_request_of_the_learner_leads_to_no_pause(publish, offer):
+@pytest.mark.parametrize("update", [by_shm, None], ids=["staged", "broadcast"])
+def test_an_answer_that_crosses_a_request_of_the_learner_leads_to_no_pause(publish, update):
     """A pause for a version by shm would load what the sleep discards; other members of a broadcast would wait."""
-    slices, crossing = Slices(-1, 0.0), RequestLoad if offer is not None else NextUpdate
+    slices, crossing = Slices(-1, 0.0), RequestLoad if update is not None else NextUpdate
 
     class Crossing(Server):
         async def answer(self, request):
@@ -356,7 +356,7 @@ def test_an_answer_that_crosses_a_request_of_the_learner_leads_to_no_pause(publi
                 slices.asked.set()
             return reply
 
-    second = by_shm(publish(2)) if offer is not None else broadcast(2)
+    second = by_shm(publish(2)) if update is not None else broadcast(2)
     events, server, _ = follow(Crossing([by_shm(publish(1)), second]), slices=slices)
     # The one pause after the load of the first version is that of the sleep.
     after = events[events.index("resume") + 1 :]
@@ -365,7 +365,7 @@ def test_an_answer_that_crosses_a_request_of_the_learner_leads_to_no_pause(publi
 
 
 def test_a_version_that_crosses_a_request_of_the_learner_is_loaded_after_the_sleep(publish):
-    """It is loaded after the sleep, when it is offered again."""
+    """It is loaded after the sleep, when it is assigned again."""
     second = by_shm(publish(2))
 
     class Crossing(Server):
@@ -373,7 +373,7 @@ def test_a_version_that_crosses_a_request_of_the_learner_is_loaded_after_the_sle
             if isinstance(request, NextUpdate) and self.committed == [1] and not self.sleeps:
                 self.asked.append(request)
                 slices.asked.set()
-                return WeightUpdate(offer=second)
+                return UpdateAnswer(update=second)
             return await super().answer(request)
 
     slices, server = Slices(-1, 0.0), Crossing([by_shm(publish(1)), second])
@@ -421,13 +421,13 @@ def test_a_fetch_that_ends_as_it_is_cancelled_for_a_sleep_is_freed_on_a_thread_o
         closed.append((version.version, threading.current_thread() is threading.main_thread()))
         close(version)
 
-    async def slow_fetch(offer, **_):
-        if offer.version == 2:
+    async def slow_fetch(update, **_):
+        if update.version == 2:
             with suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
             if outcome != "fetched":
                 raise outcome
-        return hold(offer.manifest)
+        return hold(update.manifest)
 
     monkeypatch.setattr(HeldVersion, "close", noted)
     monkeypatch.setattr(update_follower, "fetch", slow_fetch)
@@ -480,9 +480,9 @@ def test_each_pause_mode_pauses_as_configured(publish, mode, pause):
     ],
 )
 def test_a_failed_update_is_reported_and_repeated(publish, loads, first_off, tables, expected):
-    offers = [by_shm(publish(1, checksum_off=1 if first_off else 0)), *[by_shm(publish(1))] * 2]
+    updates = [by_shm(publish(1, checksum_off=1 if first_off else 0)), *[by_shm(publish(1))] * 2]
     failures = len(loads) or 1
-    events, server, host = follow(Server(offers[: failures + 1]), loads=loads, weights=tables)
+    events, server, host = follow(Server(updates[: failures + 1]), loads=loads, weights=tables)
     assert events == ["start", *expected]
     assert [report.committed for report in server.reports] == [False] * failures + [True]
     assert [request.serving for request in server.asked] == [-1] * (failures + 1) + [1]
@@ -497,15 +497,15 @@ def test_engines_that_die_repeatedly_end_the_actor(publish):
 
 @pytest.mark.parametrize(("failed", "end"), [(False, ["pause abort", "resume"]), (True, [*TRY, "pause abort"])])
 def test_a_broadcast_that_is_called_off_ends_the_pause_unless_a_load_had_failed(publish, failed, end):
-    offers = [by_shm(publish(0)), *[by_shm(publish(1))] * failed, broadcast(2)]
-    events, server, _ = follow(Server(offers, begins=False), loads=[None, CORRUPT])
+    updates = [by_shm(publish(0)), *[by_shm(publish(1))] * failed, broadcast(2)]
+    events, server, _ = follow(Server(updates, begins=False), loads=[None, CORRUPT])
     assert events[-len(end) :] == end
     assert {request.serving for request in server.asked[1:]} == {0}
 
 
 def test_a_broadcast_that_breaks_leaves_the_engine_paused_until_the_next_load(publish):
-    offers = [by_shm(publish(0)), *[broadcast(1)] * 2, by_shm(publish(1)), broadcast(2)]
-    events, server, host = follow(Server(offers), loads=[None, BroadcastFailed(1, "connection closed"), CORRUPT])
+    updates = [by_shm(publish(0)), *[broadcast(1)] * 2, by_shm(publish(1)), broadcast(2)]
+    events, server, host = follow(Server(updates), loads=[None, BroadcastFailed(1, "connection closed"), CORRUPT])
     assert events[-7:] == ["load 1 broadcast", *TRY, "resume", "pause abort", "load 2 broadcast", "resume"][-7:]
     assert [report.committed for report in server.reports] == [True, False, False, True, True]
     assert [report.times.transport for report in server.reports] == ["shm", "gloo", "gloo", "shm", "gloo"]
@@ -525,8 +525,8 @@ LIMITS = {"warn": 0.1, "stop": 0.3}
 
 def test_every_update_is_measured_and_drift_above_the_limit_ends_the_run(publish):
     """If the engine is not too busy, and the learner sends a probe."""
-    offers = [by_shm(publish(version, probe=version != 4)) for version in range(6)]
-    server, off = Server(offers), (0.07, 0.2, None, 0.22, None, 0.35)
+    updates = [by_shm(publish(version, probe=version != 4)) for version in range(6)]
+    server, off = Server(updates), (0.07, 0.2, None, 0.22, None, 0.35)
     with pytest.raises(ActorFailed) as failed:
         follow(server, offs=[-0.07, 0.2, "hang", 0.22, 0.35], drift=LIMITS)
     drifts = [None if each is None else pytest.approx(each * NORMAL) for each in off]
@@ -550,23 +550,23 @@ def test_every_update_is_measured_and_drift_above_the_limit_ends_the_run(publish
     [("bfloat16", {}, False), ("float32", {}, True), ("float32", {"gpus_per_replica": 1}, False)],
 )
 def test_limits_are_lower_if_everything_is_in_float32(publish, dtype, rollout, stops):
-    offers = [by_shm(retyped(publish(0, probe=True), dtype))]
+    updates = [by_shm(retyped(publish(0, probe=True), dtype))]
     if stops:
         with pytest.raises(ActorFailed, match=r"drift\.stop = 0\.01"):
-            follow(Server(offers), offs=[0.02], rollout=rollout)
+            follow(Server(updates), offs=[0.02], rollout=rollout)
     else:
-        assert follow(Server(offers), offs=[0.02], rollout=rollout)[1].told == []
+        assert follow(Server(updates), offs=[0.02], rollout=rollout)[1].told == []
 
 
 @pytest.mark.parametrize("quantized", [True, False])
 def test_limits_are_higher_if_engines_are_quantized(publish, quantized, monkeypatch):
-    offers = [by_shm(retyped(publish(0, probe=True), "bfloat16"))]
+    updates = [by_shm(retyped(publish(0, probe=True), "bfloat16"))]
     if quantized:
         monkeypatch.setattr(RolloutConfig, "quantization", "fp8")
-        assert follow(Server(offers), offs=[0.3])[1].told == []
+        assert follow(Server(updates), offs=[0.3])[1].told == []
     else:
         with pytest.raises(ActorFailed, match=r"drift\.stop = 0\.15"):
-            follow(Server(offers), offs=[0.3])
+            follow(Server(updates), offs=[0.3])
 
 
 def test_a_version_fetched_for_the_host_is_held_until_a_newer_one_is_served(publish):
@@ -593,8 +593,8 @@ def test_a_version_fetched_for_the_host_is_held_until_a_newer_one_is_served(publ
                 there.append(inode(held[0][0]) == held[0][1])
             return await super().call(request)
 
-    offer = Offer(version=0, transport="stream", manifest=as_streamed(manifest), turn=1)
-    _, server, _ = follow(Remote([offer, by_shm(publish(1))]))
+    update = WeightUpdate(version=0, transport="stream", manifest=as_streamed(manifest), turn=1)
+    _, server, _ = follow(Remote([update, by_shm(publish(1))]))
     assert [len(paths) for paths in server.paths] == [1, 0]
     assert there == [True, False]
     assert [report.committed for report in server.reports] == [True, True]

@@ -5,9 +5,9 @@ Every parameter of the model appears exactly once, under the name and in the sha
 fused weights split again. A weight with an adapter appears with the adapter merged, or the adapters appear alone
 under the names of asyncrl/weights/lora.py.
 
-Invariants: a copy is of one moment, and the model is only read. An adapter (model/lora.py) is merged in float32, and the
-sum is cast. A rank's rows of W need the same rows of B, which the rank has, and the whole of A. So the ranks exchange
-their parts of A, which are small.
+Invariants: a copy is of one moment, and the model is only read. An adapter (model/lora.py) is merged in float32, and
+the sum is cast. A rank's rows of W need the same rows of B, which the rank has, and the whole of A. So the ranks
+exchange their parts of A, which are small.
 
 Fails with torch's errors when host memory does not suffice.
 """
