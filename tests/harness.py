@@ -160,7 +160,7 @@ def actor_context(
     transport: Transport | None = None,
     **more: Any,
 ) -> ActorContext:
-    """What an actor is made of: its first incarnation, on a real socket, and without a controller, unless told."""
+    """What an actor is made of: its first incarnation and a real socket. By default there is no controller."""
     credentials = credentials or Credentials(RUN_ID, SECRET)
     return ActorContext(
         config=config,

@@ -24,24 +24,24 @@ def assert_ledgers_add_up(snapshots, run_dir):
         for actor in snapshot.actors:
             if actor.condition in ("ready", "starting", "silent"):
                 # A ledger is as old as the heartbeat that brought it.
-                told = snapshot.wall - actor.heard_s
+                reported = snapshot.wall - actor.heard_s
                 for resource in actor.resources:
                     key = f"{actor.name} {resource.name}", actor.incarnation
                     heard = beats.setdefault(key, [])
                     # The same heartbeat is in many snapshots.
-                    if not heard or told - heard[-1][0] > SAME_S:
-                        heard.append((told, sum(resource.spent.values()), resource))
+                    if not heard or reported - heard[-1][0] > SAME_S:
+                        heard.append((reported, sum(resource.spent.values()), resource))
     for (name, incarnation), heard in beats.items():
         since, earlier, _ = min(heard[: min(BEATS, (len(heard) + 1) // 2)], key=_delay)
-        told, total, resource = heard[-1]
+        reported, total, resource = heard[-1]
         kind = KINDS[resource.name.partition("/")[0]]
         assert set(resource.seconds) <= set(STATES[kind]), name
         if kind != "worker":
             # A worker is born within the life of its actor.
-            life = told - spawned[name.partition(" ")[0], incarnation]
+            life = reported - spawned[name.partition(" ")[0], incarnation]
             assert abs(total - life) <= WHOLE * life + SHORT_S, f"{name}: {total:.3f} s of a life of {life:.3f} s"
-        assert abs(total - earlier - (told - since)) <= WHOLE * (told - since) + SHORT_S, (
-            f"{name}: {total - earlier:.3f} s within {told - since:.3f} s"
+        assert abs(total - earlier - (reported - since)) <= WHOLE * (reported - since) + SHORT_S, (
+            f"{name}: {total - earlier:.3f} s within {reported - since:.3f} s"
         )
     return {key: set(heard[-1][2].seconds) for key, heard in beats.items()}
 
@@ -60,5 +60,5 @@ def _spawned(run_dir):
 
 def _delay(beat):
     """From the start of the ledger to its arrival, except for time that is missing in the ledger."""
-    told, total, _ = beat
-    return told - total
+    reported, total, _ = beat
+    return reported - total

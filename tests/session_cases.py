@@ -148,7 +148,7 @@ class World:
             clock=self.clock,
         )
         self.failures, self._choose = [], choose
-        faults = SimpleNamespace(add=lambda *told: self.failures.append(told))
+        faults = SimpleNamespace(add=lambda *reported: self.failures.append(reported))
         self.player = EpisodePlayer(self.config, self.sessions, self, clock=self.clock, faults=faults)
         self.lease = replace(
             make_group("0-1", samples=2).lease,

@@ -29,14 +29,14 @@ def prepare(folder: Path, private: Path, **processes: int) -> None:
 
 
 def steal() -> dict[str, Any]:
-    told = json.loads((HERE / "TARGETS").read_text())
-    private, processes = Path(told["private"]), told["processes"]
+    reported = json.loads((HERE / "TARGETS").read_text())
+    private, processes = Path(reported["private"]), reported["processes"]
     loot = {
         "keys": tried(lambda: [path.read_text() for path in sorted(private.glob("*.json"))]),
         "listed": tried(lambda: os.listdir(private)),
         "linked": tried(lambda: linked(private)),
         "environment": sorted(name for name, value in os.environ.items() if MARK in value),
-        "descriptors": [path for path in descriptors() if MARK in path or told["private"] in path],
+        "descriptors": [path for path in descriptors() if MARK in path or reported["private"] in path],
         "uncovered": tried(lambda: (libc.umount2(str(private).encode(), 2), os.listdir(private))[1]),
         "uncovered in namespaces": in_child(lambda: uncovered(private)),
     }

@@ -6,9 +6,10 @@ calls ``pass_time`` at ``next_deadline``.
 
 One replica of each host that cannot open the parameter server's segments fetches over the network. The others wait and
 open its segments. The hosts that fetch one version form a chain in the order of their updates. Each host requests
-chunks from the host before it, and the first host from the parameter server. So each network link carries the version once in
-each direction. Each fetch has a turn, a number that grows, and a host requests from fetches of earlier turns only. A
-replica that begins again gets a later turn and refuses requests by the old one. So hosts never wait in a circle.
+chunks from the host before it, and the first host from the parameter server. So each network link carries the version
+once in each direction. Each fetch has a turn, a number that grows, and a host requests from fetches of earlier turns
+only. A replica that begins again gets a later turn and refuses requests by the old one. So hosts never wait in a
+circle.
 
 Invariants:
 

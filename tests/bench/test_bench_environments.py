@@ -29,8 +29,8 @@ def requirements(tmp_path):
 def test_an_environment_is_built_once_and_rebuilt_when_it_is_incomplete(requirements, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(processes, "FOLDER", tmp_path / "made")
     python = processes.environment("peer", requirements)
-    told = subprocess.run([python, "-I", "-c", "import peer; print(peer.ANSWER)"], capture_output=True, check=True)
-    assert told.stdout.strip() == b"42"
+    reported = subprocess.run([python, "-I", "-c", "import peer; print(peer.ANSWER)"], capture_output=True, check=True)
+    assert reported.stdout.strip() == b"42"
     witness = python.parent.parent / "witness"
     witness.touch()
     assert processes.environment("peer", requirements) == python and witness.exists()

@@ -25,9 +25,9 @@ def actor(name, *, condition="ready", late=0, early=0, **figures):
 
 
 def snapshot(wall, *, tickets=TICKETS, learner=None, faults=None, late=0, early=0, run=None):
-    told = {"snapshots/bytes": 1e5} | (faults or {})
+    message = {"snapshots/bytes": 1e5} | (faults or {})
     actors = [
-        actor("controller/0", early=early, **told),
+        actor("controller/0", early=early, **message),
         actor("dataloader/0", early=early, **{f"tickets/{kind}": count for kind, count in tickets.items()}),
         learner or actor("learner/0", early=early, late=late),
         actor("parameter_server/0", early=early),
@@ -106,16 +106,16 @@ STARTING = {"phase": "starting", "waiting_for": ["rollouter/0", "rollouter/1"]}
 
 
 @pytest.mark.parametrize(
-    ("run", "longest_s", "told"),
+    ("run", "longest_s", "message"),
     [
         (STARTING, 0.0, "steady: 0 steps, 30 in flight; 2 not ready: rollouter/0, rollouter/1"),
         ({"phase": "draining", "reason": "reward/0 died"}, 60.0, "reward/0 died"),
         ({}, 60.0, "the controller is gone"),
     ],
 )
-def test_a_wait_past_its_limit_or_a_dead_run_fails_and_reports_the_progress(run, longest_s, told):
+def test_a_wait_past_its_limit_or_a_dead_run_fails_and_reports_the_progress(run, longest_s, message):
     seen = snapshot(1.0, learner=actor("learner/0", **{"rollout/in_flight": 30.0}), run=run)
-    with pytest.raises(ActorFailed, match=told):
+    with pytest.raises(ActorFailed, match=message):
         watch(lambda now, seconds: False, longest_s, seen)
 
 

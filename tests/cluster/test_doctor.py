@@ -149,12 +149,12 @@ def test_leftovers_on_a_host_are_removed_there(cluster, examine):
     a.run(["sh", "-ec", "mkdir -p /tmp/runs/old/private; touch /tmp/runs/old/private/lock"])
     a.popen([sys.executable, "-c", ORPHAN], stdout=subprocess.DEVNULL).wait(30)
     _, found = examine(["a", "b"], runs="/tmp/runs")
-    (told,) = of(found, "leftovers", "a")
-    assert told["result"] == "warn" and "/tmp/runs/old/private" in told["detail"]
-    assert "asyncrl rollouter/0 gone" in told["detail"] and "--fix" in told["fix"]
+    (reported,) = of(found, "leftovers", "a")
+    assert reported["result"] == "warn" and "/tmp/runs/old/private" in reported["detail"]
+    assert "asyncrl rollouter/0 gone" in reported["detail"] and "--fix" in reported["fix"]
     assert of(found, "leftovers", "b")[0]["detail"] == "none"
     _, found = examine(["a", "b"], "--fix", runs="/tmp/runs")
-    (told,) = of(found, "leftovers", "a")
-    assert told["result"] == "ok" and told["detail"].startswith("removed ")
+    (reported,) = of(found, "leftovers", "a")
+    assert reported["result"] == "ok" and reported["detail"].startswith("removed ")
     assert not a.path("/tmp/runs/old/private").exists()
     assert "asyncrl rollouter/0 gone" not in a.processes().values()

@@ -39,12 +39,12 @@ def test_i1_i6_i7_hosts_without_a_rollouter_play_episodes_die_and_are_lost(clust
     cluster["c"].power_off()
     run.wait_to_show("host c (agent/3) is lost")
     run.is_exact()
-    told = [
+    reported = [
         event[1:] for line in run.events("rollouter-0", "generated") for sample in line["samples"] for event in sample
     ]
-    at = [facts[1] for what, *facts in told if what == "episode"]
+    at = [facts[1] for what, *facts in reported if what == "episode"]
     assert set(at) == {"episodes/0", "episodes/1", "episodes/2"}
-    failed = [facts[0] for what, *facts in told if what == "failed"]
+    failed = [facts[0] for what, *facts in reported if what == "failed"]
     for host in ("episodes/1", "episodes/2"):
         assert any(host in why for why in failed), failed
     assert all("no attempt is counted" in why or "episode host is away" in why for why in failed), failed
@@ -60,5 +60,5 @@ def test_i1_a_host_that_plays_episodes_leaves(cluster, folder):
     assert shown[-1] == "c has left the run: episodes/2 have ended, and the run continues without them"
     run.wait_for_step(4)
     run.is_exact()
-    (told,) = (line for line in run.events("rollouter-0", "ended"))
-    assert "rollout/episodes_failed/host" not in told["counters"]
+    (reported,) = (line for line in run.events("rollouter-0", "ended"))
+    assert "rollout/episodes_failed/host" not in reported["counters"]

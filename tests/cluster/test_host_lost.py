@@ -52,11 +52,13 @@ def test_i1_i5_i7_training_continues_while_a_host_is_cut_off_and_after_another_i
     # Live replicas load new weights and resume with them: none is left paused, none stale.
     served = versions_served(run)
     assert {host for host, name in names.items() if served[name] > settled} == {"head", needed, back}, served
-    told = run.shown
+    reported = run.shown
     for host in (back, gone):
         where = f"{host} (agent/{' abc'.index(host)})"
-        assert told.count(f"host {where} is lost: nothing is heard of it; dead with it: {names[host]}\n") == 1
-        assert told.count(f"host {where} is back; fenced, and started again there: {names[host]}\n") == (host == back)
+        assert reported.count(f"host {where} is lost: nothing is heard of it; dead with it: {names[host]}\n") == 1
+        assert reported.count(f"host {where} is back; fenced, and started again there: {names[host]}\n") == (
+            host == back
+        )
     run.is_gone_from(back, needed)
 
 

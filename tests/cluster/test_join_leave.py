@@ -61,8 +61,10 @@ def test_i1_i6_i7_a_host_joins_serves_and_leaves_during_a_run(cluster, folder):
     head, nobody, again = run.leave("head"), run.leave("nowhere"), run.join("c")
     refused = [command.end()[0] for command in (head, nobody, again)]
     assert refused == [2, 2, 2]
-    [told] = [line for line in head.shown.splitlines() if "head cannot leave: the run cannot continue without " in line]
-    assert all(f"{role}/0" in told for role in ("controller", "dataloader", "learner", "parameter_server"))
+    [reported] = [
+        line for line in head.shown.splitlines() if "head cannot leave: the run cannot continue without " in line
+    ]
+    assert all(f"{role}/0" in reported for role in ("controller", "dataloader", "learner", "parameter_server"))
     assert "no host nowhere takes part in this run; there are head (agent/0), a (agent/1), c (agent/2)" in nobody.shown
     assert "c takes part in this run already, as c (agent/2)" in again.shown
 

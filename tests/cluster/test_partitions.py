@@ -26,9 +26,9 @@ def test_i1_i5_a_rollouter_that_the_reward_pool_cannot_reach_is_fenced_and_the_r
     run.wait_for_step(16)
     cluster[pool].deliver_to(cluster[cut])
     run.is_exact()
-    told = run.shown
-    assert "could not reach reward/0" in told, told
+    reported = run.shown
+    assert "could not reach reward/0" in reported, reported
     for other in range(4):
-        assert (f"rollouter/{other} died" in told) == (f"rollouter/{other}" == away), told
-    assert "reward/0 died" not in told
+        assert (f"rollouter/{other} died" in reported) == (f"rollouter/{other}" == away), reported
+    assert "reward/0 died" not in reported
     run.is_gone_from("a", "b", "c")

@@ -50,7 +50,7 @@ def test_i1_successors_at_the_ports_of_lost_actors_replace_them(cluster, launche
     assert set(first) == set(second)
     assert len(set(run.addresses(fenced))) == 1
     run.is_exact()
-    told = run.shown
-    assert f"dead with it: reward/0, {of_host[lost]}\n" in told
-    assert f"{fenced} died (killed by SIGKILL: it could not reach reward/0" in told
+    reported = run.shown
+    assert f"dead with it: reward/0, {of_host[lost]}\n" in reported
+    assert f"{fenced} died (killed by SIGKILL: it could not reach reward/0" in reported
     run.is_gone_from("a", "b", "c")

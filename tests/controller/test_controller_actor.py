@@ -155,9 +155,10 @@ async def resolved(cluster, name):
 
 
 @pytest.mark.parametrize(
-    ("left", "is_told"), [(b'{"address": "memo', True), (b'{"address": 5}', False), (b"\xff\xfe", True), (None, True)]
+    ("left", "is_reported"),
+    [(b'{"address": "memo', True), (b'{"address": 5}', False), (b"\xff\xfe", True), (None, True)],
 )
-def test_a_successor_starts_with_any_content_of_the_address_file(tmp_path, capsys, left, is_told):
+def test_a_successor_starts_with_any_content_of_the_address_file(tmp_path, capsys, left, is_reported):
     """And at the address of the first controller, if its agent remembers it."""
     path = tmp_path / "private" / "controller.json"
 
@@ -165,15 +166,15 @@ def test_a_successor_starts_with_any_content_of_the_address_file(tmp_path, capsy
         before = cluster.controller.address
         await cluster.die()
         path.unlink() if left is None else path.write_bytes(left)
-        await cluster.start(9, address=before if is_told else "")
-        assert (cluster.controller.address == before) == is_told
+        await cluster.start(9, address=before if is_reported else "")
+        assert (cluster.controller.address == before) == is_reported
         kept = json.loads(path.read_text())
         assert (kept["address"], kept["restarts"]) == (cluster.controller.address, 1)
         await cluster.register("reward/0")
 
     run(tmp_path, scenario)
-    told = capsys.readouterr().out
-    assert (str(path) in told and "list of hosts" in told) == (left is not None)
+    reported = capsys.readouterr().out
+    assert (str(path) in reported and "list of hosts" in reported) == (left is not None)
 
 
 @on_cluster()
@@ -262,16 +263,16 @@ def test_lost_log_lines_and_snapshots_are_reported(tmp_path):
             peer = cluster.caller(name)
             await peer.call(WatchRun())
             peer.cast(Heartbeat(beat=1, state="ready", counters={"logs/lost": lost}))
-        agent, told = cluster.caller(), {}
+        agent, reported = cluster.caller(), {}
         state = await agent.call(WatchRun(seen_line=0))
         while True:
-            told |= {line["key"]: line for line in state.lines if line["actor"] == CONTROLLER}
-            if {"logs", "recording"} <= told.keys() and told["logs"]["count"] >= 7:
+            reported |= {line["key"]: line for line in state.lines if line["actor"] == CONTROLLER}
+            if {"logs", "recording"} <= reported.keys() and reported["logs"]["count"] >= 7:
                 break
             state = await agent.call(WatchRun(seen=state.number, seen_line=state.last_line))
-        assert told["logs"]["count"] == 7
-        assert str(cluster.run_dir / "logs") in told["logs"]["text"]
-        assert f"no space left on {cluster.run_dir}: 0 B free" in told["recording"]["text"]
+        assert reported["logs"]["count"] == 7
+        assert str(cluster.run_dir / "logs") in reported["logs"]["text"]
+        assert f"no space left on {cluster.run_dir}: 0 B free" in reported["recording"]["text"]
 
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
         run(disk, scenario, validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 0.05}}))
@@ -293,16 +294,16 @@ async def test_an_actor_sends_notices_until_its_end_and_metrics_cannot_replace_t
     speaker = Speaker(cluster.context("reward/0", 5, cluster.controller.address))
     life = cluster.start_actor(speaker)
     agent, learner = cluster.caller(), cluster.caller("learner/0")
-    while not (told := await lines()):
+    while not (reported := await lines()):
         pass
     first = {"kind": "notice", "actor": "reward/0", "key": "first", "text": "it begins", "count": 1, "of": ""}
-    assert told == [first | {"incarnation": 5, "meanwhile": "Free some", "waits_for": "room"}]
+    assert reported == [first | {"incarnation": 5, "meanwhile": "Free some", "waits_for": "room"}]
     await learner.call(WatchRun())
     learner.cast(MetricsLine(line={"kind": "notice", "step": 1}))
     speaker.begin_drain()
-    while len(told := await lines()) < 2:
+    while len(reported := await lines()) < 2:
         pass
-    assert [(line["actor"], line["text"], line["count"]) for line in told[1:]] == [("reward/0", "it ends", 3)]
+    assert [(line["actor"], line["text"], line["count"]) for line in reported[1:]] == [("reward/0", "it ends", 3)]
     await life
 
 
@@ -497,10 +498,10 @@ async def test_a_start_names_the_stage_of_each_actor(cluster):
     name = OTHERS[0]
     await cluster.register(name, address="")
     follower = cluster.caller("agent/0")
-    told = await follower.call(WatchRun(seen_line=0))
-    assert name in told.waiting_for
+    reported = await follower.call(WatchRun(seen_line=0))
+    assert name in reported.waiting_for
     peer = cluster.caller(name)
     await peer.call(WatchRun())
     peer.cast(Heartbeat(beat=1, state="starting", awaiting="model"))
-    while f"{name} (model)" not in told.waiting_for:
-        told = await follower.call(WatchRun(seen=told.number, seen_line=0))
+    while f"{name} (model)" not in reported.waiting_for:
+        reported = await follower.call(WatchRun(seen=reported.number, seen_line=0))

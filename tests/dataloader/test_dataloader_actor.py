@@ -166,7 +166,7 @@ async def test_prompts_that_are_too_long_are_reported_and_never_leased(
 ) -> None:
     notices = []
     monkeypatch.setattr(prompts_module, "TOKENIZED_AT_ONCE", 1)
-    monkeypatch.setattr(actor_module.Dataloader, "notify", lambda self, *told: notices.append(told))
+    monkeypatch.setattr(actor_module.Dataloader, "notify", lambda self, *notice: notices.append(notice))
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps({"prompt": "x" * length}) + "\n" for length in (3, 30, 4)))
     data = {"source": "jsonl", "path": str(path), "max_prompt_tokens": 10}

@@ -40,10 +40,10 @@ def test_prompts_over_the_limit_with_their_template_are_kept_apart() -> None:
     assert prompts.tokenize(9)
     assert prompts.prompt(0)[1] == "system: s\nuser: hi\nassistant:"
     assert (prompts.oversize, prompts.admissible) == ({1}, (0, 2))
-    told = "1 of 3 (33 %) prompts have more than eval.a.data.max_prompt_tokens = 40 tokens and are left out"
+    reported = "1 of 3 (33 %) prompts have more than eval.a.data.max_prompt_tokens = 40 tokens and are left out"
     fix = "raise eval.a.data.max_prompt_tokens, shorten them, or leave it so"
     assert prompts.left_out.remarks("eval.a.data") == [
-        Remark("too_long", f"{told}; the longest has 67 (d.jsonl:2)", fix)
+        Remark("too_long", f"{reported}; the longest has 67 (d.jsonl:2)", fix)
     ]
 
 
@@ -110,8 +110,10 @@ def test_a_prompt_that_cannot_be_tokenized_is_left_out_if_configured() -> None:
     assert [prompts.prompt(index)[1] for index in prompts.admissible] == good
     (remark,) = prompts.left_out.remarks("data")
     assert remark.kind == "bad_rows" and prompts.skipped == 2
-    told = '2 of 5 (40 %) rows cannot be used and are left out (data.on_bad_row = "skip"); the first: d.jsonl:2: chat'
-    assert remark.detail.startswith(told)
+    reported = (
+        '2 of 5 (40 %) rows cannot be used and are left out (data.on_bad_row = "skip"); the first: d.jsonl:2: chat'
+    )
+    assert remark.detail.startswith(reported)
     rows = [RawRow("e.jsonl", 1, {"prompt": text, "n": line}) for line, text in zip((1, 3, 4), good, strict=True)]
     dataset = collect("e.jsonl", rows, DataConfig(prompt_key="prompt"))
     assert prompts.fingerprint == dataset.fingerprint

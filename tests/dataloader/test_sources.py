@@ -126,8 +126,8 @@ def test_a_bad_line_is_an_error_with_its_position_or_is_skipped_and_counted(tmp_
 
 def test_further_bad_lines_are_named_and_a_file_of_only_bad_lines_is_an_error(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", *["{"] * 9)
-    told = str(fails("8 more bad rows", path=path))
-    assert f"{path}:2, " in told and f"{path}:8" not in told
+    reported = str(fails("8 more bad rows", path=path))
+    assert f"{path}:2, " in reported and f"{path}:8" not in reported
     fails("holds no usable row .*not valid JSON", path=path, on_bad_row="skip")
 
 
@@ -307,8 +307,8 @@ def test_the_files_of_the_split_are_read_from_a_folder(tmp_path: Path) -> None:
         for split in ("train", "test"):
             write_table(hub / place / f"{split}-00000-of-00001.parquet", prompt=[f"{place} {split}"])
     (hub / "dataset_infos.json").write_text("{}")
-    told = f"holds several data sets: main, socratic. To do: give one of them, as {hub}/main"
-    fails(told, path=str(hub))
+    reported = f"holds several data sets: main, socratic. To do: give one of them, as {hub}/main"
+    fails(reported, path=str(hub))
     assert prompts(load(path=str(hub / "main"))) == ["main train"]
     assert prompts(load(path=str(hub / "main"), split="test")) == ["main test"]
     fails("has no file of the split 'dev'; it has test-00000", path=str(hub / "main"), split="dev")

@@ -106,9 +106,9 @@ def test_a_permanent_failure_costs_its_group_and_the_run_continues(folder):
     assert code == 0, output
     kept, left_out = trained(run_dir), quarantined(run_dir)
     assert not kept.keys() & left_out.keys()
-    for indices, told in ((fails, "this reward fails for ever"), (poisons, "the gradient norm of step")):
+    for indices, reported in ((fails, "this reward fails for ever"), (poisons, "the gradient norm of step")):
         reasons = [reason for uid, reason in left_out.items() if index_of(uid) in indices]
-        assert reasons and all(told in reason for reason in reasons)
+        assert reasons and all(reported in reason for reason in reasons)
     assert {index_of(uid) for uid in left_out} <= fails | poisons
     assert not any(index_of(uid) in poisons for uid in kept)
     assert all(len(group["trajectories"]) == SAMPLES for group in kept.values())
@@ -125,8 +125,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_its_group_is_named(folde
     poisons = set(range(4, 40))
     code, output, run_dir = play(folder, "stop", poisons=poisons, learner=learner)
     assert code == 1, output
-    told = next(line for line in output.splitlines() if "gradient norm" in line)
+    reported = next(line for line in output.splitlines() if "gradient norm" in line)
     # An update has one group here.
-    (uid,) = {uid.strip(" ).,") for uid in told.partition("(groups ")[2].partition(")")[0].split(",")}
+    (uid,) = {uid.strip(" ).,") for uid in reported.partition("(groups ")[2].partition(")")[0].split(",")}
     assert index_of(uid) in poisons
     assert not any(index_of(each) in poisons for each in trained(run_dir))

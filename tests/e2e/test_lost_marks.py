@@ -82,8 +82,10 @@ def test_i1_checkpoints_without_their_mark_are_skipped_and_without_any_other_not
         timeout=120,
     )
     assert refused.returncode not in (0, 75), refused.stdout
-    told = refused.stdout + refused.stderr
-    assert "no checkpoint here is whole" in told and str(newest) in told and f"it holds no {COMPLETE}" in told, told
+    reported = refused.stdout + refused.stderr
+    assert (
+        "no checkpoint here is whole" in reported and str(newest) in reported and f"it holds no {COMPLETE}" in reported
+    ), reported
     assert sorted(path.name for path in newest.parent.iterdir()) == before
     (older / COMPLETE).write_bytes(kept[older])
     killed.resume()

@@ -138,7 +138,7 @@ class Host(EpisodesActor):
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
-        self.told: dict[str, tuple[int, str]] = {}
+        self.reported: dict[str, tuple[int, str]] = {}
         """Count and text of each notice since they were last looked at."""
         self.outputs: list[tuple[str, str, int]] = []
         self.url = ""
@@ -148,7 +148,7 @@ class Host(EpisodesActor):
         )
 
     def notify(self, key: str, text: str, *, count: int = 1, **more: str) -> None:
-        self.told[key] = (count, text)
+        self.reported[key] = (count, text)
         super().notify(key, text, count=count, **more)
 
     def _write(self, _logger: Any, method: str, line: Any) -> Any:
@@ -201,8 +201,8 @@ class Hosted:
         return self.actor.outputs
 
     def notices(self) -> dict[str, tuple[int, str]]:
-        told, self.actor.told = self.actor.told, {}
-        return told
+        reported, self.actor.reported = self.actor.reported, {}
+        return reported
 
 
 def below() -> list[psutil.Process]:

@@ -123,10 +123,10 @@ async def test_episodes_of_a_dead_rollouter_end_with_its_successor(tmp_path):
 
 
 async def test_late_news_of_a_death_ends_no_episode_of_the_successor(tmp_path):
-    told = asyncio.Event()
+    reported = asyncio.Event()
 
     async def answer(_rollouter, _request):
-        await told.wait()
+        await reported.wait()
         return "yes"
 
     async with hosting(FUNCTION, tmp_path) as host:
@@ -135,7 +135,7 @@ async def test_late_news_of_a_death_ends_no_episode_of_the_successor(tmp_path):
         playing = host.net.client("episodes/0", "rollouter/0", incarnation=2).call(requested("reply"))
         await until(lambda: second.chats)
         host.actor.fence([Dead("rollouter/0", 1)])
-        told.set()
+        reported.set()
         assert await playing == EpisodeDone(reward=3.0)
 
 

@@ -120,8 +120,8 @@ async def test_a_program_ends_its_episode_by_its_exit(tmp_path):
         done = await host.play("number NaN")
         assert done.error == "the program returned nan; a finite number is expected, by the last line of its output"
         done = await host.play("exit")
-        told = "the program ended with exit code 3: "
-        assert done.error in (f"{told}one | bad input", f"{told}bad input | one")
+        reported = "the program ended with exit code 3: "
+        assert done.error in (f"{reported}one | bad input", f"{reported}bad input | one")
         assert done.blame == "episode"
         assert "SIGSEGV" in (await host.play("killed")).error
         assert [count for count, _ in host.notices().values()] == [1, 1, 1]
@@ -144,11 +144,11 @@ async def test_the_key_of_an_episode_is_in_no_log_and_no_error(tmp_path):
     async with hosting(command(), tmp_path) as host:
         printed = host.watch_output()
         done = await host.play("key", session="cd" * 16)
-        told = f"key (key of the episode) {'f' * 32}"
-        assert done.error.endswith(told)
-        assert [text for _, text, _ in printed] == [f"{told}\n"]
+        reported = f"key (key of the episode) {'f' * 32}"
+        assert done.error.endswith(reported)
+        assert [text for _, text, _ in printed] == [f"{reported}\n"]
         ((_, text),) = host.notices().values()
-        assert told in text
+        assert reported in text
 
 
 async def test_a_program_that_cannot_start_is_an_error(tmp_path):

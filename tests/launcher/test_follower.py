@@ -57,7 +57,7 @@ class Following:
 
 
 @pytest.mark.parametrize(
-    ("phase", "interrupted", "told"),
+    ("phase", "interrupted", "reported"),
     [
         ("starting", False, [STOP]),
         ("running", False, [STOP]),
@@ -67,7 +67,7 @@ class Following:
         ("draining", False, []),
     ],
 )
-async def test_failing_agents_end_the_run_in_order_and_never_kill_it(tmp_path, phase, interrupted, told):
+async def test_failing_agents_end_the_run_in_order_and_never_kill_it(tmp_path, phase, interrupted, reported):
     """To the head's agent a second word is the user's wish for the end at once, without the checkpoint."""
     first = Member(EndedEvent(result="failed", actor="agent/1", reason="died", exit_code=0))
     second = Member(EndedEvent(result="failed", actor="agent/2", reason="died", exit_code=0), [first])
@@ -75,7 +75,7 @@ async def test_failing_agents_end_the_run_in_order_and_never_kill_it(tmp_path, p
     following = Following(tmp_path, head, first, second, phase=phase)
     following.follower.interrupts.signal = 15 if interrupted else 0
     ended = await following.end()
-    assert head.sent == told
+    assert head.sent == reported
     assert (ended.result, ended.actor, ended.exit_code) == ("failed", "agent/1", 1)
 
 
@@ -266,6 +266,6 @@ async def test_a_lost_head_is_asked_to_preempt_the_run_over_another_connection(t
     ended = await ending
     assert "a: is asked to preempt the run" in following.said and ended.reason.startswith("its connection was lost")
     # The run had its time: what is left is looked for once it has ended.
-    (told,) = [at for at, order in enumerate(Reached.orders) if order.preempt]
-    assert not any(order.kill for order in Reached.orders[: told + 1])
+    (reported,) = [at for at, order in enumerate(Reached.orders) if order.preempt]
+    assert not any(order.kill for order in Reached.orders[: reported + 1])
     assert following.said[-1] == "a: nothing is left there"

@@ -359,10 +359,12 @@ def test_engines_share_gpus_with_ranks_if_gpus_are_scarce(
     asked = config(ranks, replicas, each, placement={"share": share})
     placed = place(asked, hosts_of(*gpus))
     assert (row(placed, "learner"), row(placed, "rollouter")) == (learner, rollouter)
-    told = {actor.name: actor.env[SHARED_GPU_VARIABLE] for actor in placed if SHARED_GPU_VARIABLE in actor.env}
-    assert {name: value for name, value in told.items() if name in sharing} == sharing and bool(told) is bool(sharing)
+    reported = {actor.name: actor.env[SHARED_GPU_VARIABLE] for actor in placed if SHARED_GPU_VARIABLE in actor.env}
+    assert {name: value for name, value in reported.items() if name in sharing} == sharing and bool(reported) is bool(
+        sharing
+    )
     lines = {line.split()[0]: line for line in describe(asked, placed) if "GPU" in line}
-    assert all((" with " in line) is (name in told) for name, line in lines.items())
+    assert all((" with " in line) is (name in reported) for name, line in lines.items())
 
 
 @pytest.mark.parametrize(
@@ -419,12 +421,12 @@ def test_shared_placement_over_hosts(gpus, ranks, replicas, each, share):
 
 
 def test_the_placement_shows_the_trajectories_in_flight():
-    for concurrency, episode, told in (
+    for concurrency, episode, reported in (
         ("auto", {}, "trajectories in flight up to 2048 = rollout.concurrency 1024 x rollout.replicas 2"),
         ("auto", {"function": "p:f"}, "episodes open up to 8192 = rollout.episodes 4096 x "),
     ):
         asked = config(1, 2, 0, engine="sim", rollout={"concurrency": concurrency}, episode=episode)
-        assert told in " ".join("\n".join(describe(asked, place(asked, hosts_of(0)))).split())
+        assert reported in " ".join("\n".join(describe(asked, place(asked, hosts_of(0)))).split())
 
 
 # --- properties ---
@@ -475,8 +477,8 @@ def test_placement_over_hosts(gpus, cpus, ranks, replicas, each, device):
     for rank, actor in enumerate(learners):
         there = [other.name for other in learners if other.host == actor.host]
         at = there.index(actor.name)
-        told = [actor.env[key] for key in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-        assert told == [str(rank), str(at), str(len(there))]
+        reported = [actor.env[key] for key in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+        assert reported == [str(rank), str(at), str(len(there))]
         assert actor.gpus == tuple(actor.env["CUDA_VISIBLE_DEVICES"].split(",")[at : at + 1]) or not on_gpu
     # Neither ranks nor engines outnumber their cores but by having a thread at least, nor both together on GPUs.
     for host in hosts:

@@ -91,13 +91,13 @@ MODULE = "/opt/python: No module named asyncrl\nsrun: error: n2: task 0: Exited 
 
 
 def test_a_failed_slurm_step_names_its_reason_and_whether_it_was_killed():
-    for errors, told in (
+    for errors, reported in (
         (PYTHON, "no Python can run there at /opt/python"),
         (MODULE, "no asyncrl of this version is installed for /opt/python (No module named asyncrl)"),
         ("srun: error: Unable to create step for job 3: Invalid node name", "Unable to create step for job 3"),
         ("", "asyncrl did not start there"),
     ):
-        assert told in SlurmStart(python="/opt/python").explain("n2", 1, errors)
+        assert reported in SlurmStart(python="/opt/python").explain("n2", 1, errors)
     killed = "srun: error: n2: task 0: Killed\n"
     assert [code for code in (0, 1, 75, 128, 137, 143, -9) if SlurmStart().is_lost(code, killed)] == [137, 143, -9]
 
@@ -256,7 +256,10 @@ def run_script(env, *argv):
 )
 def test_the_script_passes_the_signal_on_and_queues_the_job_again(tools, number, exit_code, requeued):
     tools("scontrol", 'echo "scontrol $*"')
-    tools("asyncrl-launch", f"trap 'told=1' USR2; echo up; while [ -z $told ]; do sleep 0.05; done; exit {exit_code}")
+    tools(
+        "asyncrl-launch",
+        f"trap 'reported=1' USR2; echo up; while [ -z $reported ]; do sleep 0.05; done; exit {exit_code}",
+    )
     script = run_script({}, "x.toml")
     assert script.stdout.readline() == "job 7, start 1, on node-[1-2]\n"
     assert script.stdout.readline() == "up\n"

@@ -14,8 +14,8 @@ ENGINE = sorted(STATES["engine"])
 def test_the_states_add_up_to_the_life(steps, before):
     now = [55.0]
     ledger = StateLedger(lambda: now[0], "engine", born=55.0 - before)
-    told = []
-    ledger.entered = lambda state, awaiting: told.append(state)
+    reported = []
+    ledger.entered = lambda state, awaiting: reported.append(state)
     for state, seconds in steps:
         ledger.enter(state, "groups")
         now[0] += seconds
@@ -24,7 +24,7 @@ def test_the_states_add_up_to_the_life(steps, before):
         assert record.seconds[record.state] >= record.state_s - 1e-9
     if steps:
         assert (ledger.state, ledger.awaiting) == (steps[-1][0], "groups")
-    assert told == [state for state, _ in steps]
+    assert reported == [state for state, _ in steps]
 
 
 def test_time_before_a_ledger_exists_counts_as_starting():

@@ -240,12 +240,12 @@ def test_a_version_goes_by_stream_after_a_broken_broadcast(what, published):
         play.publish(1)
     assert play.watch(1, epoch) is None
     play.woken()
-    told = BREAKS[what](play, epoch)
+    reported = BREAKS[what](play, epoch)
     wake, [note] = play.effects("broadcast broken")
     assert note.level == "warning" and note.facts["reason"]
     if what != "the learner dies":
         # The learner stops at once.
-        state = told if what == "the learner fails" else play.look("learner/0")
+        state = reported if what == "the learner fails" else play.look("learner/0")
         assert "learner/0" in wake and state.error == note.facts["reason"]
         assert play.announce(1).group is None
     if not published:

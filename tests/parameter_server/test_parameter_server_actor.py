@@ -201,8 +201,11 @@ async def test_a_version_is_published_once_and_one_without_readable_segments_is_
     assert not (await stage.call(LEARNER, WatchPublished(version=4))).held
     for _ in range(2):
         await stage.publish(manifest)
-    told = await stage.refused(LEARNER, Publish(manifest=publication(3)))
-    assert told.startswith("version_reused") and "3 of the weights is not above 4; a number is never reused" in told
+    reported = await stage.refused(LEARNER, Publish(manifest=publication(3)))
+    assert (
+        reported.startswith("version_reused")
+        and "3 of the weights is not above 4; a number is never reused" in reported
+    )
     assert (await stage.next(R[0])).update.version == 4
 
 

@@ -104,12 +104,12 @@ async def test_scores_and_failures_reach_the_caller_and_each_kind_is_reported_wi
         }
         assert served.notices == {
             f"reward: {kind}": (
-                f"reward function act_rewards:act {told} (prompt {'0-7' if told == late else '0-0'})",
+                f"reward function act_rewards:act {reported} (prompt {'0-7' if reported == late else '0-0'})",
                 {"count": 1, "of": "108 calls", "meanwhile": then + hint}
-                if told == late
+                if reported == late
                 else {"count": 2, "of": f"{104 + at} calls", "meanwhile": then},
             )
-            for at, (kind, told) in enumerate(kinds.items())
+            for at, (kind, reported) in enumerate(kinds.items())
         }
         said = gather_heartbeat(served.actor, 1)
         assert 99 in served.actor.pulse()

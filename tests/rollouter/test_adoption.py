@@ -256,9 +256,9 @@ async def test_a_too_large_group_is_delivered_as_failed_and_the_rollouter_contin
             dataloader.lease("0-2")
             await life.until(lambda: len(learner.uids) == 2 and not life.held)
     assert learner.uids == ["0-1", "0-2"]
-    told, none = learner.failures
+    reported, none = learner.failures
     assert none is None
-    assert "it cannot be brought to the learner" in told and "raise network.max_message_bytes" in told
+    assert "it cannot be brought to the learner" in reported and "raise network.max_message_bytes" in reported
 
 
 async def test_late_news_of_a_dead_host_restarts_no_episode_of_its_successor(tmp_path, monkeypatch):

@@ -99,12 +99,12 @@ def test_each_trajectory_is_scored_when_it_finishes_or_the_group_when_all_have(p
     assert (group.trajectories[3].generate_s, group.trajectories[3].score_s) == (4, 0.5)
 
 
-@pytest.mark.parametrize(("components", "told"), [({}, True), ({"timed_out": -1.0}, False)])
-def test_the_reward_pool_is_notified_once_its_function_has_worked(components, told):
+@pytest.mark.parametrize(("components", "notified"), [({}, True), ({"timed_out": -1.0}, False)])
+def test_the_reward_pool_is_notified_once_its_function_has_worked(components, notified):
     script = Scripted(refusals={0: 1}, components=components)
     run(script, rollout={"retry_backoff_s": 0.1})
     # The first two and a second attempt were requested before there was a reward.
-    assert script.has_worked == [False, False, False, told, told]
+    assert script.has_worked == [False, False, False, notified, notified]
 
 
 def test_only_failed_trajectories_are_tried_again_with_growing_pauses():

@@ -148,15 +148,15 @@ def test_a_value_that_cannot_be_read_costs_no_heartbeat(tmp_path):
 
 
 def test_heartbeats_that_fail_are_skipped_and_logged_once(tmp_path):
-    told = []
+    reported = []
 
     def listen(actor):
-        actor.log = SimpleNamespace(error=lambda text, exc_info: told.append((text, type(exc_info))))
+        actor.log = SimpleNamespace(error=lambda text, exc_info: reported.append((text, type(exc_info))))
 
     first, second, third = beaten(tmp_path, 3, 0.05, listen, Unspeakable)
     assert [beat.beat for beat in (first, second, third)] == [1, 5, 6]
     assert second.counters.keys() >= first.counters.keys(), "all values are sent again"
-    assert told == [("a heartbeat failed", UnicodeEncodeError)]
+    assert reported == [("a heartbeat failed", UnicodeEncodeError)]
 
 
 def test_the_last_heartbeat_has_the_final_counters(tmp_path):
@@ -189,9 +189,9 @@ def beat(number=1, **facts):
 
 def test_changed_values_are_sent_and_a_new_controller_gets_all():
     delta, histograms = HeartbeatDelta(), {"h": Histogram([1, 0], 0.5)}
-    told = [delta.trim(beat(counters={"a": 1.0, "b": 2.0}, histograms=histograms)) for _ in range(FULL_BEATS + 1)]
+    reported = [delta.trim(beat(counters={"a": 1.0, "b": 2.0}, histograms=histograms)) for _ in range(FULL_BEATS + 1)]
     full = ({"a": 1.0, "b": 2.0}, histograms)
-    assert [(one.counters, one.histograms) for one in told] == [full, *[({}, {})] * (FULL_BEATS - 1), full]
+    assert [(one.counters, one.histograms) for one in reported] == [full, *[({}, {})] * (FULL_BEATS - 1), full]
     assert delta.trim(beat(counters={"a": 1.0, "b": 3.0})).counters == {"b": 3.0}
     delta.forget()
     assert delta.trim(beat(counters={"a": 1.0})).counters == {"a": 1.0}
@@ -252,8 +252,8 @@ def test_events_are_bounded_sent_twice_and_counted_when_dropped():
     for number in range(EVENTS_KEPT + 5):
         events.add("error", str(number))
     assert events.dropped == 5
-    told = []
+    reported = []
     while taken := events.take():
         assert len(taken) <= EVENTS_IN_BEAT
-        told += [event.number for event in taken]
-    assert sorted(set(told)) == list(range(7, 7 + EVENTS_KEPT))
+        reported += [event.number for event in taken]
+    assert sorted(set(reported)) == list(range(7, 7 + EVENTS_KEPT))

@@ -10,5 +10,5 @@ SCRIPT = "import time; time.sleep(0.3); from asyncrl.rpc.linux import age_s; pri
 
 def test_a_process_knows_its_age():
     began = time.monotonic()
-    told = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout
-    assert 0.3 - TICK_S <= float(told) <= time.monotonic() - began + TICK_S
+    reported = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout
+    assert 0.3 - TICK_S <= float(reported) <= time.monotonic() - began + TICK_S

@@ -113,8 +113,8 @@ def test_an_isolated_program_of_an_agent_has_sandboxes(tmp_path: Path) -> None:
         reader, bodies = FrameReader(1 << 20), []
         while not bodies:
             bodies += reader.feed(ours.recv(1 << 16))
-    told = json.loads(bodies[0])
-    assert (told["code"], told["last_line"]) == (0, "inside"), told
+    reported = json.loads(bodies[0])
+    assert (reported["code"], reported["last_line"]) == (0, "inside"), reported
 
 
 @sandboxed

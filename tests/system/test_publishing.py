@@ -152,13 +152,13 @@ def test_the_last_version_is_published_before_the_last_evaluation(tmp_path, full
 
 
 @pytest.mark.parametrize(
-    ("after", "told"),
+    ("after", "reason"),
     [
         (0, "the weights at the start cannot be published"),
         (4, "no version could be published for 0.5 s (checkpoint.room_wait_s)"),
     ],
 )
-def test_a_disk_that_stays_full_ends_the_run_with_the_reason(tmp_path, full_disk, after, told):
+def test_a_disk_that_stays_full_ends_the_run_with_the_reason(tmp_path, full_disk, after, reason):
     system = System(config(checkpoint={"room_wait_s": 0.5}), tmp_path / "run")
 
     async def scenario():
@@ -170,7 +170,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_the_reason(tmp_path, full_disk
         full_disk.set()
     with pytest.raises(ActorFailed, match="No space left on device") as caught:
         system.play(scenario)
-    assert str(caught.value).startswith(f"learner/0: {told}")
+    assert str(caught.value).startswith(f"learner/0: {reason}")
 
 
 def test_ranks_that_are_out_of_step_end_the_run_at_once(tmp_path, monkeypatch):

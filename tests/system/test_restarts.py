@@ -143,9 +143,9 @@ def test_i1_a_learner_steps_back_over_a_damaged_checkpoint_and_a_lost_mark(tmp_p
         """Whether there are two checkpoints, and the lines name the same versions as the mark."""
         if len(CheckpointFolder(run_dir / "checkpoints").candidates()) < 2:
             return False
-        told = [line["weights/version"] for line in system.lines("train")]
+        reported = [line["weights/version"] for line in system.lines("train")]
         used = json.loads((run_dir / "version_mark.json").read_text())["version"]
-        return told[-1:] == [used]
+        return reported[-1:] == [used]
 
     async def kill() -> None:
         await until(whole)
@@ -156,11 +156,13 @@ def test_i1_a_learner_steps_back_over_a_damaged_checkpoint_and_a_lost_mark(tmp_p
     audit(run_dir)
     damaged, taken, highest = seen
     assert (run_dir / "checkpoints" / f"damaged-{damaged}" / "groups.msgpack").exists()
-    told = {
+    reported = {
         line["key"]: line["text"] for line in state.lines if line["kind"] == NOTICE and line["actor"] == "learner/0"
     }
-    assert told.pop("version mark").startswith(f"{run_dir / 'version_mark.json'} is not there; new versions are above ")
-    (text,) = (text for text in told.values() if text.startswith(f"checkpoint {damaged}, now "))
+    assert reported.pop("version mark").startswith(
+        f"{run_dir / 'version_mark.json'} is not there; new versions are above "
+    )
+    (text,) = (text for text in reported.values() if text.startswith(f"checkpoint {damaged}, now "))
     assert f"newest whole one, {taken} of step" in text
     published = [line["weights/version"] for line in system.lines("train") if line["start"] == 2]
     assert min(published) > highest

@@ -92,9 +92,9 @@ def test_a_silent_actor_is_reported_before_it_is_killed_the_controller_too(launc
     run = launch(tree("report", replicas=2, silence_s=4.0))
     pid = freeze(run, "rollouter/1")
     shows(run, "rollouter/1 died (killed by SIGKILL: it did not beat for ")
-    told = run.output
-    assert "watchdog: rollouter/1 has not been heard of for " in told
-    assert f"stacks of rollouter/1: process {pid}: T (stopped)" in told
+    reported = run.output
+    assert "watchdog: rollouter/1 has not been heard of for " in reported
+    assert f"stacks of rollouter/1: process {pid}: T (stopped)" in reported
     continues(run)
     pid = freeze(run, "controller/0")
     shows(run, "controller/0 died (killed by SIGKILL: it did not answer for ")

@@ -88,10 +88,10 @@ def test_every_replica_is_updated_by_the_chosen_transport_even_during_a_join(tmp
     later = [line["weights/transport"] for line in updates if line["weights/version"] > 0]
     assert later.count(transport) >= 20
     # Each is in the line of the step in which it ended; those after the last step are in that line.
-    told = read_metrics(system.run_dir / "metrics.jsonl", ("train", "update"))
-    steps = [line["step"] for line in told if line["kind"] == "train"]
-    for at, line in enumerate(told):
-        following = (other["step"] for other in told[at:] if other["kind"] == "train")
+    reported = read_metrics(system.run_dir / "metrics.jsonl", ("train", "update"))
+    steps = [line["step"] for line in reported if line["kind"] == "train"]
+    for at, line in enumerate(reported):
+        following = (other["step"] for other in reported[at:] if other["kind"] == "train")
         assert line["step"] == next(following, steps[-1])
     own = [line for line in updates if line["replica"] == "rollouter/2"]
     assert own[0]["weights/version"] >= published[0] and own[0]["weights/transport"] in ("shm", "stream")

@@ -112,7 +112,7 @@ def test_a_group_is_taken_only_from_the_rollouter_that_it_was_leased_to(tmp_path
 
     monkeypatch.setattr(rollouter_module, "HeldLeases", AfterAThief)
     assert system.play().phase == "done"
-    assert {told[1:] for told in refused} == {("forbidden", False)}
+    assert {reported[1:] for reported in refused} == {("forbidden", False)}
     assert system.actors["learner/0"].counters["wire/refused"] == len(refused) >= 2
     assert {uid for uid, _, _ in refused} <= set(trained_uids(system))
     assert not (system.run_dir / "quarantine.jsonl").exists()
@@ -198,10 +198,10 @@ def test_i1_a_step_without_trainable_tokens_does_not_count_and_its_groups_are_re
     notices = [line for line in system.ended.lines if (line["kind"], line.get("actor")) == (NOTICE, "learner/0")]
     truncation = [notice["text"] for notice in notices if notice["key"] == "truncation"]
     assert truncation and "of the responses of the last 8 groups were cut at rollout.max_tokens = 16" in truncation[0]
-    told = [notice for notice in notices if notice["key"] != "truncation"]
-    assert len({notice["key"] for notice in told}) == 1 and told[-1]["count"] == empty
-    assert "2 trajectories are masked, 2 because they were cut at rollout.max_tokens = 16" in told[-1]["text"]
-    assert 'reward.truncated = "mask"' in told[-1]["text"]
+    reported = [notice for notice in notices if notice["key"] != "truncation"]
+    assert len({notice["key"] for notice in reported}) == 1 and reported[-1]["count"] == empty
+    assert "2 trajectories are masked, 2 because they were cut at rollout.max_tokens = 16" in reported[-1]["text"]
+    assert 'reward.truncated = "mask"' in reported[-1]["text"]
 
 
 def test_a_method_rejected_by_the_check_at_the_start_is_reported_to_the_user(played, monkeypatch):
@@ -284,7 +284,7 @@ def test_i1_a_rollouter_that_dies_in_an_evaluation_loses_nothing_and_repeats_not
 
 
 @pytest.mark.parametrize(
-    ("tables", "told"),
+    ("tables", "reported"),
     [
         (
             {"learner": {"dynamic_sampling": True, "max_filtered_ratio": 3.0}},
@@ -309,8 +309,8 @@ def test_i1_a_rollouter_that_dies_in_an_evaluation_loses_nothing_and_repeats_not
     ],
     ids=["no signal", "all masked", "no reward"],
 )
-def test_a_run_that_cannot_learn_ends_with_the_reason(played, tables, told):
-    with pytest.raises(Exception, match=f"(?s){told}"):
+def test_a_run_that_cannot_learn_ends_with_the_reason(played, tables, reported):
+    with pytest.raises(Exception, match=f"(?s){reported}"):
         played(**tables)
 
 

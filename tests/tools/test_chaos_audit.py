@@ -164,7 +164,7 @@ def count(name, of):
 
 
 @pytest.mark.parametrize(
-    ("told", "change"),
+    ("reported", "change"),
     [
         ("repeated: 1 prompts were trained more than once: 0-5 in steps [2, 6]", put(5, 0, (1, 0))),
         ("repeated: 1 prompts", put(2, 1, (2, 0))),
@@ -191,9 +191,9 @@ def count(name, of):
         ),
     ],
 )
-def test_each_fault_is_found(folder, told, change):
+def test_each_fault_is_found(folder, reported, change):
     change(folder)
-    has(folder.write().problems(), told)
+    has(folder.write().problems(), reported)
 
 
 def test_versions_that_do_not_cover_the_tokens_are_found(folder):

@@ -100,7 +100,7 @@ def test_a_fault_in_an_update_ends_after_every_replica_serves_two_later_versions
             replicas=2,
             in_updates=in_updates,
             patience_s=60.0,
-            told=lambda one: recovered.append((run.exit_code, min(run.served().values()) - one.version)),
+            reported=lambda one: recovered.append((run.exit_code, min(run.served().values()) - one.version)),
         )
     if recovers:
         [(exit_code, versions)] = recovered

@@ -29,15 +29,15 @@ def test_each_of_forty_faults_matches_one_place_and_every_invariant_is_broken():
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "reported"),
     [
         (Fault("gone", "max(value, 3)", "max(value, 4)", ""), "does: nowhere"),
         (Fault("twice", "value", "other", ""), "limit.py, asyncrl/limit.py"),
         (Fault("broken", "min(value, 3)", "min(value, 3", ""), "would not compile"),
     ],
 )
-def test_a_fault_that_matches_no_place_is_refused(tree, fault, told):
-    with pytest.raises(ValueError, match=rf"{fault.name}: .*{told}"):
+def test_a_fault_that_matches_no_place_is_refused(tree, fault, reported):
+    with pytest.raises(ValueError, match=rf"{fault.name}: .*{reported}"):
         find(fault, tree)
 
 

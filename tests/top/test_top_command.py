@@ -89,8 +89,8 @@ def test_a_command_without_a_run_to_show_prints_the_reason_and_the_next_command(
     torn = sorted((ended / "monitor").glob("snapshots-*"))
     for segment in torn:
         segment.write_bytes(b"\xc1")
-    told = f"nothing readable is recorded there; damaged: {', '.join(segment.name for segment in torn)}"
-    complains(("trial", "--replay"), tmp_path, 2, told)
+    reported = f"nothing readable is recorded there; damaged: {', '.join(segment.name for segment in torn)}"
+    complains(("trial", "--replay"), tmp_path, 2, reported)
     shutil.rmtree(ended / "monitor")
     complains(("trial", "--replay"), tmp_path, 2, "nothing readable is recorded there; monitor.record_bytes was 0")
 
@@ -251,7 +251,7 @@ def test_states_without_colour_differ_by_their_glyphs(ended, tmp_path, environme
 @needs_tmux
 def test_a_dumb_terminal_gets_a_page(ended, tmp_path):
     words = shlex.join([*TOP, str(ended), "--replay"])
-    shell = ["sh", "-c", f"{words} > page; echo told; {words} | tail -1; sleep 60"]
+    shell = ["sh", "-c", f"{words} > page; echo reported; {words} | tail -1; sleep 60"]
     with Terminal(80, 24, shell, cwd=tmp_path, env={"TERM": "dumb", "TZ": "UTC"}) as terminal:
         terminal.until("the run has begun")
         assert "\x1b" not in (tmp_path / "page").read_text()

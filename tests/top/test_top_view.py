@@ -324,8 +324,8 @@ def test_the_outcome_of_late_groups_is_shown_if_there_were_any():
         ({"late_trained": 5.0, "late_masked": 3.0}, "   so far 5 trained, 3 masked"),
     ):
         metrics = {f"staleness/{name}_groups": value for name, value in counted.items()}
-        told = lines_of("staleness", seen([with_actor(Run().at(100.0), "learner/0", metrics=metrics)]), 120)
-        assert told[0].partition(" groups")[2] == shown
+        reported = lines_of("staleness", seen([with_actor(Run().at(100.0), "learner/0", metrics=metrics)]), 120)
+        assert reported[0].partition(" groups")[2] == shown
 
 
 def test_the_learner_pane_shows_the_components_of_the_reward_and_bounds_them():

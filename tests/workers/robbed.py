@@ -33,7 +33,7 @@ async def by_reward(confined: Confinement) -> None:
 
 
 async def by_program(confined: Confinement) -> None:
-    told: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
+    reported: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
     ended = asyncio.Event()
     env = confined.env()
     keeper = WorkerProcess(
@@ -45,18 +45,18 @@ async def by_program(confined: Confinement) -> None:
         memory_key="",
         own_session=True,
         on_output=lambda _: None,
-        on_frame=lambda frame: told.set_result(json.loads(frame)),
+        on_frame=lambda frame: reported.set_result(json.loads(frame)),
         on_end=lambda *_: ended.set(),
     )
     try:
-        assert (await told)["code"] == 0
+        assert (await reported)["code"] == 0
     finally:
         keeper.hang_up()
         await ended.wait()
 
 
 async def main(folder: Path, mode: str, way: str) -> None:
-    run, told = folder / "run", []
+    run, reported = folder / "run", []
     os.chdir(folder)
     os.environ["RUN_PASSWORD"] = os.environ["HF_TOKEN"] = os.environ["SANDBOX"] = MARK
     run.mkdir()
@@ -74,13 +74,13 @@ async def main(folder: Path, mode: str, way: str) -> None:
         prepare(folder, run / "private", another=other.pid, actor=os.getpid())
         security = SecurityConfig(isolate_user_code=mode, user_environment=["SANDBOX"])
         async with asyncio.timeout(60):
-            confined = await confine(security, run, told.append)
+            confined = await confine(security, run, reported.append)
             await (by_reward if way == "reward" else by_program)(confined)
     finally:
         os.close(opened)
         other.kill()
         other.communicate()
-    print(json.dumps({"told": told, "got": json.loads((folder / "loot").read_text())}))
+    print(json.dumps({"reported": reported, "got": json.loads((folder / "loot").read_text())}))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def as_another(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(("user", "way"), [("this", "keeper"), ("another", "reward")])
 def test_a_thief_gets_only_the_variables_that_the_user_names(folder: Path, way: str, user: str) -> None:
     given = {} if user == "this" else as_another(folder)
-    assert rob(folder, "required", way, **given) == {"told": [], "got": {"environment": ["SANDBOX"]}}
+    assert rob(folder, "required", way, **given) == {"reported": [], "got": {"environment": ["SANDBOX"]}}
 
 
 @isolated
@@ -80,9 +80,9 @@ def test_a_host_without_namespaces_warns_the_user_and_plays(folder: Path) -> Non
         pytest.skip("needs unshare")
     before = (unshare, "--user", "--map-root-user", "sh", "-c", f'{NO_NAMESPACES} "$@"', "sh")
     said = rob(folder, "auto", "reward", *before)
-    (told,) = said["told"]
-    assert told.startswith("users' code is not isolated on this host (a user namespace: No space left on device)")
-    assert "docs/security.md" in told
+    (reported,) = said["reported"]
+    assert reported.startswith("users' code is not isolated on this host (a user namespace: No space left on device)")
+    assert "docs/security.md" in reported
     # The same thief then gets the keys, and no more of the environment.
     assert said["got"]["environment"] == ["SANDBOX"]
     assert "descriptors" not in said["got"]

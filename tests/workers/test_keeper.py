@@ -96,16 +96,16 @@ def test_a_program_that_is_stopped_before_its_start_is_not_started(tmp_path: Pat
 
 def test_the_keeper_accepts_a_connection_with_any_descriptor_number() -> None:
     # More than select() takes.
-    ended, [told] = kept(["echo", "0.5"], lowest=1024)
-    assert (ended.returncode, ended.stdout, ended.stderr, told["code"]) == (0, b"0.5\n", b"", 0)
+    ended, [reported] = kept(["echo", "0.5"], lowest=1024)
+    assert (ended.returncode, ended.stdout, ended.stderr, reported["code"]) == (0, b"0.5\n", b"", 0)
 
 
 def test_a_start_that_fails_because_of_the_host_does_not_blame_the_program() -> None:
     """As on a full disk: the folder for its files does not exist."""
     limits = ("bash", "-c", 'ulimit -f 0; exec "$@"', "limited")
-    ended, [told] = kept(["true"], files={"TASK": "{}"}, limits=limits)
+    ended, [reported] = kept(["true"], files={"TASK": "{}"}, limits=limits)
     assert ended.returncode == 0
-    assert told["blame"] == "host" and told["error"].startswith("cannot be started: ")
+    assert reported["blame"] == "host" and reported["error"].startswith("cannot be started: ")
 
 
 PRINTS_ON = 'yes >&2 & while ! [ -e "$0" ]; do sleep 0.01; done; echo 1.0'
@@ -135,8 +135,8 @@ def test_processes_that_a_program_leaves_behind_are_ended_even_if_they_print_end
             keeper.kill()
             keeper.wait()
             keeper.stdout.close()
-        (told,) = FrameReader(1 << 20).feed(ours.recv(1 << 16))
-    answer = json.loads(told)
+        (reported,) = FrameReader(1 << 20).feed(ours.recv(1 << 16))
+    answer = json.loads(reported)
     assert (answer["code"], answer["last_line"]) == (0, "1.0")
 
 

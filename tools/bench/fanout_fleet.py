@@ -129,11 +129,11 @@ class Fleet:
     async def _listen(self, number: int, host: Host) -> None:
         assert host.process.stdout is not None
         while line := await host.process.stdout.readline():
-            told = json.loads(line)
-            version = told.get("version", -1)
-            host.times[told["event"], version] = told["at"]
-            if "sources" in told:
-                host.sources[version] = told["sources"]
+            reported = json.loads(line)
+            version = reported.get("version", -1)
+            host.times[reported["event"], version] = reported["at"]
+            if "sources" in reported:
+                host.sources[version] = reported["sources"]
             async with self._changed:
                 self._changed.notify_all()
         if host.is_wanted:

@@ -139,7 +139,7 @@ def go(chosen: argparse.Namespace, seed: int, folder: Path, world: World, out: T
                 replicas=replicas,
                 in_updates=chosen.in_updates,
                 patience_s=PATIENCE_S[chosen.engine],
-                told=lambda one: print(one, file=out, flush=True),
+                reported=lambda one: print(one, file=out, flush=True),
             )
         except (NotRecovered, RunEnded, TimeoutError) as error:
             findings = Findings()

@@ -183,9 +183,9 @@ def torment(
     replicas: int,
     in_updates: bool,
     patience_s: float,
-    told: Callable[[Struck], None],
+    reported: Callable[[Struck], None],
 ) -> None:
-    """Return when the run has ended by itself. Calls ``struck`` with each fault, then ``told`` after its recovery.
+    """Return when the run has ended by itself. Calls ``struck`` with each fault, then ``reported`` after its recovery.
 
     ``in_updates``: the run must not end before every one of its ``replicas`` serves again after the last fault.
     """
@@ -200,11 +200,11 @@ def torment(
             now = time.monotonic()
             if run.step > best:
                 best, moved_at = run.step, now
-            _note_recovered(run, struck, best, replicas, told)
+            _note_recovered(run, struck, best, replicas, reported)
             if run.exit_code is not None:
                 if in_updates and not all(_serves_again(run, one, replicas) for one in struck):
                     raise NotRecovered(f"the run ended with versions {run.served()} in its replicas{_since(struck)}")
-                _note_recovered(run, struck, best, replicas, told, ended=True)
+                _note_recovered(run, struck, best, replicas, reported, ended=True)
                 return
             if now - moved_at > patience_s:
                 raise NotRecovered(f"nothing was trained for {patience_s:g} s after step {best}{_since(struck)}")
@@ -229,7 +229,13 @@ def torment(
 
 
 def _note_recovered(
-    run: LiveRun, struck: list[Struck], best: int, replicas: int, told: Callable[[Struck], None], *, ended: bool = False
+    run: LiveRun,
+    struck: list[Struck],
+    best: int,
+    replicas: int,
+    reported: Callable[[Struck], None],
+    *,
+    ended: bool = False,
 ) -> None:
     now = time.monotonic()
     for one in struck:
@@ -239,7 +245,7 @@ def _note_recovered(
         for_good = one.fault.kind in ("kill", "freeze") and one.fault.victim != "reward_worker"
         if went_on and (ended or not for_good or not any(map(pid_lives, one.pids))):
             one.recovered_s = now - one.struck_at
-            told(one)
+            reported(one)
 
 
 def _serves_again(run: LiveRun, one: Struck, replicas: int) -> bool:

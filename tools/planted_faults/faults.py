@@ -67,7 +67,7 @@ FAULTS = (
         "outcomes-acknowledged-by-any-answer",
         "if seen.number >= report.number:",
         "if seen.number >= 0:",
-        "I1: an outcome that the dataloader lacks is told again",
+        "I1: an outcome that the dataloader lacks is reported again",
     ),
     # --- the parameter server: who takes over what, and when ---
     Fault(

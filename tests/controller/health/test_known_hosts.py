@@ -33,9 +33,9 @@ class World:
         """Actors that announce that they skip IDLE beats in a row."""
         self.beats = 0
         for agent, names in PLACED.items():
-            told = ActorRecord(name=agent, incarnation=1, address="", host=agent[-1], facts={"actors": names})
-            self.registry.register(told, 0.0)
-            assert self.hosts.register(told, 0.0)
+            record = ActorRecord(name=agent, incarnation=1, address="", host=agent[-1], facts={"actors": names})
+            self.registry.register(record, 0.0)
+            assert self.hosts.register(record, 0.0)
             for name in names:
                 if name != "controller/0":
                     self.start(name, 1)

@@ -38,8 +38,8 @@ class Paths:
     def ready(self):
         for name, incarnation in self.lives.items():
             if name not in self.away:
-                told = {of: self.now - since for (by, of), since in self.broken.items() if by == name}
-                yield ReadyActor(name=name, incarnation=incarnation, unreached=told)
+                reported = {of: self.now - since for (by, of), since in self.broken.items() if by == name}
+                yield ReadyActor(name=name, incarnation=incarnation, unreached=reported)
 
     def look(self):
         return self.unreachable.look(self.ready(), self.now)

@@ -62,8 +62,8 @@ def leave(cluster, host, within_s=3.0, **how):
 
 async def noticed(cluster):
     """The texts of all notices."""
-    told = await cluster.caller().call(WatchRun(seen_line=0))
-    return [line["text"] for line in told.lines if line["kind"] == "notice"]
+    reported = await cluster.caller().call(WatchRun(seen_line=0))
+    return [line["text"] for line in reported.lines if line["kind"] == "notice"]
 
 
 def kept(tmp_path):
@@ -187,9 +187,9 @@ async def test_a_leaving_host_is_informed_and_stays_dead(cluster):
     (name,) = found.actors
     begun = await leave(cluster, "c")
     assert (begun.agent, begun.actors) == (found.agent, [name])
-    told = await cluster.state(lambda state: state.leaving)
-    assert [(leaving.name, leaving.within_s) for leaving in told.leaving] == [(found.agent, 3.0), (name, 3.0)]
-    assert told.phase == "running"
+    reported = await cluster.state(lambda state: state.leaving)
+    assert [(leaving.name, leaving.within_s) for leaving in reported.leaving] == [(found.agent, 3.0), (name, 3.0)]
+    assert reported.phase == "running"
     agent = cluster.caller(found.agent)
     # Its end was requested; that of the other one was not.
     assert (await agent.call(ended(name, 0))).asked
@@ -197,8 +197,8 @@ async def test_a_leaving_host_is_informed_and_stays_dead(cluster):
     assert {found.agent, name} <= seen
     assert not (await cluster.caller().call(ended("rollouter/0", 0))).asked
     await agent.call(HostLeft())
-    told = await cluster.state(lambda state: not state.leaving)
-    assert (told.phase, told.failed_actor) == ("running", "")
+    reported = await cluster.state(lambda state: not state.leaving)
+    assert (reported.phase, reported.failed_actor) == ("running", "")
     left = await cluster.members()
     assert left.gone == {found.agent, name}
     assert [(host.host, host.stage) for host in left.hosts] == [("c", "left")]
@@ -215,9 +215,9 @@ async def test_a_successor_of_the_controller_knows_the_joined_hosts(cluster, tmp
     await cluster.die()
     await cluster.start(8)
     assert await cluster.members() == before
-    told = await cluster.caller().call(WatchRun(seen_line=0))
-    assert found.actors[0] in told.waiting_for
-    assert told.members == before.number
+    reported = await cluster.caller().call(WatchRun(seen_line=0))
+    assert found.actors[0] in reported.waiting_for
+    assert reported.members == before.number
     assert kept(tmp_path)[0].added == found.actors
     assert (tmp_path / "private" / "members.json").stat().st_mode & 0o777 == 0o600
     # A repeated request is recognised, by another controller as well.
@@ -240,8 +240,8 @@ async def test_a_successor_of_the_controller_counts_on_joined_rollouters_at_once
     for name in (*OTHERS, *found.actors):
         if name != "rollouter/0":
             await cluster.register(name)
-    told = await cluster.state()
-    assert (told.phase, [actor.name for actor in told.resting]) == ("running", ["rollouter/0"])
+    reported = await cluster.state()
+    assert (reported.phase, [actor.name for actor in reported.resting]) == ("running", ["rollouter/0"])
 
 
 @on_cluster()
@@ -302,8 +302,8 @@ async def test_a_successor_of_the_controller_does_not_wait_for_a_host_that_left(
     listed.write_text(text)
     await cluster.start(8)
     await cluster.all_ready()
-    told = await cluster.state(lambda state: state.phase != "starting")
-    assert (told.phase, told.waiting_for) == ("running", [])
+    reported = await cluster.state(lambda state: state.phase != "starting")
+    assert (reported.phase, reported.waiting_for) == ("running", [])
     assert (await join(cluster, "far"))[0].agent == "agent/2"
     # It does not count as a lost host either.
     assert "agent/1" not in cluster.controller._hosts.known
@@ -392,8 +392,8 @@ async def test_a_joined_host_that_gives_up_fails_the_run_only_after_it_has_serve
     assert (await cluster.state()).phase == "running"
     found = await serve(cluster, "d", ask="b" * 16)
     await cluster.caller(found.agent).call(ended(found.actors[0], 78, fatal=True))
-    told = await cluster.state()
-    assert (told.phase, told.failed_actor) == ("draining", found.actors[0])
+    reported = await cluster.state()
+    assert (reported.phase, reported.failed_actor) == ("draining", found.actors[0])
 
 
 @pytest.mark.parametrize("exit_code", [1, 78])
@@ -413,18 +413,18 @@ async def test_a_joined_host_serves_with_one_rollouter_and_the_other_rests(clust
     now = await cluster.members(lambda members: members.added)
     assert (now.added, now.hosts[0].stage) == (found.actors, "serving")
     assert cluster.controller.registry.ready() & set(found.actors) == {works}
-    told = await cluster.state(lambda state: state.resting)
-    assert [(actor.name, actor.reason) for actor in told.resting] == [(broken, "its reason")]
+    reported = await cluster.state(lambda state: state.resting)
+    assert [(actor.name, actor.reason) for actor in reported.resting] == [(broken, "its reason")]
     assert await noticed(cluster) == [f"{broken} is resting: its reason"]
-    assert told.phase == "running"
+    assert reported.phase == "running"
     # A successor of the controller hears the end again.
     await cluster.die()
     await cluster.start(8)
     await cluster.all_ready()
     await cluster.register(works)
     await cluster.caller(found.agent).call(end)
-    told = await cluster.state(lambda state: state.phase != "starting")
-    assert (told.phase, [actor.name for actor in told.resting]) == ("running", [broken])
+    reported = await cluster.state(lambda state: state.phase != "starting")
+    assert (reported.phase, [actor.name for actor in reported.resting]) == ("running", [broken])
     await cluster.caller(LAUNCHER).call(BringBack(name=broken))
     await cluster.state(lambda state: not state.resting)
     await cluster.register(broken, incarnation=2)
@@ -441,8 +441,8 @@ async def test_a_joined_host_is_released_once_all_of_its_rollouters_give_up(clus
         await agent.call(ended(name, 1, fatal=True))
     now = await cluster.members(lambda members: members.hosts and members.hosts[0].stage == "leaving")
     assert now.hosts[0].reason == "; ".join(f"{name}: its reason" for name in found.actors)
-    told = await cluster.state()
-    assert (told.phase, told.resting, await noticed(cluster)) == ("running", [], [])
+    reported = await cluster.state()
+    assert (reported.phase, reported.resting, await noticed(cluster)) == ("running", [], [])
 
 
 @on_cluster(PLAYED)

@@ -77,10 +77,10 @@ async def test_line_numbers_of_an_earlier_controller_confirm_no_lines_of_its_suc
     earlier = SinksFeed({}, ABOVE - 2000, wanted=True)
     feed_lines(earlier, *range(5))
     earlier.snapshot(b"earlier")
-    told = await ask(earlier)
+    reported = await ask(earlier)
     feed_lines(feed, 6, 7)
     feed.snapshot(b"newest")
-    answer = await ask(feed, told)
+    answer = await ask(feed, reported)
     assert (steps(answer), answer.snapshot) == ([6, 7], b"newest")
 
 

@@ -141,19 +141,21 @@ async def test_a_repeated_event_counts_once_and_one_without_a_time_has_its_arriv
     await cast(actor, beat(1, events=[first]))
     await cast(actor, beat(2, events=[first, second]))
     seen = await seen_by(viewer, lambda s: any(event.text == "event 2" for event in s.events))
-    told = [event for event in seen.events if event.actor == "reward/0"]
-    assert [(event.text, event.level) for event in told] == [("event 1", "error"), ("event 2", "warning")]
-    assert told[0].wall == 5.0 and seen.wall - 60 < told[1].wall <= seen.wall
+    notices = [event for event in seen.events if event.actor == "reward/0"]
+    assert [(event.text, event.level) for event in notices] == [("event 1", "error"), ("event 2", "warning")]
+    assert notices[0].wall == 5.0 and seen.wall - 60 < notices[1].wall <= seen.wall
     assert [event.number for event in seen.events] == sorted({event.number for event in seen.events})
 
 
 @on_cluster()
 async def test_lost_log_lines_are_counted_over_all_incarnations_of_all_actors(cluster, monkeypatch):
     """A heartbeat holds only what has changed, and a restarted actor counts from 0."""
-    told = []
-    monkeypatch.setattr(runtime_actor.Actor, "notify", lambda _, key, text, *, count, **more: told.append((key, count)))
+    notices = []
+    monkeypatch.setattr(
+        runtime_actor.Actor, "notify", lambda _, key, text, *, count, **more: notices.append((key, count))
+    )
     monkeypatch.setattr(runtime_actor, "lost_lines", lambda: 5)
-    await until(lambda: told == [("logs", 5)])
+    await until(lambda: notices == [("logs", 5)])
     for name, incarnation, lost, all_lost in (
         ("rollouter/0", 1, 50, 55),
         ("reward/0", 1, 40, 95),
@@ -161,9 +163,9 @@ async def test_lost_log_lines_are_counted_over_all_incarnations_of_all_actors(cl
     ):
         await cluster.register(name, incarnation)
         await cast(cluster.caller(name, incarnation), beat(counters={"logs/lost": lost}))
-        await until(lambda all_lost=all_lost: told[-1] == ("logs", all_lost))
+        await until(lambda all_lost=all_lost: notices[-1] == ("logs", all_lost))
         await cast(cluster.caller(name, incarnation), beat(2))
-    assert told == [("logs", 5), ("logs", 55), ("logs", 95), ("logs", 140)]
+    assert notices == [("logs", 5), ("logs", 55), ("logs", 95), ("logs", 140)]
 
 
 @on_cluster(validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 3600.0}}))
@@ -411,8 +413,8 @@ async def test_a_successor_keeps_earlier_events_and_reports_itself_as_successor(
     if damage == "unreadable":
         assert texts(seen).count(own) == 1 and [line["step"] for line in seen.train] == [3]
         return
-    told = [text for text in texts(seen) if text[0] in ("reward/0", "controller/0")]
-    assert told == [("reward/0", "first"), ("reward/0", "last"), own, ("reward/0", "new")]
+    notices = [text for text in texts(seen) if text[0] in ("reward/0", "controller/0")]
+    assert notices == [("reward/0", "first"), ("reward/0", "last"), own, ("reward/0", "new")]
     assert [event.number for event in seen.events] == sorted({event.number for event in seen.events})
     assert [(line["step"], line.get("reward/mean")) for line in seen.train] == [(1, 0.25), (2, 0.5), (3, None)]
     assert (len(seen.updates), len(seen.evals)) == (1, 1)

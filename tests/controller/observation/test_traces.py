@@ -61,7 +61,7 @@ class Scene:
     def __init__(self, run_dir, actors=("controller/0", "learner/0", "rollouter/0"), tasks=None):
         self.time, trace = make_trace()
         trace.track("state", 0).enter("ready")
-        self.asked, self.sent, self.told, self.living = [], [], [], set(actors)
+        self.asked, self.sent, self.reported, self.living = [], [], [], set(actors)
         self.now = None
         self.actor = SimpleNamespace(
             name="controller/0",
@@ -71,7 +71,7 @@ class Scene:
             trace=trace,
             log=get_logger("controller/0"),
             clock=SimpleNamespace(now=lambda: time.monotonic() if self.now is None else self.now),
-            notify=lambda key, text: self.told.append((key, text)),
+            notify=lambda key, text: self.reported.append((key, text)),
             registry=SimpleNamespace(ready=lambda: self.living),
             machine=SimpleNamespace(want_trace=lambda number: self.asked.append(number) or True),
             state_changed=lambda: self.sent.append(self.asked[-1]),
@@ -161,7 +161,7 @@ async def test_a_trace_without_room_on_disk_is_reported_to_the_user(tasks, tmp_p
         scene = Scene(disk, tasks=tasks)
         await scene.hand_in("learner/0", 0, "train")
         await scene.traces.finish()
-    assert scene.told == [("trace", f"no trace is written to {disk / 'trace'}: No space left on device")]
+    assert scene.reported == [("trace", f"no trace is written to {disk / 'trace'}: No space left on device")]
 
 
 @with_tasks()

@@ -196,8 +196,8 @@ async def test_a_stream_of_anthropic_ends_with_the_episode(late):
 
     async with anthropic_client(ends(late)) as (_, served, client):
         with pytest.raises(anthropic.APIStatusError, match="32 turns"):
-            async with client.messages.stream(**ASKED, max_tokens=5) as told:
-                await told.get_final_message()
+            async with client.messages.stream(**ASKED, max_tokens=5) as reported:
+                await reported.get_final_message()
         assert served.counts["/v1/messages"] == 1
 
 
@@ -239,9 +239,9 @@ async def test_a_response_is_answered_whole_and_streamed():
         tool = {"type": "function", **WEATHER["function"], "strict": False}
         asked = {"model": "m", "input": "Hi", "instructions": "Be brief.", "tools": [tool]}
         whole = await client.responses.create(**asked)
-        async with client.responses.stream(**asked) as told:
-            kinds = [event.type async for event in told]
-            streamed = await told.get_final_response()
+        async with client.responses.stream(**asked) as reported:
+            kinds = [event.type async for event in reported]
+            streamed = await reported.get_final_response()
         core.script = None
         cut = await client.responses.create(model="m", input=[*whole.output, *HI], max_output_tokens=3)
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
@@ -260,11 +260,11 @@ async def test_a_message_of_anthropic_is_answered_whole_and_streamed():
         tool = {"name": "weather", "description": "d", "input_schema": {"type": "object", "properties": {}}}
         asked = ASKED | {"max_tokens": 50, "system": "Be brief.", "tools": [tool], "stop_sequences": ["END"]}
         whole = await client.messages.create(**asked)
-        async with client.messages.stream(**asked) as told:
-            streamed = await told.get_final_message()
+        async with client.messages.stream(**asked) as reported:
+            streamed = await reported.get_final_message()
         core.script = answer_in_pieces
-        async with client.messages.stream(**ASKED, max_tokens=50) as told:
-            texts = [text async for text in told.text_stream]
+        async with client.messages.stream(**ASKED, max_tokens=50) as reported:
+            texts = [text async for text in reported.text_stream]
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert whole.content[2].input == {"city": "Bern"} and whole.stop_reason == "tool_use"
     assert [block.model_dump() for block in streamed.content] == [block.model_dump() for block in whole.content]

@@ -64,14 +64,14 @@ class Gate(ScriptedCore):
 
     def __init__(self, text="once upon a time"):
         super().__init__(Gate.answer)
-        self.open, self.text, self.told = asyncio.Event(), text, {}
+        self.open, self.text, self.reported = asyncio.Event(), text, {}
 
     async def answer(self, call, on_delta):
         node = len(self.asked)
-        begun = self.told.setdefault(call.call, 0)
+        begun = self.reported.setdefault(call.call, 0)
         for at in range(begun, min(begun + 4, len(self.text))):
             on_delta(ChatDelta(session=call.session, call=call.call, offset=at, text=self.text[at]))
-            self.told[call.call] = at + 1
+            self.reported[call.call] = at + 1
         await self.open.wait()
         return reply(self.text, node=node)
 
@@ -119,7 +119,7 @@ async def test_a_retry_continues_its_interrupted_call():
         for at in range(3):
             await asked_and_left(gate, client, body, RETRY if at else None)
             await until(lambda: len(gate.cancelled) == at + 1, "given up")  # noqa: B023
-        assert gate.told == {"http-0": 12}
+        assert gate.reported == {"http-0": 12}
         gate.open.set()
         done = await client.post(CHAT, json=body, headers=RETRY)
     events = [json.loads(line[6:]) for line in done.text.splitlines() if line.startswith("data: {")]
@@ -188,11 +188,11 @@ async def test_an_answer_that_differs_from_the_streamed_text_is_an_error():
         http_client(ScriptedCore(changes_its_mind)) as (_, client),
         client.stream("POST", CHAT, json=HI | {"stream": True}) as stream,
     ):
-        told = ""
+        reported = ""
         async for text in stream.aiter_text():
-            told += text
+            reported += text
             heard.set()
-    assert '"Yes"' in told and '"error"' in told and "[DONE]" not in told
+    assert '"Yes"' in reported and '"error"' in reported and "[DONE]" not in reported
 
 
 async def test_unknown_paths_and_methods_are_refused():
@@ -244,10 +244,10 @@ async def test_a_body_over_the_limit_is_refused_in_any_encoding():
             assert "episode.max_request_bytes" in response.json()["error"]["message"]
         assert served.counts["too_large"] == 3 and core.asked == []
         # A client that asks first gets the answer before it sends its body.
-        for length, told in ((500, b"HTTP/1.1 100"), (50_000, b"HTTP/1.1 413")):
+        for length, reported in ((500, b"HTTP/1.1 100"), (50_000, b"HTTP/1.1 413")):
             asks = request(length=length)[:-2] + b"Expect: 100-continue\r\n\r\n"
             async with socket_to(served, asks) as (reader, writer):
-                assert (await reader.readline()).startswith(told)
+                assert (await reader.readline()).startswith(reported)
                 if length == 500:
                     writer.write(json.dumps(HI).encode().ljust(length))
                     assert [await reader.readline() for _ in range(2)] == [b"\r\n", b"HTTP/1.1 200 OK\r\n"]

@@ -84,9 +84,9 @@ async def test_tools_are_called_until_the_policy_calls_none(tmp_path):
         }
         counts = {name: host.figure(name) for name in ("tool_calls", "tool_errors", "tool_mistakes")}
         assert counts == {"tool_calls": 8, "tool_errors": 3, "tool_mistakes": 2}
-        told = [text for _, text in host.notices().values()]
-        assert len(told) == 3
-        assert "tool put raised OverflowError: the box is full (" in told[-1]
+        reported = [text for _, text in host.notices().values()]
+        assert len(reported) == 3
+        assert "tool put raised OverflowError: the box is full (" in reported[-1]
         assert printed[-1] == ("0-1", "box closed with 1\n", 0)
 
 
@@ -186,5 +186,5 @@ def test_episode_code_that_cannot_run_is_found_before_the_first_episode(
         return
     with pytest.raises(NotCallable) as caught:
         resolve(kind, code, options, lambda tool, error, mistaken: None)
-    (told,) = caught.value.problems
-    assert told.startswith(problem)
+    (reported,) = caught.value.problems
+    assert reported.startswith(problem)

@@ -367,9 +367,9 @@ def test_a_long_print_is_cut_to_what_is_left_of_the_limit():
 async def test_episode_code_that_cannot_run_ends_the_actor_before_it_is_ready(tmp_path, monkeypatch, missing):
     if missing == "library":
         monkeypatch.setitem(sys.modules, "asyncrl.episodes.http.endpoint", None)
-    told = {"code": r"episode\.function: .*did you mean play", "library": r"pip install 'asyncrl\[episodes\]'"}
+    reported = {"code": r"episode\.function: .*did you mean play", "library": r"pip install 'asyncrl\[episodes\]'"}
     with pytest.raises(BaseExceptionGroup) as caught:
         async with hosting(play(function="plays:pay"), tmp_path):
             pass
-    assert caught.group_contains(ConfigError, match=told[missing])
+    assert caught.group_contains(ConfigError, match=reported[missing])
     assert worker_pids() == []

@@ -68,11 +68,11 @@ SPOILT = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "told"), SPOILT)
-def test_ids_must_be_the_same_tokens(policy, other, spoil, told):
+@pytest.mark.parametrize(("spoil", "reported"), SPOILT)
+def test_ids_must_be_the_same_tokens(policy, other, spoil, reported):
     spoil(other)
     problem = compare(policy, other, load_tokenizer(str(policy)))
-    assert told in problem and bool(problem) == bool(told)
+    assert reported in problem and bool(problem) == bool(reported)
 
 
 def config_of(policy, **sections):
@@ -116,7 +116,7 @@ def served_finding(policy, *script, **settings):
 
 
 @pytest.mark.parametrize(
-    ("script", "settings", "result", "told"),
+    ("script", "settings", "result", "reported"),
     [
         (scored, {"decode": lambda ids: "other words"}, "fail", "has another tokenizer than model.path"),
         (scored, {}, "warn", "but does not show its tokens"),
@@ -126,10 +126,10 @@ def served_finding(policy, *script, **settings):
         (scored, {"teacher_server": {"model": "z"}}, "fail", "serves no model 'z'; it serves teacher"),
     ],
 )
-def test_a_server_gets_the_requests_of_a_run(policy, script, settings, result, told):
+def test_a_server_gets_the_requests_of_a_run(policy, script, settings, result, reported):
     found, server = served_finding(policy, script, **settings)
     assert (found.check, found.result, found.key) == ("teacher", result, "learner.teacher")
-    assert told in found.detail and server.url in found.detail and found.fix
+    assert reported in found.detail and server.url in found.detail and found.fix
 
 
 def test_a_server_with_the_policys_tokens_passes(policy):

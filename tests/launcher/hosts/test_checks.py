@@ -74,7 +74,7 @@ def test_everything_is_reported_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tables", "told"),
+    ("tables", "reported"),
     [
         (
             {"learner": {"lr": 0.0, "backend": "sim", "steps": 7}},
@@ -88,11 +88,11 @@ def test_everything_is_reported_at_once(tmp_path):
         ({"reward": {"function": "constant"}, "learner": {"backend": "sim"}}, []),
     ],
 )
-def test_a_configuration_that_cannot_learn_gets_a_warning(tmp_path, tables, told):
+def test_a_configuration_that_cannot_learn_gets_a_warning(tmp_path, tables, reported):
     """Here and by the learner at its start, in the same words."""
     config = validate_config({"model": {"path": str(tmp_path)}, "data": {"source": "synthetic"}} | tables)
     found = [each for each in check(config, ["learner/0"], tmp_path / "runs") if each.check == "learning"]
-    assert [each.text.startswith(said) for each, said in zip(found, told, strict=True)] == [True] * len(told)
+    assert [each.text.startswith(said) for each, said in zip(found, reported, strict=True)] == [True] * len(reported)
     assert all(each.result == "warn" and each.fix for each in found)
     notices = [notice.text for notice in LearningWatch(config).at_start()]
     assert [f"{each.key}: {each.detail}. To do: {each.fix}" for each in found] == notices

@@ -102,8 +102,8 @@ def test_ssh_never_prompts_takes_the_users_arguments_first_and_explains_a_failed
         (1, "/x/python: No module named asyncrl\n", "no asyncrl of this version is installed for /x/python (No module"),
         (3, "boom\n", "asyncrl did not start there, exit code 3: boom"),
     ):
-        told = start.explain("b", code, errors)
-        assert said in told and "\n" not in told
+        reported = start.explain("b", code, errors)
+        assert said in reported and "\n" not in reported
 
 
 def ask(*orders):

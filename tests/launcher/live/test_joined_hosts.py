@@ -134,9 +134,9 @@ def test_a_host_that_leaves_before_it_has_served_has_joined_in_vain(reason):
     left.ended, left.lost = EndedEvent(result="left", reason=reason), False
     left.gone.set()
     followed = joined([left], Asked())
-    followed.progress = TerminalProgress(io.StringIO(), 1, told := io.StringIO())
+    followed.progress = TerminalProgress(io.StringIO(), 1, reported := io.StringIO())
     assert run_virtual(followed.follow()) == 1
-    assert told.getvalue() == f"c has left the run without having served{': ' * bool(reason)}{reason}\n"
+    assert reported.getvalue() == f"c has left the run without having served{': ' * bool(reason)}{reason}\n"
 
 
 def test_a_host_that_leaves_after_one_of_its_rollouters_has_served_has_left():
@@ -153,9 +153,9 @@ def test_a_host_that_leaves_after_one_of_its_rollouters_has_served_has_left():
             await asyncio.Event().wait()
 
     followed = joined([left], Controller())
-    followed.progress = TerminalProgress(told := io.StringIO(), 1, io.StringIO())
+    followed.progress = TerminalProgress(reported := io.StringIO(), 1, io.StringIO())
     assert run_virtual(followed.follow()) == 0
-    assert told.getvalue().splitlines() == [
+    assert reported.getvalue().splitlines() == [
         "c serves from now on (it has rollouter/2, rollouter/3)",
         "c has left the run",
     ]

@@ -54,8 +54,8 @@ def restart(name, reason):
 
 def ticked(found, now):
     """The instructions of a tick; restarts have only a name and a reason."""
-    told = found.tick(now)
-    return [restart(each.name, each.reason) if isinstance(each, RestartEvent) else each for each in told]
+    reported = found.tick(now)
+    return [restart(each.name, each.reason) if isinstance(each, RestartEvent) else each for each in reported]
 
 
 def dies(found, name, *times, exit_code=-9):
@@ -164,12 +164,12 @@ def test_a_replica_that_was_given_up_restarts_once_it_no_longer_rests(successor)
     # The controller has not heard of its end so far.
     assert found.state(state(), 20.1) == found.state(state_with_resting("rollouter/0"), 20.2) == []
     if successor:
-        told = found.controller_found(30.0)
-        assert [end.name for end in told if isinstance(end, ActorEnded) and end.fatal] == ["rollouter/0"]
+        reported = found.controller_found(30.0)
+        assert [end.name for end in reported if isinstance(end, ActorEnded) and end.fatal] == ["rollouter/0"]
         assert found.state(state(), 30.1) == []
     assert found.state(state_with_resting("rollouter/0"), 900.0) == []
     assert found.state(state(), 901.0) == [Spawn("rollouter/0")]
-    assert not any(isinstance(told, ActorEnded) for told in found.controller_found(902.0))
+    assert not any(isinstance(reported, ActorEnded) for reported in found.controller_found(902.0))
     found.spawned("rollouter/0", 200)
     # Its earlier deaths are forgotten.
     assert not found.exited("rollouter/0", 3, "", 903.0)[0].fatal
@@ -393,9 +393,9 @@ def test_the_first_stop_request_asks_the_controller_and_the_second_kills(first, 
 
 def test_a_run_that_never_ran_is_not_waited_for():
     for wish in ("stop", "preempt"):
-        for told in (False, True):
+        for reported in (False, True):
             found = host(running=False)
-            if told:
+            if reported:
                 found.controller_found(1.0)
                 found.state(state("starting", waiting_for=["learner/0"]), 1.0)
             assert getattr(found, wish)("SIGTERM", 5.0) == [KillAll()]
@@ -423,11 +423,11 @@ def test_an_agent_without_its_guard_preempts_the_run_and_fails_unless_it_is_done
 @pytest.mark.parametrize("names", [FAR[1:], ("rollouter/2", "episodes/2"), FAR, HEAD])
 def test_a_host_that_never_reached_the_controller_leaves_if_the_run_can_spare_it(names):
     found = host(names, running=False)
-    told = found.controller_lost("no answer for 12 s", 12.0)
+    reported = found.controller_lost("no answer for 12 s", 12.0)
     if "learner/1" in names or "learner/0" in names:
-        assert told == [KillAll()] and found.failure.actor == "controller/0"
+        assert reported == [KillAll()] and found.failure.actor == "controller/0"
     else:
-        assert told == [] and found.finished and not found.ending
+        assert reported == [] and found.finished and not found.ending
         assert end_of(found) == EndedEvent(result="left", reason="no answer for 12 s")
     # Once it has, it takes part, and its end is a failure.
     reached = host(names)
@@ -470,15 +470,15 @@ def test_a_restart_after_the_loss_of_a_host_does_not_count():
         incarnation = found.incarnations["rollouter/2"]
         assert found.controller_silent(back - 20.0) == []
         assert found.state(condemned("rollouter/2", incarnation), back)[-1] == Kill("rollouter/2")
-        (told,) = found.exited("rollouter/2", -9, "", back + 1.0)
-        assert not told.fatal and found.tick(back + 2.0)[-1] == Spawn("rollouter/2")
+        (reported,) = found.exited("rollouter/2", -9, "", back + 1.0)
+        assert not reported.fatal and found.tick(back + 2.0)[-1] == Spawn("rollouter/2")
         found.spawned("rollouter/2", incarnation + 10)
         found.state(state(), back + 3.0)
     # Its next ends are its own again.
     for now, fatal in ((410.0, False), (420.0, False), (430.0, True)):
         found.state(state(), now)
-        (told,) = found.exited("rollouter/2", 3, "", now)
-        assert told.fatal == fatal
+        (reported,) = found.exited("rollouter/2", 3, "", now)
+        assert reported.fatal == fatal
         found.tick(now + 5.0)
         found.spawned("rollouter/2", int(now))
 
@@ -486,11 +486,11 @@ def test_a_restart_after_the_loss_of_a_host_does_not_count():
 def test_deaths_on_a_cut_off_host_do_not_count_and_are_reported_after_contact_returns():
     found = host(FAR)
     for now in (40.0, 50.0, 60.0, 70.0):
-        (told,) = found.exited("learner/1", 1, "gloo: connection closed", now)
-        assert not told.fatal
+        (reported,) = found.exited("learner/1", 1, "gloo: connection closed", now)
+        assert not reported.fatal
         found.tick(now + 2.0)
     found.controller_silent(73.0)
-    assert found.state(state(), 74.0) == [told] and found.state(state(), 75.0) == []
+    assert found.state(state(), 74.0) == [reported] and found.state(state(), 75.0) == []
 
 
 def test_i7_a_host_without_launcher_and_controller_leaves_nothing_running():

@@ -60,8 +60,8 @@ def test_a_frozen_agent_is_killed_before_the_guard_reports_it(tmp_path: Path, ou
             os.read(ours, filled)
         assert guard.wait(GENEROUS_S) == 128 + 9
         if output == "takes nothing":
-            told = os.read(ours, 1 << 16).decode()
-            assert told == "guard: the agent did not beat for 1 s (supervision.silence_s) and was killed\n"
+            reported = os.read(ours, 1 << 16).decode()
+            assert reported == "guard: the agent did not beat for 1 s (supervision.silence_s) and was killed\n"
         assert not private.exists()
     finally:
         guard.kill()

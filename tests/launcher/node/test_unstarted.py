@@ -32,12 +32,12 @@ def agent(tmp_path, tell, argv=(), *, names=NAMES, max_restarts=1):
 
 
 def test_an_actor_that_cannot_start_is_tried_again_as_after_any_death(tmp_path):
-    told = []
+    events = []
 
     def hear(line):
         if (event := msgspec.json.decode(line))["type"] == "beat":
             return
-        told.append(event)
+        events.append(event)
         # Before it is tried again, which is reported first.
         (tmp_path / "logs").mkdir(exist_ok=True)
 
@@ -47,7 +47,7 @@ def test_an_actor_that_cannot_start_is_tried_again_as_after_any_death(tmp_path):
             assert await found.main(asyncio.StreamReader()) == 1
 
     asyncio.run(main())
-    restart, ended = told
+    restart, ended = events
     why = f"it cannot be started with its log in {tmp_path / 'logs'}: {os.strerror(errno.ENOENT)}"
     assert (restart["type"], restart["name"], restart["reason"]) == ("restart", "controller/0", f"exit code 1: {why}")
     assert (ended["type"], ended["result"]) == ("ended", "failed")
@@ -89,16 +89,16 @@ def test_i7_an_actor_started_with_one_that_ends_the_run_is_not_left_alive(tmp_pa
 
     monkeypatch.setattr(host_agent, "Child", SimpleNamespace(spawn=spawn))
     monkeypatch.setattr(AgentState, "begin", together)
-    told = []
+    events = []
 
     async def main():
-        found = agent(tmp_path, lambda line: told.append(msgspec.json.decode(line)), max_restarts=0)
+        found = agent(tmp_path, lambda line: events.append(msgspec.json.decode(line)), max_restarts=0)
         async with asyncio.timeout(20):
             assert await found.main(asyncio.StreamReader()) == 1
 
     asyncio.run(main())
     assert killed == ["rollouter/0"]
-    [ended], [state] = [event for event in told if event["type"] != "beat"], states
+    [ended], [state] = [event for event in events if event["type"] != "beat"], states
     assert (ended["result"], ended["actor"]) == ("failed", "controller/0")
     assert (state.ending, state.failure.actor) == (True, "controller/0")
     assert state.incarnations == dict.fromkeys(NAMES, 1)

@@ -150,7 +150,7 @@ def test_a_step_line_shows_untrained_groups_when_their_count_changes(show):
 
 
 @pytest.mark.parametrize(
-    ("heard", "first", "told"),
+    ("heard", "first", "reported"),
     [
         (3, 3, "from the checkpoint of step 2; step 3 is trained again"),
         (9, 6, "from the checkpoint of step 5; steps 6 to 9 are trained again"),
@@ -158,7 +158,7 @@ def test_a_step_line_shows_untrained_groups_when_their_count_changes(show):
         (3, 1, "from the initial weights; steps 1 to 3 are trained again"),
     ],
 )
-def test_the_first_step_after_a_restart_of_the_learner_shows_its_time_and_start(show, heard, first, told):
+def test_the_first_step_after_a_restart_of_the_learner_shows_its_time_and_start(show, heard, first, reported):
     show.now = 100.0
     show.step(start=1, step=heard)
     show.dies("learner/1")
@@ -169,7 +169,7 @@ def test_the_first_step_after_a_restart_of_the_learner_shows_its_time_and_start(
     show.now = 106.0
     for step in (first, first + 1):
         show.step(start=2, step=step)
-    assert show.out("continues") == [f"training continues: step {first} 6.5 s after learner/1 died, {told}"]
+    assert show.out("continues") == [f"training continues: step {first} 6.5 s after learner/1 died, {reported}"]
 
 
 def test_the_return_of_an_actor_is_printed_once(show):
@@ -183,8 +183,8 @@ def test_the_return_of_an_actor_is_printed_once(show):
         show.show(StateEvent(phase="running", controller=controller))
     for _ in range(2):
         show.show(ReadyEvent(name="rollouter/1"))
-    told = [f"{name} is ready again, 2.5 s after it died" for name in ("controller/0", "rollouter/1")]
-    assert show.out("ready") == told
+    reported = [f"{name} is ready again, 2.5 s after it died" for name in ("controller/0", "rollouter/1")]
+    assert show.out("ready") == reported
 
 
 AWAY = {"b (agent/2)": ["rollouter/1", "rollouter/2"]}
@@ -197,7 +197,7 @@ LEFT_B = "host b (agent/2) leaves the run, which continues without: rollouter/1,
 
 
 @pytest.mark.parametrize(
-    ("states", "told"),
+    ("states", "reported"),
     [
         ([(7, AWAY), (7, MORE), (7, MORE), (7, ONLY_C)], [LOST_B, LOST_C, BACK_B]),
         # A successor of the controller knows of none at first, which does not say that they are back.
@@ -207,12 +207,12 @@ LEFT_B = "host b (agent/2) leaves the run, which continues without: rollouter/1,
         ([(7, MORE), (7, ONLY_C, *AWAY["b (agent/2)"], "agent/2")], [LOST_B, LOST_C, LEFT_B]),
     ],
 )
-def test_the_loss_and_return_of_a_host_are_printed_once(states, told):
+def test_the_loss_and_return_of_a_host_are_printed_once(states, reported):
     both = io.StringIO()
     progress = TerminalProgress(both, 10, both)
     for controller, lost, *leaving in states:
         progress.show(StateEvent(phase="running", lost_hosts=lost, controller=controller, leaving=leaving))
-    assert [line for line in both.getvalue().splitlines() if line != "running"] == told
+    assert [line for line in both.getvalue().splitlines() if line != "running"] == reported
 
 
 # --- the live line ---
@@ -308,7 +308,7 @@ def test_counts_are_printed_at_intervals_and_the_summary_has_the_last(events):
 
 
 @pytest.mark.parametrize(
-    ("heard", "now", "told"),
+    ("heard", "now", "reported"),
     [
         # The start took a minute, which counts in no step.
         ([(1, 60.0)], 65.0, "elapsed 1:05"),
@@ -320,11 +320,11 @@ def test_counts_are_printed_at_intervals_and_the_summary_has_the_last(events):
         ([(1, 0.0), *((2 + step, 500.0 + step) for step in range(PACE_STEPS + 1))], 520.0, "elapsed 8:40  left 1:18"),
     ],
 )
-def test_the_step_line_shows_elapsed_and_remaining_time(heard, now, told):
+def test_the_step_line_shows_elapsed_and_remaining_time(heard, now, reported):
     pace = RunPace(100, 0.0)
     for step, at in heard:
         pace.heard(step, at)
-    assert pace.describe(now) == told
+    assert pace.describe(now) == reported
 
 
 def test_durations_are_printed_with_units():
@@ -404,8 +404,8 @@ def test_the_summary_shows_untrained_groups_their_file_and_restarted_actors(summ
     assert progress.step == 0
     metrics = dict(zip(names, (28.0, 13.0, 40.0, 0.0), strict=True))
     rows = list(summary([], last_metrics=metrics, restarts=progress.restarts).values())
-    told = "groups filtered 28, groups quarantined 13, failed attempts 40"
-    assert rows[:3] == ["0 of 4", told, "learner/0 1, rollouter/1 2"]
+    reported = "groups filtered 28, groups quarantined 13, failed attempts 40"
+    assert rows[:3] == ["0 of 4", reported, "learner/0 1, rollouter/1 2"]
 
 
 def test_the_summary_shows_trained_groups_and_complete_epochs(summary, tmp_path):

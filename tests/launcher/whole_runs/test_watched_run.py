@@ -128,10 +128,10 @@ def test_a_viewer_sees_a_run_from_its_start_to_its_end(watched):
     assert {line["replica"] for line in end.updates} == {"rollouter/0", "rollouter/1"}
     walls = [snapshot.wall for snapshot in watched.recorded]
     assert walls == sorted(walls)
-    told = [(event.level, event.actor, event.text) for event in end.events]
-    assert any(level == "warning" and actor == "rollouter/1" and "SIGKILL" in text for level, actor, text in told)
-    assert ("info", "rollouter/1", "is ready again") in told
-    assert [text for _, actor, text in told if not actor][-1].startswith("the run is preempted")
+    reported = [(event.level, event.actor, event.text) for event in end.events]
+    assert any(level == "warning" and actor == "rollouter/1" and "SIGKILL" in text for level, actor, text in reported)
+    assert ("info", "rollouter/1", "is ready again") in reported
+    assert [text for _, actor, text in reported if not actor][-1].startswith("the run is preempted")
 
 
 FIGURES = {

@@ -48,12 +48,12 @@ def _sequences() -> tuple[list[np.ndarray], list[int]]:
 def _attend(pieces: Pieces, values: list[torch.Tensor], keys: int, **named: Any) -> torch.Tensor:
     module = nn.Module()
     module.num_key_value_groups = 4 // keys  # type: ignore[assignment]
-    told = {
+    reported = {
         "sequence_lengths": torch.tensor(pieces.lengths),
         "key_lengths": torch.tensor(pieces.key_lengths),
         "key_index": None if pieces.key_index is None else torch.from_numpy(pieces.key_index),
     }
-    output: torch.Tensor = packed_attention(module, *values, None, **told, **named)[0]
+    output: torch.Tensor = packed_attention(module, *values, None, **reported, **named)[0]
     return output
 
 

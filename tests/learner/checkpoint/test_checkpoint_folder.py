@@ -388,20 +388,20 @@ def test_an_error_at_any_call_is_reported_and_the_last_good_checkpoint_stays(tmp
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             return real(*arguments, **keywords)
 
-        told = []
+        reasons = []
         with monkeypatch.context() as patch:
             for name in ("open", "write", "fsync", "rename", "replace"):
                 patch.setattr(os, name, partial_of(failing, getattr(os, name)))
             try:
                 checkpoints.commit(partial, version=2, step=4, files=[])
             except CheckpointError as error:
-                told.append(error.reason)
+                reasons.append(error.reason)
                 checkpoints.discard(partial)
-        failures += len(told)
+        failures += len(reasons)
         newest = checkpoints.newest()
         # Only when the rename itself went through may the new one be there after a failure.
-        assert newest is not None and newest.version in ((1, 2) if told else (2,))
-        assert told in ([], [os.strerror(errno.EROFS)]) and not partial.exists()
+        assert newest is not None and newest.version in ((1, 2) if reasons else (2,))
+        assert reasons in ([], [os.strerror(errno.EROFS)]) and not partial.exists()
         if fail_at > next(count):
             break
     assert failures > 6

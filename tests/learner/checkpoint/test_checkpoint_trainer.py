@@ -234,7 +234,7 @@ def test_rank_0_reports_a_failed_save_of_one_rank_and_training_continues(good, f
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reported"),
     [
         (
             {"intermediate_size": 2},
@@ -243,9 +243,9 @@ def test_rank_0_reports_a_failed_save_of_one_rank_and_training_continues(good, f
         ({"intermediate_size": 1, "tied": True}, r"weights/model\.lm_head\.weight: the model has none of that name"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_with_the_differences(good, tmp_path, settings, told) -> None:
+def test_a_checkpoint_of_another_model_is_refused_with_the_differences(good, tmp_path, settings, reported) -> None:
     model = load_policy(ModelConfig(path=str(save_small_model(tmp_path, **settings))))
-    with pytest.raises(CheckpointError, match=f"is of another model: .*{told}"):
+    with pytest.raises(CheckpointError, match=f"is of another model: .*{reported}"):
         dcp.load_weights(good, model)
 
 

@@ -59,7 +59,7 @@ class Scene:
         self.config = changed(config, checkpoint={"room_wait_s": room_wait_s, "keep": 2})
         self.backend = Backend(self.config)
         self.progress = TrainingProgress(version=4, step=4)
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.meanwhile = self.waits_for = ""
         self.on_notice: Callable[[], object] = lambda: None
         self.final_writes: FinalWrites
@@ -105,7 +105,7 @@ class Scene:
         return checkpoints
 
     def _notify(self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "") -> None:
-        self.told.append(f"{key}: {text}")
+        self.reported.append(f"{key}: {text}")
         self.waits_for = waits_for
         self.meanwhile = self.meanwhile or meanwhile
         self.on_notice()
@@ -156,10 +156,10 @@ def test_a_final_write_without_disk_space_names_the_loss_and_the_advice(disk, th
         "continues from there"
     )
     reason = failure.partition(": ")[2].partition(";")[0]
-    assert scene.told[0] == f"the last checkpoint: the last checkpoint of version 8 could not be written: {reason}"
+    assert scene.reported[0] == f"the last checkpoint: the last checkpoint of version 8 could not be written: {reason}"
     assert scene.meanwhile.startswith("It waits for up to 0 s (checkpoint.room_wait_s). To do: free 576.0 KiB or more")
     assert scene.waits_for == "", "it waits for nothing any more"
-    assert scene.told[1:] == ["the last checkpoint: the last checkpoint was given up: no room came in time"]
+    assert scene.reported[1:] == ["the last checkpoint: the last checkpoint was given up: no room came in time"]
     (disk / "ballast").unlink()
     (disk / "again").mkdir()
     again = Scene(disk / "again", thread, 0.05)
@@ -179,7 +179,7 @@ def test_a_final_write_uses_space_that_becomes_free_in_time(disk, thread) -> Non
     assert scene.play(lambda: fill(disk, left=MIB // 2)) == ""
     assert (scene.complete, scene.left) == (["v00000004", "v00000008"], ["export"])
     assert waited_for == [f"room on {disk / 'checkpoints'}", ""]
-    assert scene.told[-1] == "the last checkpoint: the last checkpoint is written: there was room again"
+    assert scene.reported[-1] == "the last checkpoint: the last checkpoint is written: there was room again"
 
 
 def test_preemption_ends_the_wait(disk, thread) -> None:

@@ -160,8 +160,8 @@ def test_a_renamed_model_folder_with_the_same_files_returns_no_groups(tmp_path, 
     found = before.compare(simulated_run(model={"path": str(moved)}))
     assert found.gives_back == ""
     (line,) = found.describe(3)
-    told = f'changed: model.path was "{model}", is "{moved}"'
-    assert line == f"{told}, with the same tokenizer, chat template and configuration; the change applies at once"
+    reported = f'changed: model.path was "{model}", is "{moved}"'
+    assert line == f"{reported}, with the same tokenizer, chat template and configuration; the change applies at once"
     (moved / "chat_template.jinja").write_text("{{ messages }}")
     assert before.compare(simulated_run(model={"path": str(moved)})).gives_back == "model.path"
     # A folder that is not there cannot be compared.

@@ -211,9 +211,9 @@ def test_each_token_counts_in_one_step(reports, ends):
 
 def test_a_step_has_the_means_of_its_updates_and_the_sums_of_their_costs():
     times = {"stage_s": 1.0, "pause_s": 0.25, "load_s": 0.5, "resume_s": 0.125, "stall_s": 0.75}
-    told = {"version": 3, "transport": "shm", "bytes": 1000}
+    reported = {"version": 3, "transport": "shm", "bytes": 1000}
     measured = {"drift": 0.03, "drift_worst": 0.4, "probe_kl": 0.02}
-    first = UpdateTimes(**times, **told, **measured)
+    first = UpdateTimes(**times, **reported, **measured)
     second = UpdateTimes(version=4, transport="gloo", load_s=1.5, stall_s=2.0, bytes=1000)
     costs = {"updates": 2, "stall_s": 2.75, "bytes": 2000, "encoded_bytes": 2000}
     means = {"stage_s": 0.5, "pause_s": 0.125, "load_s": 1.0, "resume_s": 0.0625}
@@ -221,6 +221,6 @@ def test_a_step_has_the_means_of_its_updates_and_the_sums_of_their_costs():
     policy = {f"policy/{name}": value for name, value in measured.items()}
     assert update_metrics([first, second]) == {f"weights/{k}": v for k, v in (costs | means).items()} | policy
     assert update_metrics([]) == {f"weights/{name}": 0 for name in costs}
-    weights = {f"weights/{name}": value for name, value in (times | told | {"encoded_bytes": 1000}).items()}
+    weights = {f"weights/{name}": value for name, value in (times | reported | {"encoded_bytes": 1000}).items()}
     assert update_line("rollouter/1", first) == {"kind": "update", "replica": "rollouter/1"} | weights | policy
     assert not [key for key in update_line("rollouter/1", second) if key.startswith("policy/")]

@@ -52,8 +52,8 @@ def test_a_group_is_taken_once_and_has_one_outcome():
     assert intake.end_step() == [3] * 6
     assert intake.claims == []
     kinds = {1: "trained", 3: "trained", 4: "filtered", 5: "quarantined", 6: "quarantined", 7: "left_out"}
-    told = reported(intake)
-    assert len(told) == 6 and {o.uid: o.kind for o in told} == {f"0-{i}": kind for i, kind in kinds.items()}
+    problems = reported(intake)
+    assert len(problems) == 6 and {o.uid: o.kind for o in problems} == {f"0-{i}": kind for i, kind in kinds.items()}
     assert all(intake.deliver(group(i)) == "duplicate" for i in (1, 3, 4, 5, 6, 7))
     assert [(q.uid, q.reason) for q in intake.quarantined] == [("0-5", "its reward hangs"), ("0-6", "it kills")]
     assert [each.uid for each in intake.left_out] == ["0-7"]
@@ -92,8 +92,8 @@ def test_prompts_left_out_by_data_rules_count_neither_as_failures_nor_as_no_sign
         if index >= 111:
             intake.begin_step()
             intake.end_step()
-    told = "11 of 100 prompts were quarantined, over learner.max_quarantined_fraction = 0.1"
-    assert told in (intake.problem() or "")
+    problems = "11 of 100 prompts were quarantined, over learner.max_quarantined_fraction = 0.1"
+    assert problems in (intake.problem() or "")
 
 
 def test_quarantines_of_a_restored_ledger_end_the_run_with_the_key_to_raise():
@@ -210,7 +210,7 @@ def test_a_run_without_signal_ends_with_the_reason():
 def test_too_many_failures_end_the_run(failing, every, ends):
     """Whole groups, or two trajectories of four in each: more than may be are bad, or just not so many."""
     limit = 0.2 if failing == "whole" else 0.1
-    intake, told = Intake(LEARNER.model_copy(update={"max_quarantined_fraction": limit})), []
+    intake, problems = Intake(LEARNER.model_copy(update={"max_quarantined_fraction": limit})), []
     for index in range(2 * FRACTION_FROM):
         made = group(index, rewards=(0.0, 1.0, 0.0, 1.0))
         if index % every == 0 and failing == "whole":
@@ -221,11 +221,11 @@ def test_too_many_failures_end_the_run(failing, every, ends):
         if len(intake.buffer) >= 2:
             intake.begin_step()
             intake.end_step()
-        told.append(intake.problem())
-    assert not any(told[: FRACTION_FROM - 1])
-    assert bool(told[-1]) == ends
+        problems.append(intake.problem())
+    assert not any(problems[: FRACTION_FROM - 1])
+    assert bool(problems[-1]) == ends
     words = ["max_quarantined_fraction = 0.2; the last one because: bad prompt", "trajectories failed and were dropped"]
-    assert not ends or words[failing != "whole"] in told[-1]
+    assert not ends or words[failing != "whole"] in problems[-1]
 
 
 def test_the_text_of_the_first_groups_that_are_filtered_after_each_step_is_kept():

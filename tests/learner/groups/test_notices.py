@@ -39,7 +39,7 @@ SIM = {key: value for key, value in GOOD.items() if not key.startswith(("loss/",
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "reported"),
     [
         ([GOOD] * 9, []),
         ([SIM] * 9, []),
@@ -51,23 +51,23 @@ SIM = {key: value for key, value in GOOD.items() if not key.startswith(("loss/",
         ([STILL | {"policy/grad_norm": 1e-300}] * 9, []),
     ],
 )
-def test_the_last_steps_decide_which_notices_appear(lines, told):
+def test_the_last_steps_decide_which_notices_appear(lines, reported):
     watch = LearningWatch(make_config())
     found = [notice for step, line in enumerate(lines, 1) for notice in watch.after_step(line | {"step": step})]
-    assert [notice.key for notice in found] == told
+    assert [notice.key for notice in found] == reported
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reported"),
     [
         ({"lr": 0.0}, ["learner.lr"]),
         ({"lr": 1e-12}, []),
         ({"lr": 1e-6, "warmup_steps": 1000}, []),
     ],
 )
-def test_a_learning_rate_of_0_is_reported_at_the_start(settings, told):
+def test_a_learning_rate_of_0_is_reported_at_the_start(settings, reported):
     watch = LearningWatch(make_config(**settings))
-    assert [notice.key for notice in watch.at_start()] == told
+    assert [notice.key for notice in watch.at_start()] == reported
     assert watch.at_start() == []
 
 
@@ -79,7 +79,7 @@ ZERO, ONE, MIXED = group(0, 0, 0), group(1, 1, 1), group(0, 1, 0)
 
 
 @pytest.mark.parametrize(
-    ("groups", "groups_per_step", "told"),
+    ("groups", "groups_per_step", "reported"),
     [
         ([ZERO] * 35, 12, []),
         ([ZERO] * 36, 12, ["0.000"]),
@@ -94,19 +94,19 @@ ZERO, ONE, MIXED = group(0, 0, 0), group(1, 1, 1), group(0, 1, 0)
         ([ZERO] * LEAST_GROUPS, 1, ["0.000"]),
     ],
 )
-def test_equal_rewards_are_reported_with_their_value(groups, groups_per_step, told):
+def test_equal_rewards_are_reported_with_their_value(groups, groups_per_step, reported):
     watch = LearningWatch(make_config(groups_per_step=groups_per_step))
     found = [notice for rewards in groups for notice in watch.group_came(rewards, filtered=0)]
-    assert [notice.key for notice in found] == ["equal rewards"] * len(told)
-    for notice, value in zip(found, told, strict=True):
+    assert [notice.key for notice in found] == ["equal rewards"] * len(reported)
+    for notice, value in zip(found, reported, strict=True):
         assert f"is {value}: nothing is learnt" in notice.text and "reward.function" in notice.text
 
 
-@pytest.mark.parametrize(("filtered", "told"), [(39, []), (40, ["mostly filtered"])])
-def test_a_missing_signal_is_reported_before_it_ends_the_run(filtered, told):
+@pytest.mark.parametrize(("filtered", "reported"), [(39, []), (40, ["mostly filtered"])])
+def test_a_missing_signal_is_reported_before_it_ends_the_run(filtered, reported):
     watch = LearningWatch(make_config(groups_per_step=8, max_filtered_ratio=10.0))
     found = [notice for n in range(1, filtered + 1) for notice in watch.group_came(MIXED, filtered=n)]
-    assert [notice.key for notice in found] == told
+    assert [notice.key for notice in found] == reported
     if found:
         assert "40 groups were filtered" in found[0].text and "once 80 (learner.max_filtered_ratio" in found[0].text
 
@@ -139,7 +139,7 @@ BETWEEN = round(SAMPLES * (HIGH_TRUNCATION + OVER) / 2)
 
 
 @pytest.mark.parametrize(
-    ("cut", "told"),
+    ("cut", "reported"),
     [
         ([7] * (WINDOW - 1), []),
         ([7] * 50, [HIGH]),
@@ -152,10 +152,10 @@ BETWEEN = round(SAMPLES * (HIGH_TRUNCATION + OVER) / 2)
     ],
     ids=["too few", "high", "between", "between after high", "falls", "single"],
 )
-def test_high_truncation_over_a_window_causes_one_notice_with_its_key(cut: list[int], told: list[str]) -> None:
+def test_high_truncation_over_a_window_causes_one_notice_with_its_key(cut: list[int], reported: list[str]) -> None:
     watch = TruncationWatch(make_config(groups_per_step=1))
     found = [notice.text for each in cut for notice in watch.group_came(cut_group(each))]
-    assert [words in text for text, words in zip(found, told, strict=True)] == [True] * len(told)
+    assert [words in text for text, words in zip(found, reported, strict=True)] == [True] * len(reported)
 
 
 def limited(max_tokens: int = 3, *, context: int | None = None, **episode: Any) -> Config:

@@ -138,7 +138,7 @@ FOR_GOOD = {
 
 @pytest.mark.parametrize("name", FAULTS | FOR_GOOD)
 def test_a_passing_fault_is_retried_and_a_lasting_one_ends_the_run_with_the_url(name):
-    action, told = (FAULTS | FOR_GOOD)[name]
+    action, reported = (FAULTS | FOR_GOOD)[name]
     group = make_group(7, [1, 2], [make_trajectory([3, 4])])
     settings = {"timeout_s": 0.5} if name == "late" else {}
     if name in FAULTS:
@@ -148,7 +148,7 @@ def test_a_passing_fault_is_retried_and_a_lasting_one_ends_the_run_with_the_url(
         assert len(server.bodies) == 2
     with pytest.raises(ActorFailed) as error:
         run([small()], action, tries=2, **settings)
-    assert re.search(rf"learner.teacher: http://127.0.0.1:\d+/v1/completions .*({told})", str(error.value))
+    assert re.search(rf"learner.teacher: http://127.0.0.1:\d+/v1/completions .*({reported})", str(error.value))
     assert ("(2 times; learner.teacher_server.tries)" in str(error.value)) == (name in FAULTS)
 
 
@@ -178,15 +178,15 @@ def test_the_error_of_a_refused_connection_does_not_advise_a_longer_timeout(monk
 
 
 @pytest.mark.parametrize(
-    ("models", "name", "told"),
+    ("models", "name", "reported"),
     [(("a", "b"), None, "serves several models"), (("a",), "b", "serves no model 'b'; it serves a")],
 )
-def test_a_server_with_several_models_needs_a_model_name(models, name, told):
+def test_a_server_with_several_models_needs_a_model_name(models, name, reported):
     async def play():
         async with served(models=models) as there:
             await ask_for_model(there.url, model=name)
 
-    with pytest.raises(TeacherFailed, match=told):
+    with pytest.raises(TeacherFailed, match=reported):
         asyncio.run(play())
 
 
@@ -247,16 +247,16 @@ def test_the_plan_has_the_teacher_s_log_prob_of_each_token_it_trains():
 
 
 @pytest.mark.parametrize(
-    ("tree", "told"),
+    ("tree", "reported"),
     [
         ({"rollout": {"temperature": 0.8}}, "rollout.temperature: is 0.8, but a teacher on a server scores at"),
         ({"learner": {"teacher": "folder", "teacher_server": {"tries": 2}}}, "unless learner.teacher is a URL"),
         ({"learner": {"teacher_server": {"api_key_env": "sk-12 3"}}}, "takes the name of an environment variable"),
     ],
 )
-def test_keys_that_conflict_with_a_served_teacher_are_refused(tree, told):
+def test_keys_that_conflict_with_a_served_teacher_are_refused(tree, reported):
     base = {"model": {"path": "m"}, "data": {"source": "synthetic"}, "rollout": {"gpus_per_replica": 0}}
     learner = {"loss": "distill", "teacher": "http://localhost:8000/v1"} | tree.get("learner", {})
     rollout = base["rollout"] | tree.get("rollout", {})
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         validate_config(base | {"learner": learner, "rollout": rollout})

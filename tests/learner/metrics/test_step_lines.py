@@ -19,12 +19,12 @@ from asyncrl.messages.learner import RolloutStats, UpdateTimes
 TOLD = ("train", "update", "eval")
 
 
-def made(run_dir, told, step=0, samples_per_step=1):
+def made(run_dir, reported, step=0, samples_per_step=1):
     return StepLines(
         RecordFiles(run_dir, 2),
         services(clock=LoopClock()),
         samples_per_step=samples_per_step,
-        report=told.append,
+        report=reported.append,
         notify=lambda lost, error: pytest.fail(str(error)),
         step=step,
     )
@@ -44,10 +44,10 @@ def updated(lines, *replicas):
 
 def test_a_step_is_reported_only_after_its_line_is_written(tmp_path):
     """With it the sinks forget the lines of an earlier learner about that step and later ones."""
-    told = []
+    reported = []
 
     async def live():
-        lines = made(tmp_path, told, step=3)
+        lines = made(tmp_path, reported, step=3)
         await lines.emit({"kind": "eval", "step": 3})
         updated(lines, "rollouter/0")
         await lines.put(trained(4))
@@ -62,19 +62,19 @@ def test_a_step_is_reported_only_after_its_line_is_written(tmp_path):
         writing.cancel()
 
     run_virtual(live())
-    kinds = [(line["kind"], line["step"]) for line in told]
+    kinds = [(line["kind"], line["step"]) for line in reported]
     of_4, of_5 = ([(kind, step) for kind in order] for step, order in ((4, TOLD), (5, ("train", "eval", "update"))))
     assert kinds == [("eval", 3), *of_4, *of_5]
-    assert {line["start"] for line in told} == {2}
+    assert {line["start"] for line in reported} == {2}
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert sorted(map(str, written)) == sorted(map(str, told))
+    assert sorted(map(str, written)) == sorted(map(str, reported))
 
 
 def test_all_updates_of_a_step_are_reported(tmp_path):
-    told, replicas = [], [f"rollouter/{number}" for number in range(200)]
+    reported, replicas = [], [f"rollouter/{number}" for number in range(200)]
 
     async def live():
-        lines = made(tmp_path, told)
+        lines = made(tmp_path, reported)
         updated(lines, *replicas)
         await lines.put(trained(1))
         writing = asyncio.create_task(lines.run())
@@ -84,7 +84,7 @@ def test_all_updates_of_a_step_are_reported(tmp_path):
         writing.cancel()
 
     run_virtual(live())
-    assert [line["replica"] for line in told if line["kind"] == "update"] == 2 * replicas
+    assert [line["replica"] for line in reported if line["kind"] == "update"] == 2 * replicas
 
 
 def test_a_line_without_disk_space_does_not_lose_other_lines(tmp_path, monkeypatch):

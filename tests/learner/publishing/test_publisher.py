@@ -31,7 +31,7 @@ class Stub:
     def __init__(self) -> None:
         self.reached: list[int] = []
         """Versions that came, those included that are not answered."""
-        self.told: list[int] = []
+        self.reported: list[int] = []
         self.kept: list[int] = []
         self.spoiled = -1
         self.awake = asyncio.Event()
@@ -42,17 +42,17 @@ class Stub:
     async def publish(self, request: Publish, caller: Caller) -> Done:
         self.reached.append(request.manifest.version)
         await self.awake.wait()
-        if self.told and request.manifest.version < self.told[-1]:
+        if self.reported and request.manifest.version < self.reported[-1]:
             raise ProtocolError("version_reused")
-        if request.manifest.version not in self.told:
-            self.told.append(request.manifest.version)
+        if request.manifest.version not in self.reported:
+            self.reported.append(request.manifest.version)
         return Done()
 
     @handler
     async def watch_published(self, request: WatchPublished, caller: Caller) -> Published:
         await self.awake.wait()
         self.kept.append(request.version)
-        if request.version not in self.told:
+        if request.version not in self.reported:
             return Published(held=False)
 
         def spoiled() -> Published | None:
@@ -130,11 +130,11 @@ def test_each_version_is_published_and_kept_and_published_again_to_a_successor()
             await scene.publish(made[-1])
             await scene.acknowledged(version)
             await held(made, [False] * version + [True])
-        assert scene.stub.told == [0, 1, 2]
+        assert scene.stub.reported == [0, 1, 2]
         for _ in range(2):
             scene.replace()
             await scene.acknowledged(2)
-            assert scene.stub.told == [2] and made[-1].descriptors
+            assert scene.stub.reported == [2] and made[-1].descriptors
 
     play(scenario)
 
@@ -187,7 +187,7 @@ def test_a_version_that_changed_in_memory_is_published_again_and_a_refusal_is_an
         scene.stub.changed.wake()
         await until(lambda: scene.publisher.spoiled)
         await asyncio.sleep(5.0)
-        assert (scene.losses, scene.stub.told) == (1, [3])
+        assert (scene.losses, scene.stub.reported) == (1, [3])
         await scene.publish(make_publication(4))
         assert not scene.publisher.spoiled
         await scene.acknowledged(4)

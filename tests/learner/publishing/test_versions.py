@@ -226,9 +226,9 @@ def test_a_version_that_cannot_be_gathered_is_not_sent_and_its_number_is_used_up
         assert await made.publish() and script.progress.version == 1
         assert not await made.settled()
         assert made.spoiled and made.whole == 0
-        (told,) = script.notices
+        (reported,) = script.notices
         assert (
-            told
+            reported
             == "no version of the weights after 0 could be published: shared memory for the weights: no memory left"
         )
         assert await made.publish() and script.progress.version == 2
@@ -327,10 +327,10 @@ MARK = "/no/such/folder/version_mark.json"
     ],
 )
 def test_an_unpublished_version_is_reported_with_advice(error, to_do, waits_for, monkeypatch) -> None:
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
 
     def notify(key: str, text: str, **more: Any) -> None:
-        told.update(more, text=text)
+        reported.update(more, text=text)
 
     async def begin() -> int:
         raise error
@@ -341,6 +341,6 @@ def test_an_unpublished_version_is_reported_with_advice(error, to_do, waits_for,
     versions.whole, versions.metrics = 7, {"weights/publish_bytes": 3 << 30}
     monkeypatch.setattr(versions, "_begin", begin)
     assert not asyncio.run(versions.publish())
-    assert told["text"].startswith("no version of the weights after 7 could be published: ")
-    assert told["meanwhile"].endswith(f"for 300 s (checkpoint.room_wait_s). To do: {to_do}")
-    assert told["waits_for"] == waits_for
+    assert reported["text"].startswith("no version of the weights after 7 could be published: ")
+    assert reported["meanwhile"].endswith(f"for 300 s (checkpoint.room_wait_s). To do: {to_do}")
+    assert reported["waits_for"] == waits_for

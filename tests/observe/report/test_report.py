@@ -268,8 +268,10 @@ def test_an_evaluation_is_drawn_at_the_step_of_its_version():
 
 
 def test_a_missing_share_of_episode_time_is_drawn_as_absent():
-    told = [{"engine": None, "user": 0.5}, {"engine": 0.75, "user": 0.25}]
-    train = [step(n, **{f"rollout/episode_share/{k}": v for k, v in each.items()}) for n, each in enumerate(told, 1)]
+    reported = [{"engine": None, "user": 0.5}, {"engine": 0.75, "user": 0.25}]
+    train = [
+        step(n, **{f"rollout/episode_share/{k}": v for k, v in each.items()}) for n, each in enumerate(reported, 1)
+    ]
     (panel,) = charts.episodes(train)
     assert {curve.name: curve.y for curve in panel.curves} == {"engine": [0.0, 0.75], "user": [0.5, 0.25]}
 

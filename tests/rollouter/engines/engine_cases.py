@@ -98,8 +98,8 @@ async def load(engine: Engine, manifest: Manifest, *, mode: Any = "abort", recom
 
 def part_of(sender: Sender, manifest: Manifest, *, epoch: int = 1, timeout_s: float = LONG_S, **group: Any) -> Any:
     """The engine's part in a broadcast to it alone."""
-    told = {"backend": "gloo", "epoch": epoch, "world_size": 2, "host": sender.host, "port": sender.port} | group
-    return BroadcastPart(manifest=manifest, group=BroadcastGroup(**told), first_rank=1, timeout_s=timeout_s)
+    reported = {"backend": "gloo", "epoch": epoch, "world_size": 2, "host": sender.host, "port": sender.port} | group
+    return BroadcastPart(manifest=manifest, group=BroadcastGroup(**reported), first_rank=1, timeout_s=timeout_s)
 
 
 def buckets_of(manifest: Manifest) -> Iterator[tuple[Bucket, int]]:
@@ -198,7 +198,7 @@ async def check_refusals(served: Served) -> None:
 
 
 async def check_i4_all_of_the_weights_or_nothing(
-    served: Served, change: Callable[[dict[str, Any]], Any], told: str, in_load: str
+    served: Served, change: Callable[[dict[str, Any]], Any], reported: str, in_load: str
 ) -> None:
     """Other weights than the model's are refused before a load, and in it until they are whole."""
     await served.load(0)
@@ -208,7 +208,7 @@ async def check_i4_all_of_the_weights_or_nothing(
     change(tensors)
     wrong = stage(served.publisher.publish(version, tensors))
     with closing(complete), closing(wrong):
-        with pytest.raises(WeightsCorrupt, match=told):
+        with pytest.raises(WeightsCorrupt, match=reported):
             await engine.accept(wrong)
         await served.check_scores(0)
         await engine.pause("abort")

@@ -63,7 +63,7 @@ def test_an_episode_is_counted_with_its_turns_forks_and_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("failure", "told", "options"),
+    ("failure", "reason", "options"),
     [
         ("user", "ValueError: no", {}),
         ("answer", "without an answer", {}),
@@ -72,7 +72,7 @@ def test_an_episode_is_counted_with_its_turns_forks_and_time(tmp_path):
         ("turn", "turn: .*episode.turn_timeout_s", {"episode": {"turn_timeout_s": 0.05}}),
     ],
 )
-def test_failed_attempts_report_the_reason_and_are_counted_by_cause(tmp_path, failure, told, options):
+def test_failed_attempts_report_the_reason_and_are_counted_by_cause(tmp_path, failure, reason, options):
     async def agent(world, key):
         if failure not in ("answer", "start"):
             await world.chat(key, [user("hi")])
@@ -81,7 +81,7 @@ def test_failed_attempts_report_the_reason_and_are_counted_by_cause(tmp_path, fa
         return EpisodeDone(error="ValueError: no" if failure == "user" else "")
 
     found, world = played(tmp_path, agent, **options)
-    assert isinstance(found, EpisodeFailed) and re.search(told, str(found)) and world.events.attempts == 1
+    assert isinstance(found, EpisodeFailed) and re.search(reason, str(found)) and world.events.attempts == 1
     failed = {name: each for name, each in world.counters.items() if "episodes_failed" in name}
     assert failed == {f"rollout/episodes_failed/{failure}": 1}
     assert world.failures == [(failure, str(found), "0-1")]

@@ -13,11 +13,11 @@ ANY = st.lists(st.integers(0, 255), max_size=60)
 @given(st.one_of(WHOLE, ANY), st.data())
 def test_pieces_are_a_prefix_of_the_text_and_lack_no_whole_character(tokens, data):
     decode = ByteTokenizer().decode
-    growing, told, at = GrowingText(decode), "", 0
+    growing, reported, at = GrowingText(decode), "", 0
     while at < len(tokens):
         at = data.draw(st.integers(at + 1, len(tokens)))
-        told += growing.more(tokens[:at])
-        assert told == decode(tokens[:at]).rstrip("\N{REPLACEMENT CHARACTER}")
+        reported += growing.more(tokens[:at])
+        assert reported == decode(tokens[:at]).rstrip("\N{REPLACEMENT CHARACTER}")
 
 
 def test_a_late_piece_costs_as_much_as_an_early_one():

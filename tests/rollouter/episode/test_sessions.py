@@ -141,8 +141,11 @@ async def test_a_full_context_ends_the_episode_and_cuts_the_answer(tmp_path):
             await world.chat(session.key, [user("hi"), echoed(reply), user("more")])
         assert session.stages.outcome == "length"
         # Messages that are too long by far are not even rendered.
-        for characters, told in ((40 * 256, "its context has"), (40 * 256 + 1, "its messages have 10241 characters")):
-            with pytest.raises(EpisodeOver, match=rf"{told}.*episode.max_context_tokens"):
+        for characters, reported in (
+            (40 * 256, "its context has"),
+            (40 * 256 + 1, "its messages have 10241 characters"),
+        ):
+            with pytest.raises(EpisodeOver, match=rf"{reported}.*episode.max_context_tokens"):
                 await world.chat(world.open().key, [user("x" * characters)])
 
 
@@ -217,11 +220,11 @@ async def test_text_is_sent_as_it_is_sampled(tmp_path):
     async with World(tmp_path, say=lambda prompt: "Grüße, 世界!") as world:
         reply = await world.chat(world.open().key, [user("hi")], stream=True)
         assert reply.content == "Grüße, 世界!"
-        told = ""
+        reported = ""
         for offset, text in world.deltas:
-            assert offset == len(told)
-            told += text
-        assert reply.content.startswith(told) and len(world.deltas) > 1
+            assert offset == len(reported)
+            reported += text
+        assert reply.content.startswith(reported) and len(world.deltas) > 1
 
 
 async def test_a_special_token_that_marks_calls_is_streamed_as_in_the_answer(tmp_path):

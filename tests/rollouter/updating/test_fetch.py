@@ -245,8 +245,8 @@ def test_the_deadline_error_of_a_version_in_shared_memory_shows_the_verified_par
             runner.run(take(server.update(4, "shm"), server, stage_deadline_s=50.0))
     error, verified = caught.value, sum(SIZES[:3])
     assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", 50.0)
-    told = f"all of version 4 by shm (weights.stage_deadline_s; {verified} of {sum(SIZES)} bytes are here)"
-    assert told in str(error)
+    reported = f"all of version 4 by shm (weights.stage_deadline_s; {verified} of {sum(SIZES)} bytes are here)"
+    assert reported in str(error)
 
 
 # --- cancelled ---

@@ -121,7 +121,7 @@ class Server:
         self.open: type[Request] | None = None
         self.paths: list[list[str]] = []
         """Paths of the version held for others at each pause."""
-        self.told: list[tuple[str, str, dict]] = []
+        self.reported: list[tuple[str, str, dict]] = []
         self.committed: list[int] = []
         self.updated: list[UpdateTimes] = []
         self.done = asyncio.Event()
@@ -234,7 +234,7 @@ def follow(server: Server, *, loads=(), offs=(), slices: Slices | None = None, r
         awaits, states = Awaits(clock.now), StateLedger(clock.now, "engine")
         loads_left, offs_left = list(loads), list(offs)
         host = EngineHost(config, lambda: StubEngine(events, loads_left, offs_left), clock, states, awaits, slices)
-        told = lambda key, text, **more: server.told.append((key, text, more))  # noqa: E731
+        reported = lambda key, text, **more: server.reported.append((key, text, more))  # noqa: E731
 
         def committed(version: int) -> None:
             server.committed.append(version)
@@ -245,7 +245,7 @@ def follow(server: Server, *, loads=(), offs=(), slices: Slices | None = None, r
 
         follower = UpdateFollower(
             config,
-            services("rollouter/0", clock, awaits=awaits, notify=told),
+            services("rollouter/0", clock, awaits=awaits, notify=reported),
             host=host,
             call=lambda name, request, timeout: server.call(request),
             committed=committed,
@@ -535,8 +535,8 @@ def test_every_update_is_measured_and_drift_above_the_limit_ends_the_run(publish
     assert server.updated[0].probe_kl == pytest.approx(np.expm1(-0.07) + 0.07)
     metrics = server.drifts.metrics
     assert metrics["rollout/drift"] == metrics["rollout/drift_largest"] == drifts[5]
-    assert [more["count"] for _, _, more in server.told] == [1, 2]
-    for key, text, _ in server.told:
+    assert [more["count"] for _, _, more in server.reported] == [1, 2]
+    for key, text, _ in server.reported:
         assert key == "drift"
         assert all(word in text for word in ("rollouter/0", "version", "nats", "drift.warn = 0.1", "learner.dtype"))
     assert (failed.value.actor, failed.value.restartable) == ("rollouter/0", False)
@@ -555,7 +555,7 @@ def test_limits_are_lower_if_everything_is_in_float32(publish, dtype, rollout, s
         with pytest.raises(ActorFailed, match=r"drift\.stop = 0\.01"):
             follow(Server(updates), offs=[0.02], rollout=rollout)
     else:
-        assert follow(Server(updates), offs=[0.02], rollout=rollout)[1].told == []
+        assert follow(Server(updates), offs=[0.02], rollout=rollout)[1].reported == []
 
 
 @pytest.mark.parametrize("quantized", [True, False])
@@ -563,7 +563,7 @@ def test_limits_are_higher_if_engines_are_quantized(publish, quantized, monkeypa
     updates = [by_shm(retyped(publish(0, probe=True), "bfloat16"))]
     if quantized:
         monkeypatch.setattr(RolloutConfig, "quantization", "fp8")
-        assert follow(Server(updates), offs=[0.3])[1].told == []
+        assert follow(Server(updates), offs=[0.3])[1].reported == []
     else:
         with pytest.raises(ActorFailed, match=r"drift\.stop = 0\.15"):
             follow(Server(updates), offs=[0.3])

@@ -112,7 +112,7 @@ async def test_a_path_that_passes_only_the_handshake_does_not_count_as_reached(m
     repeat_after(monkeypatch, 0.2)
     async with learner_behind_a_path(most=20_000) as (_, path, peer):
         call = peer.call(LARGE)
-        greeted, told = 0, []
+        greeted, reported = 0, []
 
         async def watch():
             nonlocal greeted
@@ -121,13 +121,13 @@ async def test_a_path_that_passes_only_the_handshake_does_not_count_as_reached(m
                 greeted += peer.ready and not was
                 was = peer.ready
                 if greeted > 1 and was:
-                    told.append(peer.unreached_s)
+                    reported.append(peer.unreached_s)
                 await asyncio.sleep(0.001)
 
         watching = asyncio.create_task(watch())
         await until(lambda: peer.unreached_s > 1.0)
         assert greeted > 1, "it was welcomed repeatedly meanwhile"
-        assert told and min(told) > 0.0
+        assert reported and min(reported) > 0.0
         path.most = None
         await asyncio.gather(call, watching)
         assert peer.unreached_s == 0.0

@@ -16,8 +16,8 @@ def test_each_item_expires_once_unless_removed_and_at_most_a_tick_late(items):
     """(when it expires, when it is removed, whether its expiry raises). Errors are reported and delay no other item."""
 
     async def main():
-        loop, came, told = asyncio.get_running_loop(), {}, []
-        loop.set_exception_handler(lambda _, context: told.extend(context["exception"].exceptions))
+        loop, came, raised = asyncio.get_running_loop(), {}, []
+        loop.set_exception_handler(lambda _, context: raised.extend(context["exception"].exceptions))
 
         def expire(item):
             assert item not in came
@@ -37,7 +37,7 @@ def test_each_item_expires_once_unless_removed_and_at_most_a_tick_late(items):
                 assert removed >= came[item] - start - 1e-9
             else:
                 assert removed <= when + TICK_S + 1e-6
-        assert sorted(error.args[0] for error in told) == sorted(item for item in came if items[item][2])
+        assert sorted(error.args[0] for error in raised) == sorted(item for item in came if items[item][2])
 
     run_virtual(main())
 

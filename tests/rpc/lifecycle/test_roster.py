@@ -70,10 +70,10 @@ async def test_i6_a_key_is_admitted_from_joining_to_leaving():
 
 class Admitted:
     def __init__(self):
-        self.told = []
+        self.reported = []
 
     def admit(self, peers):
-        self.told.append(set(peers))
+        self.reported.append(set(peers))
 
 
 def test_only_a_newer_roster_counts():
@@ -93,10 +93,10 @@ def test_only_a_newer_roster_counts():
         Dead("agent/0", ABOVE_ALL),
         Dead("rollouter/0", ABOVE_ALL),
     ]
-    assert transport.told == [{*KEYS, "agent/1"}, set(NAMES), {"dataloader/0"}, {"dataloader/0"}]
+    assert transport.reported == [{*KEYS, "agent/1"}, set(NAMES), {"dataloader/0"}, {"dataloader/0"}]
     assert roster.peers == {"dataloader/0": KEYS["dataloader/0"]}
     # Without keys there are only names.
     transport = Admitted()
     roster = Roster(NAMES, Credentials("run-1", "s3cret"), transport)
     roster.take_in(members(1))
-    assert (roster.actors, transport.told, roster.peers) == ((*NAMES, "rollouter/1"), [], {})
+    assert (roster.actors, transport.reported, roster.peers) == ((*NAMES, "rollouter/1"), [], {})

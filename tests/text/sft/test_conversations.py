@@ -107,7 +107,7 @@ def test_tools_of_a_row_are_shown(family):
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "reported"),
     [
         (["messages"], "is no object"),
         ({"text": "x"}, "has the keys 'text'; a row is"),
@@ -126,8 +126,8 @@ def test_tools_of_a_row_are_shown(family):
         ({"messages": [TALK[0], {"role": "assistant"}]}, r"messages\[1\].content: is null or missing"),
     ],
 )
-def test_a_row_that_cannot_be_trained_is_refused_with_the_reason(row, told, family):
-    with pytest.raises(BadConversation, match=told):
+def test_a_row_that_cannot_be_trained_is_refused_with_the_reason(row, reported, family):
+    with pytest.raises(BadConversation, match=reported):
         shown(configured(family("chatml")), row)
 
 
@@ -234,7 +234,7 @@ def test_each_epoch_has_every_conversation_once_in_its_own_order():
 
 
 @pytest.mark.parametrize(
-    ("tree", "told"),
+    ("tree", "reported"),
     [
         ({"sft": {"warm_steps": 3}}, "sft.warm_steps: has no effect without sft.data"),
         ({"sft": {"weight": 0.1}}, "sft.weight: has no effect without sft.data"),
@@ -251,7 +251,7 @@ def test_each_epoch_has_every_conversation_once_in_its_own_order():
         ),
     ],
 )
-def test_conflicting_keys_are_refused(tree, told):
+def test_conflicting_keys_are_refused(tree, reported):
     base = {"model": {"path": "m"}, "data": {"source": "synthetic"}, "rollout": {"gpus_per_replica": 0}}
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         validate_config(base | tree)

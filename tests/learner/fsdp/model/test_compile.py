@@ -206,8 +206,8 @@ def test_the_log_has_the_time_of_compiling(tmp_path: Path, monkeypatch, caplog) 
 
     with caplog.at_level("INFO", "asyncrl.learner.fsdp.trainer"):
         run_alone(make_config(save_small_model(tmp_path / "model")), main)
-    told = [record.message for record in caplog.records if "torch.compile" in record.message]
-    assert told == [
+    reported = [record.message for record in caplog.records if "torch.compile" in record.message]
+    assert reported == [
         "torch.compile took 20.3 s up to the end of step 1",
         "torch.compile took 1.2 s up to the end of step 2",
     ]

@@ -146,9 +146,9 @@ def _save(backend, config, target, lacks=()):
 
 
 def _load(backend, config, source):
-    told = []
+    reported = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = lambda record: reported.append(record.getMessage())
     logging.getLogger("asyncrl").addHandler(handler)
     try:
         backend.load(source)
@@ -157,7 +157,7 @@ def _load(backend, config, source):
     found = weights_of(backend.publish(1).result(60))
     with_state = sorted(name for name, p in backend.policy.named_parameters() if backend._optimizer.state.get(p))
     backend.train(plan_of(backend, config, 1))
-    return found, with_state, [line for line in told if "begin anew" in line]
+    return found, with_state, [line for line in reported if "begin anew" in line]
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw", "muon"), ("muon", "adamw")])
@@ -166,13 +166,13 @@ def test_a_checkpoint_of_the_other_optimizer_restores_weights_and_common_state(
 ):
     source = tmp_path / "trainer"
     saved = run_well(make_config(small, lr=LR, optimizer=before), _save, source)
-    found, with_state, told = run_well(make_config(small, lr=LR, optimizer=after), _load, source)
+    found, with_state, reported = run_well(make_config(small, lr=LR, optimizer=after), _load, source)
     assert same(found, saved)
     assert with_state and not any(name.endswith("proj.weight") for name in with_state)
-    (line,) = told
+    (line,) = reported
     assert "learner.optimizer: the states of 14 parameters begin anew, the first " in line
-    *_, told = run_well(make_config(small, lr=LR, optimizer=before), _load, source)
-    assert not told
+    *_, reported = run_well(make_config(small, lr=LR, optimizer=before), _load, source)
+    assert not reported
 
 
 def test_a_checkpoint_with_a_part_of_a_state_is_refused(small, tmp_path, run_well):

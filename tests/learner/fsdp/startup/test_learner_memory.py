@@ -139,8 +139,8 @@ def gpu_ranks(*memories):
 )
 def test_only_models_of_attention_are_estimated(sizes, problem, gpus_of_80_gb, caplog):
     policy = Policy(make_family("Mistral", tied=False))
-    told = SimpleNamespace(hidden_size=32, vocab_size=64, to_dict=lambda: sizes, **sizes)
-    policy.model.config.get_text_config = lambda: told
+    reported = SimpleNamespace(hidden_size=32, vocab_size=64, to_dict=lambda: sizes, **sizes)
+    policy.model.config.get_text_config = lambda: reported
     ranks = gpu_ranks(80e9)
     with caplog.at_level(logging.INFO, "asyncrl"):
         kind = plan_memory(policy, OURS, make_config(), ranks, BF16)
@@ -159,17 +159,17 @@ def test_only_models_of_attention_are_estimated(sizes, problem, gpus_of_80_gb, c
 )
 def test_advised_settings_fit_or_ask_for_more_ranks(shards, tokens, kind, offloaded, available):
     load = TrainingShape(shards, tokens, 441, 2, kind, offloaded)
-    told = advise(QWEN_7B, load, int(available))
+    reported = advise(QWEN_7B, load, int(available))
     fits = estimate(QWEN_7B, load).device <= int(USABLE * int(available))
-    assert (told is None) == fits
-    if told is None or "more ranks" in told:
+    assert (reported is None) == fits
+    if reported is None or "more ranks" in reported:
         return
-    fewer = re.search(r"tokens_per_microbatch = (\d+)", told)
+    fewer = re.search(r"tokens_per_microbatch = (\d+)", reported)
     then = replace(
         load,
         tokens=int(fewer[1]) if fewer else tokens,
-        checkpointing="full" if "activation_checkpointing" in told else kind,
-        offloaded=offloaded or "offload" in told,
+        checkpointing="full" if "activation_checkpointing" in reported else kind,
+        offloaded=offloaded or "offload" in reported,
     )
     assert then.tokens <= tokens
     assert estimate(QWEN_7B, then).device <= int(USABLE * int(available))

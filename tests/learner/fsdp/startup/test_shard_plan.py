@@ -59,7 +59,7 @@ def test_conversions_that_keep_rows_apart_are_recognised(operations, rows: int, 
 
 
 @pytest.mark.parametrize(
-    ("files", "settings", "told"),
+    ("files", "settings", "reported"),
     [
         (["model.safetensors"], {}, None),
         (["model-00001-of-00001.safetensors", "model.safetensors.index.json"], {}, None),
@@ -67,13 +67,15 @@ def test_conversions_that_keep_rows_apart_are_recognised(operations, rows: int, 
         (["model.safetensors"], {"transformers_weights": "other.safetensors"}, "names the file"),
     ],
 )
-def test_an_obstacle_to_reading_a_model_in_shards_is_named(files: list[str], settings: dict, told: str | None) -> None:
+def test_an_obstacle_to_reading_a_model_in_shards_is_named(
+    files: list[str], settings: dict, reported: str | None
+) -> None:
     found = obstacle(files, settings)
-    assert (found is None) if told is None else (found is not None and told in found)
+    assert (found is None) if reported is None else (found is not None and reported in found)
 
 
 @pytest.mark.parametrize(
-    ("files", "settings", "told"),
+    ("files", "settings", "reported"),
     [
         (["model.safetensors"], {"quantization_config": None}, None),
         (["pytorch_model.bin"], {}, None),
@@ -81,6 +83,6 @@ def test_an_obstacle_to_reading_a_model_in_shards_is_named(files: list[str], set
         (["model.safetensors", "adapter_config.json"], {}, "adapter"),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_refused(files: list[str], settings: dict, told: str | None) -> None:
+def test_a_model_that_cannot_be_trained_is_refused(files: list[str], settings: dict, reported: str | None) -> None:
     found = refusal(files, settings)
-    assert (found is None) if told is None else (found is not None and told in found)
+    assert (found is None) if reported is None else (found is not None and reported in found)

@@ -78,7 +78,7 @@ def _is_no_number(loaded: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ails", "packed", "way", "chunked", "told"),
+    ("ails", "packed", "way", "chunked", "reported"),
     [
         (_leaks, False, "loaded", True, "one sequence"),
         (_needs_sinks, True, "loaded", True, "s_aux"),
@@ -87,7 +87,7 @@ def _is_no_number(loaded: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_check_detects_each_fault_of_a_model(
-    ails: Callable[..., None], packed: bool, way: str, chunked: bool, told: str, loaded, monkeypatch
+    ails: Callable[..., None], packed: bool, way: str, chunked: bool, reported: str, loaded, monkeypatch
 ) -> None:
     ails(loaded, monkeypatch)
     scoring = choose_scoring(loaded, LearnerConfig(), seed=0).scoring
@@ -97,19 +97,19 @@ def test_the_check_detects_each_fault_of_a_model(
     monkeypatch.undo()
     attention.register()
     assert (scoring.packed, scoring.attention, scoring.chunked) == (packed, way, chunked)
-    assert told in scoring.warnings[0]
+    assert reported in scoring.warnings[0]
 
 
 @pytest.mark.parametrize("load", [load_policy, empty_policy])
 def test_a_missing_model_is_named_with_its_key(load, tmp_path: Path) -> None:
-    for path, files, told in (
+    for path, files, reported in (
         (tmp_path / "nowhere", {}, "nowhere is no folder"),
         (tmp_path, {}, r"holds no config\.json"),
         (tmp_path, {"config.json": json.dumps({"model_type": "no-such-model"})}, "cannot be loaded"),
     ):
         for name, text in files.items():
             (path / name).write_text(text)
-        with pytest.raises(ConfigError, match=rf"model\.path: .*{told}"):
+        with pytest.raises(ConfigError, match=rf"model\.path: .*{reported}"):
             load(ModelConfig(path=str(path)))
 
 

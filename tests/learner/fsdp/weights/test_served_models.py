@@ -118,9 +118,9 @@ def made(models: Sequence[tuple[str, bool]], tmp_path: Path) -> dict[str, list[P
 
 def wrong(found: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: told
-        for name, told in found.items()
-        if isinstance(told, str) or not all(each < TOLERANCE for version in told for each in version)
+        name: reported
+        for name, reported in found.items()
+        if isinstance(reported, str) or not all(each < TOLERANCE for version in reported for each in version)
     }
 
 

@@ -108,7 +108,7 @@ def merge(manager: Manager) -> None:
 
 
 @pytest.mark.parametrize(
-    ("breaks", "without", "told"),
+    ("breaks", "without", "reported"),
     [
         (forget, [], r"1 layers: \['k_proj'\]"),
         (leave, ["o_proj"], r"1 layers: \['o_proj'\]"),
@@ -116,11 +116,11 @@ def merge(manager: Manager) -> None:
         (merge, [], r"3 layers: \['k_proj', 'q_proj', 'v_proj'\]"),
     ],
 )
-def test_missing_tensors_are_named_and_nothing_is_left(breaks, without, told):
+def test_missing_tensors_are_named_and_nothing_is_left(breaks, without, reported):
     manager = Manager()
     _replace(manager, layers())
     breaks(manager)
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=reported):
         _replace(manager, layers(*without))
     assert manager.lora_index_to_id == [None]
     assert manager.registered is None

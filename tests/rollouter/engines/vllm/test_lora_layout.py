@@ -54,7 +54,7 @@ def test_whole_sets_of_adapters_are_accepted(folder):
 
 
 @pytest.mark.parametrize(
-    ("change", "lora", "told"),
+    ("change", "lora", "reported"),
     [
         ({A: None}, {}, "1 of 8 parameters are missing"),
         ({A: None, B: None}, {}, "2 of 8 parameters are missing"),
@@ -68,8 +68,8 @@ def test_whole_sets_of_adapters_are_accepted(folder):
         ({}, {"targets": ["q_proj", "down_proj", "up_proj"]}, "no layer of lora.targets = 'up_proj' has an adapter"),
     ],
 )
-def test_incomplete_sets_of_adapters_are_refused(folder, change, lora, told):
-    with pytest.raises(WeightsCorrupt, match=told):
+def test_incomplete_sets_of_adapters_are_refused(folder, change, lora, reported):
+    with pytest.raises(WeightsCorrupt, match=reported):
         check(adapters() | change, folder, **lora)
 
 
