@@ -4,7 +4,7 @@ from typing import Any
 
 from asyncrl.observe.catalogue import Counters, Histograms
 from asyncrl.observe.logging import get_logger
-from asyncrl.observe.states import StateLedger
+from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.rpc.services import ActorServices, Clock
 

@@ -31,7 +31,7 @@ from asyncrl.learner.algorithm.batch import step_metrics
 from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.fsdp.trainer import Trainer
 from asyncrl.learner.loop.step_planner import plan_step
-from asyncrl.learner.metrics.records import RecordFiles
+from asyncrl.learner.metrics.record_files import RecordFiles
 from asyncrl.messages.groups import Group, Lease, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.reward import Completion, Score

@@ -32,9 +32,9 @@ def main() -> int:
         signal.signal(number, lambda *_: None)
     die_with_parent(signal.SIGKILL)
     faulthandler.enable()
-    from asyncrl.rpc import stacks
+    from asyncrl.rpc import stack_requests
 
-    stacks.requests.install()
+    stack_requests.requests.install()
     parser = argparse.ArgumentParser(prog="asyncrl.cli.actor", description="Run one actor; started by a node agent.")
     parser.add_argument("name", metavar="ROLE/INDEX")
     parser.add_argument("--run", required=True, type=Path, metavar="FOLDER")

@@ -361,7 +361,7 @@ def _command_live_run(given: argparse.Namespace) -> int:
         return asyncio.run(commands.leave_run(live, given.leave, given.within))
     from asyncrl.launcher.hosts.hostfile import read_hostfile, select_hosts
     from asyncrl.launcher.hosts.start import SshStart
-    from asyncrl.launcher.live.join import join_run
+    from asyncrl.launcher.live.joined_hosts import join_run
 
     lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
     start = SshStart(live.config.supervision.start_timeout_s, split_ssh_args(given.ssh_args))

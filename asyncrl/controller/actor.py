@@ -53,7 +53,7 @@ from asyncrl.messages.monitor import Heartbeat, MetricsLine
 from asyncrl.rpc.actor import CONTROLLER, ActorContext, Caller, handler
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 from asyncrl.rpc.lifecycle.registry import Registry
-from asyncrl.rpc.parking import ParkingLot
+from asyncrl.rpc.parking_lot import ParkingLot
 
 FEW_ACTORS = 64
 """Up to this number of actors, each change of the registry is handled at once."""

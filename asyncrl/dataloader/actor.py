@@ -40,7 +40,7 @@ from asyncrl.observe.group_log import LEASED, ORPHANED, RETURNED, SETTLED, Group
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.rpc.calls.retry import AWAY_S, log_away
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
-from asyncrl.rpc.parking import ParkingLot
+from asyncrl.rpc.parking_lot import ParkingLot
 from asyncrl.text.chat.probe import FILE as CHAT_FILE
 from asyncrl.text.chat.renderer import make_renderer
 from asyncrl.text.tokenizer import Tokenizer, tokenizer_of

@@ -12,7 +12,7 @@ Invariants:
   nothing;
 - a request gets new leases once, and only while it is the latest request of its rollouter. So its ``holding`` names
   everything that the rollouter can hold, even if the request, or a copy of it, arrives late;
-- a suspect (suspects.py) runs alone.
+- a suspect (suspect_prompts.py) runs alone.
 
 ``restoring`` rebuilds the book from the order, the ledger, the learner's claims and the leases that rollouters hold. So
 an outcome may be reported for a prompt without a known holder.
@@ -30,7 +30,7 @@ from asyncrl.core.errors import ProtocolError
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
 from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
-from asyncrl.dataloader.suspects import Prompt, SuspectPrompts
+from asyncrl.dataloader.suspect_prompts import Prompt, SuspectPrompts
 from asyncrl.messages.dataloader import DataloaderStatus, Outcome, Outcomes
 from asyncrl.messages.groups import runs_alone
 from asyncrl.messages.ledger import position_of

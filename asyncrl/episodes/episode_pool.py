@@ -24,7 +24,7 @@ from asyncrl.episodes.playing import episode_frames as frames
 from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.messages.episodes import Chat, EpisodeDone
 from asyncrl.messages.groups import after_death, runs_alone
-from asyncrl.observe.states import StateLedger
+from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.process import WorkerProcess
 from asyncrl.workers.worker_pool import LOOK_S, Place, PoolObserver, WorkerCounts, WorkerPool

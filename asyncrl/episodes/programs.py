@@ -24,7 +24,7 @@ from asyncrl.episodes.playing.client import Task
 from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.messages.reward import BadOutcome, Outcome, read_outcome
-from asyncrl.observe.states import StateLedger
+from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.rpc.lifecycle.supervision import describe_exit
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.process import WorkerProcess

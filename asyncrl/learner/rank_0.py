@@ -21,7 +21,7 @@ from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.origin import Origin
 from asyncrl.core.disk import in_words
 from asyncrl.core.errors import CannotLearn
-from asyncrl.learner.algorithm.supervised import SupervisedSteps
+from asyncrl.learner.algorithm.supervised_steps import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.final_writes import FinalWrites
@@ -35,7 +35,7 @@ from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.training import Training
 from asyncrl.learner.metrics.group_records import GroupRecords
-from asyncrl.learner.metrics.records import RecordFiles
+from asyncrl.learner.metrics.record_files import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.learner.publishing.version_numbers import FILE, VersionNumbers, find_used
 from asyncrl.learner.publishing.versions import Versions

@@ -54,7 +54,7 @@ class Wait(Struct, gc=False, frozen=True):
 class Resource(Struct, gc=False, frozen=True, kw_only=True):
     """A serial resource: an engine, a learner rank, a reward worker. It is in exactly one state at any time.
 
-    observe/states.py keeps the times; a heartbeat carries them.
+    observe/state_ledger.py keeps the times; a heartbeat carries them.
     """
 
     name: str

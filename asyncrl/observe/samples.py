@@ -1,8 +1,8 @@
 """The files in RUN/samples: their names, and the newest groups in them.
 
-Each line is the text of one prompt group, as the learner writes it (learner/metrics/records.py). Groups are of three
-kinds: trained, filtered, or of an evaluation. ``step`` of a trained group is the step that trained it. For the other
-kinds it is the last step that was trained before.
+Each line is the text of one prompt group, as the learner writes it (learner/metrics/record_files.py). Groups are of
+three kinds: trained, filtered, or of an evaluation. ``step`` of a trained group is the step that trained it. For the
+other kinds it is the last step that was trained before.
 
 Invariant: a reader opens only the files that it needs, one at a time, the newest first. A line that is torn, damaged or
 too long is skipped. Raises OSError if the folder or a file cannot be read.

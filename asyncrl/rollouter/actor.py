@@ -7,9 +7,9 @@ The parts call one another in one direction:
                               -> RewardPools
               -> UpdateFollower -> EngineHost
 
-A lease is held from its receipt until the living learner has acknowledged the group (leases.py). A draining rollouter
-returns the leases that it holds. A rollouter that leaves while the run continues first finishes its begun groups,
-within a time limit, and then returns only the leases that are not generated. No lease outlives a rollouter: the
+A lease is held from its receipt until the living learner has acknowledged the group (held_leases.py). A draining
+rollouter returns the leases that it holds. A rollouter that leaves while the run continues first finishes its begun
+groups, within a time limit, and then returns only the leases that are not generated. No lease outlives a rollouter: the
 dataloader leases its prompts again, unless the learner has received them.
 """
 
@@ -33,7 +33,7 @@ from asyncrl.rollouter.episode.hosts import RunHosts
 from asyncrl.rollouter.episode.player import EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Sessions
 from asyncrl.rollouter.groups import GroupRunner, RewardPools
-from asyncrl.rollouter.leases import DATALOADER, LEARNER, HeldLeases
+from asyncrl.rollouter.held_leases import DATALOADER, LEARNER, HeldLeases
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import ServedPolicy, SingleTurn
 from asyncrl.rollouter.updating.update_follower import UpdateFollower

@@ -28,7 +28,7 @@ from asyncrl.observe.group_log import GENERATED, GroupLog
 from asyncrl.rollouter.episode.episode_metrics import EpisodeMetrics
 from asyncrl.rollouter.episode.player import EpisodeFailed
 from asyncrl.rollouter.gathering import MIN_SURVIVORS
-from asyncrl.rollouter.leases import HeldLeases
+from asyncrl.rollouter.held_leases import HeldLeases
 from asyncrl.rollouter.serving.generation import Player, TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import GroupEvents, SampleEvents
 from asyncrl.rpc.calls.peer import Peer

@@ -24,7 +24,7 @@ from asyncrl.messages.hosts import Members
 from asyncrl.messages.monitor import MOST_UNREACHED, Resource, UnreachedRecord, Wait
 from asyncrl.observe.logging import get_logger, lost_lines
 from asyncrl.observe.machine import Vitals, VitalSigns
-from asyncrl.observe.states import StateLedger
+from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.observe.trace import STATES, Trace, spans_kept
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.rpc.calls.endpoint import Endpoint, EndpointOwner
@@ -280,7 +280,7 @@ class Actor(EndpointOwner):
             self._vitals.stop()
 
     def resources(self) -> list[Resource]:
-        """The serial resources of this actor, such as its engine (observe/states.py); called from any thread."""
+        """The serial resources of this actor, such as its engine (observe/state_ledger.py); called from any thread."""
         return []
 
     def vitals(self) -> Vitals:

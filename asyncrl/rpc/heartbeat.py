@@ -4,8 +4,8 @@ A busy event loop or a long computation does not delay a heartbeat: the thread h
 own. Each heartbeat carries the actor's state, its waits, its metrics and the lag of its event loop. A last one carries
 the final counters, if the controller is reached in time. While the actor's *pulse* (Actor.pulse) stays the same, the
 thread leaves heartbeats out. Those of a thousand idle actors would slow down actors that start. Each heartbeat
-announces how many may be missing after it. If the process is asked for its stacks (stacks.py), the thread writes those
-of all tasks, even if the actor's event loop is blocked.
+announces how many may be missing after it. If the process is asked for its stacks (stack_requests.py), the thread
+writes those of all tasks, even if the actor's event loop is blocked.
 
 Only changed values are sent. All values are cumulative, and every FULL_BEATS heartbeats one is complete, so a lost one
 loses nothing for long. Invariant: a heartbeat holds at most MOST_METRICS metrics, MOST_HISTOGRAMS histograms,
@@ -32,7 +32,7 @@ import msgspec
 from asyncrl.config.operation import SupervisionConfig, WatchdogConfig
 from asyncrl.messages.monitor import Event, Heartbeat, Resource
 from asyncrl.observe.logging import write_text
-from asyncrl.rpc import stacks
+from asyncrl.rpc import stack_requests
 from asyncrl.rpc.awaits import longest_waits
 from asyncrl.rpc.controller_client import ControllerClient
 from asyncrl.rpc.wire.codec import encodable
@@ -144,7 +144,11 @@ class Heartbeats:
         self._attempt(self._take_pulse)
         # A pulse that could not be read is empty, and does not count as unchanged.
         is_calm = self._may_leave_out and bool(pulse_before) and self._pulse == pulse_before
-        if is_calm and self._left_out_count < self._announced_count and stacks.requests.count == self._stacks_written:
+        if (
+            is_calm
+            and self._left_out_count < self._announced_count
+            and stack_requests.requests.count == self._stacks_written
+        ):
             self._left_out_count += 1
             return
         self._left_out_count = 0
@@ -218,14 +222,14 @@ class Heartbeats:
 
     def _write_stacks(self) -> None:
         """Write the stacks of all tasks, if this process was asked for its stacks since the last beat."""
-        asked = stacks.requests.count
+        asked = stack_requests.requests.count
         if asked != self._stacks_written:
             self._stacks_written = asked
             try:
-                text = stacks.describe_tasks(self._loop)
+                text = stack_requests.describe_tasks(self._loop)
             except RuntimeError as error:
                 # Tasks come and go faster than they can be listed.
-                text = f"{stacks.TASKS_BEGIN} {error}\n{stacks.TASKS_END}\n"
+                text = f"{stack_requests.TASKS_BEGIN} {error}\n{stack_requests.TASKS_END}\n"
             write_text(text)
 
 

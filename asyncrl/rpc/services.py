@@ -9,7 +9,7 @@ from typing import Protocol
 
 from asyncrl.observe.catalogue import Counters, Histograms
 from asyncrl.observe.logging import Logger
-from asyncrl.observe.states import StateLedger
+from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.rpc.awaits import Awaits
 
 

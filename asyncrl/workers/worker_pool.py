@@ -25,7 +25,7 @@ from asyncrl.config.episode import EpisodeConfig
 from asyncrl.config.training import RewardConfig
 from asyncrl.core.errors import AsyncRLError, ConfigError, DeadlineExceeded
 from asyncrl.messages.monitor import Resource
-from asyncrl.observe.states import StateLedger
+from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.rpc.calls.retry import backoff
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.memory import held_beyond, resident_bytes

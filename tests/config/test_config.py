@@ -481,6 +481,7 @@ def test_each_name_of_another_framework_is_listed_once_with_a_key_or_a_reason():
     ],
 )
 def test_an_unknown_key_gets_a_suggestion(tree, expected):
+    """Nothing is dropped silently: each unknown key is an error."""
     laid = {name: SIMULATED.get(name, {}) | each if isinstance(each, dict) else each for name, each in tree.items()}
     (found,) = problems(SIMULATED | laid)
     assert found == expected if expected.endswith("foo: unknown key") else found.startswith(expected)

@@ -1,4 +1,4 @@
-"""Changes of the configuration at a resume: each key has a class, and each change is named with its effect."""
+"""The objective is the configured one: at a resume each key has a class, and each change is named with its effect."""
 
 import json
 from collections import Counter

@@ -1,4 +1,7 @@
-"""The gate and its working limit, by tables. Their guarantees over whole runs are in test_lease_book_model."""
+"""I2, bounded staleness: the gate and its working limit, by tables.
+
+Their guarantees over whole runs are in test_lease_book_model.
+"""
 
 from __future__ import annotations
 

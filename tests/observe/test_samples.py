@@ -7,7 +7,7 @@ import re
 import pytest
 from made_group import make_group
 
-from asyncrl.learner.metrics.records import RecordFiles
+from asyncrl.learner.metrics.record_files import RecordFiles
 from asyncrl.observe.sample_text import LONGEST_TEXT, MOST_MESSAGES, MOST_RESPONSES, sample_lines
 from asyncrl.observe.samples import SampleChoice, SampleGroup, SampleTrajectory, newest_samples
 

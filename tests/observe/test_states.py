@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.core.states import STATES
-from asyncrl.observe.states import StateLedger
+from asyncrl.observe.state_ledger import StateLedger
 
 ENGINE = sorted(STATES["engine"])
 

@@ -4,7 +4,7 @@ import asyncio
 
 from virtual import run_virtual
 
-from asyncrl.rpc.parking import ParkingLot
+from asyncrl.rpc.parking_lot import ParkingLot
 
 RUN = run_virtual
 

@@ -12,14 +12,14 @@ import pytest
 from asyncrl.launcher.node import stuck_actors as taking
 from asyncrl.launcher.node.child import Child
 from asyncrl.launcher.node.stuck_actors import process_state, take_stacks
-from asyncrl.rpc.stacks import TASKS_BEGIN, TASKS_END, describe_tasks
+from asyncrl.rpc.stack_requests import TASKS_BEGIN, TASKS_END, describe_tasks
 from tools.waiting import wait_until
 
 ACTOR = """
 import asyncio, sys, threading, time
-from asyncrl.rpc import stacks
+from asyncrl.rpc import stack_requests
 
-stacks.requests.install()
+stack_requests.requests.install()
 
 async def parked_for_ever(event):
     await event.wait()
@@ -35,9 +35,9 @@ async def main():
     def beat():
         seen = 0
         while True:
-            if stacks.requests.count != seen:
-                seen = stacks.requests.count
-                sys.stderr.write(stacks.describe_tasks(loop))
+            if stack_requests.requests.count != seen:
+                seen = stack_requests.requests.count
+                sys.stderr.write(stack_requests.describe_tasks(loop))
                 sys.stderr.flush()
             time.sleep(0.02)
 

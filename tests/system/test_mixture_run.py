@@ -53,7 +53,8 @@ def tree_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_i1_a_killed_mixture_trains_each_prompt_once_in_each_epoch_of_its_source(tmp_path: Path, kills: int) -> None:
-    seed = secrets.randbits(32)
+    # One kill is at the same step each time, so that a change is judged by its own faults.
+    seed = secrets.randbits(32) if kills > 1 else 1
     print("seed", seed)
     steps = sorted(random.Random(seed).sample(range(2, STEPS - 2), kills))
     with closing(LiveRun(tree_of(tmp_path), tmp_path)) as run:

@@ -16,7 +16,7 @@ from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.core.errors import NonFiniteStep, RemoteError
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.groups import intake
-from asyncrl.learner.metrics.records import RecordFiles
+from asyncrl.learner.metrics.record_files import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages.actors import NOTICE
 from asyncrl.messages.dataloader import OpenLeases
@@ -24,7 +24,7 @@ from asyncrl.messages.groups import Deliver, Holds
 from asyncrl.messages.ledger import position_of
 from asyncrl.observe.samples import KINDS, SampleChoice, newest_samples
 from asyncrl.rollouter import actor as rollouter_module
-from asyncrl.rollouter.leases import HeldLeases
+from asyncrl.rollouter.held_leases import HeldLeases
 from asyncrl.rpc.actor import Caller
 from asyncrl.rpc.lifecycle.registry import Registry
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from top.pictures import Run
 
 from asyncrl.cli import top as command
-from asyncrl.learner.metrics.records import RecordFiles
+from asyncrl.learner.metrics.record_files import RecordFiles
 from asyncrl.top import samples_screen
 from asyncrl.top.replay import Replay, SnapshotSource
 

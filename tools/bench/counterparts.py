@@ -30,7 +30,7 @@ from asyncrl.messages.weights import (
 )
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
-from asyncrl.rpc.parking import ParkingLot
+from asyncrl.rpc.parking_lot import ParkingLot
 
 
 @dataclass(slots=True)

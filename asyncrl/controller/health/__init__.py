@@ -1,1 +1,1 @@
-"""The health of a run: lost hosts, silent actors, broken paths, stalls, and who is to blame."""
+"""The health of a run: lost hosts, silent actors, broken paths and stalls."""

@@ -22,7 +22,7 @@ from asyncrl.core.files import replace_file
 from asyncrl.messages import Done
 from asyncrl.messages.hosts import HostLeft, Join, Leave, MemberHost, Members, WatchMembers
 from asyncrl.rpc.actor import Caller, handler
-from asyncrl.rpc.parking import ParkingLot
+from asyncrl.rpc.parking_lot import ParkingLot
 
 MEMBERS_FILE = "members.json"
 """File in the run's private folder; absent until a host joins or leaves."""

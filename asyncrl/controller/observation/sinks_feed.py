@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.messages.monitor import Metrics, WatchMetrics
 from asyncrl.observe.metrics_line import room_for
 from asyncrl.rpc.calls.handlers import Caller, handler
-from asyncrl.rpc.parking import ParkingLot
+from asyncrl.rpc.parking_lot import ParkingLot
 
 DROPPED, RESTARTS = "sinks/dropped", "sinks/restarts"
 ROOM = 4000

@@ -34,7 +34,7 @@ from asyncrl.messages.monitor import ActorView, Heartbeat, Resource, RunView, Sn
 from asyncrl.rpc.calls.handlers import Caller, Connection, handler
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 from asyncrl.rpc.lifecycle.registry import Entry, HeardResource, Registry
-from asyncrl.rpc.parking import ParkingLot
+from asyncrl.rpc.parking_lot import ParkingLot
 
 if TYPE_CHECKING:
     from asyncrl.controller.observation.observation import Observation

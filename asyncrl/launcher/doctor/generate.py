@@ -40,7 +40,7 @@ from asyncrl.messages.reward import Completion, Score
 from asyncrl.messages.weights import Bucket, Manifest
 from asyncrl.observe.sample_text import sample_page
 from asyncrl.observe.samples import SampleGroup, SampleTrajectory
-from asyncrl.observe.states import StateLedger
+from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.rollouter.engines import engine_parsers, make_engine
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import (

@@ -1,8 +1,8 @@
 """Handles stuck actors: shows the report on each, writes its stacks to the agent's log, and kills it if condemned.
 
 If it is installed and allowed, py-spy takes the stacks from outside, also of a stopped process and of its child
-processes. Otherwise SIGUSR1 asks the process to write the stacks of its threads and tasks to its log (rpc/stacks.py). A
-stopped process gets no signal; only the state that the kernel reports is shown.
+processes. Otherwise SIGUSR1 asks the process to write the stacks of its threads and tasks to its log
+(rpc/stack_requests.py). A stopped process gets no signal; only the state that the kernel reports is shown.
 
 Invariant: ``take_stacks`` ends within ``timeout_s`` and about one second. It leaves no process behind, changes nothing
 in the other process and never raises. The text names what is missing.
@@ -23,7 +23,7 @@ from asyncrl.launcher.common.agent_messages import Event, WarningEvent
 from asyncrl.launcher.node.child import Child
 from asyncrl.messages.actors import Stuck
 from asyncrl.observe.logging import get_logger, write_text
-from asyncrl.rpc.stacks import TASKS_END
+from asyncrl.rpc.stack_requests import TASKS_END
 
 LOOK_S = 0.05
 MOST_BYTES = 1 << 20

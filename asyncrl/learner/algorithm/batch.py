@@ -79,7 +79,7 @@ class SequenceId:
 
 @dataclass(frozen=True, slots=True)
 class SupervisedPlan:
-    """The supervised term of an update (supervised.py). Every rank has the same number of micro-batches."""
+    """The supervised term of an update (supervised_steps.py). Every rank has the same number of micro-batches."""
 
     ranks: list[list[MicroBatch]]
     """Micro-batches: [row groups][micro-batches]; ``MicroBatch.sequences`` are indices in ``places``."""

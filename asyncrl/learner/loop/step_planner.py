@@ -30,7 +30,7 @@ from asyncrl.core.errors import CannotLearn
 from asyncrl.learner.algorithm.advantages import Advantage, Penalties
 from asyncrl.learner.algorithm.batch import GroupScores, StepPlan, build_step
 from asyncrl.learner.algorithm.scoring import build_scoring, by_group, kl_penalties
-from asyncrl.learner.algorithm.supervised import SupervisedSteps
+from asyncrl.learner.algorithm.supervised_steps import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import GroupBuffer, Intake

@@ -35,7 +35,7 @@ from asyncrl.core.errors import ActorFailed, CannotLearn, NonFiniteStep
 from asyncrl.learner.algorithm.batch import StepPlan, step_metrics
 from asyncrl.learner.algorithm.group_metrics import observe_staleness
 from asyncrl.learner.algorithm.probe_sequences import from_groups, from_prompts, probe_length
-from asyncrl.learner.algorithm.supervised import SupervisedSteps
+from asyncrl.learner.algorithm.supervised_steps import SupervisedSteps
 from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter

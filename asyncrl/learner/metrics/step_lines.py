@@ -4,8 +4,8 @@ A step's line waits for a limited time until the rollouters have reported on its
 of a step before the step's own line: the first step's line of a restarted learner voids earlier lines of that step and
 of later ones. In the file, the lines of weight updates and evaluations may come before the step's line. Sampled tokens
 count from the end of one step's training to the end of the next, and are left out if a report is missing. A line that
-cannot be written waits in memory (records.py) and is tried again every RETRY_S, before a checkpoint and at the end. The
-user gets a notice; training does not wait.
+cannot be written waits in memory (record_files.py) and is tried again every RETRY_S, before a checkpoint and at the
+end. The user gets a notice; training does not wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl.learner.algorithm.batch import SequenceId
 from asyncrl.learner.algorithm.token_scores import TokenScores
 from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.learner.metrics.generation_log import GenerationLog, update_line, update_metrics
-from asyncrl.learner.metrics.records import NO_SCORES, RecordFiles
+from asyncrl.learner.metrics.record_files import NO_SCORES, RecordFiles
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.observe.samples import TRAINED, SampleKind

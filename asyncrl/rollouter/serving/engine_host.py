@@ -24,7 +24,7 @@ from asyncrl.core.errors import EngineDied, WeightsCorrupt
 from asyncrl.gpu.slices import EngineSlices
 from asyncrl.messages.groups import Lease
 from asyncrl.messages.weights import BroadcastPart, Probe
-from asyncrl.observe.states import StateLedger
+from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.rollouter.engines.base import Engine, EngineLoad, GenerationRequest, TokenDelta
 from asyncrl.rollouter.serving.admission import EngineTurns
 from asyncrl.rollouter.serving.drift import Drift, probe_engine

@@ -13,7 +13,7 @@ from asyncrl.controller.observation.snapshots import SILENT_BEATS, view_actors
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import Heartbeat, Interval, Resource, RunView, Snapshot
 from asyncrl.observe.sinks.prometheus import families_of
-from asyncrl.observe.states import StateLedger
+from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.rpc import heartbeat
 from asyncrl.rpc.heartbeat import HeartbeatDelta
 from asyncrl.rpc.lifecycle.registry import Registry

@@ -145,6 +145,7 @@ async def test_a_client_that_waits_half_a_second_outlives_a_long_pause(stream):
 
 
 async def test_ignored_and_relaxed_options_are_named_and_unsupported_ones_refused():
+    """Nothing is dropped silently: each option of a request is used, named or refused."""
     async with openai_client() as (core, served, client):
         chosen = {"tool_choice": "required", "response_format": {"type": "json_object"}, "temperature": 0.1, "seed": 3}
         raw = await client.chat.completions.with_raw_response.create(**ASKED, tools=[WEATHER], top_p=1, **chosen)

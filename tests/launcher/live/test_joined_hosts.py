@@ -12,7 +12,7 @@ from virtual import run_virtual
 from asyncrl.core.errors import DeadlineExceeded, UsageError
 from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.common.agent_messages import KILL, STOP, EndedEvent
-from asyncrl.launcher.live.join import JoinedHosts
+from asyncrl.launcher.live.joined_hosts import JoinedHosts
 from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.hosts import MemberHost, Members
 

@@ -15,7 +15,7 @@ from asyncrl.core.errors import AsyncRLError, DeadlineExceeded, HostFailed, Refu
 from asyncrl.launcher.common.agent_messages import HostOffer, Routes
 from asyncrl.launcher.hosts import addresses
 from asyncrl.launcher.hosts.hostfile import HostLine
-from asyncrl.launcher.live import join as joining
+from asyncrl.launcher.live import joined_hosts as joining
 from asyncrl.launcher.live import live_run
 from asyncrl.launcher.live.live_run import find_live_run
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncrl.config.algorithm import SftConfig
 from asyncrl.core.errors import NonFiniteStep
-from asyncrl.learner.algorithm.supervised import SupervisedSteps
+from asyncrl.learner.algorithm.supervised_steps import SupervisedSteps
 from asyncrl.text.sft.conversations import Conversations, TokenizedRow
 from asyncrl.text.sft.encoding import Encoded
 

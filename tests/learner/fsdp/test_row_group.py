@@ -32,7 +32,7 @@ from asyncrl.config import Config
 from asyncrl.config.algorithm import LoraConfig, SftConfig
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.scoring import build_scoring
-from asyncrl.learner.algorithm.supervised import SupervisedSteps
+from asyncrl.learner.algorithm.supervised_steps import SupervisedSteps
 from asyncrl.learner.fsdp.model import attention, row_group
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
 from asyncrl.learner.fsdp.model.row_group import RowGroup

@@ -19,7 +19,7 @@ from asyncrl.learner.algorithm.batch import SequenceId
 from asyncrl.learner.algorithm.token_scores import TokenScores
 from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.learner.metrics import step_lines
-from asyncrl.learner.metrics.records import MOST_BYTES, RecordFiles
+from asyncrl.learner.metrics.record_files import MOST_BYTES, RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages.groups import Turn
 from asyncrl.observe.catalogue import Counters

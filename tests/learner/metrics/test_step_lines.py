@@ -11,8 +11,8 @@ import pytest
 from services import services
 from virtual import LoopClock, run_virtual
 
-from asyncrl.learner.metrics import records
-from asyncrl.learner.metrics.records import RecordFiles
+from asyncrl.learner.metrics import record_files
+from asyncrl.learner.metrics.record_files import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 
@@ -121,13 +121,13 @@ def test_a_line_without_disk_space_does_not_lose_other_lines(tmp_path, monkeypat
 
 def test_a_line_during_its_write_is_not_reported_as_waiting(tmp_path, monkeypatch):
     """Several tasks write lines. ``made`` fails the test at any report."""
-    append = records._append_data
+    append = record_files._append_data
 
     def slowly(*arguments):
         time.sleep(0.01)
         append(*arguments)
 
-    monkeypatch.setattr(records, "_append_data", slowly)
+    monkeypatch.setattr(record_files, "_append_data", slowly)
 
     async def live():
         lines = made(tmp_path, [])

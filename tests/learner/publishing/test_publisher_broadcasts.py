@@ -28,7 +28,7 @@ from asyncrl.messages.weights import (
 )
 from asyncrl.observe.logging import get_logger
 from asyncrl.rpc.actor import Caller, handler
-from asyncrl.rpc.parking import ParkingLot
+from asyncrl.rpc.parking_lot import ParkingLot
 from asyncrl.weights.held_version import HeldVersion
 
 NAME = "parameter_server/0"

@@ -18,7 +18,7 @@ from virtual import LoopClock
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.messages.weights import Manifest
-from asyncrl.observe.states import StateLedger
+from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall, Response

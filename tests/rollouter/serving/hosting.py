@@ -9,7 +9,7 @@ from made_group import make_group
 from run_settings import sim_config
 from virtual import LoopClock
 
-from asyncrl.observe.states import StateLedger
+from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.rollouter.engines.sim import SimEngine
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall, SingleTurn

@@ -35,7 +35,7 @@ from asyncrl.messages.weights import (
     UpdateAnswer,
     WeightUpdate,
 )
-from asyncrl.observe.states import StateLedger
+from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.observe.trace import Trace
 from asyncrl.parameter_server.actor import HeldVersions
 from asyncrl.rollouter.engines.base import TokenDelta
