@@ -97,14 +97,24 @@ def logs_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     structlog.reset_defaults()
 
 
-@pytest.fixture(autouse=True)
-def environment_as_it_was() -> Iterator[None]:
-    """Variables that a test sets in this process end with it: a learner's rank sets one for gloo."""
+def _restore_environment() -> Iterator[None]:
     before = dict(os.environ)
     yield
     now = os.environ.pop("PYTEST_CURRENT_TEST")
     os.environ.clear()
     os.environ.update(before, PYTEST_CURRENT_TEST=now)
+
+
+@pytest.fixture(autouse=True)
+def environment_as_it_was() -> Iterator[None]:
+    """Variables that a test sets in this process end with it: a learner's rank sets one for gloo."""
+    yield from _restore_environment()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def environment_of_module() -> Iterator[None]:
+    """Variables that a module's fixtures set in this process end with the module."""
+    yield from _restore_environment()
 
 
 @pytest.fixture(scope="module")
