@@ -63,8 +63,9 @@ Call = Callable[[str, Request, float | None], Awaitable[Any]]
 PARAMETER_SERVER = "parameter_server/0"
 CORRUPT_ATTEMPTS = 3
 """Number of times that the same chunk may arrive corrupt before the fetch fails."""
-VERIFIED_AT_ONCE = min(4, len(os.sched_getaffinity(0)))
-"""Number of buckets of shared memory that are verified at the same time. One thread reads slower than the memory."""
+VERIFIED_AT_ONCE = 4
+"""Number of buckets of shared memory that are verified at the same time. One thread reads slower than the memory. On
+two cores, four threads share them more evenly than two threads do."""
 SILENT_SHARE = 1 / 8
 """Share of weights.deadline_s after which an unanswered call ends and its source is left. A live source answers within
 half of that time."""
