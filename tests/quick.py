@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import multiprocessing.process
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -77,6 +78,8 @@ class Quick(Skips):
 
     def pytest_collection(self) -> None:
         """Forbid slow modules and processes. Not earlier: pytest and its plugins start processes of their own."""
+        # Python starts a process to learn the processor's name, once. OpenAI's client wants it.
+        platform.platform()
         for name in SLOW:
             sys.modules[name] = None  # type: ignore[assignment]
         subprocess.Popen.__init__ = self._refuse  # type: ignore[assignment]
