@@ -1,4 +1,4 @@
-"""The rollouter's side of episodes, over a real chat template and a real engine host; the engine follows a script."""
+"""The rollouter's side of episodes, over a real chat template and engine manager; the engine follows a script."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from asyncrl.rollouter.episode.episode_metrics import EpisodeMetrics
 from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Sessions
 from asyncrl.rollouter.serving.admission import Slots
-from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.engine_manager import EngineManager
 from asyncrl.rollouter.serving.generation import PolicyCall
 from asyncrl.rollouter.serving.group_events import GroupEvents
 from asyncrl.rpc.awaits import Awaits
@@ -129,7 +129,7 @@ class World:
         self.speaks.set()
         self.slots = Slots(self.config.rollout.concurrency_bounds[1])
         self.counters, self.histograms = Counters(), Histograms()
-        self.host = EngineHost(
+        self.host = EngineManager(
             self.config,
             lambda: engine(self.config) if engine else Speaker(self),
             self.clock,

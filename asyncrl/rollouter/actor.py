@@ -3,9 +3,9 @@
 The parts call one another in one direction:
 
     Rollouter -> GroupRunner  -> HeldLeases   requests, deliveries, returns
-                              -> SingleTurn | EpisodePlayer -> Sessions -> ServedPolicy -> EngineHost -> Engine
+                              -> SingleTurn | EpisodePlayer -> Sessions -> ServedPolicy -> EngineManager -> Engine
                               -> RewardPools
-              -> UpdateFollower -> EngineHost
+              -> UpdateFollower -> EngineManager
 
 A lease is held from its receipt until the living learner has acknowledged the group (held_leases.py). A draining
 rollouter returns the leases that it holds. A rollouter that leaves while the run continues first finishes its begun
@@ -34,7 +34,7 @@ from asyncrl.rollouter.episode.player import EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Sessions
 from asyncrl.rollouter.groups import GroupRunner, RewardPools
 from asyncrl.rollouter.held_leases import DATALOADER, LEARNER, HeldLeases
-from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.engine_manager import EngineManager
 from asyncrl.rollouter.serving.generation import ServedPolicy, SingleTurn
 from asyncrl.rollouter.updating.update_follower import UpdateFollower
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
@@ -62,11 +62,11 @@ class Rollouter(Actor):
         super().__init__(context)
         config, services = self.config, self.services
         slices = EngineSlices(list(sharers())) if config.placement.share == "time_slice" and sharers() else None
-        self._host = EngineHost(
+        self._manager = EngineManager(
             config, lambda: make_engine(config, self.name), self.clock, self.states, self.awaits, slices
         )
-        self._policy = ServedPolicy(config, services, self._host, self.trace)
-        self._leases = HeldLeases(config, services, self.peer, self._host, self._policy.places)
+        self._policy = ServedPolicy(config, services, self._manager, self.trace)
+        self._leases = HeldLeases(config, services, self.peer, self._manager, self._policy.places)
         self._pools = RewardPools(config, services, self.peer, self.roster, self._number)
         self._groups: GroupRunner
         self._sessions: Sessions | None = None
@@ -74,7 +74,7 @@ class Rollouter(Actor):
         self._follower = UpdateFollower(
             config,
             services,
-            host=self._host,
+            manager=self._manager,
             call=lambda name, request, timeout: self.peer(name).call(request, timeout),
             committed=self._committed,
             updated=self._updated,
@@ -116,9 +116,9 @@ class Rollouter(Actor):
         player = SingleTurn(self._policy, stops, self._policy.tokenizer) if single else await self._episodes(stops)
         self._pools.connect()
         self._groups = GroupRunner(self.config, self.services, player, self._pools, self._leases)
-        if self._host.slices is None:
+        if self._manager.slices is None:
             self.states.enter("starting", "engine")
-            await self._host.start()
+            await self._manager.start()
 
     async def _episodes(self, stops: Stops) -> EpisodePlayer:
         """Check the chat template, connect to the episode hosts, and make the sessions and the player of episodes.
@@ -186,7 +186,7 @@ class Rollouter(Actor):
         for task in cancelled:
             task.cancel()
         self.tasks.create_task(self._return_ungenerated(cancelled), name="return what is not generated")
-        if self._host.slices is not None:
+        if self._manager.slices is not None:
             self._generates = False
             self.tasks.create_task(self._end_engine(), name="free the GPU")
 
@@ -212,12 +212,12 @@ class Rollouter(Actor):
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
-        await self._host.close()
+        await self._manager.close()
 
     async def close(self) -> None:
         if self._sessions is not None:
             self._sessions.close()
-        await self._host.close()
+        await self._manager.close()
 
     async def _return_ungenerated(self, cancelled: Collection[asyncio.Task[None]]) -> None:
         """Return the leases of cancelled groups, since the learner of a preempted run waits for outstanding groups."""
@@ -298,15 +298,15 @@ class Rollouter(Actor):
         keeps at most STATS_KEPT updates and intervals for it.
         """
         while True:
-            self._sampling += self._host.take_sampling()
+            self._sampling += self._manager.take_sampling()
             generating = self._leases.generating
             stats = RolloutStats(
-                sampled_tokens=self._host.sampled_tokens,
-                reprefill_tokens=self._host.reprefill.tokens,
+                sampled_tokens=self._manager.sampled_tokens,
+                reprefill_tokens=self._manager.reprefill.tokens,
                 sampling=self._sampling,
                 updates=self._updates,
                 in_flight=generating,
-                served_version=self._host.version,
+                served_version=self._manager.version,
                 idle=not (generating or self._sampling or self._updates),
             )
             is_sent = self.peer(LEARNER).cast(stats)
@@ -326,13 +326,13 @@ class Rollouter(Actor):
         return *super().pulse(), self._leases.generating, len(self._leases.held)
 
     def metrics(self) -> dict[str, float]:
-        host, leases = self._host, self._leases
-        running, kv_use, scoring = host.running, host.kv_use, self._pools.scoring
+        manager, leases = self._manager, self._leases
+        running, kv_use, scoring = manager.running, manager.kv_use, self._pools.scoring
         # Called by the heartbeat's thread: iterate over a copy; the Counter gives 0 for a lease that ended meanwhile.
         oldest = next((began for uid, began in list(leases.taken_at.items()) if leases.ungenerated[uid] > 0), None)
         return super().metrics() | {
-            "rollout/sampled_tokens": host.sampled_tokens,
-            "rollout/reprefill_tokens": host.reprefill.tokens,
+            "rollout/sampled_tokens": manager.sampled_tokens,
+            "rollout/reprefill_tokens": manager.reprefill.tokens,
             "rollout/in_flight": leases.generating,
             "rollout/running": running,
             "rollout/waiting": max(0, leases.generating - running),
@@ -340,13 +340,13 @@ class Rollouter(Actor):
             "rollout/concurrency": self._policy.slots.size,
             "rollout/scoring": scoring,
             "rollout/oldest_s": self.clock.now() - oldest if oldest is not None else 0.0,
-            "rollout/served_version": host.version,
-            "rollout/engine_restarts": host.restarts,
-            "rollout/engine_sleeps": host.sleeps,
-            "rollout/suspects": host.turns.suspects,
-            "rollout/deaths_alone": host.turns.deaths_alone,
-            "rollout/failed_alone": host.turns.failed,
-            "rollout/turns_alone": host.turns.lone_turns,
+            "rollout/served_version": manager.version,
+            "rollout/engine_restarts": manager.restarts,
+            "rollout/engine_sleeps": manager.sleeps,
+            "rollout/suspects": manager.turns.suspects,
+            "rollout/deaths_alone": manager.turns.deaths_alone,
+            "rollout/failed_alone": manager.turns.failed,
+            "rollout/turns_alone": manager.turns.lone_turns,
             **({"rollout/kv_use": kv_use} if kv_use is not None else {}),
             **({"weights/stall_s": self._stall_s} if self._stall_s is not None else {}),
             **self._follower.drifts.metrics,

@@ -24,7 +24,7 @@ from asyncrl.core.errors import DeadlineExceeded, MessageTooLarge, RemoteError, 
 from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
 from asyncrl.messages.groups import Deliver, Group, Lease, NewLeases, RequestLeases, ReturnLeases
 from asyncrl.rollouter.serving.admission import Slots
-from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.engine_manager import EngineManager
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.calls.retry import AWAY_S, log_and_pause, log_away, pause
 from asyncrl.rpc.services import ActorServices
@@ -40,9 +40,14 @@ class HeldLeases:
     """Leases of this rollouter. ``places.size`` is the number of trajectories that it may generate at a time."""
 
     def __init__(
-        self, config: Config, services: ActorServices, peer: Callable[[str], Peer], host: EngineHost, places: Slots
+        self,
+        config: Config,
+        services: ActorServices,
+        peer: Callable[[str], Peer],
+        manager: EngineManager,
+        places: Slots,
     ) -> None:
-        self._config, self._peer, self._host, self._places = config, peer, host, places
+        self._config, self._peer, self._manager, self._places = config, peer, manager, places
         self._awaits, self._counters, self._clock = services.awaits, services.counters, services.clock
         self._histograms, self._log = services.histograms, services.log
         self.held: dict[str, Lease] = {}
@@ -123,7 +128,7 @@ class HeldLeases:
         request = RequestLeases(
             seen=self._seen,
             free_groups=free,
-            served_version=self._host.version,
+            served_version=self._manager.version,
             holding=list(self.held),
             number=self._requests,
         )
@@ -241,7 +246,7 @@ class HeldLeases:
 
     def _end(self, uid: str) -> None:
         del self.held[uid], self.ungenerated[uid], self.taken_at[uid]
-        self._host.turns.forget(uid)
+        self._manager.turns.forget(uid)
 
     def answer(self, request: OpenLeases, dataloader: int) -> LeasesHeld:
         """Adopt the request's learner and the ``dataloader`` incarnation that asks, if newer; returns the held leases.
@@ -257,7 +262,7 @@ class HeldLeases:
         self._peer(DATALOADER).adopt(dataloader)
         return LeasesHeld(
             seen=self._seen,
-            served_version=self._host.version,
-            attempts={uid: self._host.turns.deaths(lease) for uid, lease in self.held.items()},
+            served_version=self._manager.version,
+            attempts={uid: self._manager.turns.deaths(lease) for uid, lease in self.held.items()},
             leaving=self.closed,
         )

@@ -81,7 +81,7 @@ async def test_the_answer_lists_every_unacknowledged_lease_with_its_deaths(tmp_p
         dataloader.lease("0-3", attempt=1)
         await life.until(lambda: learner.uids == ["0-1", "0-3"])
         held = life.rollouter._leases.held
-        life.rollouter._host.turns.died([held["0-2"], held["0-3"]], "killed")
+        life.rollouter._manager.turns.died([held["0-2"], held["0-3"]], "killed")
         asker = life.net.client("rollouter/0", "dataloader/0", 7)
         life.net.register(ActorRecord(name="rollouter/0", incarnation=life.incarnation, address=life.rollouter.address))
         answer = await asker.call(OpenLeases(learner=1))
@@ -148,7 +148,7 @@ async def test_a_preempted_rollouter_in_time_slices_frees_the_gpu(tmp_path):
     async with between(learner, dataloader, tmp_path) as life:
         dataloader.lease("0-1")
         await learner.came.wait()
-        host, given = life.rollouter._host, []
+        host, given = life.rollouter._manager, []
         host.slices = mock.Mock(give=lambda: given.append(True))
         engine = host.engine
         life.rollouter.preempted()
@@ -169,12 +169,12 @@ async def test_a_rollouter_that_is_preempted_before_its_run_starts_no_engine(tmp
 
     async def preempted_at_once(self):
         await setup(self)
-        self._host.slices = mock.Mock()
+        self._manager.slices = mock.Mock()
         self.preempted()
 
     monkeypatch.setattr(ScriptedRollouter, "setup", preempted_at_once)
     async with between(Learner(), Dataloader(), tmp_path) as life:
-        host = life.rollouter._host
+        host = life.rollouter._manager
         await life.until(lambda: host.slices.give.called)
         assert life.rollouter._following is None
         with pytest.raises(AssertionError):

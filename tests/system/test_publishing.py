@@ -14,7 +14,7 @@ from asyncrl.learner.backends import sim as sim_learner
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.publishing import versions
 from asyncrl.learner.publishing.version_numbers import VersionNumbers
-from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.engine_manager import EngineManager
 from asyncrl.weights.segments import Segment
 
 STEPS, GROUPS = 16, 4
@@ -195,7 +195,7 @@ class Slow:
     def __init__(self, monkeypatch):
         self.version, self.events = -1, []
         self.gathering, self.trained, self.sampled = (threading.Event() for _ in range(3))
-        slow, train, pause, publish = self, SimTrainer.train, EngineHost.pause, SimTrainer.publish
+        slow, train, pause, publish = self, SimTrainer.train, EngineManager.pause, SimTrainer.publish
 
         class SlowSegment(Segment):
             def __init__(self, name, size):
@@ -220,7 +220,7 @@ class Slow:
 
         monkeypatch.setattr(sim_learner, "Segment", SlowSegment)
         monkeypatch.setattr(SimTrainer, "train", noted_train)
-        monkeypatch.setattr(EngineHost, "pause", noted_pause)
+        monkeypatch.setattr(EngineManager, "pause", noted_pause)
         monkeypatch.setattr(SimTrainer, "publish", noted_publish)
 
     def note(self, what, event):

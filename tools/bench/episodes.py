@@ -123,7 +123,7 @@ class Agent:
         """Take the first episode, and look at what is asked of the engine."""
         async with asyncio.timeout(READY_S):
             self._reader, self._writer = await self._streams.get()
-        engine: Any = rollouter._host._engine
+        engine: Any = rollouter._manager._engine
         generate = self._generate = engine.generate
 
         def watched(request: GenerationRequest) -> Any:

@@ -29,7 +29,7 @@ from asyncrl.observe.logging import configure_logging
 from asyncrl.observe.trace import WEIGHTS
 from asyncrl.parameter_server.actor import ParameterServer
 from asyncrl.rollouter.engines import make_engine
-from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.engine_manager import EngineManager
 from asyncrl.rollouter.updating.update_follower import UpdateFollower
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.rpc.process import tune_memory
@@ -82,13 +82,13 @@ class Replica(Actor):
         self._ordered, self._above = asyncio.Event(), -1
         self._half = 0
         """Bytes still to come until half of the version under way is here."""
-        self._host = EngineHost(
+        self._manager = EngineManager(
             self.config, lambda: make_engine(self.config, self.name), self.clock, self.states, self.awaits
         )
         self._follower = UpdateFollower(
             self.config,
             self.services,
-            host=self._host,
+            manager=self._manager,
             call=self._ask,
             committed=self._committed,
             updated=lambda times: None,
@@ -97,14 +97,14 @@ class Replica(Actor):
         )
 
     async def setup(self) -> None:
-        await self._host.start()
+        await self._manager.start()
 
     async def run(self) -> None:
         self.tasks.create_task(self._follower.run(), name="updates")
         await self.drained()
 
     async def close(self) -> None:
-        await self._host.close()
+        await self._manager.close()
 
     def obey(self, order: dict[str, Any]) -> None:
         """Ask for a version ``above`` the one that is named, as if that were served, and load it."""

@@ -142,7 +142,7 @@ class Bare:
     """vLLM's AsyncLLM, the one of the rollouter's engine, in a loop as short as can be."""
 
     def __init__(self, rollouter: Rollouter, settings: Config, tokenizer: Tokenizer, leases: list[Lease]) -> None:
-        engine: Any = rollouter._host._engine
+        engine: Any = rollouter._manager._engine
         self._llm, self._vllm, self._stops = engine._llm, engine._vllm, engine._eos_token_ids
         self._settings, self._tokenizer, self._leases = settings, tokenizer, leases
         self.kept: dict[tuple[str, int], tuple[list[int], list[float], str, str]] = {}

@@ -42,7 +42,7 @@ from asyncrl.observe.sample_text import sample_page
 from asyncrl.observe.samples import SampleGroup, SampleTrajectory
 from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.rollouter.engines import engine_parsers, make_engine
-from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.engine_manager import EngineManager
 from asyncrl.rollouter.serving.generation import (
     CallWatch,
     PolicyCall,
@@ -129,7 +129,7 @@ class Generator:
         self.tokenizer = tokenizer_of(config)
         self._stops = resolve_stops(config.rollout, self.tokenizer)
         self._clock = Clock()
-        self._engine_host = EngineHost(
+        self._engine_manager = EngineManager(
             config,
             lambda: make_engine(config, ENGINE),
             self._clock,
@@ -154,23 +154,23 @@ class Generator:
         if config.episode.kind != "single":
             parsers = engine_parsers(config)
             self._renderer = await asyncio.to_thread(make_renderer, config, self.tokenizer, engine_parsers=parsers)
-        stack.push_async_callback(self._engine_host.close)
-        await self._engine_host.start()
+        stack.push_async_callback(self._engine_manager.close)
+        await self._engine_manager.start()
         with closing(await asyncio.to_thread(stage_model, config)) as staged:
-            await self._engine_host.pause(staged.version)
-            await self._engine_host.load(staged)
-        await self._engine_host.commit()
+            await self._engine_manager.pause(staged.version)
+            await self._engine_manager.load(staged)
+        await self._engine_manager.commit()
 
     async def while_engine_lives(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` and return its result. If the engine dies first, cancels ``work`` and raises EngineDied.
 
         Without this, calls would wait for the next engine, as they do in a run.
         """
-        died, working = asyncio.ensure_future(self._engine_host.died.wait()), asyncio.ensure_future(work)
+        died, working = asyncio.ensure_future(self._engine_manager.died.wait()), asyncio.ensure_future(work)
         try:
             await asyncio.wait({died, working}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise EngineDied(ENGINE, self._engine_host.reason.removeprefix(f"engine {ENGINE}: "))
+                raise EngineDied(ENGINE, self._engine_manager.reason.removeprefix(f"engine {ENGINE}: "))
             return working.result()
         finally:
             for task in (died, working):
@@ -209,7 +209,7 @@ class Generator:
         watch: CallWatch,
     ) -> None:
         """Answer a call of the policy: add sampled tokens to ``response``. The engine queues calls beyond its limit."""
-        call = PolicyCall(self._engine_host, self.tokenizer, self._config, lease, events, watch)
+        call = PolicyCall(self._engine_manager, self.tokenizer, self._config, lease, events, watch)
         await call.generate(ids, response, key)
 
     async def _episode(self, lease: Lease) -> Trajectory:

@@ -1,6 +1,6 @@
 """The policy as episodes call it: turns token ids into a finished response, in a slot of the engine (admission.py).
 
-    GroupRunner -> SingleTurn | EpisodePlayer -> Sessions -> ServedPolicy -> EngineHost -> Engine
+    GroupRunner -> SingleTurn | EpisodePlayer -> Sessions -> ServedPolicy -> EngineManager -> Engine
 
 ``PolicyCall.generate`` hides weight updates, pauses and deaths of engines: it returns when the response is finished. A
 response consists of one or more *submissions*, requests to engines. Each continues after the tokens of those before it.
@@ -35,7 +35,7 @@ from asyncrl.messages.token_sets import TokenSets, join_sets
 from asyncrl.observe.trace import FIRST_SLOT, Trace
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.serving.admission import Concurrency, Slots
-from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.engine_manager import EngineManager
 from asyncrl.rollouter.serving.group_events import CallEvents, SampleEvents
 from asyncrl.rpc.services import ActorServices
 from asyncrl.text.stops import Stops
@@ -249,14 +249,14 @@ class PolicyCall:
 
     def __init__(
         self,
-        host: EngineHost,
+        manager: EngineManager,
         tokenizer: Tokenizer,
         config: Config,
         lease: Lease,
         events: CallEvents,
         watch: CallWatch = UNWATCHED,
     ) -> None:
-        self._host = host
+        self._manager = manager
         self._tokenizer = tokenizer
         self._config = config
         self._lease = lease
@@ -272,14 +272,14 @@ class PolicyCall:
         lease, stops = self._lease, response.stops
         while response.finish_reason is None:
             self._require_not_failed()
-            self._watch.entered("queue" if self._host.serves else "paused")
-            async with self._host.turn(lease) as version:
+            self._watch.entered("queue" if self._manager.serves else "paused")
+            async with self._manager.turn(lease) as version:
                 # Checked again: the engine may have died of another sample of this lease during the wait.
                 self._require_not_failed()
                 self._watch.entered("engine")
                 response.submitted(version)
                 self._events.submitted(version, len(response.tokens))
-                self._watch.submitted(version, self._host.sleeps)
+                self._watch.submitted(version, self._manager.sleeps)
                 request = GenerationRequest(
                     id=f"{key}/{response.submissions}",
                     prompt_ids=[*ids, *response.tokens],
@@ -306,28 +306,28 @@ class PolicyCall:
         # ``stopped``: a stop string has ended the response; ``ended``: the last delta of the submission has come.
         stopped = ended = False
         # ``known``: number of tokens whose version is known even without version spans; see ``cut_submission``.
-        loads, known = self._host.loads, len(response.tokens)
+        loads, known = self._manager.loads, len(response.tokens)
         # A sleep ends every submission, so the number holds for the whole of this one.
-        sleeps = self._host.sleeps
-        prompt, lost = len(request.prompt_ids) - known, response.lost(self._host.version, sleeps)
-        returns_routes = self._host.engine.returns_routes
+        sleeps = self._manager.sleeps
+        prompt, lost = len(request.prompt_ids) - known, response.lost(self._manager.version, sleeps)
+        returns_routes = self._manager.engine.returns_routes
         try:
-            async with aclosing(self._host.stream(request, self._lease, lost=lost)) as deltas:
+            async with aclosing(self._manager.stream(request, self._lease, lost=lost)) as deltas:
                 async for delta in deltas:
                     if delta.routes is not None:
                         response.routes.append(delta.routes)
                     if not stopped and delta.tokens:
                         stopped = response.extend(delta.tokens, delta.logprobs, self._tokenizer.decode, delta.sets)
-                        version = delta.spans[-1].version if delta.spans else self._host.version
+                        version = delta.spans[-1].version if delta.spans else self._manager.version
                         response.computed, response.computed_at = prompt + len(response.tokens), version
                         response.computed_sleeps = sleeps
                         # Without a load since the submission began, all its tokens have the version of its beginning.
-                        if self._host.loads == loads:
+                        if self._manager.loads == loads:
                             known = len(response.tokens)
                         self._watch.sampled(response)
                         # Reading continues to the last delta, which has the version spans.
                         if stopped and delta.finish_reason is None:
-                            await self._host.abort(request.id)
+                            await self._manager.abort(request.id)
                     if delta.finish_reason is not None:
                         response.end_submission(delta.finish_reason, delta.spans)
                         ended = True
@@ -344,7 +344,7 @@ class PolicyCall:
 
     def _require_not_failed(self) -> None:
         """Raise TrajectoryFailed if engines have died of the prompt too often."""
-        failure = self._host.turns.failure(self._lease)
+        failure = self._manager.turns.failure(self._lease)
         if failure is not None:
             raise TrajectoryFailed(failure)
 
@@ -367,8 +367,8 @@ class ServedPolicy:
 
     tokenizer: Tokenizer
 
-    def __init__(self, config: Config, services: ActorServices, host: EngineHost, trace: Trace) -> None:
-        self._config, self._host, self._trace, self._log = config, host, trace, services.log
+    def __init__(self, config: Config, services: ActorServices, manager: EngineManager, trace: Trace) -> None:
+        self._config, self._manager, self._trace, self._log = config, manager, trace, services.log
         self._concurrency = Concurrency(*config.rollout.concurrency_bounds, start=AUTO_START)
         self.slots = Slots(self._concurrency.limit)
         """Slots of the engine."""
@@ -388,7 +388,7 @@ class ServedPolicy:
         async with self.slots.take() as slot:
             events.took_slot(self._trace.track(f"slot {slot}", FIRST_SLOT + slot))
             try:
-                call = PolicyCall(self._host, self.tokenizer, self._config, lease, events, watch)
+                call = PolicyCall(self._manager, self.tokenizer, self._config, lease, events, watch)
                 await call.generate(ids, response, key)
             finally:
                 events.left_slot()
@@ -396,14 +396,14 @@ class ServedPolicy:
     async def adapt(self, resized: Callable[[], None]) -> None:
         """Adapt the numbers of slots and places to the engine's load, for ever; calls ``resized`` after each change."""
         # ``loads`` counts loads of weights; ``load`` is how busy the engine is.
-        loads = self._host.loads
+        loads = self._manager.loads
         while True:
             await asyncio.sleep(LOOK_S)
-            load = self._host.load_now
+            load = self._manager.load_now
             if load is None:
                 continue
-            if loads != self._host.loads:
-                loads = self._host.loads
+            if loads != self._manager.loads:
+                loads = self._manager.loads
                 self._concurrency.engine_reloaded(load)
             old_limit = self.slots.size
             limit = self._concurrency.look(load, running=self.slots.taken)

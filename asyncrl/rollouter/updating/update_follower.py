@@ -55,7 +55,7 @@ from asyncrl.messages.weights import (
 from asyncrl.observe.trace import Track
 from asyncrl.rollouter.engines import engine_dtype
 from asyncrl.rollouter.serving.drift import Drift, DriftLimits, DriftRecord, explain, find_limits, judge
-from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.engine_manager import EngineManager
 from asyncrl.rollouter.updating.fetch import PARAMETER_SERVER, Call, Relay, fetch
 from asyncrl.rpc.calls.retry import AWAY_S, log_and_pause
 from asyncrl.rpc.lifecycle.supervision import RestartBudget
@@ -84,7 +84,7 @@ class UpdateFollower:
         config: Config,
         services: ActorServices,
         *,
-        host: EngineHost,
+        manager: EngineManager,
         call: Call,
         committed: Callable[[int], None],
         updated: Callable[[UpdateTimes], None],
@@ -94,7 +94,7 @@ class UpdateFollower:
         self._config = config
         self._name, self._clock, self._log = services.name, services.clock, services.log
         self._awaits, self._notify = services.awaits, services.notify
-        self._host, self._call = host, call
+        self._manager, self._call = manager, call
         self._committed, self._updated = committed, updated
         self._track, self._place = track, place
         self.relay = Relay()
@@ -111,21 +111,21 @@ class UpdateFollower:
     async def run(self) -> None:
         """Follow the versions until cancelled; in time slices, start the engine first."""
         try:
-            if self._host.slices is not None:
+            if self._manager.slices is not None:
                 try:
-                    await self._host.start()
+                    await self._manager.start()
                 except EngineDied as error:
-                    self._host.declare_dead(str(error))
+                    self._manager.declare_dead(str(error))
             while True:
                 async with asyncio.TaskGroup() as tasks:
                     following = tasks.create_task(self._follow())
                     # The engine's death ends the update under way, and its waits.
-                    await self._host.died.wait()
+                    await self._manager.died.wait()
                     following.cancel()
                 async with asyncio.TaskGroup() as tasks:
                     if self._current_update is not None:
                         # Reported at once, so that the other replicas stop waiting for this one.
-                        tasks.create_task(self._report_failure(self._current_update, self._host.reason))
+                        tasks.create_task(self._report_failure(self._current_update, self._manager.reason))
                     await self._replace_engine()
         finally:
             self.relay.close()
@@ -133,16 +133,16 @@ class UpdateFollower:
     async def _follow(self) -> None:
         """Wait for updates and take them one after another, until the engine dies."""
         # ``died`` is checked too, because a cancellation may be lost if several tasks end at once.
-        while not self._host.died.is_set():
+        while not self._manager.died.is_set():
             if self._must_sleep():
                 await self._sleep()
                 continue
             with self._awaits.on(PARAMETER_SERVER, "NextUpdate", idle=True), suppress(_Asked):
-                while self._current_update is None and not self._host.died.is_set():
+                while self._current_update is None and not self._manager.died.is_set():
                     self._current_update = await self._unless_asked(self._next_update())
             if self._current_update is not None:
                 await self._take(self._current_update)
-            if not self._host.died.is_set():
+            if not self._manager.died.is_set():
                 # If the engine has died, ``run`` still has to report the update.
                 self._current_update = None
 
@@ -151,7 +151,7 @@ class UpdateFollower:
 
         A death under a prompt that ran alone counts against that prompt only; see EngineTurns.excused.
         """
-        reason, excused = self._host.reason, self._host.turns.excused
+        reason, excused = self._manager.reason, self._manager.turns.excused
         while True:
             pause_s = self._config.supervision.backoff_s if excused else self._restarts.next(self._clock.now())
             excused = False
@@ -162,10 +162,10 @@ class UpdateFollower:
                     f"its engine died again after {supervision.max_restarts} restarts within "
                     f"{supervision.restart_window_s:g} s (supervision.max_restarts): {reason}",
                 )
-            self._log.warning("engine is replaced", restarts=self._host.restarts + 1, pause_s=pause_s, reason=reason)
+            self._log.warning("engine is replaced", restarts=self._manager.restarts + 1, pause_s=pause_s, reason=reason)
             await asyncio.sleep(pause_s)
             try:
-                await self._host.replace()
+                await self._manager.replace()
             except EngineDied as error:
                 reason = str(error)
             else:
@@ -177,12 +177,12 @@ class UpdateFollower:
 
         Work that ends at the same moment counts; the next call raises _Asked at once.
         """
-        if self._host.slices is None:
+        if self._manager.slices is None:
             return await work
         if self._must_sleep():
             work.close()
             raise _Asked
-        working, asking = asyncio.ensure_future(work), asyncio.ensure_future(self._host.slices.asked.wait())
+        working, asking = asyncio.ensure_future(work), asyncio.ensure_future(self._manager.slices.asked.wait())
         try:
             await asyncio.wait({working, asking}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -195,33 +195,33 @@ class UpdateFollower:
 
     def _must_sleep(self) -> bool:
         """Whether the learner asks for this engine's GPU."""
-        return self._host.slices is not None and self._host.slices.asked.is_set()
+        return self._manager.slices is not None and self._manager.slices.asked.is_set()
 
     async def _sleep(self) -> None:
         """Let the learner have the GPU. An engine that cannot sleep is declared dead, and so frees the GPU too."""
         # Without the report this replica could be counted as a member of a broadcast, and others would pause in vain.
         await self._report(ReportSleep(), SLEEP_REPORT_S)
-        if self._host.is_half_loaded:
+        if self._manager.is_half_loaded:
             # vLLM cannot put a half-loaded engine to sleep.
-            self._host.declare_dead("the learner asks for the GPU after a failed load")
+            self._manager.declare_dead("the learner asks for the GPU after a failed load")
             return
         self._track.enter("asleep")
         try:
-            await self._host.sleep()
+            await self._manager.sleep()
         except EngineDied as error:
-            self._host.declare_dead(str(error))
+            self._manager.declare_dead(str(error))
         finally:
             self._track.leave()
 
     async def _next_update(self) -> WeightUpdate | None:
         """Ask the parameter server for a version newer than the served one; None without one, or if the call failed."""
         request = NextUpdate(
-            serving=self._host.version,
+            serving=self._manager.version,
             host=self._place,
-            workers=self._host.engine.workers,
+            workers=self._manager.engine.workers,
             # In time slices an engine joins no NCCL group, because it sleeps while the learner publishes.
             joins_nccl=self._config.rollout.on_gpu
-            and self._host.slices is None
+            and self._manager.slices is None
             and "learner/0" not in sharers().values(),
         )
         reply: UpdateAnswer | None = await self._ask(request)
@@ -243,7 +243,7 @@ class UpdateFollower:
             self._log.info("version is gone", version=update.version, error=str(error))
         except EngineDied as error:
             # ``run`` then replaces the engine, and reports the failure.
-            self._host.declare_dead(str(error))
+            self._manager.declare_dead(str(error))
         except BroadcastFailed as error:
             # Any member may have caused the failure, so it does not count. The engine stays paused until the next load.
             await self._report_failure(update, str(error))
@@ -251,14 +251,16 @@ class UpdateFollower:
             self._failed_loads += 1
             await self._report_failure(update, f"attempt {self._failed_loads}: {error}")
             if self._failed_loads >= self._config.weights.max_attempts:
-                self._host.declare_dead(
+                self._manager.declare_dead(
                     f"{self._failed_loads} loads failed (weights.max_attempts), the last one: {error}"
                 )
             await asyncio.sleep(AWAY_S)
         except OSError as error:
             # A plain TimeoutError is the deadline of the load; DeadlineExceeded is a TimeoutError and a WireError.
             if isinstance(error, TimeoutError) and not isinstance(error, WireError):
-                self._host.declare_dead(f"not loaded within {self._config.weights.deadline_s:g} s (weights.deadline_s)")
+                self._manager.declare_dead(
+                    f"not loaded within {self._config.weights.deadline_s:g} s (weights.deadline_s)"
+                )
             else:
                 await self._report_failure(update, str(error) or type(error).__name__)
                 await asyncio.sleep(AWAY_S)
@@ -295,14 +297,14 @@ class UpdateFollower:
             # The parameter server refuses only broadcasts. It withdraws the permission after weights.deadline_s; a new
             # request restarts that time. A drain may take longer, so the request is repeated after each third of it.
             await self._may_load(request)
-            while not await self._unless_asked(self._host.quiesced(weights.deadline_s / 3)):
+            while not await self._unless_asked(self._manager.quiesced(weights.deadline_s / 3)):
                 await self._may_load(request)
             times = UpdateTimes(
                 version=update.version, transport=update.transport, stage_s=stage_s, bytes=fetched.bytes
             )
             async with asyncio.timeout(weights.deadline_s):
                 self._track.enter(f"pause v{update.version}", version=update.version)
-                pause_s = await self._host.pause(update.version)
+                pause_s = await self._manager.pause(update.version)
                 times = msgspec.structs.replace(times, pause_s=pause_s)
                 loaded = await self._load(fetched, times)
         finally:
@@ -312,7 +314,7 @@ class UpdateFollower:
     async def _accept(self, fetched: HeldVersion) -> None:
         """Check that the version has all weights of the engine's model. Raises ActorFailed."""
         try:
-            await self._host.engine.accept(fetched)
+            await self._manager.engine.accept(fetched)
         except WeightsCorrupt as error:
             # Neither another engine nor another version would help.
             raise ActorFailed(
@@ -328,13 +330,13 @@ class UpdateFollower:
         """
         weights = self._config.weights
         self._track.enter(f"pause v{update.version}", version=update.version, transport=update.transport)
-        while not await self._unless_asked(self._host.quiesced(weights.deadline_s)):
+        while not await self._unless_asked(self._manager.quiesced(weights.deadline_s)):
             self._log.info("still draining", version=update.version)
-        pause_s = await self._host.pause(update.version)
+        pause_s = await self._manager.pause(update.version)
         self._track.enter(f"wait for broadcast v{update.version}", version=update.version)
         if not await self._may_load(RequestLoad(version=update.version, epoch=part.group.epoch)):
             self._log.info("broadcast is called off", version=update.version)
-            await self._host.call_off()
+            await self._manager.call_off()
             return
         times = UpdateTimes(
             version=update.version, transport=update.transport, pause_s=pause_s, bytes=part.manifest.bytes
@@ -363,17 +365,17 @@ class UpdateFollower:
         Under weights.verify = full it also takes a checksum and probes the engine before it admits a request. Returns
         ``times`` with the times of the load, and the drift (None if it was not probed).
         """
-        host, manifest = self._host, weights.manifest
+        manager, manifest = self._manager, weights.manifest
         self._track.enter(f"load v{times.version}", version=times.version, bytes=times.bytes)
-        load_s = await host.load(weights)
-        if host.engine.loaded_by_ipc:
+        load_s = await manager.load(weights)
+        if manager.engine.loaded_by_ipc:
             times = msgspec.structs.replace(times, transport="ipc")
         full = self._config.weights.verify == "full"
-        checksum = await host.engine.checksum() if full else ""
+        checksum = await manager.engine.checksum() if full else ""
         self._track.enter(f"resume v{times.version}", version=times.version)
-        resume_s, drift = await host.commit(manifest.probe if full else None, self._drift_limits(manifest).stop)
+        resume_s, drift = await manager.commit(manifest.probe if full else None, self._drift_limits(manifest).stop)
         times = msgspec.structs.replace(
-            times, load_s=load_s, resume_s=resume_s, stall_s=host.stall_s, checksum=checksum
+            times, load_s=load_s, resume_s=resume_s, stall_s=manager.stall_s, checksum=checksum
         )
         return times, drift
 
@@ -400,7 +402,7 @@ class UpdateFollower:
         """Measure the drift while requests run; None if the engine is too busy to answer within PROBE_S."""
         try:
             async with asyncio.timeout(PROBE_S):
-                return await self._host.drift(probe)
+                return await self._manager.drift(probe)
         except TimeoutError:
             self._log.warning("drift not measured: the engine is busy", waited_s=PROBE_S)
             return None

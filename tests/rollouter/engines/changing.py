@@ -20,7 +20,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.messages.weights import Manifest
 from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
-from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.engine_manager import EngineManager
 from asyncrl.rollouter.serving.generation import PolicyCall, Response
 from asyncrl.rollouter.serving.group_events import SampleEvents
 from asyncrl.rpc.awaits import Awaits
@@ -91,7 +91,7 @@ class Changing:
         self.borrowed, self.models, self.prompts = Borrowed(engine), models, PROMPTS
         clock = LoopClock()
         states = StateLedger(clock.now, "engine")
-        self.host = EngineHost(self.config, lambda: self.borrowed, clock, states, Awaits(clock.now))
+        self.host = EngineManager(self.config, lambda: self.borrowed, clock, states, Awaits(clock.now))
         self.of: dict[int, Any] = {}
         self.publisher = Publisher()
         self._versions = versions

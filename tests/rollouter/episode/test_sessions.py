@@ -1,4 +1,4 @@
-"""Sessions: calls of agents, over a real chat template and engine host."""
+"""Sessions: calls of agents, over a real chat template and engine manager."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""An engine host on its event loop's time over simulated engines, and their answers to one prompt."""
+"""An engine manager on its event loop's time over simulated engines, and their answers to one prompt."""
 
 import asyncio
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from virtual import LoopClock
 
 from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.rollouter.engines.sim import SimEngine
-from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.engine_manager import EngineManager
 from asyncrl.rollouter.serving.generation import PolicyCall, SingleTurn
 from asyncrl.rollouter.serving.group_events import SampleEvents
 from asyncrl.rpc.awaits import Awaits
@@ -72,7 +72,7 @@ class Hosted:
         clock = LoopClock()
         states = StateLedger(clock.now, "engine")
         states.entered = lambda state, awaiting: self.entered.append((clock.now(), state))
-        self.host = EngineHost(config, make, clock, states, Awaits(clock.now), slices)
+        self.host = EngineManager(config, make, clock, states, Awaits(clock.now), slices)
 
     async def load(self, version):
         """An update as the follower makes it. Raises EngineDied."""

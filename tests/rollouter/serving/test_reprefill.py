@@ -12,7 +12,7 @@ from virtual import run_virtual
 
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import GenerationRequest
-from asyncrl.rollouter.serving.engine_host import Reprefill
+from asyncrl.rollouter.serving.engine_manager import Reprefill
 from asyncrl.rollouter.serving.generation import Response
 
 PROMPT = list(range(40))

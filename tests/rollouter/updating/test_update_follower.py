@@ -40,7 +40,7 @@ from asyncrl.observe.trace import Trace
 from asyncrl.parameter_server.actor import HeldVersions
 from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.serving.drift import NORMAL
-from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.engine_manager import EngineManager
 from asyncrl.rollouter.updating import update_follower
 from asyncrl.rollouter.updating.update_follower import UpdateFollower
 from asyncrl.rpc.awaits import Awaits
@@ -233,7 +233,7 @@ def follow(server: Server, *, loads=(), offs=(), slices: Slices | None = None, r
         clock = LoopClock()
         awaits, states = Awaits(clock.now), StateLedger(clock.now, "engine")
         loads_left, offs_left = list(loads), list(offs)
-        host = EngineHost(config, lambda: StubEngine(events, loads_left, offs_left), clock, states, awaits, slices)
+        host = EngineManager(config, lambda: StubEngine(events, loads_left, offs_left), clock, states, awaits, slices)
         reported = lambda key, text, **more: server.reported.append((key, text, more))  # noqa: E731
 
         def committed(version: int) -> None:
@@ -246,7 +246,7 @@ def follow(server: Server, *, loads=(), offs=(), slices: Slices | None = None, r
         follower = UpdateFollower(
             config,
             services("rollouter/0", clock, awaits=awaits, notify=reported),
-            host=host,
+            manager=host,
             call=lambda name, request, timeout: server.call(request),
             committed=committed,
             updated=server.updated.append,

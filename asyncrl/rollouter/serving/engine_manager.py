@@ -81,7 +81,7 @@ class Reprefill:
         self.tokens += sum(held.tokens for held in self._held.values())
 
 
-class EngineHost:
+class EngineManager:
     """Owns one engine at a time. ``make`` makes an engine; the rules are in the module's docstring."""
 
     def __init__(
