@@ -201,8 +201,8 @@ class LiveRun:
         try:
             return self.launcher.wait(END_S)
         except subprocess.TimeoutExpired:
-            reported = f"waited {END_S:g} s for the end of the launcher after {cause}: {self.output[-2000:]}"
-            raise TimeoutError(reported) from None
+            problem = f"waited {END_S:g} s for the end of the launcher after {cause}: {self.output[-2000:]}"
+            raise TimeoutError(problem) from None
 
     def _until_gone(self, within_s: float) -> None:
         wait_until(lambda: not self.left(), lambda: f"the end of {self.left()}", within_s)

@@ -185,7 +185,7 @@ FAULTS = (
         "envelope-takes-older-protocol",
         "if header.protocol != PROTOCOL_VERSION:",
         "if header.protocol > PROTOCOL_VERSION:",
-        "I6: nobody of another protocol is served",
+        "I6: no client of another protocol is served",
     ),
     Fault(
         "server-takes-any-known-key",

@@ -88,7 +88,7 @@ class Publisher:
         self._open: set[HeldVersion] = set()
         """All versions that are held."""
         self._newest: HeldVersion | None = None
-        """The version that was published last; None before the first."""
+        """The version that ``publish`` got last; None before the first."""
         self._publishing: HeldVersion | None = None
         """The version in the call under way, or None."""
         self._acknowledged: HeldVersion | None = None

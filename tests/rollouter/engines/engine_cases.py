@@ -98,8 +98,8 @@ async def load(engine: Engine, manifest: Manifest, *, mode: Any = "abort", recom
 
 def part_of(sender: Sender, manifest: Manifest, *, epoch: int = 1, timeout_s: float = LONG_S, **group: Any) -> Any:
     """The engine's part in a broadcast to it alone."""
-    reported = {"backend": "gloo", "epoch": epoch, "world_size": 2, "host": sender.host, "port": sender.port} | group
-    return BroadcastPart(manifest=manifest, group=BroadcastGroup(**reported), first_rank=1, timeout_s=timeout_s)
+    settings = {"backend": "gloo", "epoch": epoch, "world_size": 2, "host": sender.host, "port": sender.port} | group
+    return BroadcastPart(manifest=manifest, group=BroadcastGroup(**settings), first_rank=1, timeout_s=timeout_s)
 
 
 def buckets_of(manifest: Manifest) -> Iterator[tuple[Bucket, int]]:

@@ -84,8 +84,8 @@ class Hosted:
 
     def call(self, uid, tokens=8, sample=0, prompt=(5,), **changes):
         """A lease and a call of the policy for it."""
-        reported = {"max_tokens": tokens, "prompt_ids": np.array(prompt, np.int32), "temperature": 1.0}
-        lease = replace(make_group(uid).lease, **reported, **changes)
+        chosen = {"max_tokens": tokens, "prompt_ids": np.array(prompt, np.int32), "temperature": 1.0}
+        lease = replace(make_group(uid).lease, **chosen, **changes)
         events = SampleEvents(uid, sample, asyncio.get_running_loop().time)
         return lease, PolicyCall(self.host, Letters(), self.config, lease, events.call())
 

@@ -41,11 +41,11 @@ def test_the_longest_sequence_is_rounded_to_a_power_of_two() -> None:
 
 
 def _attended(
-    attend: Any, module: nn.Module, values: list[torch.Tensor], reported: dict[str, Any]
+    attend: Any, module: nn.Module, values: list[torch.Tensor], options: dict[str, Any]
 ) -> list[torch.Tensor]:
     """Output, and the gradients of its sum of squares."""
     leaves = [x.detach().requires_grad_() for x in values]
-    output = attend(module, *leaves, None, **reported)[0]
+    output = attend(module, *leaves, None, **options)[0]
     return [output.detach(), *torch.autograd.grad(output.float().square().sum(), leaves)]
 
 
@@ -57,14 +57,14 @@ def _both(
     pieces = connect(lengths, prefixes)
     seen = pieces.key_lengths
     values = [torch.randn(1, heads, total, 16, generator=random).bfloat16() for heads in (4, keys, keys)]
-    reported = {"sequence_lengths": torch.tensor(lengths), "key_lengths": torch.tensor(seen), **named}
-    reported |= {"key_index": None if pieces.key_index is None else torch.from_numpy(pieces.key_index)}
+    options = {"sequence_lengths": torch.tensor(lengths), "key_lengths": torch.tensor(seen), **named}
+    options |= {"key_index": None if pieces.key_index is None else torch.from_numpy(pieces.key_index)}
     packed = {"cu_seqlens": attention.cumulate(lengths, CPU), "cu_seqlens_k": attention.cumulate(seen, CPU)}
     packed |= {"max_seqlen": round_longest(max(seen))}
     module = nn.Module()
     module.num_key_value_groups = 4 // keys  # type: ignore[assignment]
-    ours = _attended(attention.varlen_attention, module, values, reported | packed)
-    truth = _attended(attention.packed_attention, module, [x.float() for x in values], reported)
+    ours = _attended(attention.varlen_attention, module, values, options | packed)
+    truth = _attended(attention.packed_attention, module, [x.float() for x in values], options)
     return list(zip(ours, truth, strict=True))
 
 
