@@ -10,6 +10,9 @@ MKDOCS := mkdocs==1.6.1 mkdocs-material==9.8.2
 # How many times as many draws of the property tests as usual, in make test-slow.
 DRAWS ?= 10
 
+# Tests start in half the time if the byte code of the last time is there.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 
 help: ## Show this list

@@ -35,8 +35,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 _MOST_DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (_MOST_DESCRIPTORS, _MOST_DESCRIPTORS))
 
-load_profile()
-
 TESTS = Path(__file__).parent
 LONGEST_FOLDERS = ("e2e", "system", "launcher", "rollouter", "wire", "learner", "reward", "weights", "top", "sinks")
 FIRST = "test_learner_updates"
@@ -49,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    load_profile(quick=config.option.quick)
     if hasattr(config, "workerinput") or not config.option.numprocesses:
         config.pluginmanager.register(quick.plugin(quick=config.option.quick))
     if TIMES and config.option.hypothesis_seed is None:

@@ -129,7 +129,7 @@ class World:
         self.speaks.set()
         self.slots = Slots(self.config.rollout.concurrency_bounds[1])
         self.counters, self.histograms = Counters(), Histograms()
-        self.host = EngineManager(
+        self.manager = EngineManager(
             self.config,
             lambda: engine(self.config) if engine else Speaker(self),
             self.clock,
@@ -159,7 +159,7 @@ class World:
 
     async def generate(self, lease, events, ids, response, key, watch):
         async with self.slots.take():
-            call = PolicyCall(self.host, self.tokenizer, self.config, lease, events, watch)
+            call = PolicyCall(self.manager, self.tokenizer, self.config, lease, events, watch)
             await call.generate(ids, response, key)
 
     def choose(self, at, **wishes):
@@ -180,33 +180,33 @@ class World:
 
     async def update(self):
         """New weights, while calls may run."""
-        version = self.host.version + 1
+        version = self.manager.version + 1
         weights = SimpleNamespace(version=version, close=lambda: None)
         if self.publish:
             weights = await asyncio.to_thread(stage, self.publish(version))
         with closing(weights):
             if self.publish:
-                await self.host.engine.accept(weights)
-                assert await self.host.quiesced(60.0)
-            await self.host.pause(version)
-            await self.host.load(weights)
-            await self.host.commit()
+                await self.manager.engine.accept(weights)
+                assert await self.manager.quiesced(60.0)
+            await self.manager.pause(version)
+            await self.manager.load(weights)
+            await self.manager.commit()
 
     async def update_every(self, tokens):
         """New weights whenever this many tokens were sampled under the last ones."""
         while True:
-            enough = self.host.sampled_tokens + tokens
-            await self.until(lambda: self.host.sampled_tokens >= enough)  # noqa: B023
+            enough = self.manager.sampled_tokens + tokens
+            await self.until(lambda: self.manager.sampled_tokens >= enough)  # noqa: B023
             await self.update()
 
     async def __aenter__(self):
-        await self.host.start()
+        await self.manager.start()
         await self.update()
         return self
 
     async def __aexit__(self, *error):
         self.sessions.close()
-        await self.host.close()
+        await self.manager.close()
 
     async def until(self, state):
         while not state():

@@ -148,9 +148,9 @@ async def test_a_preempted_rollouter_in_time_slices_frees_the_gpu(tmp_path):
     async with between(learner, dataloader, tmp_path) as life:
         dataloader.lease("0-1")
         await learner.came.wait()
-        host, given = life.rollouter._manager, []
-        host.slices = mock.Mock(give=lambda: given.append(True))
-        engine = host.engine
+        manager, given = life.rollouter._manager, []
+        manager.slices = mock.Mock(give=lambda: given.append(True))
+        engine = manager.engine
         life.rollouter.preempted()
         await life.until(lambda: given)
         with pytest.raises(EngineDied):
@@ -174,11 +174,11 @@ async def test_a_rollouter_that_is_preempted_before_its_run_starts_no_engine(tmp
 
     monkeypatch.setattr(ScriptedRollouter, "setup", preempted_at_once)
     async with between(Learner(), Dataloader(), tmp_path) as life:
-        host = life.rollouter._manager
-        await life.until(lambda: host.slices.give.called)
+        manager = life.rollouter._manager
+        await life.until(lambda: manager.slices.give.called)
         assert life.rollouter._following is None
         with pytest.raises(AssertionError):
-            _ = host.engine
+            _ = manager.engine
         await life.drain()
 
 

@@ -19,11 +19,10 @@ from asyncrl.messages import FinishReason
 from asyncrl.text.chat.chat_messages import Message, Tool
 from asyncrl.text.chat.parsers import Parsed, make_call
 from asyncrl.text.chat.probe import TOOLS, Shape, TurnCheck, example, make_report
-from asyncrl.text.chat.turns import FIELD
+from asyncrl.text.chat.turns import FIELD, QUESTION
 from asyncrl.text.tokenizer import Tokenizer
 
 PREFIX = "renderers:"
-QUESTION: Message = {"role": "user", "content": "Hello."}
 KEPT = 16
 """Most renderers that are kept, one for each set of options."""
 

@@ -22,7 +22,7 @@ from asyncrl.config.episode import ChatConfig
 from asyncrl.core.errors import ChatRefused
 from asyncrl.text.chat.chat_messages import Message, Tool
 from asyncrl.text.chat.template import ChatTemplate
-from asyncrl.text.chat.turns import ANSWER, NEXT, THOUGHT, ChatTurn, learn_turn
+from asyncrl.text.chat.turns import ANSWER, NEXT, QUESTION, THOUGHT, ChatTurn, learn_turn
 
 Verdict = Literal["extend", "fork", "refused"]
 History = Literal["sampled", "template"]
@@ -174,15 +174,14 @@ def example(shape: Shape) -> tuple[list[Message], Message, list[Message]]:
 
 def _beginnings(shape: Shape) -> Iterator[tuple[str, list[Message]]]:
     """Yield beginnings of a conversation up to an answer, each with a description; the plain question is first."""
-    question: Message = {"role": "user", "content": "Hello."}
-    yield "", [question]
-    yield ", after a system message", [{"role": "system", "content": "Be brief."}, question]
-    again = [question, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Go on."}]
+    yield "", [QUESTION]
+    yield ", after a system message", [{"role": "system", "content": "Be brief."}, QUESTION]
+    again = [QUESTION, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Go on."}]
     yield ", in a longer conversation", again
     if shape.with_tools:
         yield (
             ", after a call of a tool",
-            [question, _calls(("lookup",), "word", "call_0_"), _result("lookup", "call_0_0")],
+            [QUESTION, _calls(("lookup",), "word", "call_0_"), _result("lookup", "call_0_0")],
         )
 
 

@@ -46,13 +46,12 @@ from asyncrl.text.chat.probe import (
     make_report,
 )
 from asyncrl.text.chat.template import ChatTemplate
-from asyncrl.text.chat.turns import ANSWER, answer_ids, learn_turn
+from asyncrl.text.chat.turns import ANSWER, QUESTION, answer_ids, learn_turn
 from asyncrl.text.stops import resolve_stops
 from asyncrl.text.tokenizer import Tokenizer
 
 KEPT = 256
 """Most kinds of turns (with template options) whose verdict is kept."""
-QUESTION: Message = {"role": "user", "content": "Hello."}
 CLOSED_THINK = f"\n{END_THINK}\n\n"
 
 

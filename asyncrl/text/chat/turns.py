@@ -35,7 +35,7 @@ NEXT = "qkznext"
 FIELD = "answer"
 OTHERS = ("qkz", "zqk")
 """Two answers that do not begin with the same character."""
-_QUESTION: Message = {"role": "user", "content": "q"}
+QUESTION: Message = {"role": "user", "content": "Hello."}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ def _text_after_moved_prompt(
 
 def _without_frame(template: ChatTemplate, rest: str, options: Mapping[str, Any]) -> str:
     """Remove the frame after an answer that has no end token. Returns the answer's words. Raises ChatRefused."""
-    shown = template.text([_QUESTION, {"role": "assistant", "content": ANSWER}], (), options, generate=False)
+    shown = template.text([QUESTION, {"role": "assistant", "content": ANSWER}], (), options, generate=False)
     frame = shown[shown.rfind(ANSWER) + len(ANSWER) :]
     if not rest.endswith(frame):
         raise ChatRefused(FIELD, "cannot be placed: its end is not found in the template's text")

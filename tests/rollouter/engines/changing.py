@@ -1,4 +1,4 @@
-"""A host whose weights change repeatedly under running episodes, and the invariants of their tokens."""
+"""An engine whose weights change repeatedly under running episodes, and the invariants of their tokens."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Letters:
 
 
 class Borrowed:
-    """A running engine that its host neither starts nor ends. It must get no requests while weights change."""
+    """A running engine that its manager neither starts nor ends. It must get no requests while weights change."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
@@ -84,14 +84,14 @@ class Borrowed:
 
 
 class Changing:
-    """A host whose weights change between two models."""
+    """An engine whose weights change between two models."""
 
     def __init__(self, engine: VllmEngine, versions: Iterator[int], models: Sequence[Any], **rollout: Any) -> None:
         self.config = config_for("unused", **rollout)
         self.borrowed, self.models, self.prompts = Borrowed(engine), models, PROMPTS
         clock = LoopClock()
         states = StateLedger(clock.now, "engine")
-        self.host = EngineManager(self.config, lambda: self.borrowed, clock, states, Awaits(clock.now))
+        self.manager = EngineManager(self.config, lambda: self.borrowed, clock, states, Awaits(clock.now))
         self.of: dict[int, Any] = {}
         self.publisher = Publisher()
         self._versions = versions
@@ -102,13 +102,13 @@ class Changing:
         model = self.of[version] = self.models[version % 2]
         staged = await asyncio.to_thread(stage, self.publish(version, model))
         try:
-            await self.host.engine.accept(staged)
-            assert await self.host.quiesced(60.0)
+            await self.manager.engine.accept(staged)
+            assert await self.manager.quiesced(60.0)
             self.borrowed.changing = True
-            await self.host.pause(version)
-            await self.host.load(staged)
+            await self.manager.pause(version)
+            await self.manager.load(staged)
             self.borrowed.changing = False
-            await self.host.commit()
+            await self.manager.commit()
         finally:
             staged.close()
 
@@ -126,20 +126,20 @@ class Changing:
         )
         events = SampleEvents(lease.uid, number, LoopClock().now)
         response = Response(max_tokens=max_tokens, stops=resolve_stops(self.config.rollout, Letters()))
-        call = PolicyCall(self.host, Letters(), self.config, lease, events.call())
+        call = PolicyCall(self.manager, Letters(), self.config, lease, events.call())
         await call.generate(prompt, response, f"{lease.uid}/{number}/1")
         return response
 
     async def run(self, *begin: int, max_tokens: int = 160) -> list[Response]:
         """After an update as many episodes start as ``begin`` says, and the next update comes while they run."""
-        await self.host.start()
+        await self.manager.start()
         tasks: list[asyncio.Task[Response]] = []
         async with asyncio.TaskGroup() as group:
             for episodes in begin:
                 await self.update()
-                enough = self.host.sampled_tokens + max_tokens
+                enough = self.manager.sampled_tokens + max_tokens
                 tasks += [group.create_task(self.episode(len(tasks) + n, max_tokens)) for n in range(episodes)]
-                await until(lambda: self.host.sampled_tokens >= enough or all(task.done() for task in tasks))  # noqa: B023
+                await until(lambda: self.manager.sampled_tokens >= enough or all(task.done() for task in tasks))  # noqa: B023
         self.publisher.close()
         return [task.result() for task in tasks]
 

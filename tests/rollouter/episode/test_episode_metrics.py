@@ -90,12 +90,12 @@ def test_failed_attempts_report_the_reason_and_are_counted_by_cause(tmp_path, fa
 def test_tokens_that_engines_compute_again_after_an_update(tmp_path):
     async def agent(world, key):
         first = await world.chat(key, [user("hi")])
-        assert world.host.reprefill.tokens == 0
+        assert world.manager.reprefill.tokens == 0
         await world.update()
         shared = len(world.submitted[0][0]) + world.spoken
         await world.chat(key, [user("hi"), echoed(first), user("more")])
         # The tokens of the earlier call, and not the new ones.
-        assert world.host.reprefill.tokens == shared < len(world.submitted[1][0])
+        assert world.manager.reprefill.tokens == shared < len(world.submitted[1][0])
         world.pause_after = world.spoken + 1
         call = asyncio.create_task(world.chat(key, [user("another")]))
         await world.until(lambda: not world.speaks.is_set())
@@ -104,7 +104,7 @@ def test_tokens_that_engines_compute_again_after_an_update(tmp_path):
         await call
         prompt, held, _ = world.submitted[-1]
         assert held == 1
-        assert world.host.reprefill.tokens == shared + len(prompt) + held
+        assert world.manager.reprefill.tokens == shared + len(prompt) + held
         return EpisodeDone(reward=1.0)
 
     trajectory, _ = played(tmp_path, agent)

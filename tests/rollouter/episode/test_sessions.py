@@ -6,7 +6,7 @@ import time
 import pytest
 from chat_models import FAMILIES, write_chat_model
 from harness import replace
-from rollouter.serving.hosting import Turns
+from rollouter.serving.managed_engine import Turns
 from session_cases import TOOL, World, call_of, echoed, result, user
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver
@@ -59,12 +59,12 @@ async def test_shared_tokens_count_as_computed_again_only_in_the_first_turn_afte
         session, messages, counted, lengths = world.open(), [], [], []
         for turn in range(5):
             if turn in (0, 2):
-                await world.host.sleep()
+                await world.manager.sleep()
                 await world.update()
             messages.append(user("go on"))
             reply = await world.chat(session.key, messages)
             messages.append(echoed(reply))
-            counted.append(world.host.reprefill.tokens)
+            counted.append(world.manager.reprefill.tokens)
             lengths.append(reply.prompt_tokens + reply.completion_tokens)
     # Of the second turn's tokens, only the third turn finds that they are lost.
     assert counted == [0, 0, lengths[1], lengths[1], lengths[1]]

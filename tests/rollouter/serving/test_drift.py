@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from harness import until
-from hosting import Hosted, simulated
 from hypothesis import given
 from hypothesis import strategies as st
+from managed_engine import ManagedEngine, simulated
 from probes import TOKENS, make_probe, samples_of, scores_of
 from run_settings import simulated_run
 from virtual import run_virtual
@@ -206,29 +206,29 @@ def test_i4_no_kept_request_continues_under_refused_weights(keep_kv):
     """It continues under the other weights (I3), and is computed again once."""
 
     async def main():
-        world = Hosted(simulated(on_update="keep", keep_kv=keep_kv))
-        host, drifts = world.host, [9.0, 0.0]
+        world = ManagedEngine(simulated(on_update="keep", keep_kv=keep_kv))
+        manager, drifts = world.manager, [9.0, 0.0]
 
         async def drift(_probe):
-            before = host.sampled_tokens
+            before = manager.sampled_tokens
             await asyncio.sleep(4.0)
-            assert host.sampled_tokens == before
+            assert manager.sampled_tokens == before
             return Drift(scored=drifts.pop(0), sampled=None, worst=0.0, kl=0.0, tokens=5)
 
-        host.drift = drift
-        await host.start()
+        manager.drift = drift
+        await manager.start()
         await world.load(1)
         response = asyncio.create_task(world.response("0-1", 20))
-        await until(lambda: host.sampled_tokens == 5, "5 tokens")
-        await host.pause(2)
-        await host.load(SimpleNamespace(version=2))
+        await until(lambda: manager.sampled_tokens == 5, "5 tokens")
+        await manager.pause(2)
+        await manager.load(SimpleNamespace(version=2))
         with pytest.raises(WeightsCorrupt):
-            await host.commit(PROBE, 1.0)
-        assert (host.version, host.serves) == (1, False)
-        await host.load(SimpleNamespace(version=3))
-        await host.commit(PROBE, 1.0)
+            await manager.commit(PROBE, 1.0)
+        assert (manager.version, manager.serves) == (1, False)
+        await manager.load(SimpleNamespace(version=3))
+        await manager.commit(PROBE, 1.0)
         [sequence] = (await response).sequences
-        await host.close()
-        return sequence.spans, host.reprefill.tokens, host.running
+        await manager.close()
+        return sequence.spans, manager.reprefill.tokens, manager.running
 
     assert run_virtual(main()) == ([VersionSpan(1, 0, 5), VersionSpan(3, 5, 20)], 1 + 5, 0)

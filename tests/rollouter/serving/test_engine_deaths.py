@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from harness import until
-from hosting import Engine, Hosted, simulated
+from managed_engine import Engine, ManagedEngine, simulated
 from virtual import LoopClock, run_virtual
 
 from asyncrl.core.errors import EngineDied
@@ -54,8 +54,8 @@ class Mortal(Engine):
         await super().load(weights, recompute_kv=recompute_kv)
 
 
-class World(Hosted):
-    """A host with such engines; it replaces them and brings them new weights."""
+class World(ManagedEngine):
+    """A manager of such engines; it replaces them and brings them new weights."""
 
     def __init__(self, *, poison=None, dies_of_an_abort=False, routes=False, **rollout):
         super().__init__(simulated(routes=routes, **rollout), lambda: Mortal(self))
@@ -64,13 +64,13 @@ class World(Hosted):
         self.version, self.one_at_a_time = 0, asyncio.Lock()
 
     async def keep_alive(self):
-        await self.host.start()
+        await self.manager.start()
         while True:
             await self.update(self.version)
-            await self.host.died.wait()
-            self.reasons.append(self.host.reason)
-            self.excused.append(self.host.turns.excused)
-            await self.host.replace()
+            await self.manager.died.wait()
+            self.reasons.append(self.manager.reason)
+            self.excused.append(self.manager.turns.excused)
+            await self.manager.replace()
 
     async def update(self, version):
         self.version = version
@@ -78,11 +78,11 @@ class World(Hosted):
             try:
                 await self.load(version)
             except EngineDied as error:
-                self.host.declare_dead(str(error))
+                self.manager.declare_dead(str(error))
 
     async def __aenter__(self):
         self.living = asyncio.create_task(self.keep_alive())
-        await until(lambda: self.host.version >= 0, "the first weights")
+        await until(lambda: self.manager.version >= 0, "the first weights")
         return self
 
     async def sampled(self, tokens):
@@ -92,8 +92,8 @@ class World(Hosted):
     async def __aexit__(self, *_exc):
         self.living.cancel()
         await asyncio.wait({self.living})
-        await self.host.close()
-        assert self.host.turns.lone is None and self.host.running == 0
+        await self.manager.close()
+        assert self.manager.turns.lone is None and self.manager.running == 0
 
 
 def versions(trajectory, uid, tokens):
@@ -117,7 +117,7 @@ async def test_the_death_of_an_engine_costs_no_delivered_token(mode):
         running = asyncio.create_task(world.response("0-1", 8))
         await world.sampled(3)
         world.version = 4
-        await world.host.engine.close()
+        await world.manager.engine.close()
         trajectory = await running
         assert versions(trajectory, "0-1", 8) == [0] * 3 + [4] * 5
         assert [held for _, held, _ in world.submitted] == [0, 3]
@@ -134,7 +134,7 @@ async def test_a_death_costs_the_tokens_whose_routes_were_to_come_at_the_end(mod
             await world.update(4)
             await world.sampled(6)
         world.version = 5
-        await world.host.engine.close()
+        await world.manager.engine.close()
         trajectory = await running
         kept = 3 if mode == "abort_resume" else 0
         assert versions(trajectory, "0-1", 12) == [0] * kept + [5] * (12 - kept)
@@ -150,7 +150,7 @@ async def test_i3_an_engine_death_under_keep_loses_only_tokens_after_a_load():
         await world.sampled(3)
         await world.update(1)
         await world.sampled(6)
-        await world.host.engine.close()
+        await world.manager.engine.close()
         assert versions(await running, "0-1", 10) == [0] * 3 + [1] * 7
         assert [held for _, held, _ in world.submitted] == [0, 3], "three of six were kept"
 
@@ -163,7 +163,7 @@ async def test_the_states_show_the_update_and_the_death_of_the_engine_in_it():
         updating = asyncio.create_task(world.update(4))
         await until(lambda: world.entered[-1][1] == "loading", "a load")
         killed = LoopClock().now()
-        await world.host.engine.close()
+        await world.manager.engine.close()
         await running
         await updating
         states = [state for _, state in world.entered]
@@ -180,7 +180,7 @@ async def test_only_the_prompt_that_kills_engines_fails(mode):
             for version in range(1, 30):
                 await asyncio.sleep(2.3)
                 world.version = version
-                if world.host.serves:
+                if world.manager.serves:
                     await world.update(version)
         assert all(versions(task.result(), f"0-{n}", 6 + n) for n, task in enumerate(fine))
         for task in bad:
@@ -190,7 +190,7 @@ async def test_only_the_prompt_that_kills_engines_fails(mode):
         alone = [inside for uid, _, inside in world.submitted if uid == "0-3"][4:]
         assert alone and all(inside == {"0-3"} for inside in alone)
         assert world.excused == [False] * 2 + [True] * 3, "the engine is not blamed for one prompt"
-        assert (world.host.turns.deaths_alone, world.host.turns.failed) == (3, 1)
+        assert (world.manager.turns.deaths_alone, world.manager.turns.failed) == (3, 1)
 
 
 @modes
@@ -216,7 +216,7 @@ async def test_a_death_in_a_load_is_not_blamed_on_frozen_requests():
         world.unloadable = set()
         assert versions(await running, "0-1", 8)
         assert "load" in world.reasons[0]
-        assert (world.host.turns.deaths_alone, any(world.excused)) == (0, False)
+        assert (world.manager.turns.deaths_alone, any(world.excused)) == (0, False)
 
 
 async def test_an_engine_that_dies_of_one_prompt_after_another_is_not_excused():
@@ -246,7 +246,7 @@ async def test_the_requests_of_a_response_have_its_seed_or_none(own):
             for sample in range(2):
                 tasks.create_task(world.response("0-1", 8, sample))
             await world.sampled(6)
-            await world.host.engine.close()
+            await world.manager.engine.close()
         first, again, other, other_again = (seed for _, seed in sorted(world.seeds))
         assert (first, other) == (again, other_again)
         assert first != other if own else first is other is None

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hosting import Engine, Hosted, Turns, simulated
+from managed_engine import Engine, ManagedEngine, Turns, simulated
 from virtual import run_virtual
 
 from asyncrl.core.errors import EngineDied
@@ -39,7 +39,7 @@ class Sleeper(Engine):
 
 
 async def sleeping(mode, *, dies_in=""):
-    """A response during which the learner has the GPU for 5 s. Returns the response, the host and the engine."""
+    """A response during which the learner has the GPU for 5 s. Returns it, its managed engine and all engines."""
     turns = Turns()
     engines = []
 
@@ -48,37 +48,37 @@ async def sleeping(mode, *, dies_in=""):
         return engines[-1]
 
     config = simulated(on_update=mode)
-    hosted = Hosted(config, make, turns)
-    await hosted.host.start()
+    managed = ManagedEngine(config, make, turns)
+    await managed.manager.start()
     engines[0].dies_in = dies_in
-    await hosted.load(1)
-    answering = asyncio.create_task(hosted.response("0-1", RESPONSE))
+    await managed.load(1)
+    answering = asyncio.create_task(managed.response("0-1", RESPONSE))
     await asyncio.sleep(3.5)
     turns.free.clear()
     asyncio.get_running_loop().call_later(5.0, turns.free.set)
     try:
-        await hosted.host.sleep()
+        await managed.manager.sleep()
     except EngineDied as error:
-        hosted.host.declare_dead(str(error))
-        await hosted.host.replace()
-    assert hosted.host.version == -1 and not hosted.host.serves and turns.has
-    await hosted.load(2)
-    return await answering, hosted, engines
+        managed.manager.declare_dead(str(error))
+        await managed.manager.replace()
+    assert managed.manager.version == -1 and not managed.manager.serves and turns.has
+    await managed.load(2)
+    return await answering, managed, engines
 
 
 @pytest.mark.parametrize("mode", ["abort_resume", "keep", "drain"])
 def test_a_response_continues_after_the_sleep(mode):
     async def main():
-        response, hosted, engines = await sleeping(mode)
+        response, managed, engines = await sleeping(mode)
         sequence = response.sequences[0]
         assert len(sequence.tokens) == RESPONSE
         assert engines[0].calls == ["load", "sleep", "wake", "load"]
         # Under drain it ended before the sleep, else it continued under the next version.
         assert {span.version for span in sequence.spans} == ({1} if mode == "drain" else {1, 2})
-        states = [state for _, state in hosted.entered]
+        states = [state for _, state in managed.entered]
         at = states.index("asleep", states.index("generating"))
         assert states[at - 1] == "pausing" and states[at + 1 : at + 3] == ["waking", "waiting"]
-        asleep, awake = hosted.entered[at][0], hosted.entered[at + 1][0]
+        asleep, awake = managed.entered[at][0], managed.entered[at + 1][0]
         # The learner gives the GPU back 5 s after it asks; the drain takes most of this time.
         assert awake - asleep == pytest.approx(5.0 if mode != "drain" else 0.5, abs=0.2)
 
@@ -88,10 +88,10 @@ def test_a_response_continues_after_the_sleep(mode):
 @pytest.mark.parametrize("dies_in", ["sleep", "wake"])
 def test_an_engine_that_dies_in_a_sleep_loses_nothing(dies_in):
     async def main():
-        response, hosted, engines = await sleeping("abort_resume", dies_in=dies_in)
+        response, managed, engines = await sleeping("abort_resume", dies_in=dies_in)
         assert len(response.sequences[0].tokens) == RESPONSE
         assert len(engines) == 2 and engines[1].calls == ["load"]
-        assert hosted.host.restarts == 1
+        assert managed.manager.restarts == 1
 
     run_virtual(main())
 
@@ -115,15 +115,15 @@ def test_the_gpu_is_given_back_only_once_the_engine_has_ended():
             made.append(Slow(config, turns))
             return made[-1]
 
-        host = Hosted(config, make, turns).host
-        await host.start()
-        closing = asyncio.create_task(host.close())
+        manager = ManagedEngine(config, make, turns).manager
+        await manager.start()
+        closing = asyncio.create_task(manager.close())
         await asyncio.sleep(1.0)
         closing.cancel()
         await asyncio.sleep(1.0)
         assert turns.has and not made[0].ended
-        await host.close()
+        await manager.close()
         assert made[0].ended and not turns.has
-        await host.close()
+        await manager.close()
 
     run_virtual(main())

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 from harness import until
-from hosting import Hosted, Turns, simulated
 from hypothesis import given
 from hypothesis import strategies as st
 from made_group import make_group
+from managed_engine import ManagedEngine, Turns, simulated
 from virtual import run_virtual
 
 from asyncrl.messages.groups import VersionSpan
@@ -46,23 +46,23 @@ def played(meanwhile, slices=None, **rollout):
     """
 
     async def main():
-        world = Hosted(simulated(**rollout), slices=slices)
-        await world.host.start()
+        world = ManagedEngine(simulated(**rollout), slices=slices)
+        await world.manager.start()
         await world.load(0)
         async with asyncio.TaskGroup() as tasks:
             for sample in range(SIBLINGS):
                 tasks.create_task(world.response("0-1", TOKENS, sample, PROMPT))
             await sampled(world, 10)
             await meanwhile(world)
-        await world.host.close()
-        return world.host.reprefill.tokens, world.host.sampled_tokens
+        await world.manager.close()
+        return world.manager.reprefill.tokens, world.manager.sampled_tokens
 
     return run_virtual(main())
 
 
 async def sampled(world, tokens):
     """Wait until each sibling has this many."""
-    await until(lambda: world.host.sampled_tokens >= SIBLINGS * tokens, f"{tokens} tokens each")
+    await until(lambda: world.manager.sampled_tokens >= SIBLINGS * tokens, f"{tokens} tokens each")
 
 
 async def updated(world):
@@ -78,9 +78,9 @@ async def updated_thrice(world):
 
 
 async def dies_and_is_updated(world):
-    await world.host.engine.close()
-    await world.host.died.wait()
-    await world.host.replace()
+    await world.manager.engine.close()
+    await world.manager.died.wait()
+    await world.manager.replace()
     await world.load(1)
 
 
@@ -106,7 +106,7 @@ def test_tokens_that_an_engine_computes_again_after_updates_are_counted(meanwhil
 @pytest.mark.parametrize("version", [0, 1])
 def test_a_sleep_loses_all_tokens_even_if_the_same_version_follows(version):
     async def sleeps(world):
-        await world.host.sleep()
+        await world.manager.sleep()
         await world.load(version)
 
     again, tokens = played(sleeps, Turns())
@@ -118,8 +118,8 @@ def test_i3_a_call_that_is_given_up_during_a_load_continues_after_another(keep_k
     """Its tokens of unknown version are sampled again, and do not count as computed twice."""
 
     async def main():
-        world, response = Hosted(simulated(on_update="keep", keep_kv=keep_kv)), Response(max_tokens=TOKENS)
-        await world.host.start()
+        world, response = ManagedEngine(simulated(on_update="keep", keep_kv=keep_kv)), Response(max_tokens=TOKENS)
+        await world.manager.start()
         await world.load(0)
         _, call = world.call("0-1", TOKENS)
         given_up = asyncio.create_task(call.generate(PROMPT, response, "0-1/0/1"))
@@ -130,22 +130,22 @@ def test_i3_a_call_that_is_given_up_during_a_load_continues_after_another(keep_k
         await asyncio.wait([given_up])
         await world.load(2)
         await call.generate(PROMPT, response, "0-1/0/1")
-        assert world.host.running == 0
-        await world.host.close()
-        return response.spans, world.host.reprefill.tokens
+        assert world.manager.running == 0
+        await world.manager.close()
+        return response.spans, world.manager.reprefill.tokens
 
     assert run_virtual(main()) == ([VersionSpan(0, 0, 10), VersionSpan(2, 10, TOKENS)], again)
 
 
 def test_a_refused_submission_leaves_nothing():
     async def main():
-        world = Hosted(simulated())
-        await world.host.start()
+        world = ManagedEngine(simulated())
+        await world.manager.start()
         await world.load(0)
         request = GenerationRequest(id="0-1/0/1", prompt_ids=PROMPT, max_tokens=1, temperature=1.0, seed=None)
         with pytest.raises(AssertionError):
-            await anext(world.host.stream(request, make_group("0-1").lease, lost=len(PROMPT) + 1))
-        assert world.host.running == 0
-        await world.host.close()
+            await anext(world.manager.stream(request, make_group("0-1").lease, lost=len(PROMPT) + 1))
+        assert world.manager.running == 0
+        await world.manager.close()
 
     run_virtual(main())

@@ -62,8 +62,8 @@ class Turns:
         self.asked.clear()
 
 
-class Hosted:
-    """A host of such engines."""
+class ManagedEngine:
+    """A manager of such engines."""
 
     def __init__(self, config, make=None, slices=None):
         self.config, make = config, make or (lambda: Engine(config))
@@ -72,22 +72,22 @@ class Hosted:
         clock = LoopClock()
         states = StateLedger(clock.now, "engine")
         states.entered = lambda state, awaiting: self.entered.append((clock.now(), state))
-        self.host = EngineManager(config, make, clock, states, Awaits(clock.now), slices)
+        self.manager = EngineManager(config, make, clock, states, Awaits(clock.now), slices)
 
     async def load(self, version):
         """An update as the follower makes it. Raises EngineDied."""
-        while not await self.host.quiesced(5.0):
+        while not await self.manager.quiesced(5.0):
             pass
-        await self.host.pause(version)
-        await self.host.load(SimpleNamespace(version=version))
-        await self.host.commit()
+        await self.manager.pause(version)
+        await self.manager.load(SimpleNamespace(version=version))
+        await self.manager.commit()
 
     def call(self, uid, tokens=8, sample=0, prompt=(5,), **changes):
         """A lease and a call of the policy for it."""
         chosen = {"max_tokens": tokens, "prompt_ids": np.array(prompt, np.int32), "temperature": 1.0}
         lease = replace(make_group(uid).lease, **chosen, **changes)
         events = SampleEvents(uid, sample, asyncio.get_running_loop().time)
-        return lease, PolicyCall(self.host, Letters(), self.config, lease, events.call())
+        return lease, PolicyCall(self.manager, Letters(), self.config, lease, events.call())
 
     async def response(self, uid, tokens=8, sample=0, prompt=(5,), **changes):
         lease, call = self.call(uid, tokens, sample, prompt, **changes)
