@@ -10,7 +10,7 @@ MKDOCS := mkdocs==1.6.1 mkdocs-material==9.8.2
 # How many times as many draws of the property tests as usual, in make test-slow.
 DRAWS ?= 10
 
-# Tests start in half the time if the byte code of the last time is there.
+# Tests start well over a thousand Pythons: none of them is to compile again what the one before has.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
