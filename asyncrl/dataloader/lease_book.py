@@ -26,13 +26,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from asyncrl.core.death_counts import DeathCounts, runs_alone
 from asyncrl.core.errors import ProtocolError
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
 from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
 from asyncrl.dataloader.suspect_prompts import Prompt, SuspectPrompts
 from asyncrl.messages.dataloader import DataloaderStatus, Outcome, Outcomes
-from asyncrl.messages.groups import runs_alone
 from asyncrl.messages.ledger import position_of
 
 
@@ -102,7 +102,7 @@ class LeaseBook:
     ) -> None:
         self.gate, self.ledger = gate, queue.ledger
         self._queue, self._evals = queue, evals
-        self.suspects = SuspectPrompts(queue.ledger.attempts, max_attempts)
+        self.suspects = SuspectPrompts(DeathCounts(queue.ledger.attempts, max_attempts=max_attempts))
         self.out: dict[str, PromptLease] = {}
         """Prompts that are out by uid, the oldest first."""
         self.outstanding = 0
@@ -161,7 +161,7 @@ class LeaseBook:
             self._queue.rejections,
             len(self._queue.rejected),
             self._evals.changes,
-            self.suspects.changes,
+            self.suspects.deaths.changes,
             tuple(self.ledger.grown),
         )
         if key != self._status_key:
@@ -249,7 +249,7 @@ class LeaseBook:
             prompt = self._next_prompt(ask, generating, empty=empty and not found)
             if prompt is None:
                 break
-            attempt = self.suspects.attempt(prompt.uid)
+            attempt = self.suspects.deaths.number(prompt.uid)
             version, alone = self.gate.newest_version, runs_alone(attempt)
             lease = PromptLease(prompt, ask.rollouter, holder.last_number + 1, version, attempt, alone)
             self._add(lease)
@@ -341,7 +341,7 @@ class LeaseBook:
         """
         prompt = self._evals.hold(uid) if "@" in uid else self._queue.hold(*position_of(uid))
         if prompt is not None:
-            self.suspects.raise_to(uid, attempt)
+            self.suspects.deaths.raise_to(uid, attempt)
             self._add(PromptLease(prompt, rollouter, number, self.gate.newest_version, attempt, alone))
 
     def grow(self) -> None:
@@ -421,7 +421,7 @@ class LeaseBook:
             if not may_share:
                 return prompt
             prompt = self._next_in_turn(ask, generating)
-            if prompt is None or not self.suspects.must_run_alone(prompt.uid):
+            if prompt is None or not runs_alone(self.suspects.deaths.number(prompt.uid)):
                 return prompt
             # After a restore the queue may hold a suspect: ``_put_back`` lets it wait to run alone, or rejects it.
             self._put_back(prompt)
@@ -479,7 +479,7 @@ class LeaseBook:
         """Release a prompt that is out, count its holder's death if it is suspect, and put it back to be leased."""
         held = self._release(uid)
         if held.suspect:
-            self.suspects.died(uid, alone=held.alone)
+            self.suspects.deaths.died(uid, alone=held.alone)
         self._put_back(held.prompt)
 
     def _put_back(self, prompt: Prompt) -> None:
@@ -487,7 +487,7 @@ class LeaseBook:
 
         It is rejected after too many deaths of its own, waits to run alone as a suspect, and else returns to its queue.
         """
-        reason = self.suspects.verdict(prompt.uid)
+        reason = self.suspects.deaths.verdict(prompt.uid)
         # A prompt of earlier data is in no order here and can never be leased again, so the queue drops it.
         if isinstance(prompt, TrainingPrompt) and prompt.epoch < self.ledger.first_epoch:
             self._queue.give_back(prompt)
@@ -497,7 +497,7 @@ class LeaseBook:
                 self._evals.reject(prompt, reason)
             else:
                 self._queue.reject(prompt, reason)
-        elif self.suspects.must_run_alone(prompt.uid):
+        elif runs_alone(self.suspects.deaths.number(prompt.uid)):
             self.suspects.add(prompt)
         elif isinstance(prompt, EvalPrompt):
             self._evals.give_back(prompt)

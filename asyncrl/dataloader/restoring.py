@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from asyncrl.config import Config
+from asyncrl.core.death_counts import runs_alone
 from asyncrl.core.errors import InvalidRequest, RunChanged
 from asyncrl.dataloader.curriculum import Rests
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
@@ -22,7 +23,6 @@ from asyncrl.dataloader.gate import Gate, WorkingLimit
 from asyncrl.dataloader.lease_book import Ask, LeaseBook
 from asyncrl.dataloader.prompt_queue import PromptQueue, PromptSource, growths
 from asyncrl.messages.dataloader import LeasesHeld, Restored, Resumed
-from asyncrl.messages.groups import runs_alone
 from asyncrl.messages.ledger import Growth, Ledger, position_of
 
 
@@ -210,10 +210,10 @@ def inherit(book: LeaseBook, previous: LeaseBook) -> None:
     """
     for uid, attempt in previous.ledger.attempts.items():
         if book.is_open(uid):
-            book.suspects.raise_to(uid, attempt)
+            book.suspects.deaths.raise_to(uid, attempt)
     for held in [previous.out[uid] for uid in missing(book, previous)]:
         if held.suspect:
-            book.suspects.died(held.prompt.uid, alone=held.alone)
+            book.suspects.deaths.died(held.prompt.uid, alone=held.alone)
 
 
 def fingerprint_of_mixture(sources: Sequence[tuple[float, str]]) -> str:

@@ -1,4 +1,4 @@
-"""Suspect prompts: those whose rollouter died while it generated them (messages/groups.py). Pure.
+"""Suspect prompts that wait to run alone: their rollouters died while generating them (core/death_counts.py). Pure.
 
 After ALONE_FROM deaths a suspect is leased only to a rollouter that holds nothing, and runs there alone. A busy
 rollouter always holds something. So while a suspect waits, one rollouter is set aside for it: it gets no lease until it
@@ -9,57 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from asyncrl.core.death_counts import DeathCounts
 from asyncrl.dataloader.evals import EvalPrompt
 from asyncrl.dataloader.prompt_queue import TrainingPrompt
-from asyncrl.messages.groups import after_death, runs_alone, verdict
 
 Prompt = TrainingPrompt | EvalPrompt
 
 
 class SuspectPrompts:
-    """Counts the deaths of prompts, and queues the suspects that wait to run alone.
+    """Queues the suspects that wait to run alone."""
 
-    ``attempts`` maps a uid to its number of deaths. It is the ledger's own dict, which this class changes.
-    """
-
-    def __init__(self, attempts: dict[str, int], max_attempts: int) -> None:
-        self._attempts, self._max_attempts = attempts, max_attempts
+    def __init__(self, deaths: DeathCounts) -> None:
+        self.deaths = deaths
+        """Deaths of rollouters and engines by uid of their prompts."""
         self._waiting: dict[str, Prompt] = {}
         """Prompts that wait to run alone, by uid; the longest wait first."""
         self._set_aside: str | None = None
         """The rollouter that is set aside."""
         self.reserved = 0
         """Number of training prompts that wait; the gate counts them as outstanding."""
-        self.changes = 0
-        """Number of changes to the death counts so far."""
-
-    def attempt(self, uid: str) -> int:
-        """Number of deaths counted against a prompt."""
-        return self._attempts.get(uid, 0)
-
-    def raise_to(self, uid: str, attempt: int) -> None:
-        """Raise the number of deaths of a prompt to ``attempt``, if it is lower."""
-        if attempt > self.attempt(uid):
-            self._attempts[uid] = attempt
-            self.changes += 1
-
-    def died(self, uid: str, *, alone: bool) -> None:
-        """Count the death of a rollouter that generated this prompt, ``alone`` or with others."""
-        self.raise_to(uid, after_death(self.attempt(uid), alone=alone))
 
     def forget(self, uid: str) -> None:
         """Drop a prompt that has an outcome."""
-        if self._attempts.pop(uid, None) is not None:
-            self.changes += 1
+        self.deaths.forget(uid)
         self._remove(uid)
-
-    def must_run_alone(self, uid: str) -> bool:
-        """Whether a prompt may not share a rollouter."""
-        return runs_alone(self.attempt(uid))
-
-    def verdict(self, uid: str) -> str | None:
-        """Why a prompt is rejected; None while it may run again."""
-        return verdict(self.attempt(uid), self._max_attempts)
 
     def add(self, prompt: Prompt) -> None:
         """Let a prompt wait to run alone."""

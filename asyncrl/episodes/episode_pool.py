@@ -12,18 +12,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 
 from asyncrl.config.episode import EpisodeConfig
+from asyncrl.core.death_counts import DeathCounts, runs_alone
 from asyncrl.core.errors import AsyncRLError, ChatRefused, EpisodeOver, EpisodeWorkersEnded
 from asyncrl.episodes.playing import episode_frames as frames
 from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.messages.episodes import Chat, EpisodeDone
-from asyncrl.messages.groups import after_death, runs_alone
 from asyncrl.observe.state_ledger import StateLedger
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.process import WorkerProcess
@@ -145,7 +144,8 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         )
         self._waiting: deque[OpenEpisode] = deque()
         """Episodes that wait for a worker."""
-        self._suspects = Suspects()
+        self._deaths = DeathCounts(most=MOST)
+        """Deaths of workers by the id, the same over all attempts, of an episode that they played."""
         self._answers: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Tasks that answer open calls of the policy, by the session's key and the call's name."""
         self.counters = EpisodeCounts()
@@ -175,7 +175,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
     @property
     def suspects(self) -> int:
         """Episodes that were in a worker when it died, and have not ended by themselves since."""
-        return len(self._suspects)
+        return len(self._deaths)
 
     # --- what the pool of workers asks ---
 
@@ -232,7 +232,8 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         inside, place.open = list(place.open.values()), {}
         # A worker that was never ready has begun no episode, so no episode caused its end.
         if was_ready and not place.guilty:
-            self._suspects.died((opened.session.task.episode_id for opened in inside), alone=place.lone)
+            for opened in inside:
+                self._deaths.died(opened.session.task.episode_id, alone=place.lone)
         for opened in inside:
             is_cause = was_ready and (place.lone or opened.session.key == place.guilty)
             self._finish(
@@ -254,7 +255,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         still_waiting: deque[OpenEpisode] = deque()
         while self._waiting:
             opened = self._waiting.popleft()
-            if self._suspects.alone(opened.session.task.episode_id):
+            if runs_alone(self._deaths.number(opened.session.task.episode_id)):
                 if len(self._lone) < self._config.workers:
                     self.counters.played_alone += 1
                     self._add(EpisodePlace(lone=True, open={opened.session.key: opened}))
@@ -336,7 +337,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         """
         self._call_ended(place)
         opened = place.open.pop(ended.session)
-        self._suspects.ended(opened.session.task.episode_id)
+        self._deaths.forget(opened.session.task.episode_id)
         if place.lone:
             self._kill(place, "is not needed any more")
         elif not place.open:
@@ -399,35 +400,3 @@ def unended(place: EpisodePlace, close_timeout_s: float, now: float) -> str | No
         if opened.stopped and now - opened.stopped > close_timeout_s:
             return key if place.heard > opened.stopped + close_timeout_s / 2 else ""
     return None
-
-
-class Suspects:
-    """Counts for each episode, by its id over all attempts, the workers that died while they played it. Pure.
-
-    A worker plays many episodes, and most of them did not cause its death. So an episode gets a lone worker after
-    several deaths, and only a death there is blamed on it. ``after_death`` and ``runs_alone`` of messages/groups.py are
-    the rule, as for prompts.
-    """
-
-    def __init__(self) -> None:
-        self._deaths: dict[str, int] = {}
-        """Number of deaths by episode id; the episode whose last death is the oldest comes first."""
-
-    def died(self, inside: Iterable[str], *, alone: bool) -> None:
-        """Count the death of a worker, ``alone`` if a lone one, of unknown cause, for the episode ids ``inside`` it."""
-        for episode in inside:
-            # Moved to the end, so that the first entry is the one to forget.
-            self._deaths[episode] = after_death(self._deaths.pop(episode, 0), alone=alone)
-            if len(self._deaths) > MOST:
-                del self._deaths[next(iter(self._deaths))]
-
-    def alone(self, episode: str) -> bool:
-        """Whether an episode must be played in a lone worker."""
-        return runs_alone(self._deaths.get(episode, 0))
-
-    def ended(self, episode: str) -> None:
-        """Forget an episode that has ended without the death of its worker."""
-        self._deaths.pop(episode, None)
-
-    def __len__(self) -> int:
-        return len(self._deaths)

@@ -8,12 +8,6 @@ seals each lease for one incarnation of one rollouter, with a key that it shares
 Invariant: a seal fits only that incarnation, with the uid, number and purpose that were sealed. Either side may
 restart, and earlier seals still fit.
 
-**Suspects** are prompts that were being generated when a process died (a rollouter, an engine, a worker of an episode
-host). Most of them did not cause the death. After ALONE_FROM deaths a prompt runs alone, so it causes every later death
-itself. With ``rollout.max_attempts`` such deaths of its own it is quarantined. One number holds all of this:
-``Lease.attempt``, the deaths of a prompt. Deaths in company count up to ALONE_FROM only, so the part above ALONE_FROM
-counts its own. The number travels with the lease, and the learner's ledger keeps it.
-
 ``check_group`` checks everything that a plan of a step relies on (learner/algorithm/batch.py). A group that fails is
 quarantined with the reason. The functions after it compute lengths, versions and rewards. They consider tokens of role
 ``sampled`` only, in the order of ``Sequence.logprobs``. They expect sequences that have passed ``check_group``, and
@@ -37,8 +31,6 @@ from asyncrl.messages import DATALOADER, ROLLOUTER, Count, Done, FinishReason, M
 from asyncrl.messages.reward import LONGEST_JUDGEMENT
 from asyncrl.messages.token_sets import TokenSets, problem_of
 
-ALONE_FROM = 2
-"""Number of deaths after which a prompt runs alone."""
 TRUNCATED: frozenset[FinishReason] = frozenset({"length", "turns", "time"})
 """Finish reasons of trajectories that a limit ended: of tokens, turns or time."""
 ABOVE_ZERO = 1e-3
@@ -105,7 +97,7 @@ class Lease(Struct, gc=False, frozen=True, kw_only=True):
     param_version: int
     """The newest version that was published when the lease was made."""
     attempt: Count = 0
-    """Deaths of processes while its prompt was generated, counted as the module says (``after_death``)."""
+    """Deaths of processes while its prompt was generated, as core/death_counts.py counts them."""
     prompt_ids: np.ndarray
     """int32 [P]."""
     prompt: str
@@ -250,30 +242,6 @@ def fits(key: bytes, lease: Lease, rollouter: str, incarnation: int) -> bool:
 def _seal(key: bytes, lease: Lease, rollouter: str, incarnation: int) -> str:
     sealed_fields = [lease.uid, lease.number, lease.purpose, rollouter, incarnation]
     return hmac.new(key, msgspec.msgpack.encode(sealed_fields), hashlib.sha256).hexdigest()
-
-
-def after_death(deaths: int, *, alone: bool) -> int:
-    """Count one more death of a prompt that ran ``alone``, or in company. Returns the new number of deaths."""
-    return deaths + 1 if alone else max(deaths, min(deaths + 1, ALONE_FROM))
-
-
-def runs_alone(deaths: int) -> bool:
-    """Whether a prompt with so many deaths must be generated alone."""
-    return deaths >= ALONE_FROM
-
-
-def verdict(deaths: int, max_attempts: int, reason: str = "") -> str | None:
-    """Return the reason to quarantine a prompt with so many deaths; None while it may run again.
-
-    ``reason`` is that of its last death.
-    """
-    own = deaths - ALONE_FROM
-    if own < max_attempts:
-        return None
-    last = f"; the last time: {reason}" if reason else ""
-    return (
-        f"its engine or rollouter died {own} times while this prompt alone was generated (rollout.max_attempts){last}"
-    )
 
 
 def check_group(group: Group) -> str | None:

@@ -1,6 +1,6 @@
 """The metrics of a rollouter: declared here, counted by name where they happen.
 
-Suspects, and leases that run alone, are defined in messages/groups.py.
+Suspects, and leases that run alone, are defined in core/death_counts.py.
 """
 
 from asyncrl.observe.catalogue import SECONDS, TOKENS, TURNS, Declaring

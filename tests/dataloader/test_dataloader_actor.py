@@ -15,13 +15,14 @@ from run_settings import SMALL
 from serving_dataloader import LEARNER, A, B, ledger, run, running, small_config
 
 from asyncrl.config.load import validate_config
+from asyncrl.core.death_counts import ALONE_FROM
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.dataloader import actor as actor_module
 from asyncrl.dataloader import prompts as prompts_module
 from asyncrl.dataloader.prompt_queue import TOO_LONG
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import Outcome, Outcomes, OutcomesSeen, Rejected, SamplePrompts
-from asyncrl.messages.groups import ALONE_FROM, NewLeases, ReturnLeases
+from asyncrl.messages.groups import NewLeases, ReturnLeases
 
 RUN = run
 ONE_STEP = {"learner": {"steps": 1}}

@@ -1,10 +1,8 @@
-"""The pool blames one episode for a worker's fault, and gives an episode a lone worker after its worker died."""
+"""The pool blames one episode for a worker's fault, and knows how long a worker has been silent."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from asyncrl.episodes.episode_pool import MOST, EpisodePlace, OpenEpisode, Suspects, silence, unended
+from asyncrl.episodes.episode_pool import EpisodePlace, OpenEpisode, silence, unended
 
 
 def place(heard: float, **stopped: float) -> EpisodePlace:
@@ -42,25 +40,3 @@ def test_silence_counts_only_while_the_host_listens(looks, heard, silent_s):
 )
 def test_an_episode_that_does_not_end_is_guilty_if_the_loop_turns(heard, stopped, guilty):
     assert unended(place(heard, **stopped), 10.0, 20.0) == guilty
-
-
-@given(st.lists(st.lists(st.integers(0, 5), unique=True), max_size=20))
-def test_deaths_count_since_the_last_good_end(deaths):
-    suspects, counted = Suspects(), dict.fromkeys(range(6), 0)
-    for number, inside in enumerate(deaths):
-        suspects.died([str(each) for each in inside], alone=False)
-        for each in inside:
-            counted[each] += 1
-        if number % 3 == 2:
-            suspects.ended("0")
-            counted[0] = 0
-    assert [suspects.alone(str(each)) for each in range(6)] == [counted[each] >= 2 for each in range(6)]
-
-
-def test_suspects_forget_the_oldest():
-    suspects = Suspects()
-    for number in range(MOST + 10):
-        suspects.died([str(number)], alone=False)
-    suspects.died(["0", str(MOST)], alone=False)
-    assert not suspects.alone("0")
-    assert suspects.alone(str(MOST))

@@ -24,6 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from made_group import make_group
 from run_settings import simulated_run
 
+from asyncrl.core.death_counts import ALONE_FROM
 from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.evals import EvalPrompt
 from asyncrl.dataloader.lease_book import Ask, LeaseBook, PromptLease
@@ -32,7 +33,7 @@ from asyncrl.dataloader.restoring import Restorer, RollouterAnswer, inherit, mis
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake, IntakeState
 from asyncrl.messages.dataloader import LeasesHeld, Outcome, Outcomes, Restored
-from asyncrl.messages.groups import ALONE_FROM, Group
+from asyncrl.messages.groups import Group
 from asyncrl.messages.ledger import Ledger, position_of
 
 KINDS = ("trained", "trained", "trained", "filtered", "quarantined")

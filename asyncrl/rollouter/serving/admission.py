@@ -11,7 +11,7 @@ bounds:
 
 A call in a slot waits for its lease's turn before each submission. A *turn* is the right of a lease to have one
 submission in the engine. Many leases have turns at once. A *suspect* is a prompt that was in an engine when the engine
-died (messages/groups.py). After ALONE_FROM deaths a suspect has the engine alone: it waits until all others are done,
+died (core/death_counts.py). After ALONE_FROM deaths a suspect has the engine alone: it waits until all others are done,
 and leases that ask later wait for the suspect. Turns are given in the order of asking, so no lease starves. The samples
 of a lease that runs alone run together, until all are done or the engine dies.
 
@@ -27,7 +27,8 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from asyncrl.messages.groups import Lease, after_death, runs_alone, verdict
+from asyncrl.core.death_counts import DeathCounts, runs_alone
+from asyncrl.messages.groups import Lease
 from asyncrl.rollouter.engines.base import EngineLoad
 
 ROOM, FULL = 0.85, 0.95
@@ -161,11 +162,8 @@ class EngineTurns:
 
     def __init__(self, max_attempts: int) -> None:
         """A prompt fails after ``max_attempts`` deaths of an engine that it had alone."""
-        self._max_attempts = max_attempts
-        self._deaths: dict[str, int] = {}
-        """Deaths by uid, as Lease.attempt counts them."""
-        self._reasons: dict[str, str] = {}
-        """Reason of the last death by uid."""
+        self._deaths = DeathCounts(max_attempts=max_attempts)
+        """Deaths by uid of the leases that were in the engine at a death; those at earlier rollouters included."""
         self.deaths_alone = 0
         """Deaths while a lease ran alone, over all leases."""
         self.failed = 0
@@ -253,8 +251,8 @@ class EngineTurns:
         """
         alone = bool(inside) and self.lone is not None
         for lease in inside:
-            self._deaths[lease.uid] = after_death(self.deaths(lease), alone=alone)
-            self._reasons[lease.uid] = reason
+            self._deaths.raise_to(lease.uid, lease.attempt)
+            self._deaths.died(lease.uid, alone=alone, reason=reason)
             self.deaths_alone += alone
             self.failed += alone and self.failure(lease) is not None
         self.excused = alone and self._blamed in ("", self.lone)
@@ -268,18 +266,15 @@ class EngineTurns:
 
     def deaths(self, lease: Lease) -> int:
         """Number of deaths counted against the prompt of a lease, those at earlier rollouters included."""
-        return max(lease.attempt, self._deaths.get(lease.uid, 0))
+        return max(lease.attempt, self._deaths.number(lease.uid))
 
     def failure(self, lease: Lease) -> str | None:
         """The reason why a lease may not run again; None while it may."""
-        if lease.uid not in self._deaths:
-            return None
-        return verdict(self.deaths(lease), self._max_attempts, self._reasons[lease.uid])
+        return self._deaths.verdict(lease.uid)
 
     def forget(self, uid: str) -> None:
         """Forget a lease that has ended."""
-        self._deaths.pop(uid, None)
-        self._reasons.pop(uid, None)
+        self._deaths.forget(uid)
 
     @property
     def suspects(self) -> int:

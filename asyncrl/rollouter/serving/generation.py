@@ -11,8 +11,8 @@ returns routes, each token but the last also keeps the route with which it was f
 ``max_tokens``. Received tokens are dropped only beyond ``max_tokens``, after a stop string, or if their version or a
 route is unknown (``Response.cut_submission``).
 
-Fails with TrajectoryFailed when engines have died of the prompt too often (``after_death``). Any other death does not
-count as an attempt, and the next engine continues after the kept tokens.
+Fails with TrajectoryFailed when engines have died of the prompt too often (core/death_counts.py). Any other death does
+not count as an attempt, and the next engine continues after the kept tokens.
 """
 
 from __future__ import annotations

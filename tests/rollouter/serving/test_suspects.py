@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_group import make_group
 
-from asyncrl.messages.groups import ALONE_FROM
+from asyncrl.core.death_counts import ALONE_FROM
 from asyncrl.rollouter.serving.admission import EngineTurns
 
 
