@@ -20,9 +20,10 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from asyncrl.core.files import replace_file
 
@@ -54,6 +55,42 @@ class VoteFailed(Exception):
     def __init__(self, kind: str, reason: str, *, passing: bool = True) -> None:
         self.kind, self.passing = kind, passing
         super().__init__(reason)
+
+
+class JudgeMessage(msgspec.Struct):
+    """Message of a chat completion."""
+
+    content: str | None = None
+    refusal: str | None = None
+
+
+class JudgeChoice(msgspec.Struct):
+    """Choice of a chat completion."""
+
+    message: JudgeMessage
+    finish_reason: str | None = None
+
+
+class JudgeUsage(msgspec.Struct):
+    """Tokens of a chat completion."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class JudgeCompletion(msgspec.Struct):
+    """A chat completion, as far as it is used."""
+
+    choices: Annotated[list[JudgeChoice], Meta(min_length=1)]
+    usage: JudgeUsage | None = None
+
+
+def read_completion(body: bytes, url: str) -> JudgeCompletion:
+    """Decode the body of an answer of the server at ``url``. Raises VoteFailed if it is no chat completion."""
+    try:
+        return msgspec.json.decode(body, type=JudgeCompletion)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise VoteFailed("no chat completion", f"{url} gave no chat completion: {error}") from None
 
 
 def read_entries(text: str, name: str) -> list[dict[str, Any]]:

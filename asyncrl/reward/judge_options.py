@@ -42,9 +42,9 @@ class JudgeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     concurrency: Positive = 32
     """Most requests at once."""
     requests_per_minute: Positive | None = None
-    """Most requests that begin in any minute."""
+    """Requests that begin in a minute: all at once after a quiet minute, evenly otherwise."""
     tokens_per_minute: Positive | None = None
-    """Most tokens in any minute, of requests that begin in it and their answers. Estimated until the server reports."""
+    """The same for tokens, of requests and their answers. Estimated until the server reports."""
     price_per_million: list[NotNegative] = []
     """Price of a million tokens, [of the input, of the output]; judge/cost is in its currency."""
     also: str = ""

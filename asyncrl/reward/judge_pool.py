@@ -146,7 +146,7 @@ class JudgePool:
         except NotCallable as error:
             raise ConfigError(error.problems) from error
         except ImportError as error:
-            missing = f"{config.function} needs the package openai ({error}); pip install 'asyncrl[judges]'"
+            missing = f"{config.function} needs the package {error.name} ({error}); pip install 'asyncrl[judges]'"
             raise ConfigError([f"reward.function: {missing}"]) from error
         if options.also:
             added = {"function": options.also, "options": options.also_options, "per": "trajectory"}

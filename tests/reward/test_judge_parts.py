@@ -1,5 +1,6 @@
-"""The pure parts of judges: matching by id, orders, views within their limits, limits a minute, the cache."""
+"""The parts of judges without a server: matching by id, orders, views within limits, limits a minute, the cache."""
 
+import asyncio
 import json
 import math
 import random
@@ -10,11 +11,13 @@ from draws import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge_server import shown
+from virtual import VirtualTimeLoop
 
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward.judge_answers import AnswerCache, BadAnswer, key_of, read_entries, read_entry_per_name, read_number
-from asyncrl.reward.judge_client import MINUTE_S, MinuteLimit
+from asyncrl.reward.judge_client import JudgeClient, MinuteLimit
 from asyncrl.reward.judge_options import Criterion, RelativeOptions, RubricOptions
+from asyncrl.reward.judge_pool import JudgeCounters
 from asyncrl.reward.judge_questions import RelativeJudge, Rubric, draw_ids
 from asyncrl.reward.judge_views import BRANCH_CHARS, message_text, shares, shorten, view
 
@@ -223,31 +226,86 @@ def test_any_message_can_be_shown():
 # --- limits ---
 
 
+NO_TIME = 1e-6
+
+
+class TickingLoop(VirtualTimeLoop):
+    """Time goes on between two steps, as real time does: else a timer could end a rounding error too early for ever."""
+
+    def jump(self, seconds):
+        super().jump(seconds + 1e-9)
+
+
+def run_ticking(main):
+    with asyncio.Runner(loop_factory=TickingLoop) as runner:
+        return runner.run(main)
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+async def seconds(waiting):
+    began = now()
+    await waiting
+    return now() - began
+
+
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 12)), max_size=30), st.integers(1, 10))
-def test_no_minute_has_more_requests_than_the_limit(asked, limit):
-    minute, now, begun = MinuteLimit(limit), 0.0, []
-    for pause, units in asked:
-        now += pause
-        for _ in range(len(begun) + 1):
-            wait_s = minute.wait_s(units, now)
-            if not wait_s:
-                break
-            now += wait_s
-        assert minute.wait_s(units, now) == 0, "a request that has waited so long may begin"
-        minute.begin(units, now)
-        begun.append((now, units))
-    for start, _ in begun:
-        within = [units for at, units in begun if start <= at < start + MINUTE_S - 1e-6]
-        assert sum(within) <= limit or len(within) == 1
+def test_requests_exceed_their_rate_by_one_limit_at_most(asked, limit):
+    async def begin_all():
+        minute, begun, waits = MinuteLimit(limit), [], []
+        for pause, units in asked:
+            await asyncio.sleep(pause)
+            waits.append(await seconds(minute.wait(units)))
+            begun.append((now(), min(units, limit)))
+        return begun, waits
+
+    begun, waits = run_ticking(begin_all())
+    for first, (start, _) in enumerate(begun):
+        for last, (end, _) in enumerate(begun[first:], first):
+            within = sum(units for _, units in begun[first : last + 1])
+            assert within <= limit * (1 + (end - start) / 60) + 1e-3
+    assert all(wait <= 60 + NO_TIME for wait in waits)
+    assert max(waits, default=0) < NO_TIME or sum(units for _, units in asked) > limit
 
 
 def test_token_counts_come_from_the_server():
-    minute = MinuteLimit(100)
-    spent = minute.begin(90, 0.0)
-    assert minute.wait_s(50, 1.0) == 59.0
-    spent.units = 40
-    assert minute.wait_s(50, 1.0) == 0.0
-    assert MinuteLimit(None).wait_s(1e9, 0.0) == 0.0
+    async def main():
+        minute = MinuteLimit(100)
+        assert await seconds(minute.wait(90)) < NO_TIME
+        minute.due += 40 - 90
+        assert await seconds(minute.wait(50)) < NO_TIME
+        minute.due += 70
+        assert await seconds(minute.wait(10)) == pytest.approx(42)
+        minute.due -= 90
+        await asyncio.sleep(120)
+        assert await seconds(minute.wait(150)) < NO_TIME, "more than the limit begins with an empty bucket"
+        assert await seconds(minute.wait(10)) == pytest.approx(36), "the rest of it is waited for, and 90 are forgotten"
+        assert await seconds(MinuteLimit(None).wait(1e9)) < NO_TIME
+
+    run_ticking(main())
+
+
+def test_a_small_request_does_not_overtake_a_large_one_and_a_cancelled_one_holds_up_none():
+    options = RelativeOptions(**OPTIONS, tokens_per_minute=100, concurrency=2)
+
+    async def main():
+        client, begun = JudgeClient(options, JudgeCounters(), print), []
+
+        async def ask(tokens):
+            async with client._turn(tokens):
+                begun.append((now(), tokens))
+
+        async with asyncio.TaskGroup() as tasks:
+            first, gone, *_ = [tasks.create_task(ask(tokens)) for tokens in (100, 90, 80, 1)]
+            await first
+            assert client.waiting == 3
+            gone.cancel()
+        assert begun == [(pytest.approx(0, abs=NO_TIME), 100), (pytest.approx(48), 80), (pytest.approx(48.6), 1)]
+        assert client.waiting == 0
+
+    run_ticking(main())
 
 
 # --- the cache ---

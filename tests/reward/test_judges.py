@@ -154,6 +154,7 @@ async def test_a_failing_request_is_retried_and_finally_leaves_the_group_unjudge
     async with judging(PASSING[kind], right, tries=2) as (server, pool):
         assert (await pool.score(group())).rewards == WORTH
         assert (len(server.bodies), pool.judged.retries, pool.judged.requests) == (2, 1, 2)
+        assert pool._client._requests.due == 1, "later requests wait for a repeat"
         server.script = [PASSING[kind]]
         await fails(pool, group(), "unjudged: http://127")
         assert len(server.bodies) == 4
@@ -293,10 +294,11 @@ async def test_only_the_configured_key_is_sent(monkeypatch, key):
     assert "secret" not in str(headers)
 
 
-async def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "openai", None)
+@pytest.mark.parametrize("package", ["aiolimiter", "openai"])
+async def test_a_missing_package_is_named(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "asyncrl.reward.judge_client", raising=False)
-    with pytest.raises(ConfigError, match=r"needs the package openai .* pip install 'asyncrl\[judges\]'"):
+    with pytest.raises(ConfigError, match=rf"needs the package {package} .* pip install 'asyncrl\[judges\]'"):
         async with judging(right):
             pass
 
