@@ -179,7 +179,7 @@ def test_i6_floods_of_frames_and_connections_do_not_harm_a_run(tmp_path: Path, c
 
 @pytest.mark.timeout(600)
 def test_i6_noise_at_the_ports_of_torch_and_of_a_broadcast_leaves_a_run_unharmed(tmp_path: Path) -> None:
-    """The network has to control who may call these ports (docs/protocol.md); they survive noise."""
+    """The network has to control who may call these ports (docs/security.md); they survive noise."""
     learner = SIM_RUN["learner"] | {"ranks": 2, "steps": 100_000}
     tree = SIM_RUN | {"security": {"curve": "required"}, "weights": {"transport": "gloo"}, "learner": learner}
     run = LiveRun(tree, tmp_path)
