@@ -22,15 +22,31 @@ COMMAND = "python -m tools.configuration_page"
 HEAD = f"""\
 # Configuration
 
-Made by `{COMMAND}` from the docstrings of `asyncrl/config/`; do not edit.
+A configuration is TOML, with a table for each section of this page. `mine.toml`:
 
-A configuration is TOML with a table for each section below. Files are merged from left to right, and flags with dotted
-keys come last: `asyncrl-launch base.toml mine.toml --learner.lr 3e-6`. Lists replace each other. `--help-config` shows
-the keys on a terminal, and `--dry-run --json` a whole configuration as it is resolved.
+```toml
+[model]
+path = "Qwen/Qwen2.5-1.5B-Instruct"
 
-An unknown key is an error, which names the key that is meant, also for names of TRL, verl, OpenRLHF, prime-rl,
-transformers and vLLM (`learning_rate`, `num_generations`). All errors are printed at once, before anything starts (exit
-code 78). A key that is *unset* has no value until one is given.
+[data]
+path = "prompts.jsonl"
+template = "chat"
+
+[reward]
+function = "my_rewards:reward"
+```
+
+```sh
+asyncrl-launch base.toml mine.toml --learner.lr 3e-6   # files are merged from left to right; flags come last
+asyncrl-launch mine.toml --dry-run --json              # the whole configuration, as it is resolved
+asyncrl-launch --help-config                           # every key
+```
+
+A list replaces a list. An unknown key is an error, which names the key that is meant, also for names of TRL, verl,
+OpenRLHF, prime-rl, transformers and vLLM (`learning_rate`, `num_generations`). All errors are printed at once, before
+anything starts (exit code 78). A key that is *unset* has no value until one is given.
+
+`{COMMAND}` writes this page from the docstrings of `asyncrl/config/`; do not edit it.
 """
 ENDINGS = {"_s": "s", "_bytes": "bytes", "_tokens": "tokens", "_versions": "versions", "_steps": "steps"}
 """Units by the end of a key's name."""

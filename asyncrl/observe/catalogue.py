@@ -213,11 +213,23 @@ class Histograms:
 HEAD = """\
 # Metrics
 
-Made by `python -m asyncrl.observe.catalogue > docs/metrics.md` from the declarations; do not edit.
+Every metric of a run. `metrics.jsonl` in the run folder has a line for each step, evaluation and weight update, here
+shortened:
 
-A metric of kind `line` is a key of `metrics.jsonl`, for example `reward/mean` in a `train` line. `asyncrl-top` shows
-the others. Counters and histograms count from the start of the process. An unknown value is absent, never 0. `*` stands
-for a name from the configuration or the reward function, or for a name that the description lists.
+```json
+{"kind": "train", "step": 4, "weights/version": 4, "reward/mean": 0.48, "rollout/length_mean": 38.6}
+```
+
+```python
+lines = [json.loads(line) for line in open("runs/mine/metrics.jsonl")]
+rewards = [line["reward/mean"] for line in lines if line["kind"] == "train"]
+```
+
+The keys of these lines are the metrics of kind `line`. `asyncrl-top` shows the others. Counters and histograms count
+from the start of the process. An unknown value is absent, never 0. `*` stands for a name from the configuration or the
+reward function, or for a name that the description lists.
+
+`python -m asyncrl.observe.catalogue > docs/metrics.md` writes this page from the declarations; do not edit it.
 
 | name | kind | unit | where | description |
 |---|---|---|---|---|"""
