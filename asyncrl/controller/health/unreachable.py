@@ -2,8 +2,9 @@
 
 Each heartbeat names the actors that its sender cannot reach, and for how long. A *path* is a pair of actors: its *ends*
 are the one that reports and the one that it cannot reach. A path is broken if both ends are alive and ready and it was
-reported without a break for ``unreachable_s``. The end that is cut off from the larger share of the other end's role is
-restarted. If the shares are equal, it is the end with more broken paths, then the one whose restart costs less.
+reported without a break for ``unreachable_s``. The end that is cut off from the larger share of the other end's role
+is restarted. If the shares are equal, it is the end that is cut off from more actors, else the one that ends first in a
+drain, so the learner last.
 
 To be *condemned* is to be killed and restarted by the node agent. Condemnations are counted here for each actor, since
 they may be too far apart for the agent's own count of restarts. ``action_after`` decides from the count when the actor
@@ -18,25 +19,21 @@ passes the time (monotonic, s).
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.core.printable import name_some
-from asyncrl.core.roles import rank_group_of, role_of
+from asyncrl.core.roles import drain_rank, is_replicated, role_of
 from asyncrl.messages.actors import Condemned
-from asyncrl.messages.monitor import MOST_UNREACHED
 
-RESTART_COST = {"rollouter": 0, "reward": 1, "dataloader": 2, "parameter_server": 3, "learner": 4}
-"""Roles whose paths are watched. The number ranks what a restart costs the run. Paths between rollouters are not
-watched: a rollouter that cannot fetch weights from another asks the parameter server."""
+WATCHED = frozenset({"rollouter", "reward", "dataloader", "parameter_server", "learner"})
+"""Roles whose paths are watched. Paths between rollouters are not watched: a rollouter that cannot fetch weights from
+another asks the parameter server."""
 LONGEST_GAP = 0.25
 """Longest normal time between two calls of ``look``, as a share of ``unreachable_s``. After a longer gap, all paths
 start again from zero."""
-COUNTED_SHARE = 0.5
-"""Share of ``unreachable_s`` after which a path counts as broken when ends are compared: not all actors notice a cut at
-the same time."""
 NAMES_SHOWN = 4
 REPLICA_CONDEMNATIONS = 2
 """Number of condemnations after which a replica that the run can spare has to rest."""
@@ -101,7 +98,7 @@ class UnreachableActors:
         Goes through the broken paths, those broken for longest first, and condemns one end of each. A path with an end
         that was condemned just now is skipped.
         """
-        actors = {actor.name: actor for actor in ready if role_of(actor.name) in RESTART_COST}
+        actors = {actor.name: actor for actor in ready if role_of(actor.name) in WATCHED}
         if now - self._looked_at > max(LONGEST_GAP * self.unreachable_s, 3 * self.interval_s):
             self._since.clear()
             for each in self._condemnations.values():
@@ -109,12 +106,25 @@ class UnreachableActors:
         self._looked_at = now
         paths = self._measure_paths(actors, now)
         self._forget_condemnations(actors, paths, now)
-        cut_off = _CutOff(actors, [path for path, s in paths.items() if s >= COUNTED_SHARE * self.unreachable_s])
+        replicas = Counter(role_of(name) for name in actors if is_replicated(name))
+        cut_off: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for name, other in paths:
+            cut_off[name, role_of(other)].add(other)
+            cut_off[other, role_of(name)].add(name)
+
+        def severity(ends: Path) -> tuple[float, int, int]:
+            """Sort key of the first end: how much of the other's role it is cut off from, and when its role ends."""
+            number = len(cut_off[ends[0], role_of(ends[1])])
+            # Ranks of the learner count as one actor: others work with the first of them only.
+            return number / max(1, replicas[role_of(ends[1])]), number, -drain_rank(ends[0])
+
         condemned: dict[str, Condemned] = {}
         for path, seconds in sorted(paths.items(), key=lambda item: (-item[1], item[0])):
             if seconds >= self.unreachable_s and not condemned.keys() & set(path):
-                name, why = cut_off.end_of(path)
-                reason = f"{why} for {seconds:.0f} s (supervision.unreachable_s)"
+                name, other = max(path, (path[1], path[0]), key=severity)
+                others = name_some(sorted(cut_off[name, role_of(other)]), NAMES_SHOWN)
+                how = "could not reach" if (name, other) == path else "was not reached by"
+                reason = f"it {how} {others} for {seconds:.0f} s (supervision.unreachable_s)"
                 condemned[name] = Condemned(name, actors[name].incarnation, reason)
                 self._condemnations[name] = _Condemnations(self.condemnations(name) + 1, now)
         return list(condemned.values())
@@ -141,34 +151,3 @@ class UnreachableActors:
                 record.unreachable_at = now
             elif now - record.unreachable_at >= self.window_s:
                 del self._condemnations[name]
-
-
-class _CutOff:
-    """Decides which end of a path to restart, from all ``broken`` paths among ``actors``."""
-
-    def __init__(self, actors: Iterable[str], broken: Iterable[Path]) -> None:
-        # Actors of rank groups are left out: a whole group counts as one actor (``_severity``).
-        self._size = Counter(role_of(name) for name in actors if not rank_group_of(name))
-        self._unreached: dict[tuple[str, str], list[str]] = {}
-        """By (actor, role): the actors of that role that the actor cannot reach."""
-        self._unreached_by: dict[tuple[str, str], list[str]] = {}
-        """By (actor, role): the actors of that role that cannot reach the actor."""
-        for name, other in sorted(broken):
-            self._unreached.setdefault((name, role_of(other)), []).append(other)
-            self._unreached_by.setdefault((other, role_of(name)), []).append(name)
-
-    def end_of(self, path: Path) -> tuple[str, str]:
-        """Return the end of a path to restart, and the reason in words."""
-        name, other = path
-        end = max(path, key=lambda each: self._severity(each, role_of(other if each == name else name)))
-        if end == name:
-            return name, f"it could not reach {name_some(self._unreached[name, role_of(other)], NAMES_SHOWN)}"
-        return other, f"it was not reached by {name_some(self._unreached_by[other, role_of(name)], NAMES_SHOWN)}"
-
-    def _severity(self, name: str, role: str) -> tuple[float, int, int]:
-        """Sort key: the share and the number of a role's actors that an actor is cut off from, and minus its cost."""
-        unreached = self._unreached.get((name, role), ())
-        cut_off = {*unreached, *self._unreached_by.get((name, role), ())}
-        # A heartbeat names at most MOST_UNREACHED, so a full one may stand for all.
-        share = 1.0 if len(unreached) >= MOST_UNREACHED else min(1.0, len(cut_off) / max(1, self._size[role]))
-        return share, len(cut_off), -RESTART_COST[role_of(name)]

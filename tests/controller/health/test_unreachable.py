@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.health.unreachable import RESTART_COST, ReadyActor, UnreachableActors, action_after
+from asyncrl.controller.health.unreachable import WATCHED, ReadyActor, UnreachableActors, action_after
 from asyncrl.messages.monitor import MOST_UNREACHED
 
 UNREACHABLE_S, LOOK_S, WINDOW_S = 60.0, 1.0, 600.0
@@ -102,14 +102,23 @@ def between(rollouters, other):
         (4, [("dataloader/0", "learner/0")], ["dataloader/0"]),
         (4, [("dataloader/0", "rollouter/3")], ["rollouter/3"]),
         (4, [("dataloader/0", f"rollouter/{i}") for i in range(4)], ["dataloader/0"]),
-        # A heartbeat names a limited number of actors.
-        (50, [("dataloader/0", f"rollouter/{i}") for i in range(MOST_UNREACHED)], ["dataloader/0"]),
+        # A heartbeat names a limited number of actors, but all of them report that they do not reach the dataloader.
+        (
+            50,
+            [("dataloader/0", f"rollouter/{i}") for i in range(MOST_UNREACHED)] + between(range(50), "dataloader/0"),
+            ["dataloader/0"],
+        ),
+        # Two reward pools: three of the four rollouters do not reach one, and a rollouter reaches neither.
+        (4, between(range(3), "reward/0"), ["reward/0"]),
+        (4, between(range(1), "reward/0") + between(range(1), "reward/1"), ["rollouter/0"]),
+        # One pair of many: the role that ends first in a drain, and of equal ones the reporting actor.
+        (2, between(range(1), "reward/0"), ["rollouter/0"]),
         # Paths of other roles and between rollouters are not watched.
         (2, [("rollouter/0", "episodes/0"), ("agent/0", "learner/0"), ("rollouter/0", "rollouter/1")], []),
     ],
 )
 def test_the_end_with_more_broken_paths_is_restarted(rollouters, broken, named):
-    paths = Paths(rollouters=rollouters, alone=(*SINGLE, "episodes/0", "agent/0"))
+    paths = Paths(rollouters=rollouters, alone=(*SINGLE, "reward/1", "episodes/0", "agent/0"))
     paths.breaks(*broken)
     # Its successor is just as unreachable, and the choice stays the same.
     for _ in range(2):
@@ -257,10 +266,7 @@ def test_an_actor_is_condemned_only_for_paths_that_stayed_broken(history):
                     found = names(cuts)
                     assert len(set(found)) == len(found)
                     for cut in cuts:
-                        assert (
-                            cut.incarnation == ready[cut.name].incarnation
-                            and cut.name.partition("/")[0] in RESTART_COST
-                        )
+                        assert cut.incarnation == ready[cut.name].incarnation and cut.name.partition("/")[0] in WATCHED
                         mine = [
                             pair
                             for pair, since in paths.broken.items()
