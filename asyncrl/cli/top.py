@@ -171,7 +171,7 @@ def _watch(given: argparse.Namespace) -> int:
     import asyncio
 
     from asyncrl.launcher.run_folder.private import is_live
-    from asyncrl.top.client import NotStarted, Viewer, find_target, follow, follow_folder
+    from asyncrl.top.client import NotStarted, find_target, follow, follow_folder
     from asyncrl.top.replay import SnapshotSource, recent_history
     from asyncrl.top.view import History
 
@@ -196,8 +196,8 @@ def _watch(given: argparse.Namespace) -> int:
     from asyncrl.messages.monitor import RequestTrace, TraceWritten
 
     async def trace() -> str:
-        with Viewer(find_controller()) as viewer:
-            written: TraceWritten = await viewer.peer.call(RequestTrace(), timeout=TRACE_S)
+        with find_controller().connect() as controller:
+            written: TraceWritten = await controller.peer.call(RequestTrace(), timeout=TRACE_S)
         return f"trace: {written.path}" if written.path else f"no trace: {written.error}"
 
     return _show(SnapshotSource(feed=feed, history=history, run_dir=run_dir, trace=trace))

@@ -126,8 +126,6 @@ class Heartbeats:
             context.credentials,
             context.name,
             context.incarnation,
-            call_timeout_s=0.0,
-            max_message_bytes=self._actor.config.network.max_message_bytes,
         )
         self._client.peer.connect()
 

@@ -2,8 +2,8 @@
 
 On the controller's host, the run folder holds its address and keys. From another host, a user gives HOST:PORT and a
 copy of the viewer's keys. Every question has a deadline. If the controller does not answer, the viewer asks again at
-the same address, where a restarted controller serves. Raises UsageError if there is nothing to attach to or if the
-controller does not accept the keys, and ActorFailed if too many viewers watch.
+the same address, where a restarted controller serves. Raises UsageError if there is nothing to attach to, or if the
+controller does not accept the keys or one more viewer.
 """
 
 from __future__ import annotations
@@ -18,29 +18,18 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.core.errors import (
-    ActorFailed,
-    AsyncRLError,
-    DeadlineExceeded,
-    ProtocolError,
-    Refused,
-    RemoteError,
-    UsageError,
-)
+from asyncrl.core.errors import DeadlineExceeded, UsageError
 from asyncrl.core.files import read_json_object
 from asyncrl.messages.monitor import OVER, Snapshot, SnapshotTaken, WatchSnapshot, decode_snapshot
 from asyncrl.observe.recording import ending
-from asyncrl.rpc.calls.server import CROWDED
-from asyncrl.rpc.controller_client import ADDRESS_FILE, ControllerClient
-from asyncrl.rpc.lifecycle.roster import CONTROLLER
-from asyncrl.rpc.wire.keys import VIEWER, VIEWER_INCARNATION, Credentials, load_credentials
+from asyncrl.rpc.controller_client import ADDRESS_FILE, ControllerClient, RequestRefused
+from asyncrl.rpc.wire.keys import VIEWER, Credentials, load_credentials
 
 PRIVATE = "private"
 ANSWER_S = 8.0
 """Deadline of one question; the controller answers within half of it."""
 AGAIN_S = 1.0
 """Pause after an error, and between two looks for a run that has not started (s)."""
-LARGEST_BYTES = 1 << 28
 
 
 Lives = Callable[[Path], bool]
@@ -58,6 +47,10 @@ class WatchedRun:
     """Whether a run is alive in a folder, by the folder's lock. Blocks; raises OSError."""
     start: object = None
     """Differs for each start of a run in the folder."""
+
+    def connect(self) -> ControllerClient:
+        """Make a connection to its controller, whose calls have the timeout ANSWER_S."""
+        return ControllerClient(self.address, self.credentials, VIEWER, call_timeout_s=ANSWER_S)
 
     def has_restarted(self) -> bool:
         """Whether a later attempt has started in the run folder. Blocks."""
@@ -153,36 +146,19 @@ def _credentials(folder: Path) -> Credentials:
     raise UsageError(f"{folder}: no viewer's keys there ({why}); copy RUN/{PRIVATE} from the head")
 
 
-class Viewer(ControllerClient):
-    """The connection of a viewer."""
-
-    def __init__(self, target: WatchedRun) -> None:
-        super().__init__(
-            target.address,
-            target.credentials,
-            VIEWER,
-            VIEWER_INCARNATION,
-            call_timeout_s=ANSWER_S,
-            max_message_bytes=LARGEST_BYTES,
-        )
-
-
 async def follow(target: WatchedRun) -> AsyncGenerator[Snapshot | Away, None]:
     """Yield each new snapshot of one attempt. Yield an Away about every ANSWER_S without an answer, and for each error.
 
     Ends after the last snapshot of a run. Ends also when the run folder shows that the run has ended; then the last
-    snapshot comes from the recording, if there is one. Raises UsageError if the run refuses the keys, and ActorFailed
-    if too many viewers watch.
+    snapshot comes from the recording, if there is one. Raises UsageError if the run does not accept the connection.
     """
     seen, heard, last = -1, time.monotonic(), None
-    with Viewer(target) as viewer:
+    with target.connect() as controller:
         while True:
             try:
-                taken: SnapshotTaken = await viewer.peer.call(WatchSnapshot(seen=seen))
+                taken: SnapshotTaken = await controller.ask(WatchSnapshot(seen=seen))
                 snapshot = decode_snapshot(taken.snapshot) if taken.snapshot else None
-            except Refused as error:
-                raise _refused(target, error) from error
-            except (DeadlineExceeded, RemoteError, ProtocolError, msgspec.DecodeError) as error:
+            except (DeadlineExceeded, RequestRefused, msgspec.DecodeError) as error:
                 if await asyncio.to_thread(lambda: target.is_over):
                     break
                 timed_out = isinstance(error, DeadlineExceeded)
@@ -199,15 +175,6 @@ async def follow(target: WatchedRun) -> AsyncGenerator[Snapshot | Away, None]:
                     return
     if target.run_dir is not None and (end := await asyncio.to_thread(ending, target.run_dir, last)) is not None:
         yield end
-
-
-def _refused(target: WatchedRun, error: Refused) -> AsyncRLError:
-    if error.code == CROWDED:
-        return ActorFailed(CONTROLLER, f"{target.address}: the run accepts viewers {error.theirs}: close one, or wait")
-    return UsageError(
-        f"{target.address}: these keys do not fit the run there ({error.code}: ours {error.ours}, theirs "
-        f"{error.theirs}); each start of a run makes new keys: copy its RUN/{PRIVATE} again"
-    )
 
 
 async def follow_folder(run_dir: Path, keys: Path | None, lives: Lives) -> AsyncIterator[Snapshot | Away | Waiting]:

@@ -17,7 +17,7 @@ from run_settings import simulated_run
 
 from asyncrl.controller.actor import Controller
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Snapshots
-from asyncrl.core.errors import ActorFailed, Refused, RemoteError, UsageError
+from asyncrl.core.errors import Refused, RemoteError, UsageError
 from asyncrl.launcher.run_folder.folders import make_run_keyring
 from asyncrl.launcher.run_folder.private import is_live
 from asyncrl.messages.actors import StopRun, WatchRun
@@ -25,9 +25,10 @@ from asyncrl.messages.monitor import MetricsLine, Snapshot, WatchSnapshot
 from asyncrl.rpc.actor import CONTROLLER
 from asyncrl.rpc.calls import server
 from asyncrl.rpc.calls.handlers import Caller
+from asyncrl.rpc.controller_client import ControllerClient
 from asyncrl.rpc.wire.keys import VIEWER, load_credentials, write_credentials
 from asyncrl.rpc.wire.zeromq import ZmqServer
-from asyncrl.top.client import Away, Viewer, WatchedRun, find_target, follow, why_unreachable
+from asyncrl.top.client import Away, WatchedRun, find_target, follow, why_unreachable
 
 
 def config_with(curve):
@@ -61,7 +62,7 @@ async def controller(tmp_path, config, incarnation=7):
 async def test_a_viewer_sees_the_run_and_may_do_nothing_else(tmp_path, curve):
     """I6: a viewer may send only the requests for viewers."""
     async with controller(tmp_path, config_with(curve)) as actor:
-        with Viewer(find_target(str(tmp_path))) as viewer:
+        with find_target(str(tmp_path)).connect() as viewer:
             assert isinstance(await anext(follow(find_target(str(tmp_path)))), Snapshot)
             for request in (StopRun(reason="no"), WatchRun()):
                 with pytest.raises(RemoteError) as caught:
@@ -140,13 +141,13 @@ async def test_viewers_do_not_fence_one_another_and_none_can_claim_a_larger_inca
         target = find_target(actor.address.removeprefix("tcp://"), tmp_path / "private")
         assert target.run_dir is None and not target.is_over
         assert isinstance(await anext(follow(target)), Snapshot)
-        with Viewer(target) as one, Viewer(target) as other:
+        with target.connect() as one, target.connect() as other:
             for _ in range(2):
                 taken = await asyncio.gather(*(each.peer.call(WatchSnapshot()) for each in (one, other)))
                 assert all(each.snapshot for each in taken)
-            monkeypatch.setattr("asyncrl.top.client.VIEWER_INCARNATION", 2)
-            with Viewer(target) as greedy, pytest.raises(Refused):
-                await greedy.peer.call(WatchSnapshot())
+            greedy = ControllerClient(target.address, target.credentials, VIEWER, incarnation=2)
+            with greedy, pytest.raises(UsageError, match="incarnation: ours 2, theirs 1"):
+                await greedy.ask(WatchSnapshot(), timeout=20.0)
             await one.peer.call(WatchSnapshot())
 
 
@@ -154,18 +155,18 @@ async def test_one_viewer_too_many_is_refused_and_does_not_disturb_others(tmp_pa
     monkeypatch.setitem(server.SHARED, VIEWER, 2)
     async with controller(tmp_path, config_with(False)):
         target = find_target(str(tmp_path))
-        with Viewer(target) as one, Viewer(target) as other, Viewer(target) as third:
+        with target.connect() as one, target.connect() as other, target.connect() as third:
             for viewer in (one, other):
                 await viewer.peer.call(WatchSnapshot())
             with pytest.raises(Refused, match="at most 2 at once"):
                 await third.peer.call(WatchSnapshot())
-            with pytest.raises(ActorFailed, match="viewers at most 2 at once: close one"):
+            with pytest.raises(UsageError, match="accepts at most 2 at once as viewer/0; end one"):
                 await anext(follow(target))
             # They have not lost their places.
             for viewer in (one, other):
                 await viewer.peer.call(WatchSnapshot())
         monkeypatch.setattr(server, "UNUSED_S", 0.0)
-        with Viewer(target) as fourth:
+        with target.connect() as fourth:
             await fourth.peer.call(WatchSnapshot())
 
 

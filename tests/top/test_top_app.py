@@ -34,7 +34,7 @@ class Answering:
     none at all."""
 
     def __init__(self, snapshots):
-        self.peer, self._left = self, iter(snapshots)
+        self._left = iter(snapshots)
 
     def __enter__(self):
         return self
@@ -42,7 +42,7 @@ class Answering:
     def __exit__(self, *_):
         pass
 
-    async def call(self, request):
+    async def ask(self, request):
         if (snapshot := next(self._left, None)) is FROZEN:
             await asyncio.Event().wait()
         if snapshot is None:
@@ -249,7 +249,7 @@ async def test_a_viewer_of_a_folder_waits_for_the_start_and_follows_a_resumed_ru
             raise NotStarted("no controller")
         return WatchedRun(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path, start=start_of(tmp_path))
 
-    monkeypatch.setattr(sources, "Viewer", lambda target: Answering(next(attempts)))
+    monkeypatch.setattr(WatchedRun, "connect", lambda target: Answering(next(attempts)))
     feed = partial(sources.follow_folder, tmp_path, None, lambda run_dir: True)
     async with shown(SnapshotSource(feed=feed)) as (app, pilot):
         await until(pilot, "the run has not started")
@@ -269,7 +269,7 @@ async def test_a_run_whose_processes_were_all_killed_is_shown_as_killed(tmp_path
     run = Run(steps=1000)
     record(tmp_path, run.at(103.0))
 
-    monkeypatch.setattr(sources, "Viewer", lambda target: Answering([run.at(99.0), run.at(100.0)]))
+    monkeypatch.setattr(WatchedRun, "connect", lambda target: Answering([run.at(99.0), run.at(100.0)]))
     (tmp_path / "private").mkdir()
     # It does not answer, and only then its folder shows its end.
     looks = iter((True, False))
@@ -289,7 +289,7 @@ async def test_the_end_of_a_run_with_an_unreadable_recording_comes_from_the_last
     (tmp_path / "monitor").symlink_to("monitor")
     first = [Run(steps=1000).at(100.0)]
 
-    monkeypatch.setattr(sources, "Viewer", lambda target: Answering(first))
+    monkeypatch.setattr(WatchedRun, "connect", lambda target: Answering(first))
     target = WatchedRun(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path)
     async with shown(SnapshotSource(feed=lambda: sources.follow(target))) as (app, pilot):
         await until(pilot, "the run has ended")

@@ -12,7 +12,7 @@ from asyncrl.core.errors import DeadlineExceeded, UsageError
 from asyncrl.launcher.agent_handle import SLACK_S
 from asyncrl.launcher.common.agent_messages import agent_name
 from asyncrl.launcher.hosts.remote import AGENT, pids_with
-from asyncrl.launcher.live.live_run import LiveController, LiveRun
+from asyncrl.launcher.live.live_run import LiveRun, members_of
 from asyncrl.launcher.node.guard import END_S
 from asyncrl.launcher.run_folder.ended import describe_end, find_left, read_ended
 from asyncrl.launcher.terminal.progress import TerminalProgress
@@ -31,7 +31,7 @@ STOP = "asyncrl-launch --stop"
 
 async def bring_back(run: LiveRun, name: str) -> int:
     """Have the controller start a replica again that it lets rest after too many deaths; returns the exit code."""
-    with LiveController(run) as controller:
+    with run.connect() as controller:
         await controller.ask(BringBack(name=name))
     TerminalProgress(sys.stdout, run.config.learner.steps).say(f"{name} is started again")
     return 0
@@ -45,7 +45,7 @@ async def leave_run(run: LiveRun, host: str, within_s: float | None = None) -> i
     """
     progress, supervision = TerminalProgress(sys.stdout, run.config.learner.steps), run.config.supervision
     within_s = supervision.drain_s if within_s is None else within_s
-    with LiveController(run) as controller:
+    with run.connect() as controller:
         leave = Leave(host=host, within_s=within_s, reason="asyncrl-launch --leave")
         begun: MemberHost = await controller.ask(leave, timeout=LEAVE_S)
         # A host that leaves already keeps the time that it was given first.
@@ -58,7 +58,7 @@ async def leave_run(run: LiveRun, host: str, within_s: float | None = None) -> i
         stage = begun.stage
         try:
             async with asyncio.timeout(patience_s):
-                async for members in controller.members():
+                async for members in members_of(run, controller):
                     stage = next(host.stage for host in members.hosts if host.agent == begun.agent)
                     if stage in ("left", "lost"):
                         break
@@ -90,7 +90,7 @@ async def stop_run(run: LiveRun) -> int:
     # The margin: the guard waits for the processes that its agent has killed.
     patience_s = grace_s + drain_s + END_S
     try:
-        with LiveController(run) as controller:
+        with run.connect() as controller:
             await controller.ask(StopRun(reason=STOP, preempt=True), timeout=patience_s)
         async with asyncio.timeout(patience_s):
             while run.lives:  # noqa: ASYNC110

@@ -43,10 +43,11 @@ from asyncrl.launcher.hosts import addresses
 from asyncrl.launcher.hosts.contact import ReachedHosts
 from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.hosts.start import StartCommand
-from asyncrl.launcher.live.live_run import LiveController, LiveRun
+from asyncrl.launcher.live.live_run import LiveRun, members_of
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
 from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.hosts import Join, Leave, MemberHost
+from asyncrl.rpc.controller_client import ControllerClient
 from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 from asyncrl.rpc.wire.keys import keyring_of, make_pairs
 
@@ -74,7 +75,7 @@ class JoinedHosts:
     progress: TerminalProgress
     members: list[AgentHandle] = field(default_factory=list)
     interrupts: Interrupts = field(default_factory=Interrupts)
-    controller: LiveController = field(init=False)
+    controller: ControllerClient = field(init=False)
     _shown: dict[str, MemberHost] = field(default_factory=dict)
     """By agent: the host as it was last shown."""
 
@@ -94,7 +95,7 @@ class JoinedHosts:
                 self._show_plan(hosts)
                 return 0
             await self._fetch()
-            with LiveController(self.run) as self.controller:
+            with self.run.connect() as self.controller:
                 await self._begin(hosts)
                 return await self.follow()
         finally:
@@ -212,7 +213,7 @@ class JoinedHosts:
     async def _watch_members(self) -> None:
         """Show when these hosts serve and when they leave. At the end of the run, end the hosts too."""
         own = {agent_name(member.index) for member in self.members}
-        async for members in self.controller.members():
+        async for members in members_of(self.run, self.controller):
             for host in [host for host in members.hosts if host.agent in own]:
                 shown, self._shown[host.agent] = self._shown.get(host.agent), host
                 is_new = shown is None or shown.stage != host.stage

@@ -7,32 +7,19 @@ read its private folder. If the controller refuses a request, the error has its 
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json
-from asyncrl.core.errors import ConfigError, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
+from asyncrl.core.errors import ConfigError, UsageError
 from asyncrl.launcher.run_folder.folders import RunFolder, last_attempt
 from asyncrl.launcher.run_folder.private import CONFIG, LOCK, is_live
-from asyncrl.messages import Request
 from asyncrl.messages.hosts import Members, WatchMembers
-from asyncrl.rpc.calls.server import CROWDED
 from asyncrl.rpc.controller_client import ADDRESS_FILE, ControllerClient, read_address_file
 from asyncrl.rpc.wire.keys import LAUNCHER, Credentials, load_credentials
-
-INCARNATION = 1
-"""Incarnation of every command that calls as the launcher. With different ones only the newest could call."""
-LOOK_S = 10.0
-"""Seconds of waiting for an answer after which a command looks whether the run still lives, and calls again.
-
-A request that is not idempotent is not repeated; the command looks at its deadline."""
-AGAIN_S = 0.5
-"""Seconds before a call is repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +36,18 @@ class LiveRun:
     def lives(self) -> bool:
         """Whether the run still lives."""
         return is_live(self.folder.path)
+
+    def must_live(self) -> None:
+        """Raise UsageError if the run has ended."""
+        if not self.lives:
+            raise UsageError(f"{self.folder.path}: the run in it has ended")
+
+    def connect(self) -> ControllerClient:
+        """Make a connection to its controller, whose calls have the timeout network.call_timeout_s."""
+        timeout_s = self.config.network.call_timeout_s
+        return ControllerClient(
+            self.address, self.credentials, LAUNCHER, call_timeout_s=timeout_s, must_live=self.must_live
+        )
 
 
 def find_live_run(place: str) -> LiveRun:
@@ -83,64 +82,16 @@ def find_live_run(place: str) -> LiveRun:
     return LiveRun(folder=folder, config=config, address=found.address, credentials=credentials)
 
 
-class LiveController(ControllerClient):
-    """The connection of a command to the controller of a live run."""
-
-    def __init__(self, run: LiveRun) -> None:
-        network = run.config.network
-        super().__init__(
-            run.address,
-            run.credentials,
-            LAUNCHER,
-            INCARNATION,
-            call_timeout_s=network.call_timeout_s,
-            max_message_bytes=network.max_message_bytes,
-        )
-        self._run = run
-
-    async def ask(self, request: Request, timeout: float | None = None) -> Any:
-        """Send a request and return its reply; repeats a request that was refused only for now.
-
-        ``timeout`` (s), by default network.call_timeout_s, covers all repeats. Raises UsageError if the controller
-        refuses the request, too many commands are connected or the run has ended. Raises DeadlineExceeded with the
-        whole time if a live run does not answer.
-        """
-        loop, path = asyncio.get_running_loop(), self._run.folder.path
-        began, look_s = loop.time(), LOOK_S if request.idempotent else math.inf
-        until = began + (self._run.config.network.call_timeout_s if timeout is None else timeout)
-        while True:
-            try:
-                return await self.peer.call(request, timeout=min(until - loop.time(), look_s))
-            except RemoteError as error:
-                if not error.retryable or loop.time() + AGAIN_S >= until:
-                    raise UsageError(error.message) from None
-                await asyncio.sleep(AGAIN_S)
-            except ProtocolError as error:
-                raise UsageError(str(error)) from None
-            except Refused as error:
-                if error.code != CROWDED:
-                    raise
-                raise UsageError(
-                    f"{path}: the run serves {error.theirs}, and as many commands speak to it already: end one of "
-                    "them, or wait until one has ended"
-                ) from None
-            except DeadlineExceeded as error:
-                if not self._run.lives:
-                    raise UsageError(f"{path}: the run in it has ended") from None
-                if loop.time() >= until:
-                    waited_s = loop.time() - began
-                    raise DeadlineExceeded(error.who, error.peer, error.what, waited_s, error.hint) from None
-
-    async def members(self) -> AsyncIterator[Members]:
-        """Yield the members now and at each change until the run ends. Waits for a controller that is away."""
-        seen = -1
-        while True:
-            try:
-                members: Members = await self.ask(WatchMembers(seen=seen), timeout=math.inf)
-            except UsageError:
-                if self._run.lives:
-                    raise
-                return
-            if members.number != seen:
-                seen = members.number
-                yield members
+async def members_of(run: LiveRun, controller: ControllerClient) -> AsyncIterator[Members]:
+    """Yield the members now and at each change until the run ends. Waits for a controller that is away."""
+    seen = -1
+    while True:
+        try:
+            members: Members = await controller.ask(WatchMembers(seen=seen), timeout=math.inf)
+        except UsageError:
+            if run.lives:
+                raise
+            return
+        if members.number != seen:
+            seen = members.number
+            yield members

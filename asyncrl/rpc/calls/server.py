@@ -47,7 +47,7 @@ from asyncrl.rpc.wire.envelope import (
     Welcome,
     decode_header,
 )
-from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER, VIEWER_INCARNATION
+from asyncrl.rpc.wire.keys import LAUNCHER, SHARED_INCARNATION, VIEWER
 from asyncrl.rpc.wire.transport import Frames
 from asyncrl.rpc.wire.transport import Server as BoundSocket
 
@@ -213,8 +213,8 @@ class CallServer:
             refusal = ("incarnation", str(newest), str(hello.incarnation))
         elif hello.incarnation <= (fenced := self._fenced.get(hello.name, 0)):
             refusal = ("incarnation", f"above {fenced}, which is dead", str(hello.incarnation))
-        elif hello.name == VIEWER and hello.incarnation != VIEWER_INCARNATION:
-            refusal = ("incarnation", str(VIEWER_INCARNATION), str(hello.incarnation))
+        elif hello.name == VIEWER and hello.incarnation != SHARED_INCARNATION:
+            refusal = ("incarnation", str(SHARED_INCARNATION), str(hello.incarnation))
         elif hello.name not in self._newest and len(self._newest) >= MAX_NAMES:
             refusal = ("name", f"one of {MAX_NAMES} known actors", hello.name)
         # Last, because ``_make_room`` drops connections that are not in use.

@@ -28,8 +28,9 @@ LAUNCHER = "launcher/0"
 """Name of the launcher and of commands on a live run. Its keys are in the private folder of the head, so every user
 that can read the folder may use this name."""
 VIEWER = "viewer/0"
-"""Name of all viewers of a run. They share one incarnation, so that no viewer replaces another."""
-VIEWER_INCARNATION = 1
+"""Name of all viewers of a run."""
+SHARED_INCARNATION = 1
+"""Incarnation of every launcher and viewer. With different ones, only the newest could call."""
 
 
 @dataclass(frozen=True, slots=True)

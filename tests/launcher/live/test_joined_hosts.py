@@ -12,11 +12,17 @@ from virtual import run_virtual
 from asyncrl.core.errors import DeadlineExceeded, UsageError
 from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.common.agent_messages import KILL, STOP, EndedEvent
+from asyncrl.launcher.live import joined_hosts
 from asyncrl.launcher.live.joined_hosts import JoinedHosts
 from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.hosts import MemberHost, Members
 
 RUN = SimpleNamespace(config=simulated_run(supervision={"drain_s": 5.0}), folder=SimpleNamespace(logs=None))
+
+
+@pytest.fixture(autouse=True)
+def members_by_the_controller(monkeypatch):
+    monkeypatch.setattr(joined_hosts, "members_of", lambda run, controller: controller.members())
 
 
 class Member:

@@ -17,7 +17,7 @@ from asyncrl.launcher.hosts import addresses
 from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.live import joined_hosts as joining
 from asyncrl.launcher.live import live_run
-from asyncrl.launcher.live.live_run import find_live_run
+from asyncrl.launcher.live.live_run import LiveRun, find_live_run, members_of
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.launcher.run_folder.private import CONFIG
 from asyncrl.launcher.terminal.progress import TerminalProgress
@@ -57,7 +57,7 @@ def speak(folder, address="tcp://127.0.0.1:7000"):
 
 
 def test_idempotent_calls_are_repeated_and_refusals_show_the_controllers_text(lived, monkeypatch):
-    monkeypatch.setattr(live_run, "AGAIN_S", 0.01)
+    monkeypatch.setattr(controller_client, "AGAIN_S", 0.01)
     speak(lived)
     crowded = Refused("controller/0", CROWDED, ours="one more", theirs="at most 64 at once")
     ends = [RemoteError("controller/0", "cancelled", "the call was cancelled", retryable=True), None]
@@ -79,13 +79,13 @@ def test_idempotent_calls_are_repeated_and_refusals_show_the_controllers_text(li
         found = find_live_run(str(lived.path))
         assert (found.folder, found.address, found.lives) == (lived, "tcp://127.0.0.1:7000", True)
         assert found.credentials.run_id == lived.run_id
-        with live_run.LiveController(found) as controller:
+        with found.connect() as controller:
             assert 1.0 < await controller.ask(WatchMembers(), timeout=5.0) < 5.0
-            for said in ("^c cannot leave$", "at most 64 at once, .*wait until one has ended$"):
+            for said in ("^c cannot leave$", "accepts at most 64 at once as launcher/0; .*wait until one has ended$"):
                 with pytest.raises(UsageError, match=said):
                     await controller.ask(WatchMembers())
             with pytest.raises(UsageError, match="wait until one has ended$"):
-                await anext(controller.members())
+                await anext(members_of(found, controller))
 
     monkeypatch.setattr(controller_client, "Peer", Scripted)
     asyncio.run(main())
@@ -119,7 +119,7 @@ def ask_slowly(lived, monkeypatch, peer, request, timeout):
     async def main():
         loop = asyncio.get_running_loop()
         found = find_live_run(str(lived.path))
-        with live_run.LiveController(found) as controller, pytest.raises(AsyncRLError) as caught:
+        with found.connect() as controller, pytest.raises(AsyncRLError) as caught:
             await controller.ask(request, timeout=timeout)
         return caught.value, loop.time()
 
@@ -245,7 +245,7 @@ def join_host_c(lived, monkeypatch):
     monkeypatch.setattr(joining.secrets, "token_hex", lambda _: ASK)
 
     def join(controller):
-        monkeypatch.setattr(joining, "LiveController", lambda run: controller)
+        monkeypatch.setattr(LiveRun, "connect", lambda run: controller)
         progress = TerminalProgress(io.StringIO(), 1, io.StringIO())
         run = find_live_run(str(lived.path))
         return joining.JoinedHosts(run, [HostLine("c")], Near(), progress).main(dry_run=False)
