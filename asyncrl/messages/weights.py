@@ -268,11 +268,11 @@ class FetchChunk(Request, frozen=True, kw_only=True):
     later turn and refuses: it may itself wait for chunks of the caller."""
 
 
-class LoadGranted(Message, frozen=True, kw_only=True):
-    """``decided`` False: ask again. ``granted`` False: the broadcast is called off; no other request is refused."""
+class LoadAnswer(Message, frozen=True, kw_only=True):
+    """``decided`` False: ask again. ``may_load`` False: the broadcast is called off; no other request is refused."""
 
     decided: bool = False
-    granted: bool = False
+    may_load: bool = False
 
 
 class RequestLoad(Request, frozen=True, kw_only=True):
@@ -281,7 +281,7 @@ class RequestLoad(Request, frozen=True, kw_only=True):
     With shm or stream it pauses after the answer. For a broadcast it is paused already, and waits for other members.
     """
 
-    reply = LoadGranted
+    reply = LoadAnswer
     senders = ROLLOUTER
     version: Count
     epoch: Count | None = None

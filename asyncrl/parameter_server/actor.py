@@ -26,7 +26,7 @@ from asyncrl.messages.weights import (
     BroadcastState,
     Chunk,
     FetchChunk,
-    LoadGranted,
+    LoadAnswer,
     NextUpdate,
     Publish,
     Published,
@@ -148,9 +148,9 @@ class ParameterServer(Actor):
         return chunk
 
     @handler
-    async def request_load(self, request: RequestLoad, caller: Caller) -> LoadGranted:
+    async def request_load(self, request: RequestLoad, caller: Caller) -> LoadAnswer:
         """Park the call until the replica may load the version, or its broadcast is called off."""
-        reply: LoadGranted = await self._answer(request, caller)
+        reply: LoadAnswer = await self._answer(request, caller)
         return reply
 
     @handler

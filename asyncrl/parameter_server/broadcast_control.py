@@ -194,7 +194,7 @@ class BroadcastControl:
         # It begins only while the learner waits for it; otherwise the members would stay paused for nothing.
         elif self._replicas.asks(learner) and not self._replicas.in_phase[Phase.ANNOUNCED]:
             for replica in list(self._replicas.of(Phase.BROADCAST_PAUSED)):
-                self._replicas.move(replica, ReplicaEvent.GRANTED)
+                self._replicas.move(replica, ReplicaEvent.ADMITTED)
             current.has_begun, current.since = True, now
             self._replicas.wake(learner)
             self._replicas.counts["broadcasts_begun"] += 1

@@ -41,7 +41,7 @@ from asyncrl.core.errors import VersionReused
 from asyncrl.messages import Message, Request
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
-    LoadGranted,
+    LoadAnswer,
     Manifest,
     NextUpdate,
     ReportUpdate,
@@ -170,8 +170,8 @@ class Conductor:
             return self.broadcast.state(request.version, request.epoch)
         replica = self.replicas.by_name[name]
         if isinstance(request, RequestLoad):
-            granted = self._may_load(replica, request)
-            return None if granted is None else LoadGranted(decided=True, granted=granted)
+            may_load = self._may_load(replica, request)
+            return None if may_load is None else LoadAnswer(decided=True, may_load=may_load)
         update = self._try_to_assign(replica, now)
         return None if update is None else UpdateAnswer(update=update)
 
@@ -280,7 +280,7 @@ class Conductor:
     def _record_request_load(self, replica: Replica, request: RequestLoad, now: float) -> None:
         """Record that a replica has staged a version and requests its pause, or has paused for a broadcast.
 
-        A replica that repeats the request keeps its turn. If its pause is granted already, the deadline starts again:
+        A replica that repeats the request keeps its turn. If it may load already, the deadline starts again:
         under ``rollout.on_update = "drain"`` the engine first finishes its responses, which may take long. A request
         for a version that the replica serves already, or for a broadcast that is not the newest, changes nothing.
         """
@@ -441,13 +441,13 @@ class Conductor:
         return True
 
     def _take_steps(self, now: float) -> None:
-        """Take the steps that have become possible: begin or end a broadcast, and grant pauses to waiting replicas."""
+        """Take the steps that have become possible: begin or end a broadcast, and let waiting replicas load."""
         self.broadcast.advance(now)
         free = self.max_paused - len(self.replicas.in_phase[Phase.LOADING])
         # A waiting replica without an open question keeps its turn, but is passed over.
         asking = (replica for replica in self.replicas.of(Phase.WAITING) if self.replicas.asks(replica.name))
         for replica in list(islice(asking, max(0, free))):
-            self.replicas.move(replica, ReplicaEvent.GRANTED)
+            self.replicas.move(replica, ReplicaEvent.ADMITTED)
             replica.since = now
 
 

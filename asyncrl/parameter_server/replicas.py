@@ -35,7 +35,7 @@ class Phase(StrEnum):
     WAITING = "waiting"
     """The replica has staged the whole version, and waits for its turn to pause."""
     LOADING = "loading"
-    """The pause is granted; the replica pauses, loads, and resumes."""
+    """The replica may load: it pauses, loads, and resumes."""
     BEHIND = "behind"
     """The last update failed. The replica takes part in no broadcast until an update ends in a commit."""
     ANNOUNCED = "announced"
@@ -65,7 +65,7 @@ class ReplicaEvent(StrEnum):
     """A version was assigned to the replica by shm or stream."""
     INVITED = "invited"
     """The replica was made a member of a broadcast."""
-    GRANTED = "granted"
+    ADMITTED = "admitted"
     """The replica may load: its turn has come, or its broadcast has begun."""
 
 
@@ -86,7 +86,7 @@ TRANSITIONS: dict[tuple[Phase, ReplicaEvent], Phase] = {
     (_P.BEHIND, _E.ASSIGNED): _P.STAGING,
     (_P.STAGING, _E.ASKED): _P.WAITING,
     (_P.WAITING, _E.ASKED): _P.WAITING,
-    (_P.WAITING, _E.GRANTED): _P.LOADING,
+    (_P.WAITING, _E.ADMITTED): _P.LOADING,
     (_P.LOADING, _E.ASKED): _P.LOADING,
     (_P.LOADING, _E.COMMITTED): _P.SERVING,
     # The update began under an earlier parameter server, or has failed here.
@@ -97,7 +97,7 @@ TRANSITIONS: dict[tuple[Phase, ReplicaEvent], Phase] = {
     # --- by broadcast ---
     (_P.SERVING, _E.INVITED): _P.ANNOUNCED,
     (_P.ANNOUNCED, _E.JOINED): _P.BROADCAST_PAUSED,
-    (_P.BROADCAST_PAUSED, _E.GRANTED): _P.RECEIVING,
+    (_P.BROADCAST_PAUSED, _E.ADMITTED): _P.RECEIVING,
     (_P.RECEIVING, _E.COMMITTED): _P.SERVING,
 }
 
@@ -139,7 +139,7 @@ class Replica:
     waits: bool = False
     """Whether another replica of its host fetches the version that this one takes next; only in idle phases."""
     since: float = 0.0
-    """Time at which the version was assigned (STAGING), or the pause was granted or requested again (LOADING)."""
+    """Time at which the version was assigned (STAGING), or the replica was admitted or asked again (LOADING)."""
     heard: float = 0.0
     """Time of its last message, or of the last answer to it; SILENT if it sleeps or has cancelled its question."""
     failed_version: int = -1

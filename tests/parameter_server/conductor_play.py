@@ -5,7 +5,7 @@ from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
     Bucket,
-    LoadGranted,
+    LoadAnswer,
     Manifest,
     NextUpdate,
     ReportUpdate,
@@ -83,8 +83,8 @@ class Play:
             self.asked[name] = question
             return None
         self.conductor.answered(question, self.now)
-        if isinstance(found, LoadGranted):
-            return found.granted
+        if isinstance(found, LoadAnswer):
+            return found.may_load
         return found.update if isinstance(found, UpdateAnswer) else found
 
     def end_of_park(self, name):

@@ -218,8 +218,8 @@ def test_a_limited_fraction_of_replicas_pauses_in_order_of_requests(replicas, fr
     for name in names:
         play.next(name, -1)
     names.reverse()
-    granted = [name for name in names if play.pause(name, 0)]
-    assert granted == names[:at_once]
+    admitted = [name for name in names if play.pause(name, 0)]
+    assert admitted == names[:at_once]
     assert play.figure("replicas_paused") == at_once
     for i in range(at_once, replicas):
         # Asking again keeps the turn.

@@ -254,17 +254,17 @@ async def test_parked_calls_are_answered_by_events_or_with_ask_again(stage, publ
     await stage.publish(publication(0))
     assert (await after).update.version == 0
     await stage.next(R[1])
-    assert (await stage.pause(R[0])).granted
+    assert (await stage.pause(R[0])).may_load
     began = loop.time()
     answers = [await call for call in (stage.pause(R[1]), stage.call(LEARNER, WatchPublished(version=0)))]
-    assert (answers[0].granted, answers[1].held) == (False, True)
+    assert (answers[0].may_load, answers[1].held) == (False, True)
     # Virtual time: before half of the caller's deadline.
     assert loop.time() - began <= stage.config.network.call_timeout_s / 2
     # A successor's HELLO is the news of a death.
     second = stage.pause(R[1])
     await stage.parked(second)
     stage.peer(R[0], incarnation=2).connect()
-    assert (await second).granted
+    assert (await second).may_load
     assert stage.figure("pauses_taken_back") == 0
 
 
@@ -273,9 +273,9 @@ async def test_a_pause_ends_at_its_deadline(stage, publication):
     await stage.publish(publication(0))
     for name in R:
         await stage.next(name)
-    assert (await stage.pause(R[0])).granted
+    assert (await stage.pause(R[0])).may_load
     # While it is parked, not only when it asks again.
-    assert (await stage.pause(R[1])).granted
+    assert (await stage.pause(R[1])).may_load
     assert stage.figure("pauses_taken_back") == 1
 
 
@@ -302,7 +302,7 @@ async def test_a_broadcast_from_announcement_to_commit(stage, publication):
     first = stage.call(R[0], joining)
     await stage.parked(first, announced)
     last = stage.call(R[1], joining)
-    assert all((reply.decided, reply.granted) == (True, True) for reply in [await first, await last])
+    assert all((reply.decided, reply.may_load) == (True, True) for reply in [await first, await last])
     answer = await announced
     assert (answer.decided, answer.group) == (True, group)
     watching = stage.ask(LEARNER, WatchBroadcast(version=1, epoch=group.epoch))
@@ -349,7 +349,7 @@ async def test_a_member_whose_engine_dies_before_the_start_cancels_the_broadcast
     began = asyncio.get_running_loop().time()
     assert (await announced).group is None
     assert asyncio.get_running_loop().time() - began < 1
-    assert not (await stage.call(R[1], request)).granted
+    assert not (await stage.call(R[1], request)).may_load
 
 
 @staged(**ONE_AT_A_TIME)
@@ -357,7 +357,7 @@ async def test_a_replica_that_sleeps_ends_its_parked_request_without_a_failure(s
     await stage.publish(publication(0))
     for name in R:
         await stage.next(name)
-    assert (await stage.pause(R[0])).granted
+    assert (await stage.pause(R[0])).may_load
     waiting = stage.pause(R[1])
     await stage.parked(waiting)
     # In this order on one connection, as the update follower sends them.
@@ -384,7 +384,7 @@ async def test_a_successor_serves_the_version_that_is_published_again(stage, pub
     assert not (await kept).held
     await stage.publish(manifest)
     await stage.parked(waiting[0], stage.call(LEARNER, WatchPublished(version=7)))
-    assert (await stage.pause(R[1], 7)).granted
+    assert (await stage.pause(R[1], 7)).may_load
     await stage.report(R[1], 7)
     assert (await stage.next("rollouter/2")).update.version == 7
     await stage.publish(publication(8))

@@ -20,7 +20,7 @@ from asyncrl.messages.groups import Deliver, Group, Lease, NewLeases, RequestLea
 from asyncrl.messages.learner import RolloutStats
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.messages.weights import (
-    LoadGranted,
+    LoadAnswer,
     Manifest,
     NextUpdate,
     ReportUpdate,
@@ -119,8 +119,8 @@ class Counterpart(Actor):
         return UpdateAnswer(update=WeightUpdate(version=manifest.version, transport="shm", manifest=manifest))
 
     @handler
-    def request_load(self, request: RequestLoad, caller: Caller) -> LoadGranted:
-        return LoadGranted(decided=True, granted=True)
+    def request_load(self, request: RequestLoad, caller: Caller) -> LoadAnswer:
+        return LoadAnswer(decided=True, may_load=True)
 
     @handler
     def report_update(self, request: ReportUpdate, caller: Caller) -> Done:

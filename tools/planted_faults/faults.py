@@ -71,7 +71,7 @@ FAULTS = (
     ),
     # --- the parameter server: who takes over what, and when ---
     Fault(
-        "conductor-grants-beside-pauses",
+        "conductor-admits-beside-pauses",
         "free = self.max_paused - len(self.replicas.in_phase[Phase.LOADING])",
         "free = self.max_paused",
         "no more replicas pause at once than weights.max_paused_fraction lets",

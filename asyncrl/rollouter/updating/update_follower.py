@@ -42,7 +42,7 @@ from asyncrl.messages import Request
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
     BroadcastPart,
-    LoadGranted,
+    LoadAnswer,
     Manifest,
     NextUpdate,
     Probe,
@@ -353,11 +353,11 @@ class UpdateFollower:
         Raises _Asked, but not for a broadcast: there the other members wait for this one, which has paused.
         """
         with self._awaits.on(PARAMETER_SERVER, "RequestLoad"):
-            reply: LoadGranted | None = None
+            reply: LoadAnswer | None = None
             while reply is None or not reply.decided:
                 asking = self._ask(request)
                 reply = await (self._unless_asked(asking) if request.epoch is None else asking)
-            return reply.granted
+            return reply.may_load
 
     async def _load(self, weights: HeldVersion | BroadcastPart, times: UpdateTimes) -> tuple[UpdateTimes, Drift | None]:
         """Load the weights into the paused engine and commit them.

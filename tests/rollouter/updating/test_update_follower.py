@@ -26,7 +26,7 @@ from asyncrl.messages.weights import (
     Bucket,
     Chunk,
     FetchChunk,
-    LoadGranted,
+    LoadAnswer,
     Manifest,
     NextUpdate,
     ReportSleep,
@@ -156,11 +156,11 @@ class Server:
         if isinstance(request, RequestLoad):
             self.loads.append((request.version, request.epoch))
             if self.loads.count(self.loads[-1]) == 1:
-                return LoadGranted()
+                return LoadAnswer()
             if request.epoch is not None:
-                return LoadGranted(decided=True, granted=self.begins)
+                return LoadAnswer(decided=True, may_load=self.begins)
             self.paths.append(request.paths)
-            return LoadGranted(decided=True, granted=True)
+            return LoadAnswer(decided=True, may_load=True)
         if isinstance(request, FetchChunk):
             return self.chunks(request)
         assert isinstance(request, ReportUpdate), request
@@ -351,7 +351,7 @@ def test_an_answer_that_crosses_a_request_of_the_learner_leads_to_no_pause(publi
     class Crossing(Server):
         async def answer(self, request):
             reply = await super().answer(request)
-            decided = isinstance(request, crossing) and (crossing is NextUpdate or reply.granted)
+            decided = isinstance(request, crossing) and (crossing is NextUpdate or reply.may_load)
             if decided and self.committed and not self.sleeps:
                 slices.asked.set()
             return reply
