@@ -56,15 +56,15 @@ async def test_no_actor_is_woken_for_the_others_while_a_run_starts(cluster, name
 
 def broken_paths(rollouters):
     """Look at paths that are all broken."""
-    unreachable = UnreachableActors(60.0, interval_s=1.0, window_s=600.0)
+    unreachable = UnreachableActors(60.0, window_s=600.0)
     unreached = {f"rollouter/{i}": {"learner/0": 100.0} for i in range(0, rollouters, 2)}
     names = [*SINGLE, *(f"rollouter/{i}" for i in range(rollouters))]
     ready = [ReadyActor(name=name, incarnation=1, unreached=unreached.get(name, {})) for name in names]
     for now in range(60):
-        assert unreachable.look(ready, 1000.0 + now) == []
+        assert unreachable.look(ready, 1000.0 + now, 0.0) == []
 
     def look():
-        assert len(unreachable.look(ready, 1060.0)) == rollouters / 2
+        assert len(unreachable.look(ready, 1060.0, 0.0)) == rollouters / 2
 
     return look
 

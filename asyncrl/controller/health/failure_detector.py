@@ -96,9 +96,7 @@ class FailureDetector:
         self._supervision = controller.config.supervision
         interval_s = self._supervision.heartbeat_s
         self._stalls = StallDetector(controller.config.watchdog, interval_s, deadlines_of(controller.config))
-        self._unreachable = UnreachableActors(
-            self._supervision.unreachable_s, interval_s, self._supervision.restart_window_s
-        )
+        self._unreachable = UnreachableActors(self._supervision.unreachable_s, self._supervision.restart_window_s)
         self._above = numbers_begin_above(controller.context.incarnation)
         """Number above all numbers that an earlier controller gave to requests of stacks."""
         self._silent: list[Stuck] = []
@@ -127,7 +125,8 @@ class FailureDetector:
             self._condemn(silent)
             if self._run.phase == "running":
                 self._check_paths(candidates, now)
-            if self._stalls.look(statuses, self._run.phase, now):
+            listening_since = self._registry.listen(now, self._controller.config.watchdog.stall_s)
+            if self._stalls.look(statuses, self._run.phase, now, listening_since):
                 self._on_stall(self._stalls.report, now)
 
     def _check_hosts(self, now: float) -> None:
@@ -188,7 +187,9 @@ class FailureDetector:
         first condemnation beyond supervision.max_restarts.
         """
         max_restarts = self._supervision.max_restarts
-        condemned = self._unreachable.look(ready_actors(self._registry, names, now, self._supervision.heartbeat_s), now)
+        ready = ready_actors(self._registry, names, now, self._supervision.heartbeat_s)
+        listening_since = self._registry.listen(now, self._supervision.unreachable_s)
+        condemned = self._unreachable.look(ready, now, listening_since)
         self._condemn(condemned)
         for actor in condemned:
             number = self._unreachable.condemnations(actor.name)

@@ -31,8 +31,6 @@ from asyncrl.messages.monitor import Wait
 
 LEARNER = "learner/0"
 CONTROLLER = "controller"
-LONGEST_GAP = 0.25
-"""Longest normal time between two calls of ``look``, as a share of stall_s: after more, messages may be unread."""
 SILENT_SHARE = 0.5
 """Share of stall_s after which an actor counts as silent, but after no less than three heartbeat intervals."""
 IDLE_STATES = frozenset({"ready", "waiting", "following", "idle", "asleep", "done"})
@@ -115,7 +113,6 @@ class StallDetector:
     _reports: int = 0
     _moved_at: float | None = None
     """Start of the clock: when the run last moved or was idle, or a state ended in its budget; None before it runs."""
-    _looked_at: float = 0.0
     _next_report: float = 0.0
     _pause: float = 0.0
     """Pause before the next report of this stall (s)."""
@@ -126,15 +123,16 @@ class StallDetector:
     _within_budget: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Incarnation and state of each actor that was within a budget at the last call of ``look``."""
 
-    def look(self, actors: Mapping[str, ActorStatus], phase: RunPhase, now: float) -> bool:
-        """Update ``report`` from the status of all actors; called every few seconds. Returns whether it has changed."""
+    def look(self, actors: Mapping[str, ActorStatus], phase: RunPhase, now: float, listening_since: float) -> bool:
+        """Update ``report`` from the status of all actors; called every few seconds. Returns whether it has changed.
+
+        ``listening_since`` is the time since which this process has listened without a gap (s).
+        """
         report_before = self.report
-        had_gap = now - self._looked_at > max(LONGEST_GAP * self.config.stall_s, 3 * self.interval_s)
-        self._looked_at = now
         moved, in_time = self._note_progress(actors), self._update_budgets(actors)
         if phase != "running" or (self._moved_at is None and LEARNER not in actors):
             self._moved_at, self.report = None, None
-        elif self._moved_at is None or had_gap or moved or _is_idle(actors):
+        elif self._moved_at is None or self._moved_at < listening_since or moved or _is_idle(actors):
             self._moved_at, self.report = now, None
             self._restarts.clear()
         elif in_time:

@@ -13,8 +13,8 @@ has to rest and when the run fails.
 Invariants: an actor is never restarted for a path whose other end is not ready, was restarted, or was silent meanwhile.
 A replica that the run can spare is restarted once at most and then has to rest. Any other actor is restarted
 ``max_restarts`` times at most, and then fails the run.
-Times of different hosts are not compared, and time in which this process did not run does not count. Pure: the caller
-passes the time (monotonic, s).
+Times of different hosts are not compared, and time before a gap in which this process did not listen does not count.
+Pure: the caller passes the time (monotonic, s).
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ from asyncrl.messages.actors import Condemned
 WATCHED = frozenset({"rollouter", "reward", "dataloader", "parameter_server", "learner"})
 """Roles whose paths are watched. Paths between rollouters are not watched: a rollouter that cannot fetch weights from
 another asks the parameter server."""
-LONGEST_GAP = 0.25
-"""Longest normal time between two calls of ``look``, as a share of ``unreachable_s``. After a longer gap, all paths
-start again from zero."""
 NAMES_SHOWN = 4
 REPLICA_CONDEMNATIONS = 2
 """Number of condemnations after which a replica that the run can spare has to rest."""
@@ -70,7 +67,7 @@ class _Condemnations:
 
     number: int
     unreachable_at: float
-    """Time at which the actor was last unreachable or not ready, or a long gap in the calls of ``look`` ended (s)."""
+    """Time at which the actor was last unreachable or not ready (s)."""
 
 
 @dataclass(slots=True)
@@ -78,34 +75,27 @@ class UnreachableActors:
     """Watches the paths of one run."""
 
     unreachable_s: float
-    interval_s: float
-    """Usual time between two calls of ``look``."""
     window_s: float
     """Time for which an actor must be ready and reachable until its condemnations are forgotten (s)."""
     _since: dict[tuple[str, int, str, int], float] = field(default_factory=dict)
     """Time at which each path was first reported, by name and incarnation of both ends."""
     _condemnations: dict[str, _Condemnations] = field(default_factory=dict)
-    _looked_at: float = 0.0
 
     def condemnations(self, name: str) -> int:
         """Number of condemnations of an actor that are not forgotten."""
         record = self._condemnations.get(name)
         return record.number if record is not None else 0
 
-    def look(self, ready: Iterable[ReadyActor], now: float) -> list[Condemned]:
+    def look(self, ready: Iterable[ReadyActor], now: float, listening_since: float) -> list[Condemned]:
         """Read the reports of all ready actors; called every few seconds. Returns the actors to restart.
 
         Goes through the broken paths, those broken for longest first, and condemns one end of each. A path with an end
-        that was condemned just now is skipped.
+        that was condemned just now is skipped. ``listening_since`` is the time since which this process has listened
+        without a gap (s).
         """
         actors = {actor.name: actor for actor in ready if role_of(actor.name) in WATCHED}
-        if now - self._looked_at > max(LONGEST_GAP * self.unreachable_s, 3 * self.interval_s):
-            self._since.clear()
-            for each in self._condemnations.values():
-                each.unreachable_at = now
-        self._looked_at = now
-        paths = self._measure_paths(actors, now)
-        self._forget_condemnations(actors, paths, now)
+        paths = self._measure_paths(actors, now, listening_since)
+        self._forget_condemnations(actors, paths, now, listening_since)
         replicas = Counter(role_of(name) for name in actors if is_replicated(name))
         cut_off: dict[tuple[str, str], set[str]] = defaultdict(set)
         for name, other in paths:
@@ -129,7 +119,7 @@ class UnreachableActors:
                 self._condemnations[name] = _Condemnations(self.condemnations(name) + 1, now)
         return list(condemned.values())
 
-    def _measure_paths(self, actors: Mapping[str, ReadyActor], now: float) -> dict[Path, float]:
+    def _measure_paths(self, actors: Mapping[str, ReadyActor], now: float, listening_since: float) -> dict[Path, float]:
         """Return the seconds for which each path was reported without a break between the same two processes."""
         since, seconds_broken = {}, {}
         for actor in actors.values():
@@ -138,16 +128,18 @@ class UnreachableActors:
                 if other is None or other is actor or {role_of(name), role_of(actor.name)} == {"rollouter"}:
                     continue
                 key = (actor.name, actor.incarnation, name, other.incarnation)
-                since[key] = self._since.get(key, now)
+                since[key] = max(self._since.get(key, now), listening_since)
                 seconds_broken[actor.name, name] = min(seconds, now - since[key])
         self._since = since
         return seconds_broken
 
-    def _forget_condemnations(self, actors: Mapping[str, ReadyActor], paths: Iterable[Path], now: float) -> None:
+    def _forget_condemnations(
+        self, actors: Mapping[str, ReadyActor], paths: Iterable[Path], now: float, listening_since: float
+    ) -> None:
         """Forget the condemnations of actors that have been ready and on no broken path for ``window_s``."""
         broken = {name for path in paths for name in path}
         for name, record in list(self._condemnations.items()):
             if name not in actors or name in broken:
                 record.unreachable_at = now
-            elif now - record.unreachable_at >= self.window_s:
+            elif now - max(record.unreachable_at, listening_since) >= self.window_s:
                 del self._condemnations[name]

@@ -39,8 +39,8 @@ T = TypeVar("T")
 FIRST_WORD_S = 30.0
 """Seconds after its start before an actor can count as silent, because it loads its code."""
 LONGEST_GAP = 0.5
-"""Longest normal time between two calls of ``listen``, as a share of the shortest limit on silence. After a longer gap
-this process may not have listened. It normally calls ``listen`` three times within that limit."""
+"""Longest normal time between two calls of ``listen``, as a share of the shortest limit of all callers. After a longer
+gap this process may not have listened. It normally calls ``listen`` three times within that limit."""
 
 MOST_METRICS = 2048
 MOST_HISTOGRAMS = 128
@@ -220,7 +220,7 @@ class Registry:
     _looked_at: float = 0.0
     """Time of the last call of ``listen`` (s)."""
     _shortest_s: float = math.inf
-    """Shortest limit on silence of all callers."""
+    """Shortest limit of all callers of ``listen``."""
     _listening_since: float = 0.0
     """Time since which this process has listened without a gap (s)."""
 
@@ -341,17 +341,19 @@ class Registry:
         """Seconds since ``heard`` in which this process listened."""
         return now - max(heard, self._listening_since)
 
-    def listen(self, now: float, silence_s: float) -> None:
-        """Note that this process runs. Each caller calls it regularly, with its own limit on silence.
+    def listen(self, now: float, limit_s: float) -> float:
+        """Note that this process runs. Returns the time since which it has listened without a gap (s).
 
-        After a long gap between two calls, all silence counts from the second call only. This process or its host was
-        stopped meanwhile, and messages from that time are still unread.
+        Each caller calls it regularly, with its own limit on silence or another absence of news. After a long gap
+        between two calls, all silence counts from the second call only. This process or its host was stopped meanwhile,
+        and messages from that time are still unread.
         """
         # All callers share ``_looked_at``, so the shortest limit decides for all.
-        self._shortest_s = min(self._shortest_s, silence_s)
+        self._shortest_s = min(self._shortest_s, limit_s)
         if now - self._looked_at > LONGEST_GAP * self._shortest_s:
             self._listening_since = now
         self._looked_at = now
+        return self._listening_since
 
     def silent(self, now: float, silence_s: float) -> list[Condemned]:
         """The living actors that were silent for ``silence_s``. Calls ``listen``, so call it as regularly.

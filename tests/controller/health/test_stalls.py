@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from asyncrl.config.operation import WatchdogConfig
 from asyncrl.controller.health.stalls import MOST_STACKS, ActorStatus, StallDetector, describe_waits
 from asyncrl.messages.monitor import Wait
+from asyncrl.rpc.lifecycle.registry import Registry
 
 STALL_S, LOOK_S, DEADLINES_S = 100.0, 5.0, 250.0
 GROUPS, TOKENS = Wait("rollouter", "groups", 1.0), Wait("engine", "tokens", 1.0)
@@ -20,7 +21,7 @@ class Watched:
     def __init__(self, policy="report"):
         config = WatchdogConfig(stall_s=STALL_S, policy=policy, budgets_s={"starting": 300.0, "checkpointing": 250.0})
         self.detector = StallDetector(config, LOOK_S, DEADLINES_S)
-        self.now = 1000.0
+        self.registry, self.now = Registry(), 1000.0
         self.phase = "running"
         self.actors, self.entered = {}, {}
         self.reports = []
@@ -41,7 +42,8 @@ class Watched:
             name: dataclasses.replace(actor, state_s=self.now - self.entered[name])
             for name, actor in self.actors.items()
         }
-        if self.detector.look(actors, self.phase, self.now) and self.detector.report is not None:
+        listening_since = self.registry.listen(self.now, STALL_S)
+        if self.detector.look(actors, self.phase, self.now, listening_since) and self.detector.report is not None:
             self.reports.append(self.now)
 
     def passes(self, seconds):

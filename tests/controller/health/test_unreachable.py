@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from asyncrl.controller.health.unreachable import WATCHED, ReadyActor, UnreachableActors, action_after
 from asyncrl.messages.monitor import MOST_UNREACHED
+from asyncrl.rpc.lifecycle.registry import Registry
 
 UNREACHABLE_S, LOOK_S, WINDOW_S = 60.0, 1.0, 600.0
 SINGLE = ("dataloader/0", "learner/0", "learner/1", "parameter_server/0", "reward/0")
@@ -15,7 +16,8 @@ class Paths:
     """A run with broken paths, looked at every second. ``broken`` has (reporting actor, unreachable actor)."""
 
     def __init__(self, rollouters=4, alone=SINGLE):
-        self.unreachable = UnreachableActors(UNREACHABLE_S, interval_s=LOOK_S, window_s=WINDOW_S)
+        self.unreachable = UnreachableActors(UNREACHABLE_S, window_s=WINDOW_S)
+        self.registry = Registry()
         self.now = 1000.0
         self.lives = dict.fromkeys((*alone, *(f"rollouter/{i}" for i in range(rollouters))), 1)
         self.away = set()
@@ -42,7 +44,7 @@ class Paths:
                 yield ReadyActor(name=name, incarnation=incarnation, unreached=reported)
 
     def look(self):
-        return self.unreachable.look(self.ready(), self.now)
+        return self.unreachable.look(self.ready(), self.now, self.registry.listen(self.now, UNREACHABLE_S))
 
     def passes(self, seconds):
         """Let time pass. Returns the actors that are condemned and restarted meanwhile."""
