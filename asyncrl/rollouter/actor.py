@@ -36,6 +36,7 @@ from asyncrl.rollouter.groups import GroupRunner, RewardPools
 from asyncrl.rollouter.held_leases import DATALOADER, LEARNER, HeldLeases
 from asyncrl.rollouter.serving.engine_manager import EngineManager
 from asyncrl.rollouter.serving.generation import ServedPolicy, SingleTurn
+from asyncrl.rollouter.updating.fetch import PARAMETER_SERVER
 from asyncrl.rollouter.updating.update_follower import UpdateFollower
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.text.chat.renderer import make_renderer
@@ -43,7 +44,6 @@ from asyncrl.text.stops import Stops, resolve_stops
 from asyncrl.text.tokenizer import tokenizer_of
 from asyncrl.weights.segments import host_id
 
-PARAMETER_SERVER = "parameter_server/0"
 STATS_S = 0.5
 """Interval (s) of statistics to the learner while anything is generated."""
 IDLE_STATS_S = 10.0
@@ -67,7 +67,7 @@ class Rollouter(Actor):
         )
         self._policy = ServedPolicy(config, services, self._manager, self.trace)
         self._leases = HeldLeases(config, services, self.peer, self._manager, self._policy.places)
-        self._pools = RewardPools(config, services, self.peer, self.roster, self._number)
+        self._pools = RewardPools(self)
         self._groups: GroupRunner
         self._sessions: Sessions | None = None
         """The sessions of episodes; None in a run of single turns."""
@@ -93,10 +93,6 @@ class Rollouter(Actor):
         """Generation time lost to the newest update (s)."""
         self._sampling: list[tuple[float, float]] = []
         """Intervals (wall clock) of sampling that the learner has not received yet."""
-
-    @property
-    def _number(self) -> int:
-        return int(self.name.partition("/")[2])
 
     # --- life ---
 
@@ -132,7 +128,7 @@ class Rollouter(Actor):
             engine_parsers=engine_parsers(self.config),
         )
         places = self._policy.places
-        hosts = RunHosts(self.config, self.name, self.peer, self.roster, lambda: self.run_state, places)
+        hosts = RunHosts(self, places)
         hosts.connect()
         metrics = EpisodeMetrics(self.counters, self.histograms, self.config.reward.function)
         self._pools.metrics = metrics

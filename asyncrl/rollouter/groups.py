@@ -31,23 +31,18 @@ from asyncrl.rollouter.gathering import MIN_SURVIVORS
 from asyncrl.rollouter.held_leases import HeldLeases
 from asyncrl.rollouter.serving.generation import Player, TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import GroupEvents, SampleEvents
-from asyncrl.rpc.calls.peer import Peer
+from asyncrl.rpc.actor import Actor
 from asyncrl.rpc.calls.retry import LONGEST_AWAY_S, backoff, backoffs, is_refusal
-from asyncrl.rpc.lifecycle.roster import Roster
 from asyncrl.rpc.services import ActorServices
 
 
 class RewardPools:
-    """Chooses and calls reward pools for the rollouter ``number``.
+    """Chooses and calls reward pools for a rollouter. ``metrics`` counts its episodes; None if it plays none."""
 
-    ``metrics`` counts its episodes; None if it plays none.
-    """
-
-    def __init__(
-        self, config: Config, services: ActorServices, peer: Callable[[str], Peer], roster: Roster, number: int
-    ) -> None:
-        self._config, self._peer, self._roster, self._number = config, peer, roster, number
-        self._clock, self._histograms, self._notify = services.clock, services.histograms, services.notify
+    def __init__(self, rollouter: Actor) -> None:
+        self._config, self._peer, self._roster = rollouter.config, rollouter.peer, rollouter.roster
+        self._number, self._clock = rollouter.context.index, rollouter.clock
+        self._histograms, self._notify = rollouter.histograms, rollouter.notify
         self.metrics: EpisodeMetrics | None = None
         self._scoring: Counter[str] = Counter()
         """Number of trajectories that each pool is scoring, by its name."""

@@ -11,16 +11,13 @@ one if no other can be used.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import Protocol
 
-from asyncrl.config import Config
-from asyncrl.messages.actors import RunState
 from asyncrl.messages.episodes import ChatDelta, EpisodeDone, RunEpisode
 from asyncrl.rollouter.serving.admission import Slots
-from asyncrl.rpc.calls.peer import Peer
-from asyncrl.rpc.lifecycle.roster import Roster
+from asyncrl.rpc.actor import Actor
 
 
 class EpisodeHosts(Protocol):
@@ -40,34 +37,26 @@ class EpisodeHosts(Protocol):
 
 
 class RunHosts:
-    """The episode hosts of a run, for the rollouter ``name``. ``places.size`` is the room of each host."""
+    """The episode hosts of a run, for one rollouter. ``places.size`` is the room of each host."""
 
-    def __init__(
-        self,
-        config: Config,
-        name: str,
-        peer: Callable[[str], Peer],
-        roster: Roster,
-        run_state: Callable[[], RunState],
-        places: Slots,
-    ) -> None:
-        self._config, self._name, self._peer = config, name, peer
-        self._roster, self._run_state, self._places = roster, run_state, places
-        self._own_host = f"episodes/{name.partition('/')[2]}"
+    def __init__(self, rollouter: Actor, places: Slots) -> None:
+        self._rollouter, self._peer, self._places = rollouter, rollouter.peer, places
+        self._own_host, self._extra_hosts = f"episodes/{rollouter.context.index}", rollouter.config.extra_episode_hosts
 
     def connect(self) -> None:
         """Connect to all hosts, because ``choose`` returns only connected ones."""
-        for host in (self._own_host, *self._config.extra_episode_hosts):
+        for host in (self._own_host, *self._extra_hosts):
             self._peer(host).connect()
 
     def choose(self, at: Mapping[str, int], *, prefer: str, avoid: Collection[str]) -> str:
-        state, actors, room = self._run_state(), self._roster.actors, self._places.size
-        shared = [host for host in self._config.extra_episode_hosts if host in actors]
+        state, actors, room = self._rollouter.run_state, self._rollouter.roster.actors, self._places.size
+        shared = [host for host in self._extra_hosts if host in actors]
         departing = {*(each.name for each in state.condemned), *(each.name for each in state.leaving)}
         living = {host for host in (self._own_host, *shared) if self._peer(host).ready and host not in departing}
         rollouters = [name for name in actors if name.startswith("rollouter/")]
         # A rollouter that has just joined is not in the roster yet, and uses no shared host.
-        own_shares = shares(self._name, rollouters, shared, room) if self._name in rollouters else {}
+        name = self._rollouter.name
+        own_shares = shares(name, rollouters, shared, room) if name in rollouters else {}
         return choose(self._own_host, own_shares, at, room=room, living=living, prefer=prefer, avoid=avoid)
 
     def run(self, host: str, request: RunEpisode, timeout: float) -> asyncio.Future[EpisodeDone]:
