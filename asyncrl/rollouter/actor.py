@@ -66,7 +66,7 @@ class Rollouter(Actor):
             config, lambda: make_engine(config, self.name), self.clock, self.states, self.awaits, slices
         )
         self._policy = ServedPolicy(config, services, self._manager, self.trace)
-        self._leases = HeldLeases(config, services, self.peer, self._manager, self._policy.places)
+        self._leases = HeldLeases(self, self._manager, self._policy.places)
         self._pools = RewardPools(self)
         self._groups: GroupRunner
         self._sessions: Sessions | None = None

@@ -15,19 +15,17 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Collection
 
 from msgspec.structs import replace
 
-from asyncrl.config import Config
 from asyncrl.core.errors import DeadlineExceeded, MessageTooLarge, RemoteError, WireError
 from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
 from asyncrl.messages.groups import Deliver, Group, Lease, NewLeases, RequestLeases, ReturnLeases
 from asyncrl.rollouter.serving.admission import Slots
 from asyncrl.rollouter.serving.engine_manager import EngineManager
-from asyncrl.rpc.calls.peer import Peer
+from asyncrl.rpc.actor import Actor
 from asyncrl.rpc.calls.retry import AWAY_S, log_and_pause, log_away, pause
-from asyncrl.rpc.services import ActorServices
 
 DATALOADER, LEARNER = "dataloader/0", "learner/0"
 LEARNER_LOOK_S = 1.0
@@ -37,19 +35,12 @@ GIVE_BACK_S = 5.0
 
 
 class HeldLeases:
-    """Leases of this rollouter. ``places.size`` is the number of trajectories that it may generate at a time."""
+    """Leases of a rollouter. ``places.size`` is the number of trajectories that it may generate at a time."""
 
-    def __init__(
-        self,
-        config: Config,
-        services: ActorServices,
-        peer: Callable[[str], Peer],
-        manager: EngineManager,
-        places: Slots,
-    ) -> None:
-        self._config, self._peer, self._manager, self._places = config, peer, manager, places
-        self._awaits, self._counters, self._clock = services.awaits, services.counters, services.clock
-        self._histograms, self._log = services.histograms, services.log
+    def __init__(self, rollouter: Actor, manager: EngineManager, places: Slots) -> None:
+        self._config, self._peer, self._manager, self._places = rollouter.config, rollouter.peer, manager, places
+        self._awaits, self._counters, self._clock = rollouter.awaits, rollouter.counters, rollouter.clock
+        self._histograms, self._log = rollouter.histograms, rollouter.log
         self.held: dict[str, Lease] = {}
         """The held leases, by uid."""
         self.taken_at: dict[str, float] = {}

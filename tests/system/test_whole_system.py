@@ -95,9 +95,9 @@ def test_a_group_is_taken_only_from_the_rollouter_that_it_was_leased_to(tmp_path
     refused = []
 
     class AfterAThief(HeldLeases):
-        def __init__(self, config, services, *parts):
-            super().__init__(config, services, *parts)
-            self.holder = services.name
+        def __init__(self, rollouter, *parts):
+            super().__init__(rollouter, *parts)
+            self.holder = rollouter.name
 
         async def deliver(self, group):
             thief = system.actors["rollouter/1"]
