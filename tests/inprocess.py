@@ -13,7 +13,7 @@ import harness
 
 from asyncrl.config import Config
 from asyncrl.core.errors import Refused
-from asyncrl.core.roles import ROLES, is_optional, rank_group_of, role_of
+from asyncrl.core.roles import ROLES, is_optional, role_of
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft, Join, Leave, MemberHost
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller
@@ -37,7 +37,7 @@ class System:
         self.run_dir = run_dir
         self.network = MemoryNetwork()
         self.actors: dict[str, Actor] = {}
-        self._incarnations = Incarnations(0, rank_group_of)
+        self._incarnations = Incarnations(0)
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._clock = clock
         (run_dir / "private").mkdir(parents=True)

@@ -30,7 +30,7 @@ from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.controller.succession import Succession
 from asyncrl.core.errors import InvalidRequest, Refused
-from asyncrl.core.roles import rank_group_of, role_of
+from asyncrl.core.roles import role_of
 from asyncrl.messages import Done
 from asyncrl.messages.actors import (
     ActorEnded,
@@ -71,7 +71,7 @@ class Controller(RunActor):
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
-        self.registry = Registry(rank_group_of)
+        self.registry = Registry()
         self.machine = RunStateMachine(
             expected=frozenset(self.config.actors) - {CONTROLLER},
             now=self.clock.now(),

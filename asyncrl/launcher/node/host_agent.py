@@ -21,7 +21,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError
-from asyncrl.core.roles import ROLES, rank_group_of, role_of
+from asyncrl.core.roles import ROLES, role_of
 from asyncrl.launcher.common.agent_messages import (
     ARRIVED,
     AT_ONCE,
@@ -76,7 +76,7 @@ class HostAgent:
         self._guard = os.getppid()
         logs = {name: f"{spec.log_dir}/{name.replace('/', '-')}.log" for name in spec.actors}
         self._state = AgentState(logs, config.supervision, config.preempt.grace_s)
-        self._incarnations = Incarnations(spec.above, rank_group_of)
+        self._incarnations = Incarnations(spec.above)
         self._children: dict[str, Child] = {}
         """The living process of each actor."""
         self._starts: dict[str, int] = {}

@@ -12,9 +12,10 @@ knows the processes that it has started. The controller reports those that anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from asyncrl.core.roles import rank_group_of
 from asyncrl.messages.actors import Dead
 
 SPAN = 1 << 32
@@ -48,8 +49,6 @@ class Incarnations:
     """Assigns the incarnations of one node agent's actors. ``above`` is below all incarnations of this attempt."""
 
     above: int
-    rank_group_of: Callable[[str], str]
-    """(name of an actor) → name of its rank group; empty for an actor without one."""
     _newest: dict[str, int] = field(default_factory=dict)
     """Newest incarnation of each name."""
     _generations: dict[str, int] = field(default_factory=dict)
@@ -58,7 +57,7 @@ class Incarnations:
     def next(self, name: str) -> int:
         """Assigns the incarnation of a process of actor ``name`` that starts now."""
         number = self._newest.get(name, self.above) + 1
-        if rank_group := self.rank_group_of(name):
+        if rank_group := rank_group_of(name):
             number = self._generations[rank_group] = max(number, self._generations.get(rank_group, 0))
         self._newest[name] = number
         return number

@@ -31,6 +31,7 @@ from typing import TypeVar
 import msgspec
 
 from asyncrl.core.errors import Refused
+from asyncrl.core.roles import rank_group_of
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
 from asyncrl.messages.monitor import Event, Gpu, Heartbeat, Histogram, Resource, UnreachedRecord, Wait
 
@@ -203,9 +204,8 @@ def _cut(event: Event, actor: str) -> Event:
 
 @dataclass(slots=True)
 class Registry:
-    """Entries by actor name. ``rank_group_of`` names the rank group of an actor; empty for an actor without one."""
+    """Entries by actor name."""
 
-    rank_group_of: Callable[[str], str] = lambda _: ""
     entries: dict[str, Entry] = field(default_factory=dict)
     left_out: int = 0
     """Number of values of heartbeats that were left out."""
@@ -396,7 +396,7 @@ class Registry:
                 # The death of the predecessor is not reported yet, but its agent started this one after it.
                 entry.ended = True
             entry = self._enter(Entry(record, since=now, heard=now))
-            if rank_group := self.rank_group_of(name):
+            if rank_group := rank_group_of(name):
                 # All generations below its own are over.
                 self._end_generation_of(name, incarnation - 1, "died")
                 if incarnation < self.generations[rank_group]:
@@ -423,7 +423,7 @@ class Registry:
 
     def _end_generation_of(self, name: str, generation: int, what: str) -> None:
         """End this and all older generations of an actor's rank group, if it has one. ``what`` is a verb, as "died"."""
-        if rank_group := self.rank_group_of(name):
+        if rank_group := rank_group_of(name):
             reason = f"{name} {what}, and all of {rank_group} start again together"
             self._end_generations(rank_group, generation + 1, reason)
 
@@ -437,5 +437,5 @@ class Registry:
         self.generations[rank_group], self._reasons[rank_group] = below, reason
         self.changes += 1
         for name, entry in self.entries.items():
-            if self.rank_group_of(name) == rank_group and entry.heard_of and entry.record.incarnation < below:
+            if rank_group_of(name) == rank_group and entry.heard_of and entry.record.incarnation < below:
                 entry.condemned = reason

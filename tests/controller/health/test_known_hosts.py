@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from asyncrl.controller.health.known_hosts import BEATS, KnownHosts
 from asyncrl.core.errors import Refused
-from asyncrl.core.roles import rank_group_of
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
 from asyncrl.messages.hosts import MemberHost
 from asyncrl.messages.monitor import Heartbeat
@@ -26,7 +25,7 @@ class World:
     """A registry and hosts. Every actor that is not cut off beats once a second."""
 
     def __init__(self):
-        self.registry, self.now = Registry(rank_group_of), 0.0
+        self.registry, self.now = Registry(), 0.0
         self.hosts = KnownHosts(LOST_S, BEAT_S, "controller/0", FROZEN_S)
         self.quiet = set()
         self.idle = set()

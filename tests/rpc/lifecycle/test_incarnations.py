@@ -8,7 +8,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncrl.core.errors import Refused
-from asyncrl.core.roles import rank_group_of
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
 from asyncrl.rpc.lifecycle.incarnations import LEAP, SPAN, Incarnations, attempt_begins_above, numbers_begin_above
 from asyncrl.rpc.lifecycle.registry import Registry
@@ -29,12 +28,12 @@ FROZEN = "it did not beat for 61 s"
     ],
 )
 def test_an_agent_numbers_incarnations_by_itself(starts, numbers):
-    own = Incarnations(4 * SPAN, rank_group_of)
+    own = Incarnations(4 * SPAN)
     assert [own.next(name) - 4 * SPAN for name in starts] == numbers
 
 
 def test_the_number_of_the_controller_wins():
-    own = Incarnations(0, rank_group_of)
+    own = Incarnations(0)
     assert own.next("learner/0") == 1
     own.stay_above([Dead("learner/0", 1), Dead(ROLLOUTER, 5)], {"learner": 9})
     assert own.next("learner/0") == 9
@@ -95,10 +94,8 @@ class World:
         self.attempt += 1
         self.above = attempt_begins_above(self.attempt, self.written)
         assert all(number <= self.above for numbers in self.lives.values() for number in numbers)
-        self.agents = [
-            Agent(Incarnations(self.above, rank_group_of), actors) for actors in ({RANKS[0], ROLLOUTER}, set(RANKS[1:]))
-        ]
-        self.registry, self.met = Registry(rank_group_of), {}
+        self.agents = [Agent(Incarnations(self.above), actors) for actors in ({RANKS[0], ROLLOUTER}, set(RANKS[1:]))]
+        self.registry, self.met = Registry(), {}
         for name in NAMES:
             self.start(name)
         self.settle()
@@ -174,10 +171,10 @@ class World:
             case "freeze" if name in agent.living:
                 self.registry.condemn([Condemned(name, agent.living[name], FROZEN)])
             case "restart":
-                before, self.registry = self.registry, Registry(rank_group_of)
+                before, self.registry = self.registry, Registry()
                 self.registry.recall(before.newest, before.generations)
             case "forget":
-                self.registry = Registry(rank_group_of)
+                self.registry = Registry()
             case "cut":
                 agent.is_cut_off = True
                 self.registry.lose(agent.actors, "its host was lost", 0.0)
@@ -188,7 +185,7 @@ class World:
                 # Its host is lost for good. Another agent takes over its actors and reports that
                 # it starts them: a later agent counts from the reported numbers.
                 self.agents.remove(agent)
-                self.agents.append(Agent(Incarnations(self.above, rank_group_of), agent.actors))
+                self.agents.append(Agent(Incarnations(self.above), agent.actors))
                 for each in sorted(agent.actors):
                     self.start(each)
             case "resume":

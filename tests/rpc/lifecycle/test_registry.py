@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.core.errors import Refused
-from asyncrl.core.roles import rank_group_of
 from asyncrl.messages.actors import ActorRecord, Condemned
 from asyncrl.messages.monitor import Heartbeat
 from asyncrl.rpc.lifecycle.registry import LONGEST_GAP, Registry
@@ -20,7 +19,7 @@ def beat(number):
 
 
 def test_an_actor_is_ready_from_its_first_address_to_its_end():
-    registry = Registry(rank_group_of)
+    registry = Registry()
     registry.register(record(5, address=""), 0.0)
     assert registry.resolve("rollouter/0") is registry.resolve("rollouter/0", unready=True) is None
     # Its facts are available before that.
@@ -39,7 +38,7 @@ def test_an_actor_is_ready_from_its_first_address_to_its_end():
 
 
 def test_a_heartbeat_older_than_the_newest_is_ignored():
-    registry = Registry(rank_group_of)
+    registry = Registry()
     assert not registry.heartbeat("rollouter/0", 9, beat(1), 0.0)
     registry.register(record(9), 0.0)
     entry, seen = registry.entries["rollouter/0"], []
@@ -54,7 +53,7 @@ STALL_S = 40.0
 
 def beaten(*, at):
     """An actor of incarnation 9 with its last beat at ``at``, in a registry that has listened from 0 on."""
-    registry = Registry(rank_group_of)
+    registry = Registry()
     registry.silent(0.0, STALL_S)
     registry.register(record(9), 0.0)
     registry.heartbeat("rollouter/0", 9, beat(1), at)
@@ -88,7 +87,7 @@ def test_an_actor_without_heartbeats_is_silent_and_its_successor_has_its_own_tim
 
 def test_a_new_process_has_time_to_load_its_code():
     """Others are noticed at the shortest silence that may be configured: three heartbeats, checked once in each."""
-    registry = Registry(rank_group_of)
+    registry = Registry()
     registry.started("rollouter/0", 7, 0.0)
     registry.register(record(7, name="rollouter/1"), 0.0)
     found = [[actor.name for actor in registry.silent(float(now), 3.0)] for now in range(31)]
@@ -127,7 +126,7 @@ def test_a_gap_that_is_short_for_hosts_does_not_count_as_silence_of_actors():
     )
 )
 def test_only_the_newest_incarnation_is_heard(events):
-    registry = Registry(rank_group_of)
+    registry = Registry()
     newest, dead = 0, set()
     for now, (kind, incarnation, ready) in enumerate(events):
         fresh = incarnation >= newest and incarnation not in dead
@@ -156,7 +155,7 @@ FROZEN = "it did not beat for 61 s"
 
 def registry_of_ranks(**incarnations):
     """A registry with these ranks ready, by their number, and a rollouter."""
-    registry = Registry(rank_group_of)
+    registry = Registry()
     registry.register(record(5), 0.0)
     for rank, incarnation in incarnations.items():
         registry.register(record(incarnation, name=f"learner/{rank[1:]}"), 0.0)
@@ -230,7 +229,7 @@ def test_the_death_of_a_rank_ends_its_generation_unless_it_was_asked_to_end():
 
 
 def successor_of(registry):
-    found = Registry(rank_group_of)
+    found = Registry()
     found.recall(registry.newest, registry.generations)
     return found
 
@@ -247,7 +246,7 @@ def test_an_actor_lost_with_its_host_is_dead_for_later_registries():
 
 
 def test_changes_count_the_state_that_has_to_be_saved():
-    registry = Registry(rank_group_of)
+    registry = Registry()
     registry.register(record(5), 0.0)
     before = registry.changes
     registry.register(record(5, address="tcp://127.0.0.1:2"), 0.0)
