@@ -87,7 +87,6 @@ class Controller(RunActor):
         self._hosts = KnownHosts(
             supervision.host_lost_s,
             supervision.heartbeat_s,
-            CONTROLLER,
             # Within this time the host's guard kills a frozen agent, and then the whole host is silent.
             frozen_s=supervision.agent_silence_s + supervision.host_lost_s,
         )

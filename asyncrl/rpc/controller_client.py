@@ -25,6 +25,7 @@ from asyncrl.messages import Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.rpc.calls.endpoint import Endpoint
 from asyncrl.rpc.calls.peer import Peer
+from asyncrl.rpc.calls.retry import AWAY_S, is_refusal
 from asyncrl.rpc.calls.server import CROWDED
 from asyncrl.rpc.lifecycle.roster import CONTROLLER
 from asyncrl.rpc.wire.keys import SHARED_INCARNATION, Credentials
@@ -37,8 +38,6 @@ LOOK_S = 10.0
 """Seconds without an answer after which ``ask`` checks whether the run still lives, and calls again.
 
 A request that is not idempotent is not repeated; ``ask`` checks at its deadline."""
-AGAIN_S = 0.5
-"""Seconds before a call is repeated."""
 
 
 class RequestRefused(UsageError):
@@ -86,9 +85,9 @@ class ControllerClient:
             try:
                 return await self.peer.call(request, timeout=min(until - loop.time(), look_s))
             except RemoteError as error:
-                if not error.retryable or loop.time() + AGAIN_S >= until:
+                if is_refusal(error) or loop.time() + AWAY_S >= until:
                     raise RequestRefused(error.message) from None
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(AWAY_S)
             except ProtocolError as error:
                 raise RequestRefused(str(error)) from None
             except Refused as error:

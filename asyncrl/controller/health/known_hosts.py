@@ -20,6 +20,7 @@ from typing import Any
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.hosts import MemberHost
 from asyncrl.rpc.lifecycle.registry import Registry
+from asyncrl.rpc.lifecycle.roster import CONTROLLER
 
 BEATS = 3
 """Number of heartbeats that all actors of a host miss before the host is in doubt."""
@@ -31,11 +32,10 @@ HOST = "host"
 
 @dataclass(slots=True)
 class KnownHosts:
-    """The hosts of one run, by their agents. ``head`` is the name of an actor on the head."""
+    """The hosts of one run, by their agents."""
 
     lost_s: float
     heartbeat_s: float
-    head: str
     frozen_s: float
     known: dict[str, MemberHost] = field(default_factory=dict)
     lost: dict[str, float] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class KnownHosts:
 
     def _is_in_doubt(self, host: MemberHost, registry: Registry, now: float) -> bool:
         """Whether the agent and all living actors of the host have missed BEATS heartbeats; never for the head."""
-        if self.head in host.actors:
+        if CONTROLLER in host.actors:
             return False
         for name, silent_s in self._silences(host, registry, now).items():
             entry = registry.entries.get(name)
@@ -115,7 +115,7 @@ class KnownHosts:
 
     def _is_lost(self, host: MemberHost, registry: Registry, now: float) -> bool:
         """Whether the whole host was silent for ``lost_s``, or its agent for ``frozen_s``; never for the head."""
-        if self.head in host.actors:
+        if CONTROLLER in host.actors:
             return False
         silent_s = self._silences(host, registry, now)
         return min(silent_s.values()) >= self.lost_s or silent_s[host.agent] >= self.frozen_s

@@ -26,7 +26,7 @@ class World:
 
     def __init__(self):
         self.registry, self.now = Registry(), 0.0
-        self.hosts = KnownHosts(LOST_S, BEAT_S, "controller/0", FROZEN_S)
+        self.hosts = KnownHosts(LOST_S, BEAT_S, FROZEN_S)
         self.quiet = set()
         self.idle = set()
         """Actors that announce that they skip IDLE beats in a row."""
@@ -160,7 +160,7 @@ def test_a_successor_of_the_controller_knows_the_hosts_that_are_cut_off():
     world, registry = World(), Registry()
     for facts in ({}, {"actors": "rollouter/0"}, {"actors": None}):
         assert not world.hosts.register(ActorRecord(name="agent/9", incarnation=1, address="", facts=facts), 0.0)
-    successor = KnownHosts(LOST_S, BEAT_S, "controller/0", FROZEN_S)
+    successor = KnownHosts(LOST_S, BEAT_S, FROZEN_S)
     successor.recall(world.hosts.describe(), 100.0)
     assert successor.known == world.hosts.known
     assert not any(successor.look(registry, float(now))[0] for now in range(100, 130))

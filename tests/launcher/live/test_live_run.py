@@ -57,7 +57,7 @@ def speak(folder, address="tcp://127.0.0.1:7000"):
 
 
 def test_idempotent_calls_are_repeated_and_refusals_show_the_controllers_text(lived, monkeypatch):
-    monkeypatch.setattr(controller_client, "AGAIN_S", 0.01)
+    monkeypatch.setattr(controller_client, "AWAY_S", 0.01)
     speak(lived)
     crowded = Refused("controller/0", CROWDED, ours="one more", theirs="at most 64 at once")
     ends = [RemoteError("controller/0", "cancelled", "the call was cancelled", retryable=True), None]
