@@ -40,7 +40,6 @@ from asyncrl.launcher.common.agent_messages import (
     KILL,
     Checked,
     HostOffer,
-    RouteQuery,
     Routes,
     agent_name,
 )
@@ -66,7 +65,8 @@ from asyncrl.launcher.host_part import (
     prepare,
     start_agent,
 )
-from asyncrl.launcher.hosts import addresses
+from asyncrl.launcher.hosts.addresses import find_addresses, is_this_host
+from asyncrl.launcher.hosts.between_hosts import compare_identities
 from asyncrl.launcher.hosts.checks import check_part
 from asyncrl.launcher.hosts.contact import ReachedHosts
 from asyncrl.launcher.hosts.hostfile import HostLine
@@ -189,9 +189,9 @@ class Launch:
 
         Raises UsageError, and the errors of ``find_resumption``.
         """
-        here = [line for line in self.lines if addresses.is_this_host(line.name)]
-        if len(here) > 1:
-            raise UsageError(f"{' and '.join(line.name for line in here)} are the same host, this one; name it once")
+        here = [line for line in self.lines if is_this_host(line.name)]
+        # A second name of this host need not be reached to be refused.
+        _require_different(dict.fromkeys((line.name for line in here), socket.gethostname()))
         self.head_is_here = bool(here) and not everywhere
         self.lines = [*here, *(line for line in self.lines if line not in here)]
         self.head = self.lines[0].name
@@ -222,6 +222,7 @@ class Launch:
         # head_is_here skips the first line, which is then this host.
         await self.reached.reach([line.name for line in self.lines[self.head_is_here :]])
         self.facts |= {name: contact.facts for name, contact in self.reached.contacts.items()}
+        _require_different({name: facts.identity for name, facts in self.facts.items()})
         finished = self.resumption is not None and self.resumption.is_finished
         if not finished:
             await self._pin()
@@ -338,15 +339,11 @@ class Launch:
         return found + [finding for name, answer in answers.items() for finding in on_host(name, answer.findings)]
 
     async def _addresses(self) -> dict[str, str]:
-        """Return each host's address: empty for one host, else by network.interface or the route to the head."""
+        """Return the address of each host; empty for one host."""
         if len(self.facts) == 1:
             return {self.head: ""}
-        if self.config.network.interface is not None:
-            return addresses.by_interface(self.facts, self.config.network.interface)
-        others = [name for name in self.facts if name != self.head]
-        query = RouteQuery(head=self.head, addresses=list(addresses.usable(self.facts[self.head])))
-        routes = await self.reached.ask(dict.fromkeys(others, query), Routes, "answered")
-        return addresses.by_route(self.head, self.facts, routes)
+        interface = self.config.network.interface
+        return await find_addresses(self.facts, interface, lambda query: self.reached.ask(query, Routes, "answered"))
 
     # --- the run ---
 
@@ -444,6 +441,12 @@ class Launch:
             argv = [*GUARD_ARGV, "PRIVATE_FOLDER", "LOCK"] if here else self.reached.start.argv(host.name)
             rows.append(host_row(host, argv))
         return rows
+
+
+def _require_different(identities: Mapping[str, str]) -> None:
+    """Raise UsageError if two names of hosts have one identity."""
+    if problems := errors_of(compare_identities(identities)):
+        raise UsageError("\n".join(problems))
 
 
 def begin(

@@ -233,7 +233,7 @@ class NextUpdate(Request, frozen=True, kw_only=True):
     idle = True
     serving: int
     host: str
-    """host_id of the replica (weights/segments.py): it can open the segments of all processes with the same value."""
+    """host_id of the replica (rpc/linux.py): it can open the segments of all processes with the same value."""
     workers: Annotated[int, Meta(ge=1)] = 1
     """Processes of the engine that take part in a broadcast."""
     joins_nccl: bool = False

@@ -40,9 +40,9 @@ from asyncrl.messages.weights import (
 from asyncrl.parameter_server.conductor import Conductor
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
+from asyncrl.rpc.linux import host_id
 from asyncrl.rpc.parking_lot import AT_ONCE, ParkingLot
 from asyncrl.weights.held_version import HeldVersion, hold
-from asyncrl.weights.segments import host_id
 
 COMPARED_VERSIONS = 16
 """Number of versions whose engine checksums are kept, for replicas that load them late."""

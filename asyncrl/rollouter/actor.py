@@ -39,10 +39,10 @@ from asyncrl.rollouter.serving.generation import ServedPolicy, SingleTurn
 from asyncrl.rollouter.updating.fetch import PARAMETER_SERVER
 from asyncrl.rollouter.updating.update_follower import UpdateFollower
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
+from asyncrl.rpc.linux import host_id
 from asyncrl.text.chat.renderer import make_renderer
 from asyncrl.text.stops import Stops, resolve_stops
 from asyncrl.text.tokenizer import tokenizer_of
-from asyncrl.weights.segments import host_id
 
 STATS_S = 0.5
 """Interval (s) of statistics to the learner while anything is generated."""

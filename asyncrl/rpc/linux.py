@@ -1,4 +1,4 @@
-"""Linux's means for processes, with the standard library alone: their descendants, their age and their limits.
+"""Linux's means for processes, with the standard library alone: descendants, age, limits, host.
 
 A *subreaper* becomes the parent of every descendant whose own parent dies, in any session or process group and with any
 environment. So the rule is simple: kill all children, reap them, and repeat while children are left. Signals go only to
@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import time
+from functools import cache
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -44,6 +45,13 @@ def children_of(pid: int) -> list[int]:
             if int(fields.split()[1]) == pid:
                 children.append(int(entry))
     return children
+
+
+@cache
+def host_id() -> str:
+    """Return an id of kernel, PID namespace and user. Processes with the same id can open segments of one another."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"
 
 
 def descriptor_limit() -> int:

@@ -15,9 +15,7 @@ import mmap
 import os
 import re
 from collections.abc import Sequence
-from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -198,10 +196,3 @@ def compare_checksums(found: int, checksum: int, *, version: int, index: int) ->
         raise WeightsCorrupt(
             f"its checksum is {found:#018x} instead of {checksum:#018x}", version=version, bucket=index
         )
-
-
-@cache
-def host_id() -> str:
-    """Return an id of kernel, PID namespace and user. Processes with the same id can open segments of one another."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"

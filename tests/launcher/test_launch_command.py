@@ -14,9 +14,13 @@ from launcher.run_folder.test_resume import write_checkpoint
 from asyncrl.cli import launch
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import load_config
+from asyncrl.core.errors import UsageError
 from asyncrl.dataloader.prompts import load_dataset
 from asyncrl.gpu import shared_gpus
 from asyncrl.launcher.checks import check_list
+from asyncrl.launcher.hosts.hostfile import HostLine
+from asyncrl.launcher.hosts.start import LocalStart
+from asyncrl.launcher.launch import run_hosts
 from asyncrl.launcher.run_folder.folders import create_run_folder
 from asyncrl.rpc.linux import children_of
 from tools.learn.chat_model import make_model, make_tokenizer, save
@@ -150,6 +154,13 @@ def test_a_dry_run_shows_everything_and_starts_nothing(config, tmp_path, capsys)
     checks = [row.split()[:2] for row in shown[shown.index("checks:") :].splitlines()[1:]]
     assert ["ok", "reward"] in checks and ["ok", "data"] in checks and ["ok", "ports"] in checks
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(("names", "start"), [(("localhost", "127.0.0.1"), None), (("x", "y"), LocalStart())])
+def test_two_names_of_one_machine_are_refused(config, tmp_path, names, start):
+    with pytest.raises(UsageError, match=f"{names[1]} and {names[0]} are one machine .*; fix: name each host once"):
+        run_hosts(load_config([config], {}), [HostLine(name) for name in names], start)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_host_with_one_gpu_shares_it(config, tmp_path, monkeypatch, capsys):

@@ -29,7 +29,8 @@ from asyncrl.messages.weights import (
     WatchPublished,
 )
 from asyncrl.parameter_server.actor import COMPARED_VERSIONS, ParameterServer
-from asyncrl.weights.segments import Segment, host_id, layout
+from asyncrl.rpc.linux import host_id
+from asyncrl.weights.segments import Segment, layout
 
 NAME, LEARNER = "parameter_server/0", "learner/0"
 R = ("rollouter/0", "rollouter/1")

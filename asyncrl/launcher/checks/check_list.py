@@ -1,8 +1,8 @@
 """The list of checks, and the function that runs it on one host.
 
 ``asyncrl-launch`` runs the list on every host before a start; errors prevent the start, and warnings are printed.
-``asyncrl-doctor`` runs the same list and adds the checks that compare hosts with each other. No check imports torch or
-starts an actor. The user's files and code are read and called in processes of their own, under deadlines.
+``asyncrl-doctor`` runs the same list and adds the checks that compare hosts (hosts/between_hosts.py). No check imports
+torch or starts an actor. The user's files and code are read and called in processes of their own, under deadlines.
 
 A check gets a CheckedHost and returns findings (findings.py), none if the host has nothing to check.
 """
@@ -345,7 +345,7 @@ ORDER = (
 )
 """Names of all checks, in the order in which findings are shown.
 
-Only asyncrl-doctor runs the checks that compare hosts, and the search for leftovers.
+Only asyncrl-doctor makes findings of the checks that compare hosts, and searches for leftovers.
 """
 CHECKS: Sequence[Callable[[CheckedHost], Awaitable[Iterable[Finding | None]]]] = (
     *(_sharing, _nccl, _ports, _hub, _model, _inputs, _reward, _algorithm, _curriculum, _learning, _episode),

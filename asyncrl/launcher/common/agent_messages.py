@@ -23,12 +23,23 @@ from asyncrl.launcher.checks.findings import Finding
 # --- before the agent lives ---
 
 
+class Card(Struct, frozen=True, kw_only=True):
+    """A GPU, as nvidia-smi describes it."""
+
+    name: str
+    driver: str
+    total_bytes: int
+    used_bytes: int
+
+
 class HostOffer(Struct, frozen=True, kw_only=True, tag="facts"):
-    """The first line that a host sends: what it offers to a run."""
+    """The first line that a host sends: what it offers to a run. Only asyncrl-doctor asks for versions and cards."""
 
     version: str
     """Version of asyncrl on the host."""
     hostname: str
+    identity: str = ""
+    """Identifies the machine: equal for two host names that lead to one machine."""
     cpus: int
     gpus: list[str]
     """Values that CUDA_VISIBLE_DEVICES may take on the host."""
@@ -38,6 +49,10 @@ class HostOffer(Struct, frozen=True, kw_only=True, tag="facts"):
     """IPv4 address by network interface."""
     client: str = ""
     """Address from which the launcher reached this host, as ssh reports it; empty without ssh."""
+    versions: dict[str, str] = {}
+    """Version by package; empty if it is not installed."""
+    cards: dict[str, Card] = {}
+    """GPUs by their index."""
 
 
 class RouteQuery(Struct, frozen=True, kw_only=True, tag="routes"):

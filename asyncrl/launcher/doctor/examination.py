@@ -21,30 +21,19 @@ from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.config.hub import with_pins
 from asyncrl.config.load import config_to_json
+from asyncrl.config.operation import NetworkConfig
 from asyncrl.core.errors import ConfigError, HostFailed, UsageError
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.launcher.checks.check_list import in_order
 from asyncrl.launcher.checks.findings import CheckOrder, Finding, fail, ok, on_host, warn
 from asyncrl.launcher.checks.hub import Pins, for_actors, pin
-from asyncrl.launcher.common.agent_messages import Checked, RouteQuery, Routes
+from asyncrl.launcher.common.agent_messages import Checked, HostOffer, RouteQuery, Routes
 from asyncrl.launcher.common.placement import Placed, place, shared_gpus, with_episode_hosts, with_gpus
-from asyncrl.launcher.doctor.between_hosts import (
-    Link,
-    best_offset,
-    compare_clocks,
-    compare_identities,
-    compare_models,
-    compare_versions,
-    judge_gpus,
-    judge_links,
-    needed_packages,
-)
 from asyncrl.launcher.doctor.orders import (
     Begin,
     Connect,
     Connected,
     FindLeftovers,
-    HostFacts,
     Listen,
     Listener,
     Listening,
@@ -55,7 +44,18 @@ from asyncrl.launcher.doctor.orders import (
     Time,
 )
 from asyncrl.launcher.host_part import host_of, passed_on
-from asyncrl.launcher.hosts.addresses import by_interface, by_route, interface_of, usable
+from asyncrl.launcher.hosts.addresses import find_addresses, interface_of
+from asyncrl.launcher.hosts.between_hosts import (
+    Link,
+    best_offset,
+    compare_clocks,
+    compare_identities,
+    compare_models,
+    compare_versions,
+    judge_gpus,
+    judge_links,
+    needed_packages,
+)
 from asyncrl.launcher.hosts.contact import Contact
 from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.hosts.start import StartCommand
@@ -90,8 +90,8 @@ class Examination:
     _findings: list[Finding] = field(default_factory=list)
     _contacts: dict[str, Contact] = field(default_factory=dict)
     """Contacts of the hosts that still answer, by host name."""
-    _facts: dict[str, HostFacts] = field(default_factory=dict)
-    """Facts of these hosts, by name, the head's first."""
+    _facts: dict[str, HostOffer] = field(default_factory=dict)
+    """What these hosts offer, by name, the head's first."""
     _placed: list[Placed] = field(default_factory=list)
     """Actors with their hosts; empty without a placement."""
     _addresses: dict[str, str] = field(default_factory=dict)
@@ -119,8 +119,8 @@ class Examination:
 
     async def _examine(self) -> None:
         """Take each step on the hosts that still answer; the steps record their findings."""
-        self._findings += [ok("ssh", f"answers as {facts.facts.hostname}", host) for host, facts in self._facts.items()]
-        self._findings += compare_identities(self._facts)
+        self._findings += [ok("ssh", f"answers as {facts.hostname}", host) for host, facts in self._facts.items()]
+        self._findings += compare_identities({host: facts.identity for host, facts in self._facts.items()})
         for step in (
             self._read_clocks,
             self._find_addresses,
@@ -147,11 +147,11 @@ class Examination:
 
     # --- asking ---
 
-    async def _begin(self, contact: Contact) -> HostFacts:
+    async def _begin(self, contact: Contact) -> HostOffer:
         await contact.reach()
         # Three waits may lie between two orders to a host: for its own answer, for the slowest host's, for the head's.
         begin = Begin(deadline_s=3 * self.answer_s, folder=str(Path.cwd()), env=passed_on())
-        return await contact.ask(begin, HostFacts)
+        return await contact.ask(begin, HostOffer)
 
     async def _ask_all(
         self, question: Callable[[Contact], Awaitable[T]], hosts: Sequence[str] | None = None
@@ -199,44 +199,29 @@ class Examination:
     # --- addresses and placement ---
 
     async def _find_addresses(self) -> None:
-        """Choose each host's address as the launcher does (hosts/addresses.py), and judge it if there are several.
+        """Choose each host's address as the launcher does, if there are several hosts.
 
-        The address belongs to network.interface if that is set, else to the host's route to the head. If no choice is
-        possible, records failures and leaves ``_addresses`` empty.
+        If no choice is possible, records failures and leaves ``_addresses`` empty.
         """
-        network = self.config.network if self.config is not None else None
+        network = self.config.network if self.config is not None else NetworkConfig()
         if not self._several:
-            self._addresses = {self._head: network.host if network is not None else LOOPBACK}
+            self._addresses = {self._head: network.host}
             return
-        facts = {host: each.facts for host, each in self._facts.items()}
-        head = self._head
+
+        async def ask(queries: Mapping[str, RouteQuery]) -> Mapping[str, Routes]:
+            return await self._ask_all(lambda contact: contact.ask(queries[contact.name], Routes), list(queries))
+
         try:
-            if network is not None and network.interface is not None:
-                self._addresses = by_interface(facts, network.interface)
-            else:
-                query = RouteQuery(head=head, addresses=list(usable(facts[head])))
-                others = [host for host in facts if host != head]
-                routes = await self._ask_all(lambda contact: contact.ask(query, Routes), others)
-                facts = {host: each for host, each in facts.items() if host == head or host in routes}
-                if routes:
-                    self._addresses = by_route(head, facts, routes)
-                else:
-                    # Only the head still answers.
-                    self._addresses = {head: next(iter(usable(facts[head])), LOOPBACK)}
+            self._addresses = await find_addresses(dict(self._facts), network.interface, ask)
         except UsageError as error:
             for line in str(error).splitlines():
-                host = next((name for name in facts if line.startswith(f"{name}: ")), "")
+                host = next((name for name in self._facts if line.startswith(f"{name}: ")), "")
                 fix = "set network.interface to one that every host has, and that leads to the others"
                 self._findings.append(fail("interface", line, fix, host))
             return
         for host, address in self._addresses.items():
-            text = f"{address} at {interface_of(self._facts[host].facts, address) or 'no interface of its own'}"
-            if address.startswith("127."):
-                fix = "set network.interface to the name of the interface between the hosts"
-                text = f"{text} is loopback, which other hosts cannot reach"
-                self._findings.append(fail("interface", text, fix, host))
-            else:
-                self._findings.append(ok("interface", text, host))
+            text = f"{address} at {interface_of(self._facts[host], address) or 'no interface of its own'}"
+            self._findings.append(ok("interface", text, host))
 
     def _place_actors(self) -> None:
         """Place the actors on the hosts and record findings; if they do not fit, ``_placed`` stays empty.
@@ -250,11 +235,11 @@ class Examination:
         for name, each in self._facts.items():
             address = self._addresses.get(name, "")
             try:
-                hosts.append(host_of(lines[name], each.facts, address))
+                hosts.append(host_of(lines[name], each, address))
             except UsageError as error:
                 fix = "correct slots, or find out why the driver shows fewer"
                 self._findings.append(fail("gpus", str(error).removeprefix(f"{name}: "), fix, name))
-                hosts.append(host_of(HostLine(name), each.facts, address))
+                hosts.append(host_of(HostLine(name), each, address))
         try:
             self.config = with_gpus(self.config, hosts)
             self.config = with_episode_hosts(self.config, hosts)

@@ -28,19 +28,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from asyncrl.config.engines import ENGINES
 from asyncrl.core.disk import nearest_folder
 from asyncrl.launcher.checks.findings import CheckOrder
 from asyncrl.launcher.checks.network import bind, ports_of
-from asyncrl.launcher.common.agent_messages import Checked, HostOffer, RouteQuery
+from asyncrl.launcher.common.agent_messages import Card, Checked, HostOffer, RouteQuery
 from asyncrl.launcher.doctor.leftovers import check_leftovers
 from asyncrl.launcher.doctor.orders import (
     Begin,
-    Card,
     Connect,
     Connected,
     FindLeftovers,
-    HostFacts,
     Listen,
     Listener,
     Listening,
@@ -53,7 +53,6 @@ from asyncrl.launcher.doctor.orders import (
 from asyncrl.launcher.hosts.addresses import find_routes
 from asyncrl.launcher.hosts.checks import answer
 from asyncrl.launcher.hosts.remote import ask_nvidia_smi, find_facts, serve
-from asyncrl.weights.segments import host_id
 
 UNSTARTED_S = 60
 """Longest wait for the first order (s)."""
@@ -90,7 +89,7 @@ def main() -> int:
     signal.alarm(UNSTARTED_S)
     facts, deadline_s = find_facts(), UNSTARTED_S
 
-    def begin(order: Begin) -> HostFacts:
+    def begin(order: Begin) -> HostOffer:
         nonlocal deadline_s
         deadline_s = math.ceil(order.deadline_s)
         with contextlib.suppress(OSError):
@@ -139,16 +138,11 @@ def mark(order: Mark, left: contextlib.ExitStack) -> Marked:
 # --- facts ---
 
 
-def gather_facts(facts: HostOffer) -> HostFacts:
-    """Collect the facts that are compared between hosts. Versions are read without an import."""
+def gather_facts(facts: HostOffer) -> HostOffer:
+    """Return ``facts`` with versions, which are read without an import, and GPUs."""
     cards, problem = ({}, facts.gpu_problem) if facts.gpu_problem else find_cards()
-    return HostFacts(
-        facts=facts,
-        identity=f"{facts.hostname}/{host_id()}",
-        versions={"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
-        cards=cards,
-        gpu_problem=problem,
-    )
+    versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    return replace(facts, versions=versions, cards=cards, gpu_problem=problem)
 
 
 def _version(name: str) -> str:

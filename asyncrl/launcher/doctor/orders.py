@@ -1,17 +1,12 @@
-"""Orders of asyncrl-doctor to its process on a host (host.py), and their answers. CheckOrder is the launcher's.
-
-Answers of another version can be read: unknown fields are ignored, missing ones are empty.
-"""
+"""Orders of asyncrl-doctor to its process on a host (host.py), and their answers. CheckOrder is the launcher's."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from asyncrl.launcher.common.agent_messages import HostOffer
-
 
 class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
-    """The first order. The answer is HostFacts."""
+    """The first order. The answer is a HostOffer with versions and cards."""
 
     deadline_s: float
     """The process on the host ends so long after its last answer, even while it works on the next one (s)."""
@@ -19,30 +14,6 @@ class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
     """Folder in which the doctor was called. Relative paths start there, if the host has such a folder."""
     env: dict[str, str] = {}
     """Variables that the host sets in its own environment, as for the launcher."""
-
-
-class Card(Struct, frozen=True, kw_only=True):
-    """A GPU, as nvidia-smi describes it."""
-
-    name: str
-    driver: str
-    total_bytes: int
-    used_bytes: int
-
-
-class HostFacts(Struct, frozen=True, kw_only=True, tag="host"):
-    """Facts of a host that are compared with those of other hosts."""
-
-    facts: HostOffer
-    """The facts that the launcher gets too."""
-    identity: str = ""
-    """Identifies the machine: equal for two host names that lead to one machine."""
-    versions: dict[str, str] = {}
-    """Version by package; empty if it is not installed."""
-    cards: dict[str, Card] = {}
-    """GPUs by their index."""
-    gpu_problem: str = ""
-    """Reason that the GPUs are unknown."""
 
 
 class ReadClock(Struct, frozen=True, kw_only=True, tag="clock"):

@@ -1,8 +1,9 @@
 """Finds the IPv4 address at which the hosts of a run reach each host.
 
 It is the address of a given interface (``by_interface``), or the host's own address on the route to the head
-(``by_route``). The head is the first host. Its address is one that the others know: the one from which its launcher
-reached them, or to which its name resolves there. Fails with UsageError, which names the host and says what to set.
+(``by_route``), and never loopback. The head is the first host. Its address is one that the others know: the one from
+which its launcher reached them, or to which its name resolves there. Fails with UsageError, which names the host and
+says what to set.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from asyncrl.core.errors import UsageError
 from asyncrl.launcher.common.agent_messages import HostOffer, RouteQuery, Routes
@@ -68,13 +69,31 @@ def is_this_host(name: str) -> bool:
     return any(address in own_addresses for address in addresses_of(name))
 
 
+async def find_addresses(
+    hosts: Mapping[str, HostOffer],
+    interface: str | None,
+    ask: Callable[[Mapping[str, RouteQuery]], Awaitable[Mapping[str, Routes]]],
+) -> dict[str, str]:
+    """Return the address of each host, by name, at network.interface or else by the route to the head, the first host.
+
+    ``ask`` sends a query to each of the other hosts. The result lacks hosts that do not answer it. Raises UsageError.
+    """
+    if interface is not None:
+        return by_interface(hosts, interface)
+    head, *others = hosts
+    query = RouteQuery(head=head, addresses=list(usable(hosts[head])))
+    return by_route(head, hosts, await ask(dict.fromkeys(others, query)))
+
+
 def by_interface(hosts: Mapping[str, HostOffer], interface: str) -> dict[str, str]:
-    """Return the address that each host has at this interface. Raises UsageError if a host has none."""
+    """Return the address that each host has at this interface. Raises UsageError if a host has none, or loopback."""
     problems = []
     for name, facts in hosts.items():
         if interface not in facts.interfaces:
             listed = ", ".join(f"{other} ({address})" for other, address in facts.interfaces.items()) or "none"
             problems.append(f"{name}: there is no interface {interface} with an address (network.interface); {listed}")
+        elif facts.interfaces[interface] not in usable(facts):
+            problems.append(f"{name}: {interface} is loopback, which other hosts cannot reach (network.interface)")
     if problems:
         raise UsageError("\n".join(problems))
     return {name: facts.interfaces[interface] for name, facts in hosts.items()}
@@ -84,15 +103,16 @@ def by_route(head: str, hosts: Mapping[str, HostOffer], routes: Mapping[str, Rou
     """Return the address of each host, by name, from what the ``routes`` of all hosts but the head say.
 
     The head gets the address that most hosts know, among its addresses that every host reaches. Between equal ones the
-    first known wins. Every other host gets its own address on the route there. Raises UsageError if no address of the
-    head qualifies.
+    first known wins. Every other host gets its own address on the route there. Without ``routes`` the head gets its
+    first address. Raises UsageError if no address of the head qualifies.
     """
     own = usable(hosts[head])
     # Each host votes once for each address that it knows; only those that every host reaches can win.
     known = [dict.fromkeys([hosts[name].client, *route.named]) for name, route in routes.items()]
     votes = [address for addresses in known for address in addresses if address in own]
+    candidates = dict.fromkeys(votes) if routes else own
     chosen = max(
-        (address for address in dict.fromkeys(votes) if all(_reaches(route, address) for route in routes.values())),
+        (address for address in candidates if all(_reaches(route, address) for route in routes.values())),
         key=votes.count,
         default=None,
     )

@@ -52,7 +52,7 @@ from asyncrl.launcher.run_folder.private import (
     remove_abandoned,
     remove_part,
 )
-from asyncrl.rpc.linux import children_of
+from asyncrl.rpc.linux import children_of, host_id
 
 ORDER_S = 900.0
 """Seconds to wait for the next order."""
@@ -278,6 +278,7 @@ def find_facts() -> HostOffer:
     return HostOffer(
         version=version("asyncrl"),
         hostname=socket.gethostname(),
+        identity=f"{socket.gethostname()}/{host_id()}",
         cpus=len(os.sched_getaffinity(0)),
         gpus=gpus,
         gpu_problem=problem,

@@ -14,9 +14,11 @@ from asyncrl.config.load import validate_config
 from asyncrl.launcher.checks.needs import Need
 from asyncrl.launcher.checks.network import judge_nccl
 from asyncrl.launcher.checks.resources import judge_memory, judge_shm, memory_bytes, shm_bytes
-from asyncrl.launcher.common.agent_messages import HostOffer
+from asyncrl.launcher.common.agent_messages import Card, HostOffer
 from asyncrl.launcher.common.placement import PlacementHost, place
-from asyncrl.launcher.doctor.between_hosts import (
+from asyncrl.launcher.doctor.host import connect, find_cards, gather_facts, listen, parse_cards
+from asyncrl.launcher.doctor.orders import Connect, Listen, Listener
+from asyncrl.launcher.hosts.between_hosts import (
     Link,
     Offset,
     best_offset,
@@ -28,8 +30,6 @@ from asyncrl.launcher.doctor.between_hosts import (
     judge_links,
     needed_packages,
 )
-from asyncrl.launcher.doctor.host import connect, find_cards, gather_facts, listen, parse_cards
-from asyncrl.launcher.doctor.orders import Card, Connect, HostFacts, Listen, Listener
 from asyncrl.launcher.hosts.remote import find_facts
 
 GIB = 1 << 30
@@ -47,10 +47,10 @@ def test_shm_and_memory():
 
 def test_facts_of_this_host():
     facts = gather_facts(find_facts())
-    assert facts.versions["asyncrl"] == facts.facts.version
+    assert facts.versions["asyncrl"] == facts.version
     assert facts.versions.keys() >= {"aiohttp", *(name for traits in ENGINES.values() for name in traits.packages)}
-    assert facts.versions["pyzmq"] and facts.facts.interfaces["lo"] == "127.0.0.1"
-    assert facts.identity == gather_facts(find_facts()).identity
+    assert facts.versions["pyzmq"] and facts.interfaces["lo"] == "127.0.0.1"
+    assert facts.identity and facts.identity == find_facts().identity
     total, available = memory_bytes()
     assert 0 < available <= total
     assert shm_bytes() is not None
@@ -83,9 +83,12 @@ VERSIONS = {"python": "3.11.7", "asyncrl": "0.1.0", "torch": "2.13.0", "vllm": "
 
 
 def facts(name, gpus=(), cards=(), problem="", **versions):
-    return HostFacts(
-        facts=HostOffer(version="0.1.0", hostname=name, cpus=8, gpus=list(gpus), interfaces={"eth0": "10.0.0.1"}),
-        identity=name,
+    return HostOffer(
+        version="0.1.0",
+        hostname=name,
+        cpus=8,
+        gpus=list(gpus),
+        interfaces={"eth0": "10.0.0.1"},
         versions=VERSIONS | versions,
         cards=dict(cards),
         gpu_problem=problem,
@@ -123,7 +126,7 @@ def test_a_clock_offset_is_within_its_stated_error(ahead, rounds):
 
 
 def test_two_names_of_one_machine_are_an_error():
-    found = compare_identities({"a": facts("x"), "b": facts("y"), "c": facts("x")})
+    found = compare_identities({"a": "x/1", "b": "y/1", "c": "x/1"})
     assert results(found) == {"c": "fail"} and "a" in found[0].detail
 
 

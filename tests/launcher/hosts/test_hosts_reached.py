@@ -27,7 +27,7 @@ from asyncrl.launcher.common.agent_messages import (
     RouteQuery,
     Routes,
 )
-from asyncrl.launcher.hosts.addresses import by_interface, by_route, interfaces, is_this_host, route_to
+from asyncrl.launcher.hosts.addresses import by_interface, by_route, find_addresses, interfaces, is_this_host, route_to
 from asyncrl.launcher.hosts.start import SshStart
 from asyncrl.launcher.node.launcher_link import CHUNK_BYTES, LauncherLink
 from asyncrl.rpc.wire.keys import make_keyring
@@ -80,6 +80,24 @@ def test_this_host_recognises_its_names_and_each_host_has_an_address_of_the_inte
     assert by_interface({"a": HEAD, "b": hosts["b"]}, "ib0") == {"a": "10.1.0.1", "b": "10.1.0.2"}
     with pytest.raises(UsageError, match=r"^c: there is no interface ib0 .*; lo \(127.0.0.1\), eth0 \(10.0.0.3\)$"):
         by_interface(hosts, "ib0")
+    with pytest.raises(UsageError, match="a: lo is loopback, which other hosts cannot reach"):
+        by_interface({"a": HEAD, "b": hosts["b"]}, "lo")
+
+
+def test_only_the_hosts_that_answer_get_an_address():
+    hosts, asked = {"a": HEAD, "b": facts("10.1.0.1"), "c": facts()}, []
+
+    async def ask(queries):
+        asked.append(list(queries))
+        return {"b": Routes(named=[], via=BOTH)}
+
+    async def ask_in_vain(queries):
+        return {}
+
+    assert asyncio.run(find_addresses(hosts, None, ask)) == {"a": "10.1.0.1", "b": "10.1.0.2"}
+    assert asyncio.run(find_addresses(hosts, None, ask_in_vain)) == {"a": "10.0.0.1"}
+    assert asyncio.run(find_addresses({"a": HEAD, "b": HEAD}, "eth0", ask)) == {"a": "10.0.0.1", "b": "10.0.0.1"}
+    assert asked == [["b", "c"]]
 
 
 REFUSED = "ssh: connect to host b port 22: Connection refused"

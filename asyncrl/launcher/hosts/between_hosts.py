@@ -1,7 +1,8 @@
-"""Finds differences between hosts that prevent a run though each host is fine by itself. Pure: facts in, findings out.
+"""Finds differences between hosts that prevent a run though each host is fine by itself. Pure: offers in, findings out.
 
-Facts are compared with the head's, and a finding names the host that differs. Links are tried between all pairs of
-hosts, and a finding about a closed link names its source.
+The launcher compares identities; asyncrl-doctor compares everything. Offers are compared with the head's, and a finding
+names the host that differs. Links are tried between all pairs of hosts, and a finding about a closed link names its
+source.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from asyncrl.core.printable import name_some
 from asyncrl.core.roles import role_of
 from asyncrl.launcher.checks.check_list import BUSY_SHARE
 from asyncrl.launcher.checks.findings import Finding, fail, ok, warn
+from asyncrl.launcher.common.agent_messages import HostOffer
 from asyncrl.launcher.common.placement import Placed
-from asyncrl.launcher.doctor.orders import HostFacts
 
 SKEW_S = 0.5
 """Difference between clocks above which a warning is given: screens mix the times of hosts, but no decision does."""
@@ -66,19 +67,19 @@ def compare_clocks(offsets: Mapping[str, Offset], head: str) -> list[Finding]:
     return findings
 
 
-def compare_identities(facts: Mapping[str, HostFacts]) -> list[Finding]:
+def compare_identities(identities: Mapping[str, str]) -> list[Finding]:
     """Return a failure for each host name that leads to the same machine as an earlier one."""
     name_of: dict[str, str] = {}
     findings = []
-    for host, each in facts.items():
-        other = name_of.setdefault(each.identity, host)
-        if other != host and each.identity:
-            text = f"{host} and {other} are one machine ({each.facts.hostname})"
+    for host, identity in identities.items():
+        other = name_of.setdefault(identity, host)
+        if other != host and identity:
+            text = f"{host} and {other} are one machine ({identity.partition('/')[0]})"
             findings.append(fail("identity", text, "name each host once in the hostfile, with all of its slots", host))
     return findings
 
 
-def compare_versions(facts: Mapping[str, HostFacts], head: str, needed: Mapping[str, Sequence[str]]) -> list[Finding]:
+def compare_versions(facts: Mapping[str, HostOffer], head: str, needed: Mapping[str, Sequence[str]]) -> list[Finding]:
     """Compare each host's package versions with the head's. Returns a finding for each host.
 
     ``needed`` has the packages that the actors on each host import. The most serious problem of a host is reported.
@@ -95,7 +96,7 @@ def compare_versions(facts: Mapping[str, HostFacts], head: str, needed: Mapping[
             findings.append(fail("versions", text, fix, host))
         elif errors:
             findings.append(fail("versions", ", ".join([*errors, *tolerated]), same, host))
-        elif each.facts.gpus and "+cpu" in each.versions.get("torch", ""):
+        elif each.gpus and "+cpu" in each.versions.get("torch", ""):
             text = f"torch {each.versions['torch']} cannot use the GPUs of this host"
             findings.append(fail("versions", text, "install the CUDA build of torch and vllm", host))
         elif tolerated:
@@ -106,7 +107,7 @@ def compare_versions(facts: Mapping[str, HostFacts], head: str, needed: Mapping[
     return findings
 
 
-def _differences(names: Sequence[str], host_facts: HostFacts, head_facts: HostFacts, head: str) -> list[str]:
+def _differences(names: Sequence[str], host_facts: HostOffer, head_facts: HostOffer, head: str) -> list[str]:
     """Describe each package in ``names`` whose version on a host differs from that on the head."""
     pairs = [(name, host_facts.versions.get(name, ""), head_facts.versions.get(name, "")) for name in names]
     return [
@@ -132,7 +133,7 @@ def needed_packages(config: Config, placed: Sequence[Placed]) -> dict[str, list[
     return {host: list(dict.fromkeys(names)) for host, names in needed.items()}
 
 
-def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Placed]) -> list[Finding]:
+def judge_gpus(facts: Mapping[str, HostOffer], head: str, placed: Sequence[Placed]) -> list[Finding]:
     """Check the GPUs that the run uses on each host, or all GPUs where it uses none. Returns a finding for each host.
 
     A host whose GPUs are unknown fails if the run uses some of them or nothing is placed; else it gets a warning. GPUs
@@ -142,14 +143,14 @@ def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Place
     head_card = next(iter(facts[head].cards.values()), None)
     for host, each in facts.items():
         used = list(dict.fromkeys(gpu for actor in placed if actor.host == host for gpu in actor.gpus))
-        cards = {index: each.cards[index] for index in used or each.facts.gpus if index in each.cards}
+        cards = {index: each.cards[index] for index in used or each.gpus if index in each.cards}
         busy = [
             f"GPU {index} {in_bytes(card.used_bytes)} of {in_bytes(card.total_bytes)}"
             for index, card in cards.items()
             if card.used_bytes > BUSY_SHARE * card.total_bytes
         ]
         first_card = next(iter(each.cards.values()), None)
-        text = f"{len(each.facts.gpus)} GPUs" if each.facts.gpus else "no GPU"
+        text = f"{len(each.gpus)} GPUs" if each.gpus else "no GPU"
         if first_card is not None:
             text += f" ({name_some(sorted({card.name for card in each.cards.values()}))}, driver {first_card.driver})"
         if placed:
