@@ -1,7 +1,7 @@
 """The messages between a command and a host over one connection: a JSON line each.
 
-A host's entry point (hosts/remote.py) first sends a HostOffer. The command reads it field by field, because the host
-may have another version of asyncrl. The command then sends orders, and the host answers each in turn. A RouteQuery asks
+A host's entry point (hosts/remote.py) first sends a HostOffer. The command reads the version in it first, because the
+host may have another asyncrl. The command then sends orders, and the host answers each in turn. A RouteQuery asks
 how the host reaches the head, which is the first host of the run, with the controller. A FetchOrder downloads files of
 the Hugging Face hub. A CheckOrder runs the list of checks. A HostSpec hands over the host's part of a run, and an
 EndOrder makes sure that nothing of a run is left. The orders of asyncrl-doctor are in doctor/orders.py.

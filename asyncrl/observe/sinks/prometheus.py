@@ -102,10 +102,8 @@ class _Families:
         family.values[tuple(sorted(labels.items()))] = float(value)
 
     def add_histogram(self, name: str, value: Histogram, metric: Metric, **labels: str) -> None:
-        """Add a histogram, unless its number of buckets is not the declared one, as in an actor of another release."""
-        if len(value.counts) == len(metric.edges) + 1:
-            family = self._family(name, Family("histogram", metric.text, edges=metric.edges))
-            family.histograms[tuple(sorted(labels.items()))] = value
+        family = self._family(name, Family("histogram", metric.text, edges=metric.edges))
+        family.histograms[tuple(sorted(labels.items()))] = value
 
     def _family(self, name: str, new: Family) -> Family:
         """Return the family of this name, ``new`` at the first call. Both must be of one kind."""
