@@ -117,7 +117,6 @@ def split_flags(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, str], li
 
 
 def split_names(text: str) -> list[str]:
-    """Split a list of names at commas and spaces."""
     return text.replace(",", " ").split()
 
 
@@ -230,7 +229,6 @@ def interruptible(program: str, command: Callable[[], int]) -> int:
 
 
 def raise_at_signals() -> None:
-    """Let the signals that end a run raise in this thread."""
     for stopping in heeded():
         signal.signal(stopping, _raise_interrupted)
 

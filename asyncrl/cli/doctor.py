@@ -49,13 +49,10 @@ Exit codes: 0 nothing failed; 1 a check failed, no conversation is possible, or 
 usage; 78 wrong configuration; 130 Ctrl-C.
 """
 ANSWER_S = 60.0
-"""Default of --timeout (s)."""
 CONNECT_S = 10.0
-"""Longest time in seconds that ssh takes to connect."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     try:
         return flushed(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
     except KeyboardInterrupt:
@@ -63,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    """Check the arguments, then do the one that is chosen: --chat, --agent, or the checks of hosts."""
     parser = _parser()
     overrides, rest = split_flags(parser, argv)
     given = parser.parse_args(rest)
@@ -105,7 +101,6 @@ def _main(argv: list[str]) -> int:
 
 
 def _show_chat(configs: Sequence[str], overrides: dict[str, str], *, as_json: bool) -> int:
-    """Check the model's chat template, show the report, and return the exit code. Raises ConfigError."""
     from asyncrl.config.load import load_config
     from asyncrl.launcher.checks.hub import local_config
     from asyncrl.text.chat.renderer import make_renderer
@@ -173,7 +168,6 @@ def _show_agent(
 
 
 def _require_agent_usage(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """End the program on wrong usage of --agent."""
     if given.chat or given.fix or given.hosts is not None:
         parser.error("--agent plays an agent here; --chat, --hosts and --fix belong to the other checks")
     if given.agent.endswith(".toml"):

@@ -47,7 +47,6 @@ SIGUSR2. An evaluation that was stopped has no result.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     return interruptible(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
 
 
@@ -127,7 +126,6 @@ def chosen_model(config: Config, model: str | None, checkpoint: str | None) -> I
 
 
 def _split_step(text: str) -> tuple[str, int | None]:
-    """Return (RUN, STEP) of RUN@STEP, or (RUN, None) of a text that does not end in @ and a number."""
     run, _, step = text.rpartition("@")
     return (run, int(step)) if run and step.isdecimal() else (text, None)
 

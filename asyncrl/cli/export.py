@@ -39,7 +39,6 @@ or no such checkpoint; 78 the model of the configuration is missing or is not th
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     return flushed(PROGRAM, lambda: _main(argv))
 
 
@@ -79,7 +78,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """End the program on wrong usage."""
     if given.out is None and given.push_to_hub is None:
         parser.error("name the folder OUT, or a repository by --push-to-hub ORG/NAME")
     if given.private and given.push_to_hub is None:

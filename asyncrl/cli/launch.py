@@ -78,18 +78,15 @@ configuration. For a run that ended during the start or without a checkpoint: 13
 
 
 MOST_GENERATED = 100
-"""Largest value of --generate."""
 ALLOWED = (("data", "the prompts"), ("seed", "run.seed"), ("batch", "the geometry of a batch"))
 """Inputs that a resume may change: the end X of the flag --allow-changed-X, and the words for the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     return interruptible(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
 
 
 def _main(argv: list[str]) -> int:
-    """Check the arguments, fork for --detach, then command a live run, submit a job, or run."""
     parser = _parser()
     overrides, rest = split_flags(parser, _join_values(argv))
     given = parser.parse_args(rest)
@@ -242,7 +239,6 @@ def _join_values(argv: Sequence[str]) -> list[str]:
 
 
 def _check_slurm_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """End the program on wrong usage of the flags for SLURM, and of --detach."""
     if sum((given.slurm, given.inside_slurm, given.hosts is not None)) > 1:
         parser.error("--hosts, --slurm and --inside-slurm are three ways to say where to run; choose one")
     if given.detach and (given.slurm or given.inside_slurm or given.dry_run):
@@ -258,7 +254,6 @@ def _check_slurm_flags(parser: argparse.ArgumentParser, given: argparse.Namespac
 
 
 def _check_generate(parser: Parser, given: argparse.Namespace, is_for_live_run: bool) -> None:
-    """End the program on wrong usage of --generate."""
     if given.generate is None:
         return
     if not given.dry_run or given.json or is_for_live_run:
@@ -272,7 +267,6 @@ def _check_generate(parser: Parser, given: argparse.Namespace, is_for_live_run: 
 
 
 def _submit(given: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Write the batch script and submit it, or only print it for --dry-run. Raises AsyncRLError or OSError."""
     from asyncrl.config.load import load_config
     from asyncrl.launcher.slurm import batch_script, left_open, start_of, submit
 
@@ -313,7 +307,6 @@ def _is_for_live_run(given: argparse.Namespace) -> bool:
 def _check_live_run_flags(
     parser: argparse.ArgumentParser, given: argparse.Namespace, overrides: Mapping[str, str]
 ) -> None:
-    """End the program on wrong usage of --stop, --join, --leave, --bring-back or --within."""
     chosen = {"--bring-back": given.bring_back, "--stop": given.stop, "--join": given.join, "--leave": given.leave}
     named = [flag for flag, value in chosen.items() if value is not None]
     which = named[0] if named else "--leave"
@@ -343,7 +336,6 @@ def _check_live_run_flags(
 
 
 def _command_live_run(given: argparse.Namespace) -> int:
-    """Carry out --stop, --bring-back, --leave or --join, and return the exit code. Raises AsyncRLError or OSError."""
     import asyncio
 
     from asyncrl.cli.which_run import named
@@ -369,7 +361,6 @@ def _command_live_run(given: argparse.Namespace) -> int:
 
 
 def _with_allowed(given: argparse.Namespace, overrides: dict[str, str]) -> dict[str, str]:
-    """Return ``overrides`` with resume.allow set from the flags --allow-changed-X, if there are any."""
     allowed = [what for what, _ in ALLOWED if getattr(given, f"allow_changed_{what}")]
     return overrides | {"resume.allow": json.dumps(allowed)} if allowed else overrides
 

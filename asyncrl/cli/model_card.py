@@ -25,7 +25,6 @@ SECTIONS = (
     *("model", "data", "rollout", "episode", "chat", "reward", "learner", "lora", "sft", "staleness", "weights"),
     "drift",
 )
-"""Sections of the configuration that the card shows."""
 LEFT_OUT = ("episode.command", "learner.teacher_server")
 
 

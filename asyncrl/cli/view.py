@@ -37,7 +37,6 @@ Exit codes: 0 done; 1 something cannot be read, written or served; 2 wrong usage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     try:
         return flushed(PROGRAM, lambda: _main(argv))
     except KeyboardInterrupt:
@@ -89,7 +88,6 @@ def _with_records(run_dir: Path) -> Path:
 
 
 def _serve(runs: Sequence[Path], port: int) -> int:
-    """Serve the page until the process is interrupted."""
     import asyncio
 
     if importlib.util.find_spec("aiohttp") is None:
@@ -114,7 +112,6 @@ def _serve(runs: Sequence[Path], port: int) -> int:
 
 
 def _export(run_dir: Path, out: Path, step: int | None) -> int:
-    """Write the page of a step; None is the newest one with groups. Raises UsageError or OSError."""
     from asyncrl.observe.report.report import check_writable, write_user_file
     from asyncrl.view.answers import NotFound
     from asyncrl.view.page import step_page

@@ -65,15 +65,11 @@ class AgentHandle:
     lost: bool = False
     """True if the connection ended before the agent reported its end."""
     silence: Silence = field(default_factory=lambda: Silence(LOOK_S))
-    """Measures the time since the agent's last line."""
     _heard_since_look: bool = False
-    """True if the agent sent a line since the last ``look``."""
     _ever_heard: bool = False
     """True once the agent has sent a line. Before that, a silence shorter than FIRST_WORD_S is not reported."""
     _reported: bool = False
-    """True while a reported silence lasts."""
     _cuts: int = 0
-    """Number of calls of ``cut``."""
 
     @property
     def over(self) -> bool:
@@ -87,12 +83,10 @@ class AgentHandle:
 
     @property
     def name(self) -> str:
-        """Name of the agent, with its host where there are several."""
         return agent_name(self.index) + (f" on {self.host}" if self.host else "")
 
     @property
     def log(self) -> str:
-        """File name of the agent's own log."""
         return f"agent-{self.index}.log"
 
     @property
@@ -215,7 +209,6 @@ async def kill_members(members: Sequence[AgentHandle], interrupts: Interrupts) -
 
 
 def hang_up(members: Sequence[AgentHandle]) -> None:
-    """Cut the connection of every agent that has not ended."""
     for member in members:
         if not member.over:
             member.cut()

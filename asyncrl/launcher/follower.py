@@ -76,7 +76,6 @@ class Follower:
     on_running: Callable[[], None] = lambda: None
     """Called once, when the run first enters its running phase."""
     phase: str = ""
-    """The run's phase in the last event that names one."""
     has_run: bool = False
     """True once the run was in its running phase; stays true when a restarted controller reports a start again."""
     _failure: EndedEvent | None = None
@@ -119,7 +118,6 @@ class Follower:
     # --- events ---
 
     async def _follow(self, member: AgentHandle) -> None:
-        """Read a member's events until its connection ends, find out how it ended, and handle that end."""
         await member.hear(self.folder.logs, self.progress, lambda event: self._handle_event(member, event))
         if member.ended is None and not member.lost and not self._killing:
             member.ended = await self._recover_end(member)
@@ -129,7 +127,6 @@ class Follower:
         self._handle_end(member)
 
     def _end_of_killed_run(self) -> EndedEvent:
-        """Return the result of a run that a second signal killed: preempted if it has a checkpoint, else stopped."""
         if find_left(self.config, self.folder).checkpoint is None:
             return EndedEvent(result="stopped", reason=AT_ONCE, exit_code=STOPPED_EXIT_CODE)
         return EndedEvent(result="preempted", reason=AT_ONCE, exit_code=PREEMPTED_EXIT_CODE)
@@ -261,7 +258,6 @@ class Follower:
             self.progress.say(f"{self._head.host}: is asked to preempt the run")
 
     async def _end_leftovers(self) -> None:
-        """End an agent that is left on this host, and check the other hosts whose end is unknown."""
         for member in self.members:
             if member.contact.is_here and member.contact.process.returncode is None:
                 # ``send`` writes only to an agent without an exit code.

@@ -1,4 +1,4 @@
-"""A host's part of a run: the specifications for the host and its node agent, and the start of the agent.
+"""A host's part of a run: its downloads, the specifications for it and its node agent, and the start of the agent.
 
 The agent starts on this host below a guard, or on another host over a connection. Fails with UsageError for a host that
 has fewer GPUs than its line of the hostfile says, with ConfigError for keys that several hosts cannot have, and with
@@ -24,6 +24,8 @@ from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.config.operation import NetworkConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.launcher.agent_handle import AgentHandle
+from asyncrl.launcher.checks.findings import Fetched, FetchOrder, Pin, errors_of
+from asyncrl.launcher.checks.hub import fetch
 from asyncrl.launcher.common.agent_messages import AgentSpec, HostOffer, HostSpec, Prepared
 from asyncrl.launcher.common.placement import INTERFACE_VARIABLES, Placed, PlacementHost
 from asyncrl.launcher.hosts.addresses import interface_of
@@ -41,6 +43,8 @@ PASSED_ON = (
     *(variable for traits in ENGINES.values() for variable in traits.environment),
 )
 """Prefixes of the environment variables that the launcher copies to the other hosts."""
+SLACK_S = 30.0
+"""Time for the answer of a host whose download reached its deadline (s)."""
 
 
 def for_hosts(config: Config, count: int) -> Config:
@@ -76,6 +80,22 @@ def host_of(line: HostLine, facts: HostOffer, address: str) -> PlacementHost:
         address=address,
         interface=interface_of(facts, address),
     )
+
+
+async def download(config: Config, pins: Mapping[str, Sequence[Pin]], reached: ReachedHosts) -> None:
+    """Let each host download the files of its ``pins``, by the host's name, to its own cache, all at the same time.
+
+    Hosts without pins get an order too, after which they wait longer for the next one. Raises ConfigError with the
+    problems of all hosts, and HostFailed.
+    """
+    orders = {name: fetch_order(config, each) for name, each in pins.items()}
+    limit_s = config.hub.timeout_s + SLACK_S
+    if found := await reached.collect(orders, Fetched, fetch, "downloaded", limit_s, "hub.timeout_s"):
+        raise ConfigError(errors_of(found), found=True)
+
+
+def fetch_order(config: Config, pins: Sequence[Pin]) -> FetchOrder:
+    return FetchOrder(pins=list(pins), limit_s=config.hub.timeout_s, folder=os.getcwd(), env=passed_on())
 
 
 def host_row(host: PlacementHost, argv: Sequence[str], more: str = "") -> str:
@@ -152,7 +172,6 @@ class LocalGuard(Contact):
     def __init__(self, name: str) -> None:
         super().__init__(name, LocalStart())
         self._kills = 0
-        """Number of times that ``kill`` has found the guard alive."""
 
     async def begin(self, folder: RunFolder, lock: int) -> None:
         """Start the guard, which inherits the descriptor ``lock`` of the run's lock. Raises OSError."""

@@ -34,7 +34,7 @@ from asyncrl.config.load import config_to_json
 from asyncrl.core.errors import ConfigError, UsageError
 from asyncrl.core.printable import say
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.checks.findings import CheckOrder, Finding, Pin, errors_of, on_host, rows, warnings_of
+from asyncrl.launcher.checks.findings import CheckOrder, Finding, Pin, errors_of, rows, warnings_of
 from asyncrl.launcher.checks.hub import describe_pin, for_actors, pin
 from asyncrl.launcher.common.agent_messages import (
     KILL,
@@ -52,11 +52,11 @@ from asyncrl.launcher.common.placement import (
     with_episode_hosts,
     with_gpus,
 )
-from asyncrl.launcher.downloads import download
 from asyncrl.launcher.follower import Follower
 from asyncrl.launcher.host_part import (
     GUARD_ARGV,
     LocalGuard,
+    download,
     for_hosts,
     host_of,
     host_row,
@@ -153,11 +153,9 @@ class Launch:
     on_folder: Callable[[Path], None] = lambda folder: None
     reserved: Path | None = None
     head: str = ""
-    """Name of the head; empty before ``look_here``."""
     head_is_here: bool = False
     """Whether the head is this host, and its agent is started here and not by ``start``."""
     resumption: Resumption | None = None
-    """The run to resume; None for a new run."""
     facts: dict[str, HostOffer] = field(default_factory=dict)
     """Each host's report of its hardware and software by the host's name, the head first."""
     hosts: list[PlacementHost] = field(default_factory=list)
@@ -168,10 +166,8 @@ class Launch:
     unpinned: list[Finding] = field(default_factory=list)
     """A failure for each name that the hub does not have, which may be a folder on other hosts."""
     findings: list[Finding] = field(default_factory=list)
-    """Findings of the checks before the start."""
     progress: TerminalProgress = field(init=False)
     reached: ReachedHosts = field(init=False)
-    """The hosts that are reached by ``start``."""
 
     def __post_init__(self) -> None:
         # A dry run prints only its plan on standard output.
@@ -181,7 +177,6 @@ class Launch:
 
     @property
     def run_dir(self) -> Path:
-        """The folder of run folders."""
         return Path(self.config.run.dir).absolute()
 
     def look_here(self, resume: str | None, *, shared: bool, everywhere: bool) -> None:
@@ -254,8 +249,9 @@ class Launch:
             self.progress.say(
                 describe_pin(each).text if self.head_is_here else f"{each.key}: {each.asked} is {each.name}"
             )
-        pins = {name: for_actors(self.pins, actors) for name, actors in self._actors_of_hosts().items()}
-        await download(self.config, pins, self.reached, self.head if self.head_is_here else "")
+        actors = self._actors_of_hosts()
+        pins = {name: for_actors(self.pins, actors.get(name, [])) for name in self.facts}
+        await download(self.config, pins, self.reached)
 
     def _actors_of_hosts(self) -> dict[str, list[str]]:
         """Return the names of the actors by host. Without a placement, the head has all actors."""
@@ -324,22 +320,10 @@ class Launch:
             )
             for name in actors
         }
-        # This host runs its checks in this process, because no contact leads to it.
-        own = orders.pop(self.head) if self.head_is_here and self.head in orders else None
-        checking = asyncio.create_task(check_part(own, self.facts[self.head])) if own is not None else None
-        try:
-            answers = await self.reached.ask(orders, Checked, "checked")
-            found = (await checking).findings if checking is not None else []
-        finally:
-            if checking is not None:
-                checking.cancel()
-                await asyncio.gather(checking, return_exceptions=True)
-        if len(self.lines) > 1:
-            found = on_host(self.head, found)
-        return found + [finding for name, answer in answers.items() for finding in on_host(name, answer.findings)]
+        facts = self.facts[self.head]
+        return await self.reached.collect(orders, Checked, lambda order: check_part(order, facts), "checked")
 
     async def _addresses(self) -> dict[str, str]:
-        """Return the address of each host; empty for one host."""
         if len(self.facts) == 1:
             return {self.head: ""}
         interface = self.config.network.interface
@@ -434,7 +418,6 @@ class Launch:
             self.progress.warn(self.resumption.warnings)
 
     def _host_rows(self) -> list[str]:
-        """Return a row for each host with the command that starts its agent; no rows for a run on this host alone."""
         rows = []
         for index, host in enumerate(self.hosts if self.start is not None else []):
             here = index == 0 and self.head_is_here
@@ -444,7 +427,6 @@ class Launch:
 
 
 def _require_different(identities: Mapping[str, str]) -> None:
-    """Raise UsageError if two names of hosts have one identity."""
     if problems := errors_of(compare_identities(identities)):
         raise UsageError("\n".join(problems))
 

@@ -28,9 +28,7 @@ from asyncrl.launcher.run_folder.folders import named_in_utf8, runs_of_name
 from asyncrl.launcher.run_folder.resume import AUTO
 
 ANSWER_S = 60.0
-"""Seconds that a command of SLURM may take."""
 CONTAINER_PYTHON = "python3"
-"""Python interpreter in a container, found by the container's PATH."""
 REQUESTING = {
     "gpus": ("--gpus", "-G", "--gres", "--tres-per"),
     "cpus": ("--cpus-per", "-c", "--mincpus", "--ntasks", "-n", "--exclusive", "--tres-per"),

@@ -22,7 +22,6 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.workers import isolation
 
 NOTICE = "isolation"
-"""Key of the notice that there is no isolation."""
 PROBE_S = 30.0
 """Longest time of the probe (s): to start Python and make a few system calls on a host that may be busy."""
 
@@ -55,12 +54,10 @@ class Confinement:
     """The confinement of one actor's workers. By default they are not isolated, as before a run exists."""
 
     named: Sequence[str] = ()
-    """Names of further variables that they get."""
     run_dir: Path | None = None
     """Folder of the run. The workers are isolated from it and from its sibling runs; None for no isolation."""
 
     def env(self) -> dict[str, str]:
-        """The environment of a worker that starts now."""
         return users_environment(os.environ, self.named)
 
     @property

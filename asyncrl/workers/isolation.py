@@ -36,7 +36,6 @@ NOBODY = 65534
 SANDBOX_NAMESPACE = "ASYNCRL_SANDBOX_NAMESPACE"
 """Environment variable with the path of the user namespace for sandboxes, in an isolated process of root."""
 NOT_ISOLATED_EXIT = 122
-"""Exit code of a worker that could not be isolated."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -158,12 +157,10 @@ def _enter_as_root() -> None:
 
 
 def unshare(flags: int) -> None:
-    """Call unshare(2). Raises OSError."""
     _check(_libc.unshare(flags), "a user namespace")
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str) -> None:
-    """Call mount(2). Raises OSError."""
     words = [os.fsencode(word) or None for word in (source, target, kind)]
     _check(_libc.mount(*words, ctypes.c_ulong(flags), data.encode() or None), f"mounting over {target}")
 

@@ -39,7 +39,6 @@ class MemoryLimit:
         return _private_bytes() - self._bytes_at_start > self.more_bytes // 2
 
     def open_reserve(self) -> None:
-        """Raise the limit by the reserve."""
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
@@ -75,7 +74,6 @@ def held_beyond(pid: int, limit: int) -> tuple[int, int] | None:
 
 
 def family(pid: int) -> list[int]:
-    """Return the pids of a process and its descendants."""
     pids = [pid]
     # The list grows during the loop.
     for parent in pids:
@@ -94,7 +92,6 @@ def _read(path: str) -> bytes:
 
 
 def _private_bytes() -> int:
-    """The memory of this process that RLIMIT_DATA limits (bytes)."""
     with contextlib.suppress(OSError):
         for line in _read("/proc/self/status").splitlines():
             if line.startswith(b"VmData:"):

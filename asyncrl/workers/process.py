@@ -1,4 +1,4 @@
-"""One worker process, as its actor sees it: starts it, reads its output, ends it. Its frames are in frames.py.
+"""One worker process, as its actor sees it: starts it, exchanges frames (frames.py), reads its output, ends it.
 
 Works by callbacks of the event loop. Invariant: ``on_end`` is called exactly once for each started process, after it
 was reaped, and is the last callback. Create it in a thread that outlives the process: Linux ends a child with the
@@ -24,7 +24,7 @@ import psutil
 from asyncrl.rpc.linux import children_of, kill_child, kill_group, session_members
 from asyncrl.workers import warden
 from asyncrl.workers.confinement import Confinement
-from asyncrl.workers.frames import WorkerSocket
+from asyncrl.workers.frames import READ_BYTES, FrameReader, framed
 from asyncrl.workers.isolation import NOT_ISOLATED_EXIT
 from asyncrl.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT
 
@@ -40,13 +40,14 @@ ROUNDS = 64
 """Most reads of one ``drain``, so that a worker that prints without end does not block the others."""
 
 
-class WorkerProcess(WorkerSocket):
+class WorkerProcess:
     """A confined process that runs ``python -m MODULE FD [RUN]``, below a warden (warden.py) or in its own session.
 
-    With RUN, the folder of the run, it isolates itself (isolation.py). ``setup`` is the first frame to it.
-    ``on_output`` is called when there is new ``output``, which keeps at most ``max_output_bytes`` for each call of the
-    user's code. ``on_end`` gets the reason of the end in words, in which ``memory_key`` is named as the configuration's
-    memory limit. Further frames are as in WorkerSocket.
+    With RUN, the folder of the run, it isolates itself (isolation.py). ``setup`` is the first frame to it. ``on_frame``
+    gets the body of each frame from it, of at most ``max_frame_bytes``; if it raises ValueError, the process is killed.
+    The owner may replace ``on_frame`` at any time. ``on_output`` is called when there is new ``output``, which keeps at
+    most ``max_output_bytes`` for each call of the user's code. ``on_end`` gets the reason of the end in words, in which
+    ``memory_key`` is named as the configuration's memory limit.
     """
 
     def __init__(
@@ -64,13 +65,13 @@ class WorkerProcess(WorkerSocket):
         on_end: Callable[[WorkerProcess, str], None],
     ) -> None:
         own_end, child_end = socket.socketpair()
-        super().__init__(asyncio.get_running_loop(), own_end, max_frame_bytes, on_frame)
+        self._loop, self._socket, self.on_frame = asyncio.get_running_loop(), own_end, on_frame
+        self._frames = FrameReader(max_frame_bytes)
+        self._outgoing = memoryview(b"")
         self._on_output, self._on_end = on_output, on_end
         self._memory_key, self._own_session = memory_key, own_session
         self._fault = ""
-        """Reason that the process was killed; empty before that."""
         self.killed = False
-        """Whether ``kill`` was called."""
         self.exit_code: int | None = None
         """Exit code, negative for a signal; None until just before ``on_end`` is called."""
         self._worker_pid: int | None = None
@@ -99,7 +100,8 @@ class WorkerProcess(WorkerSocket):
             finally:
                 self.output.started()
             cleanup.pop_all()
-        self._open()
+        self._socket.setblocking(False)
+        self._loop.add_reader(self._socket, self._read)
         self._loop.add_reader(self.output.read_fd, self._drain)
         self.send(setup)
 
@@ -126,6 +128,75 @@ class WorkerProcess(WorkerSocket):
                 warden.end(self._process.pid)
         self.hang_up()
 
+    # --- the socket ---
+
+    @property
+    def ended(self) -> bool:
+        """Whether the socket is closed, so that no frames can be sent."""
+        return self._socket.fileno() < 0
+
+    def send(self, *bodies: bytes) -> None:
+        """Send a frame for each of ``bodies``, with one write if the socket has room; the rest when it has."""
+        if self.ended:
+            return
+        frames = framed(*bodies)
+        if self._outgoing:
+            self._outgoing = memoryview(b"".join((self._outgoing, frames)))
+            return
+        sent = self._write(frames)
+        if sent < len(frames) and not self.ended:
+            self._outgoing = memoryview(frames)[sent:]
+            self._loop.add_writer(self._socket, self._write_rest)
+
+    def _read(self) -> None:
+        """Receive frames and pass them to ``on_frame``; hang up when the process has closed its end."""
+        while not self.ended:
+            try:
+                data = self._socket.recv(READ_BYTES)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.hang_up()
+                return
+            try:
+                for frame in self._frames.feed(data):
+                    if not self.ended:
+                        self.on_frame(frame)
+            except ValueError as error:
+                # The user's code has written to a descriptor that is not its own.
+                self.kill(f"sent an invalid frame: {error}")
+            if len(data) < READ_BYTES:
+                return
+
+    def _write(self, data: bytes | memoryview) -> int:
+        """Send what the socket takes now. Returns the number of bytes; on an error, hangs up and returns 0."""
+        try:
+            return self._socket.send(data)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:
+            self.hang_up()
+            return 0
+
+    def _write_rest(self) -> None:
+        self._outgoing = self._outgoing[self._write(self._outgoing) :]
+        if not self._outgoing and not self.ended:
+            self._loop.remove_writer(self._socket)
+
+    def hang_up(self) -> None:
+        """Close the socket, so that an idle process ends by itself."""
+        if self.ended:
+            return
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._outgoing = memoryview(b"")
+        self._socket.close()
+        self._loop.call_soon(self._reap, self._loop.time() + REAP_GRACE_S)
+
+    # --- the end ---
+
     def descendants(self) -> list[psutil.Process]:
         """All present descendants of the process (of the warden, if it has one)."""
         try:
@@ -144,10 +215,6 @@ class WorkerProcess(WorkerSocket):
             # Every process that could write has closed the pipe.
             self._loop.remove_reader(self.output.read_fd)
         self._on_output(self)
-
-    def _closed(self) -> None:
-        """Begin to wait for the end of the process (``_reap``)."""
-        self._loop.call_soon(self._reap, self._loop.time() + REAP_GRACE_S)
 
     def _reap(self, kill_at: float, pause_s: float = REAP_INTERVAL_S, *, is_first: bool = True) -> None:
         """Once either side has closed the socket: reap the process if it has ended, else look again after ``pause_s``.
@@ -234,9 +301,7 @@ class Output:
         # Incremental, because a character may arrive in two reads.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._bytes_left = limit
-        """Bytes of the present call that are still kept."""
         self._dropped = 0
-        """Bytes of the present call that were discarded."""
         self._nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         try:
             self.read_fd, self.write_fd = os.pipe()
@@ -290,6 +355,5 @@ class Output:
         return text, dropped
 
     def close(self) -> None:
-        """Close the pipe."""
         os.close(self.read_fd)
         os.close(self._nowhere)

@@ -31,7 +31,6 @@ OTHERS = "others"
 PLACES = "ASYNCRL_PLACES"
 """Name of a mapping in a module that a program has written: FILE:LINE of its functions by name."""
 LONGEST_TEXT = 600
-"""Most characters of a failure's text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +150,7 @@ class FaultKinds:
 
     def __init__(self) -> None:
         self._first_cases: dict[str, str] = {}
-        """The first case of each kind, in one line."""
         self._counts: dict[str, int] = {}
-        """Number of failures of each kind."""
 
     def add(self, kind: str, text: str) -> tuple[str, str, int]:
         """Count a failure. Returns its kind, the first case of that kind in one line, and its count."""

@@ -29,7 +29,6 @@ MODULE = "asyncrl.workers.warden"
 END = signal.SIGRTMIN + 3
 """Signal to a warden: end the worker and all processes below it, now."""
 END_S = 3.0
-"""Longest wait for the end of killed processes (s)."""
 DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
 WAITED_FOR = (END, signal.SIGCHLD)
 
@@ -50,7 +49,6 @@ def end(pid: int) -> None:
 
 
 def main() -> None:
-    """Fork into warden and worker, and run the module in the worker."""
     parent, module, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     fork_worker(parent)
     sys.argv = [module, *arguments]

@@ -57,7 +57,6 @@ def begin(title: str) -> socket.socket:
 
 
 def _reset_forked_children(close: Callable[[], None]) -> None:
-    """Make forked children close the socket and receive signals again."""
 
     def in_child() -> None:
         close()

@@ -60,17 +60,13 @@ class Place:
     """Whether the place is for one task, and removed with its worker."""
     process: WorkerProcess | None = None
     ready: bool = False
-    """Whether the process has loaded the code."""
     launched: float = 0.0
     """Time at which the process was started (loop time, s)."""
     memory_limit: int = 0
     """Most memory of the process and its descendants together (bytes)."""
     failed_starts: int = 0
-    """Number of failed starts in a row."""
     restart: asyncio.TimerHandle | None = None
-    """Timer that starts the next worker after a failed start."""
     output_timer: asyncio.TimerHandle | None = None
-    """Timer that passes on the collected output."""
 
 
 @dataclass(slots=True)
@@ -82,9 +78,7 @@ class WorkerCounts:
     output_dropped_bytes: int = 0
     """Number of bytes printed beyond max_output_bytes."""
     workers_killed: int = 0
-    """Number of worker processes ended by the pool."""
     workers_died: int = 0
-    """Number of worker processes that ended by themselves."""
 
 
 P = TypeVar("P", bound=Place)
@@ -99,11 +93,9 @@ class WorkerPool(Generic[P]):
     """
 
     owner: str
-    """Name of the pool in errors."""
     section: str
     """Section of the configuration with the ``limits``."""
     module: str
-    """Module that a worker process runs."""
     own_session = False
     """Whether a worker has a session of its own and no warden."""
     counters: WorkerCounts
@@ -135,7 +127,6 @@ class WorkerPool(Generic[P]):
         """Set once no place has a process; ``close`` waits for it."""
         self._check_timer: asyncio.TimerHandle | None = None
         self._checked_at = loop.time()
-        """Loop time (s) of the last check of the workers."""
 
     # --- for the owner ---
 
@@ -230,7 +221,6 @@ class WorkerPool(Generic[P]):
         return ""
 
     def _failure(self, reason: str) -> AsyncRLError:
-        """Make the error of a pool that cannot start workers."""
         raise NotImplementedError
 
     def _kill(self, place: P, reason: str) -> None:
@@ -238,7 +228,6 @@ class WorkerPool(Generic[P]):
         place.process.kill(reason)
 
     def _setup_of(self, place: P) -> bytes:
-        """Return the first frame for the worker of a place."""
         return self._setup
 
     # --- processes ---
@@ -247,7 +236,6 @@ class WorkerPool(Generic[P]):
         return [*self._places, *self._lone]
 
     def _add(self, place: P) -> None:
-        """Start the worker of a lone place."""
         self._lone.append(place)
         self._launch(place)
 
@@ -384,7 +372,6 @@ class WorkerPool(Generic[P]):
             self._observer.printed(self._uid(place), text, dropped)
 
     def _call_ended(self, place: P) -> None:
-        """Pass on the output of a call that has ended."""
         if place.process is not None and place.process.output.used:
             place.process.output.drain()
             self._hand_out(place, place.process, end_of_call=True)

@@ -70,9 +70,7 @@ class CheckedHost:
 
     order: CheckOrder
     interfaces: Mapping[str, str] = field(default_factory=dict)
-    """Address by network interface."""
     interface: str = ""
-    """The interface that actors use; empty if unknown."""
     has_gpus: bool = False
 
     @cached_property
@@ -86,7 +84,6 @@ class CheckedHost:
         return any(missing_bytes(pin) for pin in self.order.pins)
 
     def has(self, role: str) -> bool:
-        """Whether an actor of this role is on the host."""
         return bool(count(self.order.actors, role))
 
     @property
@@ -110,7 +107,6 @@ class CheckedHost:
 
     @cached_property
     def inputs(self) -> asyncio.Task[Inputs]:
-        """A task with the findings on tokenizer, data and scoring models, and sample rows (inputs.py)."""
         return asyncio.create_task(self._read_inputs())
 
     async def _read_inputs(self) -> Inputs:
@@ -240,7 +236,6 @@ async def _sinks(host: CheckedHost) -> list[Finding]:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported."""
     spec = find_spec(package)
     # Python also finds a mere folder of that name, as wandb creates one; its spec has no origin.
     return spec is not None and spec.origin is not None
@@ -351,7 +346,6 @@ CHECKS: Sequence[Callable[[CheckedHost], Awaitable[Iterable[Finding | None]]]] =
     *(_sharing, _nccl, _ports, _hub, _model, _inputs, _reward, _algorithm, _curriculum, _learning, _episode),
     *(_sinks, _grace, _folders, _memory, _shm, _descriptors),
 )
-"""The checks that run on one host."""
 
 
 async def check_host(host: CheckedHost) -> list[Finding]:

@@ -17,8 +17,6 @@ FAILED_EXIT_CODE = 1
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The result of one check on one host."""
-
     host: str
     """Name as in the hostfile; empty for all hosts together."""
     check: str
@@ -32,7 +30,6 @@ class Finding(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """One line with the key, the detail and the fix."""
         row = f"{self.key}: {self.detail}" if self.key else self.detail
         return " ".join((row + (f"; fix: {self.fix}" if self.fix else "")).splitlines())
 
@@ -54,13 +51,9 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     """A name of the Hugging Face hub, pinned to a commit."""
 
     key: str
-    """The configuration key."""
     asked: str
-    """The name as configured."""
     revision: str
-    """The revision that was asked for."""
     name: str
-    """The name with the commit."""
     files: dict[str, int]
     """Size of each file that the run needs (bytes)."""
 
@@ -71,15 +64,12 @@ class CheckOrder(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
     config: str = ""
     """The resolved configuration (JSON); empty if asyncrl-doctor has none."""
     actors: list[str]
-    """Names of those actors."""
     address: str
     """Address at which these actors listen."""
     run: str
     """Path of the run folder, which may not exist yet."""
     is_head: bool
-    """Whether this is the host of the controller."""
     several: bool
-    """Whether the run has several hosts."""
     known: KnownPrompts | None = None
     """Training prompts of the run that is resumed; None for a new run."""
     resumed: str = ""
@@ -91,7 +81,6 @@ class CheckOrder(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
     shared_gpus: dict[str, str] = {}
     """GPUs of this host that a rank of the learner and an engine share, each with their names."""
     env: dict[str, str] = {}
-    """Variables that the host sets in its own environment."""
 
 
 class FetchOrder(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
@@ -99,11 +88,9 @@ class FetchOrder(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
 
     pins: list[Pin]
     limit_s: float
-    """Deadline of the download (s)."""
     folder: str = ""
     """Folder in which the launcher was called. Relative paths start there, if the host has such a folder."""
     env: dict[str, str] = {}
-    """Variables that the host sets in its own environment."""
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True, tag="fetched"):
@@ -128,17 +115,14 @@ def fail(check: str, detail: str, fix: str, host: str = ALL_HOSTS, *, key: str =
 
 
 def on_host(host: str, findings: Iterable[Finding]) -> list[Finding]:
-    """Return copies of the findings with this host."""
     return [msgspec.structs.replace(finding, host=host) for finding in findings]
 
 
 def errors_of(findings: Iterable[Finding]) -> list[str]:
-    """A line for each finding that prevents the start."""
     return [finding._line for finding in findings if finding.result == "fail"]
 
 
 def warnings_of(findings: Iterable[Finding]) -> list[str]:
-    """A line for each warning."""
     return [f"warning: {finding._line}" for finding in findings if finding.result == "warn"]
 
 
@@ -165,5 +149,4 @@ def counts(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """A JSON list of objects with the keys host, check, result, detail, fix, key."""
     return msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()

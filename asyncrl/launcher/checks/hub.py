@@ -39,14 +39,12 @@ FETCH = "asyncrl.launcher.checks.hub:fetch_here"
 LOOK_UP_S = 10.0
 """Deadline of a request for the files of a repository."""
 PIN_S = 120.0
-"""Deadline for all requests of ``pin``."""
 HUB = "https://huggingface.co"
 CONVERSATIONS = "sft.data"
 WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".onnx_data"),
     *(".ot", ".tflite", ".mlmodel", ".npz"),
 )
-"""Suffixes of files of weights."""
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 A = TypeVar("A")
 
@@ -132,7 +130,6 @@ def _without_weights(pin: Pin) -> Pin:
 
 
 def name_of(pin: Pin) -> HubName:
-    """Return the name with the commit."""
     return parse_pinned(pin.key, pin.name)
 
 
@@ -142,13 +139,11 @@ def is_path(pin: Pin) -> bool:
 
 
 def missing_bytes(pin: Pin) -> int:
-    """Return the bytes that this host's cache lacks."""
     folder = name_of(pin).folder
     return sum(size for file, size in pin.files.items() if not (folder / file).exists())
 
 
 async def _ask(function: str, answer: type[A], limit_s: float, **arguments: Any) -> tuple[A | None, str]:
-    """Return the answer of the process, or None and the reason."""
     try:
         return await call(function, answer, limit_s, env=QUIET, **arguments), ""
     except TimeoutError:
@@ -352,7 +347,6 @@ def _is_glob(path: str) -> bool:
 
 
 def _failure(key: str, asked: str, name: HubName, reason: str) -> Finding:
-    """Return the finding for the user: the key, what failed, and how to use a folder."""
     revision = "" if name.revision == MAIN else name.revision
     command = download_command(name.repo, revision, is_dataset=name.is_data)
     text = f"{asked} is no folder here, and as a name of the Hugging Face hub: {reason}"

@@ -52,7 +52,6 @@ CHEAP_ROWS = 10_000
 SAMPLES = 3
 """Training rows on which the reward function is tried; each evaluation adds one."""
 LOOKED_AT = 1000
-"""Number of rows at the start of a set that ``first_rows`` reads."""
 SHOWN_START, SHOWN_END = 300, 120
 """Characters at the start and at the end of a prompt that a finding shows."""
 MODEL = "model.path"
@@ -74,8 +73,6 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Inputs(msgspec.Struct, frozen=True):
-    """Findings, and sample rows for the reward function."""
-
     findings: list[Finding] = []
     samples: list[Sample] = []
 
@@ -149,8 +146,6 @@ def read_inputs(
 
 
 class FirstRow(msgspec.Struct, frozen=True):
-    """A usable row at the start of a set."""
-
     place: str
     """FILE:LINE."""
     text: str
@@ -188,7 +183,6 @@ def first_rows(
 
 
 def _check_tokenizer(config: Config) -> tuple[Finding, Tokenizer | None]:
-    """Load the tokenizer and resolve the stop tokens. Returns the tokenizer too, if it loads."""
     model = config.model
     try:
         tokenizer = tokenizer_of(config)
@@ -317,7 +311,6 @@ class _Reading:
         self.place = ""
         """FILE:LINE of the last row that was read; empty at first."""
         self.is_cut = False
-        """Whether the time ended before the rows."""
         self._rows, self._end = rows, end
 
     def __iter__(self) -> Iterator[RawRow]:
@@ -345,7 +338,6 @@ def check_chat(config: Config, tokenizer: Tokenizer) -> Finding:
 
 
 def _check_template(config: Config, tokenizer: Tokenizer) -> Finding:
-    """Try the chat template on sample conversations (text/chat/probe.py) and judge the report."""
     try:
         return judge(make_renderer(config, tokenizer).report)
     except ConfigError as error:
@@ -385,7 +377,6 @@ def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) ->
     is_cut = False
 
     def goes_on() -> bool:
-        """Whether there is time for another row."""
         nonlocal is_cut
         is_cut = time.monotonic() >= end
         return not is_cut

@@ -23,7 +23,6 @@ WEIGHT_BYTES, GRADIENT_BYTES = 4, 4
 """Bytes on a learner that trains on CPU: for each parameter, and in addition for each trained one."""
 VERSIONS_AT_ONCE = 2
 RECORDS_BYTES = 1 << 30
-"""Disk space for logs, metrics and samples."""
 PROCESS_BYTES = 100 << 20
 LEAST_DESCRIPTORS = 64
 """Open files of an actor without connections."""
@@ -38,8 +37,6 @@ DESCRIPTORS_OF_A_BUCKET = 6
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Size of the model's weights."""
-
     parameters: int
     """Number of parameters, without adapters."""
     bytes: int
@@ -48,7 +45,6 @@ class ModelSize:
 
     @property
     def trained(self) -> int:
-        """Number of parameters that are trained."""
         return self.adapters or self.parameters
 
     def published(self, config: Config) -> int:
@@ -67,7 +63,6 @@ class Need:
     least: int
     wanted: int
     made_of: tuple[str, ...] = ()
-    """Descriptions of the parts of ``wanted``."""
 
     def __add__(self, other: Need) -> Need:
         return Need(self.least + other.least, self.wanted + other.wanted, self.made_of + other.made_of)
@@ -136,5 +131,4 @@ def descriptors_need(config: Config | None, size: ModelSize | None) -> Need:
 
 
 def count(actors: Sequence[str], role: str) -> int:
-    """Count the actors that have this role."""
     return sum(role_of(name) == role for name in actors)

@@ -58,7 +58,6 @@ def _broadcast_transport(config: Config) -> str:
 
 
 def bind(address: str, port: int) -> socket.socket:
-    """Open a listening socket. Raises OSError."""
     family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
     try:
@@ -114,7 +113,6 @@ def check_ports(address: str, ports: str, controller_port: int, needed: int) -> 
 
 
 def infiniband_devices() -> list[str]:
-    """List this host's InfiniBand devices by name."""
     try:
         return sorted(os.listdir(INFINIBAND))
     except OSError:

@@ -31,7 +31,6 @@ REFERENCE, TEACHER = "learner.kl.path", "learner.teacher"
 SAMPLES = ("Let f(x) = 3x^2 + 17.\n\nÄpfel, naïve 日本語: 'quoted' <b>words</b>\t42 %", "a", "0")
 """Texts to encode, in order of preference; a toy vocabulary cannot encode the first."""
 ASK_S = 20.0
-"""Deadline for all requests to a server (s)."""
 OTHERS = "take a model with the policy's own tokenizer, for example a larger one of its family"
 
 
@@ -159,12 +158,10 @@ def _sample(tokenizer: Tokenizer) -> tuple[str, list[int]]:
 
 
 def highest_id(config: Config, tokenizer: Tokenizer) -> int:
-    """Return the highest id of the policy's tokens."""
     tokens = tokens_of(Path(config.model.path)) if config.model.path is not None else None
     return max(tokens) if tokens else tokenizer.vocabulary - 1
 
 
 def _vocabulary(folder: Path) -> int:
-    """Read vocab_size from config.json; 0 if unknown."""
     size = text_config(read_settings(folder)).get("vocab_size")
     return size if isinstance(size, int) else 0

@@ -42,7 +42,6 @@ CALLS_S = 12.0
 PLAIN = "I am not sure. The answer is 42."
 """A completion that a model might give to any prompt."""
 SHOWN_COMPLETION = 40
-"""Number of characters of a completion that a finding shows."""
 KEY = "reward.function"
 NOWHERE = "http://127.0.0.1:9/v1"
 """Address of an endpoint that is never called, because no episode is played."""
@@ -63,7 +62,6 @@ class Trial:
     errors: list[str] = field(default_factory=list)
     """For each call that failed, the reason and the FILE:LINE of its row."""
     answered: int = 0
-    """Number of calls that returned rewards."""
     shown: list[str] = field(default_factory=list)
     """For each completion, its reward, the reward's components and its first characters, as text."""
 
@@ -94,7 +92,6 @@ class RewardTrial:
             "start_timeout_s": import_s,
         }
         self._pool: RewardPool | JudgePool
-        """The reward function in one worker."""
         if single.function in JUDGES:
             self._pool = JudgePool(for_trial(single), **arguments)
         else:
@@ -122,7 +119,6 @@ class RewardTrial:
         return None
 
     async def score(self, request: Score) -> Scores:
-        """Call the reward function once. Raises RewardFailed."""
         return await self._pool.score(request)
 
     async def call(self, samples: Sequence[Sample]) -> Finding:

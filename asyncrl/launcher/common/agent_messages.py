@@ -36,7 +36,6 @@ class HostOffer(Struct, frozen=True, kw_only=True, tag="facts"):
     """The first line that a host sends: what it offers to a run. Only asyncrl-doctor asks for versions and cards."""
 
     version: str
-    """Version of asyncrl on the host."""
     hostname: str
     identity: str = ""
     """Identifies the machine: equal for two host names that lead to one machine."""
@@ -52,7 +51,6 @@ class HostOffer(Struct, frozen=True, kw_only=True, tag="facts"):
     versions: dict[str, str] = {}
     """Version by package; empty if it is not installed."""
     cards: dict[str, Card] = {}
-    """GPUs by their index."""
 
 
 class RouteQuery(Struct, frozen=True, kw_only=True, tag="routes"):
@@ -61,12 +59,9 @@ class RouteQuery(Struct, frozen=True, kw_only=True, tag="routes"):
     head: str
     """The head's name in the hostfile; its address for a host that joins a live run."""
     addresses: list[str]
-    """The head's addresses."""
 
 
 class Routes(Struct, frozen=True, kw_only=True, tag="routes"):
-    """The answer to RouteQuery."""
-
     named: list[str]
     """Addresses to which the head's name resolves on this host; empty if it does not resolve."""
     via: dict[str, str]
@@ -92,7 +87,6 @@ class HostSpec(Struct, frozen=True, kw_only=True, tag="host"):
     config: str
     """The resolved configuration (JSON)."""
     credentials: dict[str, Any]
-    """Content of each credential file, by file name."""
     folder: str
     """The launcher's working directory. The agent changes to it if the host has such a folder."""
     env: dict[str, str]
@@ -118,7 +112,6 @@ class EndOrder(Struct, frozen=True, kw_only=True, tag="end"):
     kill: bool = True
     preempt: bool = False
     log_dir: str = ""
-    """Folder of the logs of an attempt; the answer reports how this attempt ended."""
 
 
 class HostEnded(Struct, frozen=True, kw_only=True, tag="gone"):
@@ -174,7 +167,6 @@ class AgentSpec(Struct, frozen=True, kw_only=True):
     actors: dict[str, dict[str, str]]
     """Name of each actor → environment variables that override the agent's own."""
     index: int = 0
-    """Index of the agent among those of the run; 0 is on the head."""
     host: str = ""
     """Address at which other hosts reach this one. Empty in a run on one host, which uses network.host."""
     name: str = ""
@@ -212,11 +204,9 @@ class NoticeEvent(Struct, frozen=True, kw_only=True, tag="notice"):
 
     actor: str
     incarnation: int = 0
-    """Incarnation of the actor that sent it."""
     key: str
     text: str
     count: int = 1
-    """Number of times that it has happened."""
     meanwhile: str = ""
     """Further text that is true only while the run is live."""
     of: str = ""
@@ -230,7 +220,6 @@ class RestartEvent(Struct, frozen=True, kw_only=True, tag="restart"):
     reason: str
     after_s: float = 0.0
     incarnation: int = 0
-    """The incarnation that died."""
 
 
 class ReadyEvent(Struct, frozen=True, kw_only=True, tag="ready"):
@@ -259,7 +248,6 @@ class LogEvent(Struct, frozen=True, kw_only=True, tag="log"):
     """New text of a log file on a host that does not share the run folder. Texts of a file come in order."""
 
     file: str
-    """Name of the log file."""
     text: str
 
 

@@ -49,11 +49,9 @@ class PlacementHost:
     name: str
     cpus: int
     gpus: tuple[str, ...] = ()
-    """Values that CUDA_VISIBLE_DEVICES may take on it."""
     address: str = ""
     """Address at which other hosts reach it. Empty in a run on one host, which uses the key network.host."""
     interface: str = ""
-    """The network interface that has the address; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -427,7 +425,6 @@ def _environment(threads: int, visible: Sequence[str]) -> dict[str, str]:
 
 
 def _interface_environment(host: PlacementHost) -> dict[str, str]:
-    """Return the variables that name the network interface for collectives; none if it is unknown."""
     return dict.fromkeys(INTERFACE_VARIABLES, host.interface) if host.interface else {}
 
 
@@ -450,7 +447,6 @@ def _torch_environment(
 
 
 def describe(config: Config, placed: Sequence[Placed]) -> list[str]:
-    """Return lines for people: the placement of each actor, and the numbers derived from the configuration."""
     width = max(len(actor.name) for actor in placed)
     host_width = max(len(actor.host) for actor in placed)
     rows = ["", "placement:"]

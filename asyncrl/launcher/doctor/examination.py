@@ -118,7 +118,6 @@ class Examination:
         return len(self.targets) > 1
 
     async def _examine(self) -> None:
-        """Take each step on the hosts that still answer; the steps record their findings."""
         self._findings += [ok("ssh", f"answers as {facts.hostname}", host) for host, facts in self._facts.items()]
         self._findings += compare_identities({host: facts.identity for host, facts in self._facts.items()})
         for step in (
@@ -139,7 +138,6 @@ class Examination:
             self._findings += compare_clocks(offsets, self._head)
 
     async def _compare_packages_and_gpus(self) -> None:
-        """Place the actors, then compare package versions and GPUs between the hosts."""
         self._place_actors()
         needed = needed_packages(self.config, self._placed) if self.config is not None else {}
         self._findings += compare_versions(self._facts, self._head, needed)
@@ -312,7 +310,6 @@ class Examination:
         await self._check_shared(run, f"{MARK}{token}-checkpoints")
 
     async def _check_shared(self, run: Path, name: str) -> None:
-        """Record a failure for each host with learner ranks that does not see the head's folder of checkpoints."""
         if self.config is None or self.config.learner.backend == "sim":
             return
         learner_hosts = [host for host in self._facts if host in self._learner_hosts]

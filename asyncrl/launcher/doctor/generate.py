@@ -69,12 +69,9 @@ COPIED_BYTES = 64 << 20
 
 
 class Answer(msgspec.Struct):
-    """The samples that were made, and the reasons why others were not."""
-
     groups: list[SampleGroup] = []
     problems: list[str] = []
     printed: str = ""
-    """The end of what engine and agent printed, if there are problems."""
 
 
 async def generate(config: Config, count: int) -> Answer:
@@ -213,7 +210,6 @@ class Generator:
         await call.generate(ids, response, key)
 
     async def _episode(self, lease: Lease) -> Trajectory:
-        """Play an episode with the engine as its policy. Raises CannotPlay if it gives no trajectory."""
         assert self._renderer is not None
         episode = LoneEpisode(self._config, self.tokenizer, self._renderer, self._clock, self)
         await episode.play(lease)
@@ -222,7 +218,6 @@ class Generator:
         return episode.trajectory
 
     async def _score(self, lease: Lease, trajectories: list[Trajectory]) -> None:
-        """Set each trajectory's reward by the reward function, unless the episode gave one. Raises RewardFailed."""
         if self._trial is None or (self._config.reward.per == "trajectory" and trajectories[0].reward is not None):
             return
         completions = [

@@ -55,7 +55,6 @@ from asyncrl.launcher.hosts.checks import answer
 from asyncrl.launcher.hosts.remote import ask_nvidia_smi, find_facts, serve
 
 UNSTARTED_S = 60
-"""Longest wait for the first order (s)."""
 ENDING = (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "asyncrl": ("asyncrl",),
@@ -125,7 +124,6 @@ def find_leftovers(order: FindLeftovers) -> Checked:
 
 
 def mark(order: Mark, left: contextlib.ExitStack) -> Marked:
-    """Create a file, which is removed when ``left`` is closed."""
     path = nearest_folder(Path(order.path)) / order.name
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -215,7 +213,6 @@ def _close(listener: socket.socket) -> None:
 
 
 def _serve(listener: socket.socket, token: str) -> None:
-    """Answer one peer after another until the listener is closed."""
     while True:
         try:
             peer, _ = listener.accept()
@@ -238,7 +235,6 @@ def _read_line(peer: socket.socket) -> bytes:
 
 
 def connect(order: Connect) -> Connected:
-    """Try to connect to each port of each peer, in parallel."""
     attempts = [(peer, ports, number) for peer in order.peers for ports, number in peer.ports.items()]
 
     def try_one(attempt: tuple[Listener, str, int]) -> str:

@@ -55,7 +55,6 @@ class Process:
     started: float
     title: str
     name: str
-    """Name of the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,6 @@ class Leftover:
     """A folder (``path``) or a process of no live run. If ``certain``, it is certainly dead and may be removed."""
 
     what: str
-    """Description for a person."""
     path: Path | None = None
     process: Process | None = None
     certain: bool = True
@@ -164,7 +162,6 @@ def _private_folders(runs: Path) -> Iterator[Leftover]:
 
 
 def _unfinished_checkpoints(runs: Path) -> Iterator[Leftover]:
-    """Yield the unfinished checkpoints of all runs that no lock shows to be live."""
     locks_are_shared = are_locks_shared(runs)
     for config_file in sorted(runs.glob(f"*/{CONFIG}")):
         run = config_file.parent
@@ -201,7 +198,6 @@ def _scratch_folders(parent: Path) -> Iterator[Leftover]:
 
 
 def read_processes() -> dict[int, Process]:
-    """Return the processes of this user, and process 1, by process id."""
     processes = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error), process.oneshot():

@@ -61,9 +61,7 @@ if TYPE_CHECKING:
 
 HOST = "episodes/0"
 ROOM = 1 << 20
-"""Limit of the tokens of an episode without a model."""
 MOST_PRINTED = 2000
-"""Characters at the end of the agent's output that are kept."""
 RETRY_S = 0.05
 """Pause before an episode whose worker died starts again (s)."""
 MOST_BEGUN = 5
@@ -118,7 +116,6 @@ async def play_scripted(config: Config, *, with_data: bool) -> Played:
 
 
 async def _task(config: Config) -> tuple[str, dict[str, Any], str]:
-    """Return prompt, row and source of the first training task. Raises CannotPlay."""
     inputs = await check_inputs(config)
     task = next((sample for sample in inputs.samples if sample.key in config.training_sets), None)
     if task is None:
@@ -189,7 +186,6 @@ class LoneEpisode(EpisodeObserver):
         self._session: Session | None = None
         """The policy's end of the newest session; None before the first start."""
         self.failure = ""
-        """Why the attempt gave no trajectory; empty if it gave one."""
         self.trajectory: Trajectory | None = None
         """The trajectory of the attempt; None until ``play`` ends, and after a failure."""
         self._notices: dict[str, str] = {}
@@ -197,9 +193,7 @@ class LoneEpisode(EpisodeObserver):
         self._refused: dict[str, str] = {}
         """By field of a call: the first reason for which the session refused it."""
         self._hidden_tools: list[str] = []
-        """Names of tools that the chat template did not show to the model."""
         self._printed = ""
-        """The end of the agent's output."""
         self._times: dict[str, float] = {}
         """Time of the events that ``_spans`` names, in the newest start of the episode."""
         self._last_error = ""
@@ -265,7 +259,6 @@ class LoneEpisode(EpisodeObserver):
     # --- the player's interface to episode hosts ---
 
     def choose(self, at: Mapping[str, int], *, prefer: str, avoid: Collection[str]) -> str:
-        """Return the only host."""
         return HOST
 
     def send(self, host: str, delta: ChatDelta) -> None:
@@ -349,7 +342,6 @@ class LoneEpisode(EpisodeObserver):
         self._printed = (self._printed + text)[-MOST_PRINTED:]
 
     def _notices_of(self, kind: str) -> dict[str, str]:
-        """Return the texts of the notices of this kind, by name."""
         names = sorted(name for name in self._notices if name.startswith(f"{kind}/"))
         return {name.partition("/")[2]: self._notices[name] for name in names}
 

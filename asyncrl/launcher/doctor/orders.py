@@ -33,7 +33,6 @@ class FindLeftovers(Struct, frozen=True, kw_only=True, tag="leftovers"):
     """The folder that holds the run folders; empty if the head looks through the same one."""
     is_head: bool
     fix: bool = False
-    """Whether to remove leftovers that are certainly dead (leftovers.py)."""
 
 
 class Listen(Struct, frozen=True, kw_only=True, tag="listen"):
@@ -69,8 +68,6 @@ class Connect(Struct, frozen=True, kw_only=True, tag="connect"):
 
 
 class Connected(Struct, frozen=True, kw_only=True, tag="connected"):
-    """The results of all connections."""
-
     problems: dict[str, dict[str, str]]
     """Problem by peer and then by range of ports; an empty text if the connection works."""
 

@@ -20,7 +20,6 @@ CAUSES = {
     "extend": "extends the tokens of an answer",
     **FORKS,
 }
-"""Text by Cause."""
 REMEDIES = {
     "fork:root": "send the same tools with each call",
     "fork:branch": "right for a sub-agent; else send the whole conversation with each call",
@@ -44,9 +43,7 @@ class PlayedTurn:
     """Context tokens behind the longest prefix that it shares with an earlier call."""
     sampled_tokens: int
     calls: list[str]
-    """Names of the tools that the answer calls."""
     trained: bool
-    """Whether its sampled tokens are trained."""
 
     @property
     def forked(self) -> bool:
@@ -55,7 +52,6 @@ class PlayedTurn:
 
     @property
     def relation(self) -> str:
-        """How the call relates to the calls before it."""
         if self.cause.startswith("fork:") and self.goes_on:
             return f"{CAUSES['extend']}, though {CAUSES[self.cause]}"
         return ("fork: " if self.forked else "") + CAUSES[self.cause]
@@ -63,15 +59,12 @@ class PlayedTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """One attempt at one task."""
-
     failure: str
     """Why the attempt gave no trajectory; empty if it gave one."""
     outcome: str
     """Why it ended: ``stop`` by itself; ``turns``, ``length`` or ``time`` by a limit."""
     reward: float | None
     turn_rewards: int
-    """Number of rewards that the agent gave to single turns."""
     turns: list[PlayedTurn]
     sequences: list[int]
     """Number of tokens of each trained sequence, with its context."""
@@ -80,7 +73,6 @@ class Played:
     dialects: dict[str, int]
     """Requests by path; empty if the agent is Python code that calls its client."""
     streamed: int
-    """Requests whose answer was streamed."""
     retries: int
     ignored: list[str]
     """Fields of requests that a run ignores."""
@@ -93,20 +85,16 @@ class Played:
     seconds: dict[str, float]
     """Seconds to ``first call``, ``last answer`` and ``end``, each from the one before."""
     printed: str
-    """The end of the agent's output."""
 
     @property
     def works(self) -> bool:
-        """Whether a run can train on it."""
         return not self.failure and not self.refused
 
     @property
     def forks(self) -> dict[str, int]:
-        """Number of forked calls by cause."""
         return dict(Counter(turn.cause for turn in self.turns if turn.forked))
 
     def as_object(self) -> dict[str, Any]:
-        """The attempt as an object, for programs."""
         return asdict(self) | {"works": self.works, "forks": self.forks}
 
     def lines(self, *, scored: bool) -> list[str]:
@@ -119,7 +107,6 @@ class Played:
         return [*lines, *problems, verdict]
 
     def _calls(self) -> list[str]:
-        """Return a table of the calls, with the tokens of each."""
         if not self.turns:
             return ["no call of the policy was answered"]
         lines = ["call  context    new  sampled"]

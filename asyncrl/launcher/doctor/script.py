@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 MOST_CALLED = 4
 """The script calls at most so many tools; an agent may declare dozens."""
 ENDS = ("final_answer", "submit", "finish", "done")
-"""Names of tools that end an episode."""
 CODE_END = "</code>"
 """Stop string of agents that have no tools and run the code in answers."""
 DEEPEST = 8
-"""Levels of a JSON schema that ``example_of`` follows."""
 asked: ContextVar[Chat] = ContextVar("asked")
 """The call of the policy that the current task answers; LoneEpisode sets it."""
 
@@ -37,7 +35,6 @@ class Script:
     def __init__(self, *, thinks: bool) -> None:
         self._thinks = thinks
         self._called: set[str] = set()
-        """Names of the tools that an answer has called."""
         self._answer_count = 0
 
     def answer(self, tools: Sequence[Mapping[str, Any]], *, stop: Sequence[str] = (), thinking: bool = False) -> str:

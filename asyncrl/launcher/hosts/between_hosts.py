@@ -108,7 +108,6 @@ def compare_versions(facts: Mapping[str, HostOffer], head: str, needed: Mapping[
 
 
 def _differences(names: Sequence[str], host_facts: HostOffer, head_facts: HostOffer, head: str) -> list[str]:
-    """Describe each package in ``names`` whose version on a host differs from that on the head."""
     pairs = [(name, host_facts.versions.get(name, ""), head_facts.versions.get(name, "")) for name in names]
     return [
         f"{name} {version or 'missing'} ({on_head or 'missing'} on {head})"
@@ -119,7 +118,6 @@ def _differences(names: Sequence[str], host_facts: HostOffer, head_facts: HostOf
 
 
 def needed_packages(config: Config, placed: Sequence[Placed]) -> dict[str, list[str]]:
-    """Return the packages that the actors on each host import."""
     needed: dict[str, list[str]] = {}
     for actor in placed:
         role = role_of(actor.name)

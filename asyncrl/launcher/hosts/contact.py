@@ -22,6 +22,7 @@ from typing import Any, TypeVar, Union
 import msgspec
 
 from asyncrl.core.errors import AsyncRLError, HostFailed
+from asyncrl.launcher.checks.findings import ALL_HOSTS, Finding, on_host
 from asyncrl.launcher.common.agent_messages import HostOffer, Refusal
 from asyncrl.launcher.hosts.start import StartCommand, last_line
 from asyncrl.launcher.terminal.progress import TerminalProgress
@@ -52,11 +53,9 @@ class Contact:
         self.asked = ""
         """Type of the last order, in lower case; empty before the first."""
         self._errors = b""
-        """The end of the command's standard error, at most ERRORS_KEPT bytes."""
         self._log: Path | None = None
         """File that also gets standard error, from ``keep_errors`` on; None before."""
         self._reading: asyncio.Task[None] | None = None
-        """Task that reads standard error; None before ``reach`` and after ``exited``."""
 
     async def reach(self) -> None:
         """Start the command, and set ``facts`` to what the host offers.
@@ -121,7 +120,6 @@ class Contact:
             self.process.stdin.write(data)
 
     def hang_up(self) -> None:
-        """Close the host's standard input."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 
@@ -139,7 +137,6 @@ class Contact:
         await self.exited(within_s)
 
     def kill(self) -> None:
-        """Kill the command, if it was started."""
         if hasattr(self, "process"):
             self._kill()
 
@@ -176,7 +173,6 @@ class Contact:
             self.process.kill()
 
     async def _exit_failure(self) -> HostFailed:
-        """Wait for the command to exit, and return the error that explains its exit."""
         code = await self.exited()
         return HostFailed(self.name, self.start.explain(self.name, code, self._error_text))
 
@@ -236,6 +232,31 @@ class ReachedHosts:
         """
         work = {name: self.contacts[name].ask(order, answer) for name, order in orders.items()}
         return await self._wait_for_all(work, what, limit_s=limit_s, key=key)
+
+    async def collect(
+        self,
+        orders: Mapping[str, msgspec.Struct],
+        answer: type[Any],
+        own: Callable[[Any], Awaitable[Any]],
+        what: str,
+        limit_s: float | None = None,
+        key: str = "supervision.start_timeout_s",
+    ) -> list[Finding]:
+        """Send orders as ``ask`` does, and return the findings in the answers, with their hosts if there are several.
+
+        Meanwhile ``own`` carries out the order of a host without a contact, which is this one. Raises HostFailed.
+        """
+        working = {name: asyncio.ensure_future(own(orders[name])) for name in orders if name not in self.contacts}
+        try:
+            sent = {name: order for name, order in orders.items() if name not in working}
+            answers = await self.ask(sent, answer, what, limit_s, key)
+            answers = {name: await task for name, task in working.items()} | answers
+        finally:
+            for task in working.values():
+                task.cancel()
+            await asyncio.gather(*working.values(), return_exceptions=True)
+        hosts = {name: name if self.count > 1 else ALL_HOSTS for name in answers}
+        return [finding for name, each in answers.items() for finding in on_host(hosts[name], each.findings)]
 
     async def close(self) -> None:
         """Close all connections. Agents that run already continue."""

@@ -55,7 +55,6 @@ from asyncrl.launcher.run_folder.private import (
 from asyncrl.rpc.linux import children_of, host_id
 
 ORDER_S = 900.0
-"""Seconds to wait for the next order."""
 LONGEST_ORDER_BYTES = 256 << 20
 LOOK_S = 0.05
 GUARD = "asyncrl.launcher.node.guard"
@@ -222,7 +221,6 @@ def end(order: EndOrder) -> HostEnded:
 
 
 def _signal_agents(private: str, number: signal.Signals) -> bool:
-    """Send a signal to the agents of this private folder; returns whether there was one."""
     signalled = False
     for guard in pids_with(GUARD, private):
         for agent in children_of(guard):

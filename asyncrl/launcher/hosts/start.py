@@ -51,7 +51,6 @@ class LocalStart:
     """A start on the host where the launcher runs."""
 
     words: tuple[str, ...] = REMOTE
-    """Arguments of Python."""
 
     def argv(self, host: str) -> list[str]:
         return [sys.executable, *self.words]
@@ -72,7 +71,6 @@ class SshStart:
     """Further arguments of ssh, which take precedence over the options set here."""
     python: str = sys.executable
     words: tuple[str, ...] = REMOTE
-    """Arguments of Python."""
 
     def argv(self, host: str) -> list[str]:
         options = [
@@ -111,7 +109,6 @@ class SlurmStart:
     """Words before Python: options of srun, and then perhaps a command that enters a container."""
     python: str = sys.executable
     words: tuple[str, ...] = REMOTE
-    """Arguments of Python."""
 
     def argv(self, host: str) -> list[str]:
         step = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap"]
@@ -156,5 +153,4 @@ def _quote(word: str) -> str:
 
 
 def shown(argv: Sequence[str]) -> str:
-    """Return a command as a user would type it."""
     return " ".join(map(_quote, argv))

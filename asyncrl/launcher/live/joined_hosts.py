@@ -37,8 +37,7 @@ from asyncrl.launcher.checks.findings import errors_of
 from asyncrl.launcher.checks.hub import pin
 from asyncrl.launcher.common.agent_messages import AT_ONCE, CONTROLLER_AT, RouteQuery, Routes, StateEvent, agent_name
 from asyncrl.launcher.common.placement import PlacementHost, place_replicas, replicas_of
-from asyncrl.launcher.downloads import download
-from asyncrl.launcher.host_part import host_of, host_row, host_spec, prepare, start_agent
+from asyncrl.launcher.host_part import download, host_of, host_row, host_spec, prepare, start_agent
 from asyncrl.launcher.hosts import addresses
 from asyncrl.launcher.hosts.contact import ReachedHosts
 from asyncrl.launcher.hosts.hostfile import HostLine
@@ -52,7 +51,6 @@ from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 from asyncrl.rpc.wire.keys import keyring_of, make_pairs
 
 ASK_S = 20.0
-"""Deadline in seconds of a Leave."""
 WITHDRAW_S = 5.0
 
 
@@ -77,7 +75,6 @@ class JoinedHosts:
     interrupts: Interrupts = field(default_factory=Interrupts)
     controller: ControllerClient = field(init=False)
     _shown: dict[str, MemberHost] = field(default_factory=dict)
-    """By agent: the host as it was last shown."""
 
     async def main(self, *, dry_run: bool) -> int:
         """Reach, place, add and follow the hosts, or with ``dry_run`` only show the plan; returns the exit code."""
@@ -117,7 +114,6 @@ class JoinedHosts:
         return hosts
 
     async def _fetch(self) -> None:
-        """Let the hosts download the run's model of the Hugging Face hub, if it has one. Raises ConfigError."""
         if not self.run.config.hub.pinned:
             return
         found = await pin(self.run.config, ["model.path"])
@@ -167,7 +163,6 @@ class JoinedHosts:
             self.progress.say(f"{each.host} joins as {each.agent} with {', '.join(each.actors)}")
 
     def _start_agent(self, joined: MemberHost, host: PlacementHost) -> AgentHandle:
-        """Start the agent of an admitted host, and send it the controller's address."""
         folder, placed = self.run.folder, place_replicas(self.run.config, host, joined.actors)
         # These names are new in this attempt, so no incarnation of them exists.
         above = attempt_begins_above(folder.attempt, 0)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import asyncio
 
 LOOK_S = 0.5
-"""Interval at which a guard checks its agent."""
 MOST_BYTES = 1 << 16
 
 
@@ -82,7 +81,6 @@ class AgentHeartbeat:
         self._pipe, self._loop = pipe, loop
         self._heartbeat_s, self._stall_s = heartbeat_s, stall_s
         self._line = f"{silence_s:g}\n".encode()
-        """One heartbeat."""
         self._loop_ran = time.monotonic()
         """Time (s, monotonic) at which the event loop last ran the thread's callback."""
         self._stop = threading.Event()
@@ -90,7 +88,6 @@ class AgentHeartbeat:
         os.set_blocking(pipe, False)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:

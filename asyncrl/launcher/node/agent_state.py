@@ -44,8 +44,6 @@ UNANSWERED = 2
 
 @dataclass(frozen=True, slots=True)
 class Spawn:
-    """Start an actor now."""
-
     name: str
 
 
@@ -96,11 +94,9 @@ class AgentState:
     """Seconds that a preempted run has for its checkpoint."""
     failure: ActorFailed | None = None
     stopped: str = ""
-    """Reason that the run was stopped; empty if it was not."""
     preempted: bool = False
     """Whether the run was preempted, and left a checkpoint to resume from."""
     finished_run: bool = False
-    """Whether the last step was trained."""
     ending: bool = False
     """Whether the run ends on this host: nothing starts any more, and the rest is killed at ``deadline``."""
     leaving: bool = False
@@ -108,11 +104,8 @@ class AgentState:
     unreached: str = ""
     """Why this host leaves without having reached the controller; empty unless it does."""
     deadline: float | None = None
-    """Time at which everything that is left is killed."""
     living: set[str] = field(default_factory=set)
-    """Actors that are to be spawned at once, or have a process."""
     incarnations: dict[str, int] = field(default_factory=dict)
-    """Incarnation of the newest process of each actor."""
     _restarts: dict[str, _PlannedRestart] = field(default_factory=dict)
     _unexplained: dict[str, _Unexplained] = field(default_factory=dict)
     """Ends with exit code 0, by actor, until it is known whether the controller asked for them."""
@@ -121,7 +114,6 @@ class AgentState:
     _resting: dict[str, bool] = field(default_factory=dict)
     """Resting replica → whether the present controller has named it so in its state."""
     _ends: dict[str, ActorEnded] = field(default_factory=dict)
-    """Report on the last end of each actor."""
     _all_started: bool = False
     """Whether all actors were started once, after the controller's first answer."""
     _reachable: bool = False
@@ -131,9 +123,7 @@ class AgentState:
     _has_run: bool = False
     """Whether the run has left its starting phase."""
     _answered_at: float = 0.0
-    """Time of the controller's last answer."""
     _unanswered_calls: int = 0
-    """Calls in a row that the controller has not answered."""
     _lived_while_cut_off: set[str] = field(default_factory=set)
     """Actors that lived while this host was cut off. The controller may have counted them as dead."""
     _launcher_gone: bool = False
@@ -146,7 +136,6 @@ class AgentState:
     _preempted_until: float | None = None
     """Time by which a preempted run must be ending; None if it is not preempted."""
     _has_checkpoint: bool = False
-    """Whether there is a complete checkpoint."""
     _supervisor: Supervisor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -155,12 +144,10 @@ class AgentState:
 
     @property
     def is_head(self) -> bool:
-        """Whether the controller is one of the actors here."""
         return CONTROLLER in self.logs
 
     @property
     def finished(self) -> bool:
-        """Whether the run has ended here and nothing is left."""
         return (self.ending or self.leaving) and not self.living
 
     def begin(self) -> list[Instruction]:
@@ -225,7 +212,6 @@ class AgentState:
         return self._condemn(CONTROLLER, f"it did not answer for {now - self._answered_at:.0f} s") if silent else []
 
     def spawned(self, name: str, incarnation: int) -> list[Instruction]:
-        """A process of an actor is started with this incarnation."""
         self.incarnations[name] = incarnation
         self._lived_while_cut_off.discard(name)
         return [] if name == CONTROLLER else [ActorStarted(name=name, incarnation=incarnation)]
@@ -480,7 +466,6 @@ class AgentState:
         return not self.is_head and self._reachable and now - self._answered_at >= cut_off_s
 
     def _apply_rests(self, state: RunState) -> list[Instruction]:
-        """Kill the actors that the controller lets rest, and start those that it no longer does."""
         if self.leaving or self.ending:
             return []
         instructions: list[Instruction] = []
@@ -540,7 +525,6 @@ class AgentState:
             self.deadline = now + (grace if self._has_run else min(grace, NEVER_RAN_GRACE_S))
 
     def _kill(self, now: float) -> list[Instruction]:
-        """Begin the end, and kill everything without waiting for the deadline."""
         self._begin_end(now)
         self.deadline = None
         return [KillAll()]

@@ -116,7 +116,6 @@ class Child:
         return exit_code
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and its group."""
         if not self._reaped:
             kill_group(self.pid)
 

@@ -60,7 +60,6 @@ STACKS_S = 5.0
 FAREWELL_S = 2.0
 """Seconds for each of the last steps: stacks, farewell, logs, and the wait for ARRIVED."""
 ASK_STOP_S = 2.0
-"""Seconds that the controller has to answer on a stop."""
 
 
 class HostAgent:
@@ -78,13 +77,10 @@ class HostAgent:
         self._state = AgentState(logs, config.supervision, config.preempt.grace_s)
         self._incarnations = Incarnations(spec.above)
         self._children: dict[str, Child] = {}
-        """The living process of each actor."""
         self._starts: dict[str, int] = {}
         """Number of times that each actor was started; roles whose incarnation is fixed are not counted."""
         self._address = ""
-        """Address of the controller; empty until it is known."""
         self._address_sent = asyncio.Event()
-        """Set once the launcher has sent the controller's address."""
         self._has_own_folder = (self._run_dir / PART).exists()
         """Whether the run folder is this host's alone, so that its logs are sent to the launcher."""
         self._link: AgentLink | None = None
@@ -212,7 +208,6 @@ class HostAgent:
             self._first_signal = number
 
     async def _read_commands(self, commands: asyncio.StreamReader) -> None:
-        """Turn the launcher's commands into events, until the launcher is gone."""
         while line := await commands.readline():
             self._log.info("command", line=line.decode(errors="replace").strip())
             if line == STOP:
@@ -271,14 +266,12 @@ class HostAgent:
         self._launcher.emit(ControllerEvent(address=self._address))
 
     async def _follow(self, link: AgentLink) -> None:
-        """Run the link to the controller, with heartbeats and measurements of this process, until it fails."""
         try:
             await live(link, self._address)
         except AsyncRLError as error:
             self._carry_out_and_wake(self._state.controller_lost(str(error), time.monotonic()))
 
     def _on_state(self, state: RunState) -> None:
-        """Report the run's state to the launcher, then act on it."""
         assert self._link is not None
         event = StateEvent(
             phase=state.phase,
@@ -304,7 +297,6 @@ class HostAgent:
     # --- instructions ---
 
     def _spawn(self, name: str) -> None:
-        """Start the process of an actor under its next incarnation. Raises OSError."""
         incarnation = self._incarnations.next(name)
         # Even if the process cannot be started, its end is reported under this incarnation.
         instructions = self._state.spawned(name, incarnation)
@@ -341,7 +333,6 @@ class HostAgent:
         self._carry_out_and_wake(self._state.exited(child.name, exit_code, hint, time.monotonic()))
 
     async def _report(self, link: AgentLink, message: ActorStarted | ActorEnded) -> None:
-        """Send a report to the controller. Its answer on an end becomes an event."""
         reply = await link.report(message)
         if isinstance(reply, EndNoted):
             self._carry_out_and_wake(

@@ -23,7 +23,6 @@ _ALWAYS_SENT = (ControllerEvent, LogEvent, EndedEvent)
 CHUNK_BYTES = 128 << 10
 """Longest piece of a file in one event; a longer line is cut."""
 SHIP_S = 0.25
-"""Interval at which the logs are checked for new lines."""
 READ_S = 0.02
 """Pause for the launcher to read, before the end."""
 
@@ -34,7 +33,6 @@ class LauncherLink:
     def __init__(self, output: asyncio.StreamWriter, logs: Path) -> None:
         self._output, self._logs = output, logs
         self._sent: dict[str, int] = {}
-        """Bytes sent of each file."""
 
     def emit(self, event: Event) -> None:
         """Send an event, unless the launcher is gone or has too much unread for an event of this kind."""
@@ -45,7 +43,6 @@ class LauncherLink:
             self._output.write(msgspec.json.encode(event) + b"\n")
 
     async def beat(self, every_s: float) -> None:
-        """Send heartbeats, until cancelled."""
         while True:
             self.emit(BeatEvent())
             await asyncio.sleep(every_s)
@@ -56,7 +53,6 @@ class LauncherLink:
         return -1 if self._output.is_closing() else max(0, UNREAD_BYTES - unread)
 
     async def send_logs(self) -> None:
-        """Send new log lines as they come, until cancelled."""
         while True:
             await self.send_new_lines()
             await asyncio.sleep(SHIP_S)

@@ -36,8 +36,6 @@ SEALING = ("dataloader/0", "learner/0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """The folder of one run."""
-
     path: Path
     run_id: str
     attempt: int = 1
@@ -50,7 +48,6 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """Folder of the log files of this attempt."""
         return self.path / "logs" / f"attempt_{self.attempt}"
 
 

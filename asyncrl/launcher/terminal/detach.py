@@ -30,9 +30,7 @@ from asyncrl.core.streams import PRINTER, send_nowhere
 
 LOG = "launcher.log"
 LOOK_S = 0.2
-"""Seconds between two looks at the child's output."""
 LONGEST_WORD_BYTES = 1 << 16
-"""Bytes of one read from the pipe or the output."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
@@ -104,7 +102,6 @@ class _Waiting:
         self._child, self._pipe, self._output = child, pipe, output
         """Pid of the child, read end of the pipe, and the file that the child writes now."""
         self._offset = 0
-        """Bytes of the output that were shown."""
         self._run: dict[str, str] = {}
         """Where the run is, by the keys run, log and head; empty before the child's first message."""
 
@@ -141,14 +138,12 @@ class _Waiting:
         self._offset = int(str(message["at"]))
 
     def _show_output(self) -> None:
-        """Show what the child has written since the last call, on standard error."""
         # ``read`` would move the offset of the temporary file, which parent and child share.
         while chunk := os.pread(self._output.fileno(), LONGEST_WORD_BYTES, self._offset):
             self._offset += len(chunk)
             _write_to(chunk.decode(errors="replace"), sys.stderr)
 
     def _leave_running(self) -> int:
-        """Print where the run and its output are, and how to watch and end it. Returns the exit code 0."""
         self._show_output()
         run, head = self._run["run"], self._run["head"]
         there = f" (on {head})" if head else ""

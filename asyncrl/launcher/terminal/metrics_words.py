@@ -20,7 +20,6 @@ from asyncrl.observe.metrics_line import (
 )
 
 NAMES_SHOWN = 4
-"""Most names that one line lists."""
 WARM_STEP = "warm step"
 
 
@@ -86,7 +85,6 @@ attempts at them since the start of the run's learner.
 
 
 def untrained_counts(line: Line) -> dict[str, int]:
-    """Return the counts of UNTRAINED that a line has, by metric."""
     return {key: int(line[key]) for key in UNTRAINED if isinstance(line.get(key), int | float)}
 
 
@@ -107,7 +105,6 @@ def describe_eval(line: Line) -> str:
 
 
 def _eval_parts(numbers: Mapping[str, float]) -> list[str]:
-    """Return texts for pass@k (smallest and largest k), mean length, truncated responses and reward components."""
     passed, components = pass_at_numbers(numbers), component_numbers(numbers)
     parts = [f"pass@{k} {fixed(passed[k], 3)}" for k in dict.fromkeys([*passed][:1] + [*passed][-1:])]
     if "length_mean" in numbers:

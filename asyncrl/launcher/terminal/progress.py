@@ -63,9 +63,7 @@ class TerminalProgress:
         self._pace = RunPace(steps, now())
         self.notices = ShownNotices()
         self.step = 0
-        """The last trained step that was reported."""
         self.restarts: dict[str, int] = {}
-        """Restarts of each actor, by name."""
         self._untrained: dict[str, int] = {}
         """Counts of what was not trained, in the last step's line, by metric (``untrained_counts``); empty at first."""
         self._learner_died: tuple[str, float] | None = None
@@ -76,7 +74,6 @@ class TerminalProgress:
         self._err = sys.stderr if err is None else err
         self._steps = steps
         self._is_terminal = out.isatty()
-        """Whether ``out`` is a terminal, on which one line is rewritten."""
         self._state_text = ""
         """The newest text on the run's state, without the waits."""
         self._shown = ""
@@ -86,9 +83,7 @@ class TerminalProgress:
         self._died_at: dict[str, float] = {}
         """Time of death (s, monotonic) of each actor that died and is not ready again."""
         self._controller = 0
-        """Incarnation of the controller that reported the newest state."""
         self._lost_hosts: Mapping[str, list[str]] = {}
-        """Actors by lost host, from that state."""
         self._actors_awaited: int | None = None
         """Number of actors in the last line that showed what the start waits for; None before it."""
         self._stages: dict[str, str] = {}
@@ -151,7 +146,6 @@ class TerminalProgress:
                 pass
 
     def _show_ready(self, name: str) -> None:
-        """Show that an actor is ready, if it had died."""
         if name in self._died_at:
             self.say(f"{name} is ready again, {duration(self._now_s() - self._died_at.pop(name))} after it died")
 
@@ -215,7 +209,6 @@ class TerminalProgress:
         self._write(f"{text}\n{self._fitted(self._shown)}" if self._is_terminal else f"{text}\n")
 
     def warn(self, lines: list[str]) -> None:
-        """Write lines that stay to ``err``."""
         if self._is_terminal:
             self._write("")
         PRINTER.print_to(self._err, "".join(f"{printable(line, keep=_NEWLINE)}\n" for line in lines))
@@ -254,7 +247,6 @@ class TerminalProgress:
 
 
 def _start_words(step: int) -> str:
-    """Text for the state that a learner resumes from when ``step`` steps are trained."""
     return f"the checkpoint of step {step}" if step > 0 else "the initial weights"
 
 
@@ -274,10 +266,8 @@ class RunPace:
     def __init__(self, steps: int, began: float) -> None:
         self._steps, self._began = steps, began
         self._trained: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
-        """The last steps, each with the time at which it was trained."""
 
     def heard(self, step: int, now: float) -> None:
-        """Record that ``step`` was trained at ``now`` (s, monotonic)."""
         # A learner that resumes trains earlier steps again.
         if self._trained and step <= self._trained[-1][0]:
             self._trained.clear()
@@ -309,9 +299,7 @@ class _Shown:
     """The notices with one actor and key."""
 
     event: NoticeEvent
-    """The newest one."""
     shown: NoticeEvent
-    """The one that was shown last."""
     at: float
     """Time (s, monotonic) at which ``shown`` was shown."""
 
@@ -326,7 +314,6 @@ class ShownNotices:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], _Shown] = {}
-        """Notices by actor and key."""
         self._ended: dict[str, int] = {}
         """The newest incarnation of each actor that died."""
 

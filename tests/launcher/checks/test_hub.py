@@ -14,7 +14,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.core.errors import DataError
 from asyncrl.launcher.checks.findings import Fetched, FetchOrder, Pin, errors_of
 from asyncrl.launcher.checks.hub import cached, data_files, fetch, for_actors, missing_bytes, model_files, name_of, pin
-from asyncrl.launcher.downloads import fetch_order
+from asyncrl.launcher.host_part import fetch_order
 from asyncrl.launcher.hosts.contact import ReachedHosts
 from asyncrl.launcher.hosts.start import LocalStart
 from asyncrl.launcher.terminal.progress import TerminalProgress
