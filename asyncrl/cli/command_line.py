@@ -92,10 +92,7 @@ def split_ssh_args(text: str) -> tuple[str, ...]:
 
 
 def split_flags(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Split off the dotted flags, ``--a.b VALUE`` or ``--a.b=VALUE``; return their values by key, and the rest.
-
-    The last value of a repeated key counts. Ends the program on wrong usage.
-    """
+    """Split off dotted flags, ``--a.b VALUE`` or ``--a.b=VALUE``; return their values by key, and the rest."""
     parser.takes_keys = True
     overrides: dict[str, str] = {}
     rest: list[str] = []

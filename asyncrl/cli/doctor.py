@@ -143,10 +143,7 @@ def _example(renderer: Renderer, tokenizer: Tokenizer) -> list[str]:
 def _show_agent(
     configs: Sequence[str], overrides: dict[str, str], command: Sequence[str], longest_s: float, *, as_json: bool
 ) -> int:
-    """Play one task with an agent, show the calls, and return the exit code. Raises ConfigError.
-
-    ``command`` is the agent, or empty for the [episode] of the configuration. ``longest_s`` is --timeout.
-    """
+    """Play one task with the agent ``command`` (empty: that of the configuration), and show the calls."""
     import asyncio
 
     from asyncrl.config.load import load_config

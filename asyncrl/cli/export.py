@@ -87,10 +87,7 @@ def _check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> 
 
 
 def _export_and_push(given: argparse.Namespace) -> tuple[int, str]:
-    """Write the model, and push it if the flag is given. Returns its version, and where it is.
-
-    Raises AsyncRLError or OSError.
-    """
+    """Write the model, and push it if the flag is given. Returns its version, and where it is."""
     with contextlib.ExitStack() as stack:
         if given.out is None:
             # The disk of the run has room for a model.
@@ -122,10 +119,7 @@ def _card(given: argparse.Namespace, config: Config, found: Found) -> str:
 
 
 def _export(given: argparse.Namespace) -> tuple[Config, Found]:
-    """Check the arguments, and write the model. Returns the run's configuration and the checkpoint.
-
-    Raises AsyncRLError or OSError.
-    """
+    """Check the arguments, and write the model. Returns the run's configuration and the checkpoint."""
     from asyncrl.core.errors import UsageError
 
     # Resolved, because the last part of a path may be ``..``.

@@ -168,10 +168,7 @@ class _Version(argparse.Action):
 
 
 def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detached | None, command: str) -> int:
-    """Run on this host, on the hosts of --hosts by ssh, or on the nodes of this SLURM job, and return the exit code.
-
-    ``command`` is the user's command line for a later resume. Raises AsyncRLError or OSError.
-    """
+    """Run on this host, on the hosts of --hosts by ssh, or on the nodes of this SLURM job, and return the exit code."""
     from asyncrl.config.load import load_config
     from asyncrl.launcher.launch import run_hosts
 

@@ -180,10 +180,7 @@ class Launch:
         return Path(self.config.run.dir).absolute()
 
     def look_here(self, resume: str | None, *, shared: bool, everywhere: bool) -> None:
-        """Find the head and the run to resume, set chat.date and pins, and examine this host if it is the head.
-
-        Raises UsageError, and the errors of ``find_resumption``.
-        """
+        """Find the head and the run to resume, set chat.date and pins, and examine this host if it is the head."""
         here = [line for line in self.lines if is_this_host(line.name)]
         # A second name of this host need not be reached to be refused.
         _require_different(dict.fromkeys((line.name for line in here), socket.gethostname()))
@@ -261,10 +258,7 @@ class Launch:
         return actors or {self.head: list(self.config.actors)}
 
     async def _place(self, *, with_checks: bool) -> None:
-        """Find the hosts' addresses, place the actors, run the checks, and release hosts without an actor.
-
-        Raises ConfigError with the problems of both placement and checks, or UsageError.
-        """
+        """Find addresses, place the actors, run the checks, and release hosts without an actor. Raises ConfigError."""
         address_of = await self._addresses()
         self.hosts = [host_of(line, self.facts[line.name], address_of[line.name]) for line in self.lines]
         problems = []
@@ -296,10 +290,7 @@ class Launch:
             await self.reached.contacts.pop(host.name).close()
 
     async def _check(self, address_of: Mapping[str, str]) -> list[Finding]:
-        """Run the list of checks on every host that has actors, in parallel, and return the findings.
-
-        If the actors could not be placed, only the head runs it. ``address_of`` has the address of each host.
-        """
+        """Run the list of checks on every host with actors, or without a placement on the head; return the findings."""
         resumed = self.resumption.folder.path if self.resumption is not None else None
         run = resumed or self.reserved or free_run_folder(self.config)
         actors = self._actors_of_hosts()
@@ -469,10 +460,7 @@ def plan_rows(
     resumption: Resumption | None,
     hosts: Sequence[str] = (),
 ) -> list[str]:
-    """Return the rows of ``--dry-run``: placement, checks, hosts, and the run folder or the run that is resumed.
-
-    ``hosts`` are the finished rows of several hosts, empty for one. A run that is finished has no ``findings``.
-    """
+    """Return the rows of ``--dry-run``: placement, checks, hosts, and the run folder or the run that is resumed."""
     found = describe(config, placed)
     found += ["", "checks:", *(f"  {row}" for row in rows(findings))] if findings else []
     found += ["", "hosts:", *hosts] if hosts else []

@@ -77,18 +77,12 @@ def start_of(container: str | None) -> SlurmStart:
 
 
 def resume_of(config: Config, given: str | None) -> str | None:
-    """Return the value of --resume for a job: the user's, else "auto" if a run of its name exists, else None.
-
-    Raises OSError.
-    """
+    """Return the value of --resume for a job: the user's, else "auto" if a run of its name exists, else None."""
     return given or (AUTO if runs_of_name(config) else None)
 
 
 def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: str = "") -> str:
-    """Return the batch script of a job that runs ``argv`` on its first node. The user's ``options`` win.
-
-    Raises UsageError.
-    """
+    """Return the batch script that runs ``argv`` on the first node; the user's ``options`` win. Raises UsageError."""
     if nodes < 1:
         raise UsageError(f"--nodes {nodes}: at least one node is needed")
     if "\n" in options:
@@ -107,10 +101,7 @@ def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: st
 
 
 def left_open(config: Config, *, nodes: int, options: str, env: Mapping[str, str] = os.environ) -> list[str]:
-    """Return warnings for resources that the job does not request, each with the option to add.
-
-    They are about CPUs, the time, and GPUs if the configuration does not say whether it uses some.
-    """
+    """Return warnings for resources (CPUs, time, GPUs) that the job does not request, with the option to add."""
     requested, gpus = _requested_by_user(options, env), gpus_of_a_node(config, nodes)
     warnings = []
     if gpus is None and "gpus" not in requested:
@@ -170,10 +161,7 @@ def _processes_by_node(config: Config, nodes: int, gpus: int) -> list[int] | Non
 
 
 def _resource_options(config: Config, nodes: int, options: str) -> list[str]:
-    """Return the options of sbatch that request GPUs and CPUs, unless the user's own options set them.
-
-    Returns no options if the configuration uses no GPUs, or does not say whether it does.
-    """
+    """Return the options of sbatch that request GPUs and CPUs, unless the user sets them or no GPUs are used."""
     requested, gpus = _requested_by_user(options, os.environ), gpus_of_a_node(config, nodes)
     if not gpus:
         return []
@@ -195,10 +183,7 @@ def _requested_by_user(options: str, env: Mapping[str, str]) -> set[str]:
 
 
 def submit(config: Config, script: str) -> tuple[str, Path, str]:
-    """Write the script to ``run.dir`` and submit it with sbatch. Raises HostFailed or OSError.
-
-    Returns the job's id, the path of the script, and the path of the job's output.
-    """
+    """Write the script to ``run.dir`` and submit it; return the job's id, and the paths of script and output."""
     _find("sbatch")
     folder = Path(config.run.dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -70,10 +70,7 @@ UNISOLATED = Confinement()
 
 
 async def confine(config: SecurityConfig, run_dir: Path, warn: Callable[[str], None]) -> Confinement:
-    """Decide the confinement of an actor's workers. Calls ``warn`` with the reason if they cannot be isolated.
-
-    Raises ConfigError if isolation is required and impossible.
-    """
+    """Decide the confinement of an actor's workers. Raises ConfigError if isolation is required and impossible."""
     named = config.user_environment
     if config.isolate_user_code == "off":
         return Confinement(named)

@@ -46,10 +46,7 @@ END_S = 0.8
 
 
 def main() -> None:
-    """Read the first frame, run the program, kill all processes that are left, and report.
-
-    Does nothing if the actor closes the socket, or asks for the end, before the program is started.
-    """
+    """Read the first frame, run the program, kill all processes that are left, and report."""
     isolation.obey(sys.argv[1:])
     for number in IGNORED:
         signal.signal(number, lambda *_: None)

@@ -114,10 +114,7 @@ class WorkerProcess:
         return self._worker_pid or self._process.pid
 
     def kill(self, reason: str) -> None:
-        """Kill the process and its descendants, through its warden if it has one. ``on_end`` gets the first ``reason``.
-
-        A process that survives is killed directly later (``_reap``).
-        """
+        """Kill the process and its descendants, through a warden if it has one. ``on_end`` gets the first reason."""
         self._fault = self._fault or reason
         self.killed = True
         # Until it is reaped, no other process or group can have its pid.
@@ -253,10 +250,7 @@ class WorkerProcess:
 
 
 def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Send SIGKILL to those processes that still live, and return them.
-
-    A new process with an old pid is spared, and so is a process of another user.
-    """
+    """Kill those that still live, and return them; spares new processes with an old pid, and other users'."""
     living = []
     for process in processes:
         # AccessDenied: it runs as another user, as by sudo.
@@ -268,10 +262,7 @@ def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def describe_exit(code: int, memory_key: str) -> str:
-    """Describe the end of a worker process that was not killed, as a verb phrase about the user's code.
-
-    ``memory_key`` is the key of its memory limit in the configuration.
-    """
+    """Describe the end of a worker process that was not killed, as a verb phrase about the user's code."""
     if code == NO_SOCKET_EXIT:
         return SOCKET_CLOSED
     if code == NO_MEMORY_EXIT:

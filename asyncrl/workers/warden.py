@@ -56,10 +56,7 @@ def main() -> None:
 
 
 def fork_worker(parent: int) -> None:
-    """Fork: the child returns as the worker, and this process becomes its warden and does not return.
-
-    ``parent`` is the pid of the process that started this one; the warden ends when it dies.
-    """
+    """Fork: the child returns as the worker, and this process becomes its warden, which ends when ``parent`` dies."""
     # Before the fork, so that no signal is lost: blocked signals wait for ``sigwait``.
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     become_subreaper()

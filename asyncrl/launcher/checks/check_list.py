@@ -307,36 +307,10 @@ async def _descriptors(host: CheckedHost) -> list[Finding]:
 
 
 ORDER = (
-    *(
-        "ssh",
-        "identity",
-        "clock",
-        "versions",
-        "placement",
-        "gpus",
-        "sharing",
-        "interface",
-        "nccl",
-        "ports",
-        "reach",
-        "hub",
-        "model",
-    ),
-    *(
-        "tokenizer",
-        "teacher",
-        "chat",
-        "data",
-        "prompt",
-        "reward",
-        "algorithm",
-        "curriculum",
-        "learning",
-        "episode",
-        "sinks",
-        "grace",
-    ),
-    *("run_dir", "checkpoint_dir", "memory", "shm", "descriptors", "leftovers"),
+    *("ssh", "identity", "clock", "versions", "placement", "gpus", "sharing", "interface", "nccl", "ports", "reach"),
+    *("hub", "model", "tokenizer", "teacher", "chat", "data", "prompt", "reward", "algorithm", "curriculum"),
+    *("learning", "episode", "sinks", "grace", "run_dir", "checkpoint_dir"),
+    *("memory", "shm", "descriptors", "leftovers"),
 )
 """Names of all checks, in the order in which findings are shown.
 

@@ -1,10 +1,12 @@
-"""Findings of checks, as rows for people and as JSON for programs. Pure.
+"""Findings of checks, as rows for people and as JSON for programs, and the orders that lead to them.
 
 Invariant: a finding that is not ok says what to do. The fields of Finding are stable.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -58,7 +60,22 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     """Size of each file that the run needs (bytes)."""
 
 
-class CheckOrder(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
+class UserOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """An order that a host carries out as if the user had called the command there."""
+
+    folder: str = ""
+    """Folder in which the command was called. Relative paths start there, if the host has such a folder."""
+    env: dict[str, str] = {}
+    """Variables that override the host's own."""
+
+    def adopt(self) -> None:
+        """Give this process the folder and the variables."""
+        with contextlib.suppress(OSError):
+            os.chdir(self.folder or ".")
+        os.environ.update(self.env)
+
+
+class CheckOrder(UserOrder, frozen=True, kw_only=True, tag="check"):
     """Message to a host: run the list of checks (check_list.py) for the actors that the run places on you."""
 
     config: str = ""
@@ -74,23 +91,17 @@ class CheckOrder(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
     """Training prompts of the run that is resumed; None for a new run."""
     resumed: str = ""
     """Folder of the run that is resumed; empty for a new run."""
-    folder: str = ""
-    """Folder in which the launcher was called. Relative paths start there, if the host has such a folder."""
-    pins: list[Pin] = []
+    pins: list[Pin] = msgspec.field(default_factory=list)
     """The names of the hub whose files this host needs."""
-    shared_gpus: dict[str, str] = {}
+    shared_gpus: dict[str, str] = msgspec.field(default_factory=dict)
     """GPUs of this host that a rank of the learner and an engine share, each with their names."""
-    env: dict[str, str] = {}
 
 
-class FetchOrder(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
+class FetchOrder(UserOrder, frozen=True, kw_only=True, tag="fetch"):
     """Asks a host to download the files of these pins to its cache."""
 
     pins: list[Pin]
     limit_s: float
-    folder: str = ""
-    """Folder in which the launcher was called. Relative paths start there, if the host has such a folder."""
-    env: dict[str, str] = {}
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True, tag="fetched"):

@@ -33,6 +33,7 @@ from asyncrl.data.files import Kind, download_command, of_split
 from asyncrl.launcher.checks.findings import Fetched, FetchOrder, Finding, Pin, errors_of, fail, ok
 from asyncrl.launcher.checks.needs import count
 from asyncrl.launcher.checks.process import NoAnswer, call
+from asyncrl.launcher.checks.weights import WEIGHTS
 
 PIN = "asyncrl.launcher.checks.hub:pin_here"
 FETCH = "asyncrl.launcher.checks.hub:fetch_here"
@@ -41,10 +42,6 @@ LOOK_UP_S = 10.0
 PIN_S = 120.0
 HUB = "https://huggingface.co"
 CONVERSATIONS = "sft.data"
-WEIGHTS = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".onnx_data"),
-    *(".ot", ".tflite", ".mlmodel", ".npz"),
-)
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 A = TypeVar("A")
 
@@ -65,10 +62,7 @@ class Unavailable(Exception):
 
 
 async def pin(config: Config, keys: Collection[str] | None = None) -> Pins:
-    """Pin the names of ``config`` in a process, by default those of all keys. Never raises.
-
-    Names in ``hub.pinned`` keep their commits.
-    """
+    """Pin the names of ``config`` (by default of all keys) in a process; those in ``hub.pinned`` stay. Never raises."""
     asked = {key: name for key, name in asked_names(config).items() if keys is None or key in keys}
     if not asked:
         return Pins()
@@ -233,10 +227,7 @@ def download(name: HubName, files: Mapping[str, int]) -> None:
 
 
 def push(folder: Path, repo: str, *, is_private: bool, message: str) -> str:
-    """Upload a folder to the model repository ``repo``, which is made if it is missing, and return its address.
-
-    This runs in the caller's process. Raises HubRefused.
-    """
+    """Upload a folder to the repository ``repo``, made if it is missing; return its address. Raises HubRefused."""
     try:
         from huggingface_hub import HfApi
 
@@ -293,10 +284,7 @@ def cached(name: HubName) -> tuple[str, dict[str, int]] | None:
 
 
 def choose(key: str, name: HubName, files: Mapping[str, int], config: Config) -> tuple[str, dict[str, int]]:
-    """Choose the files that ``key`` needs, and return the path in the repository that it reads. Pure.
-
-    Raises DataError with the files of a data set if none can be chosen.
-    """
+    """Choose the files that ``key`` needs; return also the path in the repository. Raises DataError."""
     if not name.is_data:
         return "", model_files(name, files)
     if key == CONVERSATIONS:

@@ -365,10 +365,7 @@ def judge(report: ChatReport) -> Finding:
 
 
 def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) -> list[Finding]:
-    """Read and encode the conversations of sft.data as the learner does, for about ``seconds`` at most.
-
-    Reads nothing and fails if sft.max_tokens is above the context length of the model.
-    """
+    """Read and encode the conversations of sft.data as the learner does, for about ``seconds`` at most."""
     window, limit = window_of(config), config.sft.max_tokens
     if window is not None and limit is not None and limit > window:
         text = f"is {limit}, and the model has max_position_embeddings = {window}"

@@ -79,10 +79,7 @@ def digest(folder: Path) -> str:
 def check_model(
     path: str | None, lora: LoraConfig | None = None, *, key: str = KEY
 ) -> tuple[Finding, ModelSize | None]:
-    """Check the model folder ``path``, which the configuration's ``key`` names.
-
-    Returns the finding and, if it passes, the model's size (with adapters if ``lora`` is given).
-    """
+    """Check the model folder that ``key`` names; return the finding, and the size (with adapters) if it passes."""
     if path is None:
         return ok("model", "none: everything is simulated", key=key), None
     folder = Path(path)
@@ -105,10 +102,7 @@ def check_model(
 
 
 def check_window(config: Config) -> Finding | None:
-    """Fail if the engine's context, or by default the longest sequence, exceeds the model's context length.
-
-    None if it fits, if the model's context length is unknown, or if the engine makes up its tokens.
-    """
+    """Fail if the engine's context, or by default the longest sequence, exceeds the model's known context length."""
     window = window_of(config) if not config.rollout.traits.makes_up else None
     need = config.rollout.engine_context or config.longest_sequence
     if window is None or need <= window:

@@ -114,10 +114,7 @@ def tokens_of(folder: Path) -> dict[int, str] | None:
 
 
 async def check_server(url: str, config: Config, tokenizer: Tokenizer) -> Finding:
-    """Send a teacher's server each kind of request of a run.
-
-    Fails if it does not answer, has another tokenizer than the policy, or takes too short sequences.
-    """
+    """Send a teacher's server each kind of request of a run, and compare tokens and context length."""
     settings = config.learner.teacher_server
     client = TeacherClient(url, settings.model_copy(update={"timeout_s": min(settings.timeout_s, ASK_S)}))
     try:

@@ -28,8 +28,11 @@ LOADED = (
 
 A file that transformers_weights in config.json names comes before these.
 """
-OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".npz")
-"""Suffixes of files that may hold weights, though transformers does not load them under their names."""
+WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".onnx_data"),
+    *(".ot", ".tflite", ".mlmodel", ".npz"),
+)
+"""Suffixes of files of weights."""
 ADAPTERS = (SETTINGS_FILE, ADAPTER_FILE, "adapter_model.bin")
 _FLOATS = ("F16", "BF16", "F32", "F64")
 # In names of integer tensors that are quantized weights. Older checkpoints also have integer masks and positions.
@@ -71,10 +74,7 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
 
 
 def check_form(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Check that the folder holds no adapter and that its config.json names no quantization. Raises Untrainable.
-
-    ``settings`` is the content of config.json, empty if the folder has no such file.
-    """
+    """Raise Untrainable for adapters in the folder, and for quantization in config.json (``settings``)."""
     if adapter_files := [name for name in ADAPTERS if (folder / name).is_file()]:
         raise _adapter_error(folder, adapter_files, alone=not any((folder / name).is_file() for name in LOADED))
     for part in (settings, settings.get("text_config"), settings.get("llm_config")):
@@ -141,7 +141,7 @@ def _no_weights_error(folder: Path) -> Unreadable:
             "take the release of this model in Hugging Face format, with config.json and model.safetensors",
         )
     wanted = "model.safetensors or pytorch_model.bin, or the index of either"
-    if others := [name for name in files if name.endswith(OTHER_WEIGHTS)]:
+    if others := [name for name in files if name.endswith(WEIGHTS)]:
         return Untrainable(
             f"holds no weights that transformers would load, which are {wanted}; it holds {name_some(others, 4)}",
             "take the release of this model in Hugging Face format, or convert it; rename files that were renamed",

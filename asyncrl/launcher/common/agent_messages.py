@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
-from asyncrl.launcher.checks.findings import Finding
+from asyncrl.launcher.checks.findings import Finding, UserOrder
 
 # --- before the agent lives ---
 
@@ -76,7 +76,7 @@ class Checked(Struct, frozen=True, kw_only=True, tag="checked"):
     """Digest of the model's folder; empty if no folder is needed or it fails its check."""
 
 
-class HostSpec(Struct, frozen=True, kw_only=True, tag="host"):
+class HostSpec(UserOrder, frozen=True, kw_only=True, tag="host"):
     """Hands over a host's part of a run. The host answers Prepared; its agent then reads the rest (AgentSpec)."""
 
     run_id: str
@@ -87,11 +87,7 @@ class HostSpec(Struct, frozen=True, kw_only=True, tag="host"):
     config: str
     """The resolved configuration (JSON)."""
     credentials: dict[str, Any]
-    folder: str
-    """The launcher's working directory. The agent changes to it if the host has such a folder."""
-    env: dict[str, str]
-    """Environment variables that override the host's own."""
-    files: dict[str, str] = {}
+    files: dict[str, str] = field(default_factory=dict)
     """Content of further files by name; a host that does not share the run folder writes them to its own."""
 
 
@@ -197,10 +193,7 @@ class MetricsEvent(Struct, frozen=True, kw_only=True, tag="metrics"):
 
 
 class NoticeEvent(Struct, frozen=True, kw_only=True, tag="notice"):
-    """An actor's Notice to the user. A later one with the same actor and key replaces it.
-
-    StateEvent.waits has the texts of ``Notice.waits_for``.
-    """
+    """An actor's Notice to the user. A later one with the same actor and key replaces it."""
 
     actor: str
     incarnation: int = 0

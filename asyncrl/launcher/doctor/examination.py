@@ -154,10 +154,7 @@ class Examination:
     async def _ask_all(
         self, question: Callable[[Contact], Awaitable[T]], hosts: Sequence[str] | None = None
     ) -> dict[str, T]:
-        """Ask these hosts in parallel (by default every host that still answers); return the answers by host.
-
-        The order is that of the hostfile. A host that does not answer is absent, and is not asked again.
-        """
+        """Ask these hosts in parallel, by default all that still answer; return the answers by host, in their order."""
         names = [host for host in self._contacts if hosts is None or host in hosts]
         answers = await asyncio.gather(*(self._ask(self._contacts[host], question) for host in names))
         # ``_ask`` returns None or a tuple of one.
@@ -197,10 +194,7 @@ class Examination:
     # --- addresses and placement ---
 
     async def _find_addresses(self) -> None:
-        """Choose each host's address as the launcher does, if there are several hosts.
-
-        If no choice is possible, records failures and leaves ``_addresses`` empty.
-        """
+        """Choose each host's address as the launcher does; without a choice, ``_addresses`` stays empty."""
         network = self.config.network if self.config is not None else NetworkConfig()
         if not self._several:
             self._addresses = {self._head: network.host}
@@ -265,10 +259,7 @@ class Examination:
     # --- the list of checks on each host ---
 
     async def _run_lists(self) -> None:
-        """Let each host run the list of checks and look for leftovers; then compare models and checkpoint folders.
-
-        A host that sees the head's folder of runs does not look through it again.
-        """
+        """Let each host run the list of checks and look for leftovers; then compare models and checkpoint folders."""
         pins = Pins()
         if self.config is not None:
             pins = await pin(self.config)
@@ -324,10 +315,7 @@ class Examination:
                 self._add_or_replace([fail("checkpoint_dir", text, fix, host)])
 
     async def _who_sees(self, folder: str, name: str) -> Mapping[str, bool]:
-        """Let the head create the file ``name`` in the folder, and ask each host whether it sees that file.
-
-        Returns True or False by host; empty if the head cannot create the file.
-        """
+        """Ask which hosts see a file that the head creates in the folder; empty if the head cannot create it."""
         created = await self._ask_all(lambda contact: contact.ask(Mark(path=folder, name=name), Marked), [self._head])
         path = next((each.path for each in created.values()), "")
         if not path:

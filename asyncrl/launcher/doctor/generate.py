@@ -139,10 +139,7 @@ class Generator:
         """Renders the contexts of episodes; None before ``start``, and for single responses."""
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Start the reward function and the engine, and load the model's weights into the engine.
-
-        ``stack`` ends both. Raises ConfigError and AsyncRLError.
-        """
+        """Start the reward function and the engine, which ``stack`` ends, and load the model's weights."""
         config = self._config
         if not config.only_episodes_score:
             trial = self._trial = await stack.enter_async_context(RewardTrial(config))
@@ -175,10 +172,7 @@ class Generator:
             await asyncio.gather(died, working, return_exceptions=True)
 
     async def group(self, prompt: FirstRow, number: int) -> SampleGroup:
-        """Sample and score one response to a prompt, or a whole group if the reward function scores groups.
-
-        ``number`` is the position of the prompt, from 0.
-        """
+        """Sample and score one response to a prompt, or a whole group if the reward function scores groups."""
         assert prompt.ids is not None
         samples = self._config.rollout.samples_per_prompt if self._config.reward.per == "group" else 1
         lease = lone_lease(
@@ -257,10 +251,7 @@ def _as_sample(trajectory: Trajectory) -> SampleTrajectory:
 
 
 def stage_model(config: Config) -> HeldVersion:
-    """Copy the model's weights into sealed memory, as version 0; the caller closes it.
-
-    Without a model, a simulated engine gets one small tensor. Raises ConfigError.
-    """
+    """Copy the weights into sealed memory, as version 0; without a model, one small tensor. Raises ConfigError."""
     buckets: list[tuple[Bucket, int]] = []
     try:
         if config.model.path is None:
@@ -301,10 +292,7 @@ def _copy_file(path: Path) -> tuple[Bucket, int]:
 def _make_bucket(
     shapes: list[tuple[str, str, tuple[int, ...]]], tensors: Mapping[str, Tensor], path: Path | None
 ) -> tuple[Bucket, int]:
-    """Create a bucket for tensors of these names, dtypes and shapes; return it with the descriptor of its memory.
-
-    ``tensors`` has the byte range of each in the file ``path``. Without a file the bucket holds zeros.
-    """
+    """Copy tensors, or zeros without a file, into a bucket; return it with the descriptor of its memory."""
     specs, size = layout(shapes)
     segment = Segment("asyncrl-model", size)
     try:

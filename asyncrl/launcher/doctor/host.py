@@ -91,9 +91,7 @@ def main() -> int:
     def begin(order: Begin) -> HostOffer:
         nonlocal deadline_s
         deadline_s = math.ceil(order.deadline_s)
-        with contextlib.suppress(OSError):
-            os.chdir(order.folder)
-        os.environ.update(order.env)
+        order.adopt()
         return gather_facts(facts)
 
     def answer_and_extend_deadline(work: Callable[[Any], Any], order: Any) -> Any:

@@ -103,10 +103,7 @@ def for_script(config: Config, command: Sequence[str], longest_s: float) -> Conf
 
 
 async def play_scripted(config: Config, *, with_data: bool) -> Played:
-    """Play one attempt with the scripted policy, at the first task of the data or at QUESTION, and report it.
-
-    Raises ConfigError, CannotPlay.
-    """
+    """Play one attempt with the scripted policy, at the first task of the data or at QUESTION, and report it."""
     prompt, row, source = await _task(config) if with_data else (QUESTION, {"prompt": QUESTION}, "")
     tokenizer = tokenizer_of(config)
     renderer = make_renderer(config, tokenizer)
@@ -218,10 +215,7 @@ class LoneEpisode(EpisodeObserver):
 
     @asynccontextmanager
     async def _hosting(self) -> AsyncIterator[None]:
-        """Start the endpoint and the processes of the agent; end them with the context.
-
-        Raises CannotPlay or ConfigError.
-        """
+        """Start the endpoint and the processes of the agent; end them with the context."""
         episode = self._config.episode
         self._endpoint = PolicyEndpoint(
             self,

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from asyncrl.launcher.checks.findings import UserOrder
 
-class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
+
+class Begin(UserOrder, frozen=True, kw_only=True, tag="begin"):
     """The first order. The answer is a HostOffer with versions and cards."""
 
     deadline_s: float
     """The process on the host ends so long after its last answer, even while it works on the next one (s)."""
-    folder: str
-    """Folder in which the doctor was called. Relative paths start there, if the host has such a folder."""
-    env: dict[str, str] = {}
-    """Variables that the host sets in its own environment, as for the launcher."""
 
 
 class ReadClock(Struct, frozen=True, kw_only=True, tag="clock"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -27,9 +25,7 @@ def answer(
 
     Every LOOK_S ``is_cut`` is called; if it returns True, because the caller is gone, the process exits.
     """
-    with contextlib.suppress(OSError):
-        os.chdir(order.folder or ".")
-    os.environ.update(order.env)
+    order.adopt()
 
     async def work_until_cut() -> Checked | Fetched:
         work: Coroutine[Any, Any, Checked | Fetched]

@@ -141,10 +141,7 @@ class Contact:
             self._kill()
 
     async def exited(self, within_s: float = EXIT_S) -> int:
-        """Wait for the command to exit, kill it after ``within_s`` seconds, and return its exit code.
-
-        Call this after its output has ended.
-        """
+        """Wait for the command, whose output has ended; kill it after ``within_s`` seconds. Returns its exit code."""
         try:
             async with asyncio.timeout(within_s):
                 await self.process.wait()
@@ -226,10 +223,7 @@ class ReachedHosts:
         limit_s: float | None = None,
         key: str = "supervision.start_timeout_s",
     ) -> dict[str, A]:
-        """Send each host its order and return the answers. A late host fails as "not ``what``". Raises HostFailed.
-
-        ``key`` is the configuration key of ``limit_s``.
-        """
+        """Send each host its order and return the answers. ``key`` is the key of ``limit_s``. Raises HostFailed."""
         work = {name: self.contacts[name].ask(order, answer) for name, order in orders.items()}
         return await self._wait_for_all(work, what, limit_s=limit_s, key=key)
 

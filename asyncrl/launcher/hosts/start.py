@@ -35,10 +35,7 @@ class StartCommand(Protocol):
         ...
 
     def is_lost(self, exit_code: int, errors: str) -> bool:
-        """Whether the command ended because its connection broke; the host's part of the run may then continue.
-
-        ``errors`` is what the command wrote to standard error.
-        """
+        """Whether the command ended because its connection broke, by exit code and standard error."""
         ...
 
     def explain(self, host: str, exit_code: int, errors: str) -> str:

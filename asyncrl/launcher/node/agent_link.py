@@ -77,10 +77,7 @@ class AgentLink(Actor):
             self._on_state(state)
 
     async def report(self, message: Request, timeout: float | None = None) -> Any:
-        """Send a report and return the controller's reply; None if there was an error.
-
-        A report that is lost with the controller is sent again to its successor (AgentState).
-        """
+        """Send a report and return the reply; None after an error. AgentState sends a lost report to the successor."""
         try:
             return await self.peer(CONTROLLER).call(message, timeout=timeout)
         except WireError as error:

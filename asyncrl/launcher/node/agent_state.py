@@ -184,10 +184,7 @@ class AgentState:
         return sent if self._preempted_until is None else [*sent, StopRun(reason=self._preempted_by, preempt=True)]
 
     def controller_lost(self, reason: str, now: float) -> list[Instruction]:
-        """The controller cannot be reached, or refuses this agent: this host leaves the run, or fails and kills all.
-
-        The host leaves only if it has not started its actors and the run can continue without them.
-        """
+        """The controller cannot be reached, or refuses this agent: leave with mere replicas, else kill all."""
         if self.leaving and not self.living:
             # The controller refuses an agent whose host has left.
             return []
@@ -259,10 +256,7 @@ class AgentState:
         return [report] if report.fatal else []
 
     def _handle_death(self, name: str, exit_code: int, hint: str, now: float, blameless: bool) -> ActorEnded:
-        """Handle a death and return its report: plan a restart, let a replica rest, or end the run.
-
-        A ``blameless`` death does not count against the actor.
-        """
+        """Plan a restart, let a replica rest, or end the run; returns the report. A blameless death does not count."""
         decision = self._supervisor.ended(name, exit_code, now, blameless=blameless)
         if isinstance(decision, Restart):
             reason = _join(describe_exit(exit_code), hint)
@@ -347,10 +341,7 @@ class AgentState:
         return [StopRun(reason=reason)] if self._reachable and self._has_run else self._kill(now)
 
     def preempt(self, reason: str, now: float) -> list[Instruction]:
-        """Preempt the run: ask the controller for a checkpoint and the end. A run that is still starting is stopped.
-
-        Does nothing after an earlier request to stop or preempt.
-        """
+        """Ask the controller for a checkpoint and the end, at the first request; stop a run that is still starting."""
         if self._stop_asked or self.ending:
             return []
         if not self._has_run:
@@ -376,10 +367,7 @@ class AgentState:
         return self._kill(now)
 
     def leave(self, within_s: float, now: float) -> list[Instruction]:
-        """Leave the run. The controller asks the actors to end within ``within_s``; the rest dies ``drain_s`` later.
-
-        The head never leaves.
-        """
+        """Leave the run, unless this is the head. What is left dies ``drain_s`` after ``within_s``."""
         if self.ending or self.leaving or self.is_head:
             return []
         self.leaving = True
@@ -393,11 +381,7 @@ class AgentState:
         self._launcher_gone = True
 
     def tick(self, now: float) -> list[Instruction]:
-        """Do what is due at this time.
-
-        Kills what is left at a deadline, or once a preempted run is late. Gives up or condemns a silent controller.
-        Counts unexplained ends as deaths, and restarts actors.
-        """
+        """Do what is due: deadlines, a late preemption, a silent controller, unexplained ends, restarts."""
         if self.ending:
             return self._kill(now) if self.deadline is not None and now >= self.deadline else []
         if self.leaving and self.deadline is not None and now >= self.deadline:
@@ -426,17 +410,12 @@ class AgentState:
         """Return the time at which ``tick`` has something to do if no event comes before; None for never."""
         if self.ending:
             return self.deadline
-        times = [planned.at for planned in self._restarts.values()]
+        times = [self.deadline, self._preempted_until, self._answer_by]
+        times += [planned.at for planned in self._restarts.values()]
         times += [end.death_at for end in self._unexplained.values()]
-        if self.deadline is not None:
-            times.append(self.deadline)
         if self._launcher_gone and self._reachable:
             times.append(self._answered_at + self.policy.host_grace_s)
-        if self._preempted_until is not None:
-            times.append(self._preempted_until)
-        if self._answer_by is not None:
-            times.append(self._answer_by)
-        return min(times, default=None)
+        return min((time for time in times if time is not None), default=None)
 
     def how_it_ended(self, agent: str, log: str) -> EndedEvent:
         """Return how this host's part ended, once ``finished``. ``agent`` and ``log``: this agent's name and log."""
@@ -496,10 +475,7 @@ class AgentState:
         return [Spawn(name)]
 
     def _make_report(self, name: str, exit_code: int, reason: str, *, fatal: bool) -> ActorEnded:
-        """Return the report on an actor's end, and keep it in ``_ends`` so that it can be sent again.
-
-        ``fatal``: this agent has given the actor up.
-        """
+        """Make the report on an end, and keep it to be sent again. ``fatal``: this agent has given the actor up."""
         report = ActorEnded(
             name=name,
             incarnation=self.incarnations.get(name, 0),

@@ -126,10 +126,7 @@ class Child:
         os.kill(self.pid, signal.SIGUSR1)
 
     def last_words(self) -> str:
-        """Return the last line of plain text in the process's log, such as the end of a traceback, without JSON lines.
-
-        Empty if there is no such line, or if the log cannot be read.
-        """
+        """Return the last line of the log that is no JSON, such as the end of a traceback; empty if there is none."""
         try:
             with self.log.open("rb") as file:
                 end = file.seek(0, os.SEEK_END)

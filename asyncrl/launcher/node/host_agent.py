@@ -159,10 +159,7 @@ class HostAgent:
         self._event_came.set()
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
-        """Carry out instructions in order. An actor that cannot be spawned counts as one that exited with code 1.
-
-        Reports to the controller are left out until its address is known.
-        """
+        """Carry out instructions in order. An actor that cannot be spawned counts as one that exited with code 1."""
         unstarted: list[tuple[str, OSError]] = []
         for instruction in instructions:
             match instruction:
@@ -228,10 +225,7 @@ class HostAgent:
         self._event_came.set()
 
     async def _find_controller(self) -> None:
-        """Wait for the controller's address, then follow the controller.
-
-        If no address comes within ``start_timeout_s``, the controller counts as lost.
-        """
+        """Wait for the controller's address, at most ``start_timeout_s``, then follow the controller."""
         try:
             async with asyncio.timeout(self._config.supervision.start_timeout_s):
                 await self._learn_address()
@@ -340,10 +334,7 @@ class HostAgent:
             )
 
     async def _ask_stop(self, request: StopRun) -> None:
-        """Ask the controller to stop or preempt the run. If it does not answer on a stop, kill everything.
-
-        If it does not answer on a preemption, ``AgentState`` asks its successor, and has a deadline.
-        """
+        """Ask the controller to stop or preempt the run. If it does not answer on a stop, kill everything."""
         timeout = None if request.preempt else ASK_STOP_S
         asked = self._link is not None and await self._link.report(request, timeout) is not None
         if not asked and not request.preempt:

@@ -96,10 +96,7 @@ def reserve_run_folder(config: Config) -> Path:
 
 
 def create_run_folder(config: Config, reserved: Path | None = None) -> RunFolder:
-    """Make the next free folder for ``run.name``, with config.json and an empty log folder. Raises OSError.
-
-    ``reserved`` is the folder, if it was made already.
-    """
+    """Make the next free folder for ``run.name``, or fill ``reserved``, with config.json and a log folder."""
     path = reserved or reserve_run_folder(config)
     folder = RunFolder(path=path, run_id=secrets.token_hex(8))
     try:
@@ -127,10 +124,7 @@ def _free_paths(config: Config) -> Iterator[Path]:
 
 
 def runs_of_name(config: Config) -> list[Path]:
-    """Return the run folders of ``run.name`` by number: NAME, NAME-2 and so on.
-
-    A folder NAME-2 is left out if its own ``run.name`` was NAME-2.
-    """
+    """Return the run folders NAME, NAME-2 and so on of ``run.name``, but not a run that was named NAME-2 itself."""
     parent, name = Path(config.run.dir).absolute(), config.run.name
     numbered = re.compile(rf"{re.escape(name)}(?:-([1-9]\d*))?")
     found = []

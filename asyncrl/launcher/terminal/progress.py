@@ -322,10 +322,7 @@ class ShownNotices:
         self._ended[actor] = max(incarnation, self._ended.get(actor, 0))
 
     def take(self, event: NoticeEvent, now: float) -> str:
-        """Record a notice, and return the line to show at ``now`` (s, monotonic); empty for none.
-
-        Ignores a notice of an older incarnation, and a new key beyond MOST_NOTICES.
-        """
+        """Record a notice, and return the line to show at ``now`` (s, monotonic); empty for none."""
         key = event.actor, event.key
         kept, is_new_text = self._kept.get(key), True
         if kept is not None:
