@@ -211,9 +211,7 @@ def _targets(
     over_ssh = SshStart(connect_s=CONNECT_S, args=ssh_args, words=REMOTE)
     lines = select_hosts(read_hostfile(hostfile), include, exclude)
     own = next((line for line in lines if is_this_host(line.name)), None)
-    if own is not None:
-        lines.remove(own)
-        lines.insert(0, own)
+    lines.sort(key=lambda line: line is not own)
     return [(line, here if line is own else over_ssh) for line in lines]
 
 

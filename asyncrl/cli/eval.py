@@ -102,9 +102,7 @@ class ExportFailed(Exception):
 def chosen_model(config: Config, model: str | None, checkpoint: str | None) -> Iterator[tuple[str | None, str]]:
     """Yield the path of the model to evaluate (None: model.path) and its name.
 
-    ``checkpoint``, as RUN or RUN@STEP, is exported to a temporary folder in run.dir.
-
-    Raises AsyncRLError, OSError or ExportFailed.
+    ``checkpoint``, as RUN or RUN@STEP, is exported to a temporary folder in run.dir. Raises ExportFailed.
     """
     if checkpoint is None:
         yield model, model or config.model.path or "simulated"

@@ -433,24 +433,19 @@ def begin(
     if resumption is None:
         progress.say(f"run folder: {folder.path}")
     else:
-        _resume(folder, resumption, config, progress)
+        for path in resumption.begin(config):
+            progress.say(f"set aside as {path}")
+        lines = [resumption.describe(), *resumption.describe_changes(config)]
+        for line in lines:
+            progress.say(line)
+        progress.warn(resumption.warnings)
+        lines += resumption.warnings
+        (folder.logs / RESUMED_FROM).write_text("".join(f"{line}\n" for line in lines))
     # Record digests of users' code and the tokenizer before any process of this attempt loads them.
     record(folder.path, digests(config))
     if command:
         write_command(folder, command)
     return attempt_begins_above(folder.attempt, CheckpointFolder(checkpoint_dir(config, folder.path)).newest_writer())
-
-
-def _resume(folder: RunFolder, resumption: Resumption, config: Config, progress: TerminalProgress) -> None:
-    """Begin the next attempt in the folder, and print and record its checkpoint, changed keys and warnings."""
-    for path in resumption.begin(config):
-        progress.say(f"set aside as {path}")
-    lines = [resumption.describe(), *resumption.describe_changes(config)]
-    for line in lines:
-        progress.say(line)
-    progress.warn(resumption.warnings)
-    lines += resumption.warnings
-    (folder.logs / RESUMED_FROM).write_text("".join(f"{line}\n" for line in lines))
 
 
 def plan_rows(

@@ -143,11 +143,7 @@ def gpus_of_a_node(config: Config, nodes: int) -> int | None:
 
 
 def _processes_by_node(config: Config, nodes: int, gpus: int) -> list[int] | None:
-    """Place the actors on ``nodes`` nodes with ``gpus`` GPUs each, and return the number of processes on each node.
-
-    The processes are the actors, the reward workers, and the episode workers, unless episodes are commands. Returns
-    None if the actors do not fit.
-    """
+    """Return the number of processes on each node with ``gpus`` GPUs; None if the actors do not fit."""
     hosts = [PlacementHost(name=str(node), cpus=1, gpus=tuple(map(str, range(gpus)))) for node in range(nodes)]
     try:
         placed = place(with_episode_hosts(config, hosts), hosts)

@@ -281,9 +281,8 @@ def describe_exit(code: int, memory_key: str) -> str:
 class Output:
     """Reads the output of a worker and its children, which never have to wait for the reader.
 
-    Standard output and standard error are one pipe. ``write_fd`` is the end for the process, and ``started`` closes it
-    here. Invariant: the first ``limit`` bytes of each call are kept, in order. The rest is discarded unread and
-    counted. Fails with OSError if no pipe can be made.
+    Standard output and standard error are one pipe. ``write_fd`` is the end for the process. Invariant: the first
+    ``limit`` bytes of each call are kept, in order. The rest is discarded unread and counted.
     """
 
     def __init__(self, limit: int) -> None:

@@ -101,11 +101,7 @@ def describe_pin(pin: Pin) -> Finding:
 
 
 def local_config(config: Config, keys: Collection[str] | None = None, *, with_weights: bool = True) -> Config:
-    """Return the configuration with this host's folders, and download what they lack, for a command without a run.
-
-    ``keys`` are those that the command needs, by default all. Without ``with_weights``, weights are left out. Raises
-    ConfigError.
-    """
+    """Return the configuration with this host's folders, and download what they lack, for a command without a run."""
     return asyncio.run(_local_config(config, keys, with_weights=with_weights))
 
 

@@ -34,11 +34,7 @@ KEY = "model.path"
 
 
 def measure(folder: Path, lora: LoraConfig | None = None) -> ModelSize:
-    """Check all weight files of the folder and return the model's size.
-
-    With ``lora``, the size includes an estimate of its adapters. Raises Unreadable (or its subclass Untrainable), and
-    OSError.
-    """
+    """Check all weight files; return the model's size, with ``lora`` also that of its adapters. Raises Unreadable."""
     parameters = size = adapters = 0
     for file, indexed in weight_files(folder).items():
         file_bytes = file.stat().st_size

@@ -216,11 +216,7 @@ class Examination:
             self._findings.append(ok("interface", text, host))
 
     def _place_actors(self) -> None:
-        """Place the actors on the hosts and record findings; if they do not fit, ``_placed`` stays empty.
-
-        Also sets the keys of ``config`` that depend on the hosts. A host with fewer GPUs than its slots gets a failure,
-        and is placed with all its GPUs.
-        """
+        """Place the actors and record findings; a host with fewer GPUs than slots is placed with all its GPUs."""
         if self.config is None:
             return
         hosts, lines = [], {line.name: line for line, _ in self.targets}
@@ -326,11 +322,7 @@ class Examination:
     # --- connections between the hosts ---
 
     async def _try_links(self) -> None:
-        """Try the connections between all hosts: each listens, and each other one tries to connect to it.
-
-        A host listens at one port of network.ports. If a placed learner trains, it also listens at one that the system
-        chooses. Does nothing if fewer than two hosts have an address.
-        """
+        """Let each host listen at a port of network.ports, and with a learner at any, and each other one connect."""
         if len(self._addresses) < 2:
             return
         wanted = self.config.network.ports if self.config is not None else ANY

@@ -116,7 +116,6 @@ def main() -> int:
 
 
 def find_leftovers(order: FindLeftovers) -> Checked:
-    """Look for leftovers, and remove those that are certainly dead if the order says so."""
     runs = Path(order.runs).absolute() if order.runs else None
     return Checked(findings=[check_leftovers(runs, is_head=order.is_head, fix=order.fix)])
 

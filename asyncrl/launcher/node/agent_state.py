@@ -166,8 +166,7 @@ class AgentState:
     def controller_found(self, now: float) -> list[Instruction]:
         """The controller has answered: for the first time, or as a successor that knows nothing yet.
 
-        The first time, all other actors start. A successor gets reports on the living actors and on the last end of
-        each actor, and the request to preempt the run, if any.
+        The first time, all other actors start. A successor gets the living actors, the last ends, and any preemption.
         """
         if self.ending:
             return []
@@ -216,9 +215,8 @@ class AgentState:
     def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
         """A process and all of its group are gone; ``hint`` is the last line of its log.
 
-        Returns the report on the end, but the controller's own end has none. While the run continues here, the end
-        counts as a death. An exit code of 0 does so only if the controller did not ask for it (``end_noted``). The
-        end of a resting replica is only reported.
+        While the run continues here, the end counts as a death, unless the controller asked for it (``end_noted``) or
+        lets the replica rest. Returns the report on it.
         """
         self.living.discard(name)
         # For a condemned actor the reason is more useful than the last line of its log.
@@ -289,11 +287,7 @@ class AgentState:
         return self._kill(now)
 
     def state(self, state: RunState, now: float) -> list[Instruction]:
-        """The controller has sent the run's state: follow it, or end this host's part with the run's result.
-
-        While the run continues, this kills actors that are condemned or resting. It starts replicas that the
-        controller no longer lets rest. After missed answers it first sends the ends again.
-        """
+        """Follow the run's state: condemned and resting actors, earlier ends after missed answers, or the end."""
         # While the controller did not answer, it may have missed reports of ends, which are sent again.
         instructions: list[Instruction] = list(self._ends.values()) if self._unanswered_calls else []
         continues = state.phase in ("starting", "running", "preempting")
@@ -326,11 +320,7 @@ class AgentState:
         return []
 
     def stop(self, reason: str, now: float) -> list[Instruction]:
-        """End the run in order, through the controller. Kill all if that is impossible, or at a second request.
-
-        It is impossible while the run is starting or the controller is away. An earlier ``preempt`` counts as a first
-        request.
-        """
+        """End the run in order, through the controller. If it is away, during the start or again: kill all."""
         if self._stop_asked:
             return self.kill(reason, now)
         self._stop_asked = True

@@ -14,6 +14,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ class HostAgent:
                 self._tasks.create_task(self._launcher.beat(self._config.supervision.heartbeat_s))
                 if self._has_own_folder:
                     self._tasks.create_task(self._launcher.send_logs())
-                self._carry_out_and_wake(self._state.begin())
+                self._carry_out(self._state.begin())
                 while not self._state.finished:
                     await self._wait_for_event()
                     self._event_came.clear()
@@ -130,11 +131,7 @@ class HostAgent:
         return not self._state.unreached and (self._state.leaving or self._state.failure is not None)
 
     async def _say_farewell(self, link: AgentLink) -> None:
-        """Report to the controller that all has ended here.
-
-        A host that failed has FAREWELL_S for this. A host that leaves tries for ``host_grace_s``, so that a restarted
-        controller hears it too, or until the run ends.
-        """
+        """Report to the controller that all has ended here; a host that leaves tries until a restarted one hears it."""
         state = self._state
         if state.failure is not None:
             await link.say_farewell(FAREWELL_S)
@@ -153,9 +150,9 @@ class HostAgent:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 await self._event_came.wait()
 
-    def _carry_out_and_wake(self, instructions: list[Instruction]) -> None:
-        """Carry out the instructions for an event, and wake the main loop: the next deadline may have changed."""
-        self._carry_out(instructions)
+    def _handle(self, event: Callable[..., list[Instruction]], *arguments: Any) -> None:
+        """Pass an event to ``AgentState``, carry out what it returns, and wake the main loop for the next deadline."""
+        self._carry_out(event(*arguments, time.monotonic()))
         self._event_came.set()
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
@@ -192,15 +189,14 @@ class HostAgent:
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Preempt the run at the first signal and kill it at the second; a SIGHUP never leads to a kill."""
-        now = time.monotonic()
         self._log.info("signal", number=number.name)
         # The death of the guard comes as SIGTERM (die_with_parent), and leaves this process with another parent.
         if os.getppid() != self._guard:
-            self._carry_out_and_wake(self._state.guard_lost(now))
+            self._handle(self._state.guard_lost)
         elif not self._first_signal:
-            self._carry_out_and_wake(self._state.preempt(cause_of(number), now))
+            self._handle(self._state.preempt, cause_of(number))
         elif signal.SIGHUP not in (self._first_signal, number):
-            self._carry_out_and_wake(self._state.kill(f"ended at once by {number.name} to the agent", now))
+            self._handle(self._state.kill, f"ended at once by {number.name} to the agent")
         if self._first_signal in (0, signal.SIGHUP):
             self._first_signal = number
 
@@ -208,13 +204,11 @@ class HostAgent:
         while line := await commands.readline():
             self._log.info("command", line=line.decode(errors="replace").strip())
             if line == STOP:
-                self._carry_out_and_wake(self._state.stop("stopped by the launcher", time.monotonic()))
+                self._handle(self._state.stop, "stopped by the launcher")
             elif line.startswith(PREEMPT):
-                self._carry_out_and_wake(
-                    self._state.preempt(line.removeprefix(PREEMPT).decode().strip(), time.monotonic())
-                )
+                self._handle(self._state.preempt, line.removeprefix(PREEMPT).decode().strip())
             elif line == KILL:
-                self._carry_out_and_wake(self._state.kill(AT_ONCE, time.monotonic()))
+                self._handle(self._state.kill, AT_ONCE)
             elif line.startswith(CONTROLLER_AT):
                 self._address = line.removeprefix(CONTROLLER_AT).decode().strip()
                 self._address_sent.set()
@@ -231,7 +225,7 @@ class HostAgent:
                 await self._learn_address()
         except TimeoutError:
             reason = f"no address after {self._config.supervision.start_timeout_s:g} s"
-            self._carry_out_and_wake(self._state.controller_lost(reason, time.monotonic()))
+            self._handle(self._state.controller_lost, reason)
             return
         self._link = make_link(
             self._spec,
@@ -239,8 +233,8 @@ class HostAgent:
             self._address,
             self._incarnations.next(agent_name(self._spec.index)),
             on_state=self._on_state,
-            on_silent=lambda: self._carry_out_and_wake(self._state.controller_silent(time.monotonic())),
-            on_successor=lambda: self._carry_out_and_wake(self._state.controller_found(time.monotonic())),
+            on_silent=lambda: self._handle(self._state.controller_silent),
+            on_successor=lambda: self._handle(self._state.controller_found),
         )
         self._tasks.create_task(self._follow(self._link))
         self._state.controller_at(time.monotonic())
@@ -263,7 +257,7 @@ class HostAgent:
         try:
             await live(link, self._address)
         except AsyncRLError as error:
-            self._carry_out_and_wake(self._state.controller_lost(str(error), time.monotonic()))
+            self._handle(self._state.controller_lost, str(error))
 
     def _on_state(self, state: RunState) -> None:
         assert self._link is not None
@@ -282,11 +276,11 @@ class HostAgent:
         self._stuck.take_stacks_of(state.stuck, self._children)
         # Also first: an actor that ``AgentState`` starts must get a number above these.
         self._incarnations.stay_above(state.dead, state.generations)
-        now, own = time.monotonic(), agent_name(self._spec.index)
+        own = agent_name(self._spec.index)
         for leaving in state.leaving:
             if leaving.name == own:
-                self._carry_out_and_wake(self._state.leave(leaving.within_s, now))
-        self._carry_out_and_wake(self._state.state(state, now))
+                self._handle(self._state.leave, leaving.within_s)
+        self._handle(self._state.state, state)
 
     # --- instructions ---
 
@@ -324,21 +318,19 @@ class HostAgent:
             self._log.error("killed but not ended", actor=child.name, pids=child.stuck)
         hint = child.last_words() if exit_code > 0 else ""
         self._log.info("ended", actor=child.name, pid=child.pid, exit_code=exit_code, hint=hint)
-        self._carry_out_and_wake(self._state.exited(child.name, exit_code, hint, time.monotonic()))
+        self._handle(self._state.exited, child.name, exit_code, hint)
 
     async def _report(self, link: AgentLink, message: ActorStarted | ActorEnded) -> None:
         reply = await link.report(message)
         if isinstance(reply, EndNoted):
-            self._carry_out_and_wake(
-                self._state.end_noted(message.name, message.incarnation, reply.asked, time.monotonic())
-            )
+            self._handle(self._state.end_noted, message.name, message.incarnation, reply.asked)
 
     async def _ask_stop(self, request: StopRun) -> None:
         """Ask the controller to stop or preempt the run. If it does not answer on a stop, kill everything."""
         timeout = None if request.preempt else ASK_STOP_S
         asked = self._link is not None and await self._link.report(request, timeout) is not None
         if not asked and not request.preempt:
-            self._carry_out_and_wake(self._state.kill(request.reason, time.monotonic()))
+            self._handle(self._state.kill, request.reason)
 
     # --- the end ---
 
