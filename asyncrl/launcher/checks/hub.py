@@ -285,9 +285,9 @@ def choose(key: str, name: HubName, files: Mapping[str, int], config: Config) ->
         return "", model_files(name, files)
     if key == CONVERSATIONS:
         chosen = data_files(name, files, "jsonl", "train")
-        if len(chosen) > 1 and not _is_glob(name.path):
+        if len(chosen) > 1 and not glob.has_magic(name.path):
             raise DataError(f"has several files: {name_some(chosen)}", path=str(name), fix=f"name one in {key}")
-        path = name.path if _is_glob(name.path) else chosen[0]
+        path = name.path if glob.has_magic(name.path) else chosen[0]
     else:
         data = config.prompt_sets[key.removesuffix(".path")]
         kind: Kind | None = None if data.source not in ("jsonl", "parquet", "hf") else data.source
@@ -309,7 +309,7 @@ def data_files(name: HubName, files: Mapping[str, int], kind: Kind | None, split
     """Choose the files of a data set: those that the name's path names, or those of one split. Raises DataError."""
     if name.path in files:
         return [name.path]
-    if _is_glob(name.path):
+    if glob.has_magic(name.path):
         depth = len(PurePath(name.path).parts)
         paths = [PurePath(file) for file in files]
         found = sorted(str(path) for path in paths if len(path.parts) == depth and path.match(name.path))
@@ -324,10 +324,6 @@ def data_files(name: HubName, files: Mapping[str, int], kind: Kind | None, split
         shown = name_some(sorted(file for file in files if not file.startswith(".")))
         raise DataError(f"has no such file; it has {shown}", path=str(name), fix="name one of them")
     return found
-
-
-def _is_glob(path: str) -> bool:
-    return glob.has_magic(path)
 
 
 def _failure(key: str, asked: str, name: HubName, reason: str) -> Finding:

