@@ -143,7 +143,7 @@ def _example(renderer: Renderer, tokenizer: Tokenizer) -> list[str]:
 def _show_agent(
     configs: Sequence[str], overrides: dict[str, str], command: Sequence[str], longest_s: float, *, as_json: bool
 ) -> int:
-    """Play one task with the agent ``command`` (empty: that of the configuration), and show the calls."""
+    """Play one task with the agent ``command``, by default that of the configuration, and show the calls."""
     import asyncio
 
     from asyncrl.config.load import load_config

@@ -1,7 +1,7 @@
 """Finds the IPv4 address at which the hosts of a run reach each host.
 
 It is the address of a given interface (``by_interface``), or the host's own address on the route to the head
-(``by_route``), and never loopback. The head is the first host. Its address is one that the others know: the one from
+(``by_route``). Loopback never counts. The head is the first host. Its address is one that the others know: the one from
 which its launcher reached them, or to which its name resolves there. Fails with UsageError, which names the host and
 says what to set.
 """

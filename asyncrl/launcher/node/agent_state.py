@@ -183,7 +183,7 @@ class AgentState:
         return sent if self._preempted_until is None else [*sent, StopRun(reason=self._preempted_by, preempt=True)]
 
     def controller_lost(self, reason: str, now: float) -> list[Instruction]:
-        """The controller cannot be reached, or refuses this agent: leave with mere replicas, else kill all."""
+        """The controller is lost or refuses this agent: a host of replicas that never started leaves, else kill all."""
         if self.leaving and not self.living:
             # The controller refuses an agent whose host has left.
             return []
@@ -287,7 +287,7 @@ class AgentState:
         return self._kill(now)
 
     def state(self, state: RunState, now: float) -> list[Instruction]:
-        """Follow the run's state: condemned and resting actors, earlier ends after missed answers, or the end."""
+        """Follow the run's state: kill and start actors, send ends again after missed answers, or end this part."""
         # While the controller did not answer, it may have missed reports of ends, which are sent again.
         instructions: list[Instruction] = list(self._ends.values()) if self._unanswered_calls else []
         continues = state.phase in ("starting", "running", "preempting")
@@ -320,7 +320,7 @@ class AgentState:
         return []
 
     def stop(self, reason: str, now: float) -> list[Instruction]:
-        """End the run in order, through the controller. If it is away, during the start or again: kill all."""
+        """End the run in order through the controller. Kill all if it is away, at the start, or at a second request."""
         if self._stop_asked:
             return self.kill(reason, now)
         self._stop_asked = True

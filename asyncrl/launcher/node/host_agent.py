@@ -131,7 +131,7 @@ class HostAgent:
         return not self._state.unreached and (self._state.leaving or self._state.failure is not None)
 
     async def _say_farewell(self, link: AgentLink) -> None:
-        """Report to the controller that all has ended here; a host that leaves tries until a restarted one hears it."""
+        """Report that all has ended here. A host that leaves repeats it, so that a restarted controller hears it."""
         state = self._state
         if state.failure is not None:
             await link.say_farewell(FAREWELL_S)
