@@ -27,6 +27,7 @@ from asyncrl.core.roles import ROLES, role_of
 from asyncrl.launcher.checks.check_list import in_order
 from asyncrl.launcher.checks.findings import CheckOrder, Finding, fail, ok, on_host, warn
 from asyncrl.launcher.checks.hub import Pins, for_actors, pin
+from asyncrl.launcher.checks.network import ANY_PORT
 from asyncrl.launcher.common.agent_messages import Checked, HostOffer, RouteQuery, Routes
 from asyncrl.launcher.common.placement import Placed, place, shared_gpus, with_episode_hosts, with_gpus
 from asyncrl.launcher.doctor.orders import (
@@ -67,9 +68,6 @@ END_S = 2.0
 """Time that the process on a host has to end (s); then its connection is cut."""
 CONNECT_S = 5.0
 """Longest time in which one host connects to another (s)."""
-ANY = "0"
-"""The range of ports that stands for any port."""
-LOOPBACK = "127.0.0.1"
 MARK = ".asyncrl-doctor-"
 """Prefix of the files that show whether hosts share a folder."""
 DEFAULT_RUNS = "runs"
@@ -273,7 +271,7 @@ class Examination:
             return CheckOrder(
                 config=config_to_json(config) if config is not None else "",
                 actors=self._actors_on(host),
-                address=self._addresses.get(host, LOOPBACK),
+                address=self._addresses.get(host, NetworkConfig().host),
                 run=str(run),
                 is_head=host == head,
                 several=self._several,
@@ -325,10 +323,10 @@ class Examination:
         """Let each host listen at a port of network.ports, and with a learner at any, and each other one connect."""
         if len(self._addresses) < 2:
             return
-        wanted = self.config.network.ports if self.config is not None else ANY
+        wanted = self.config.network.ports if self.config is not None else ANY_PORT
         learner_trains = self.config is not None and self.config.learner.backend != "sim" and bool(self._placed)
         # torch.distributed takes any free port for the connections of ranks and for a weight broadcast.
-        ports = list(dict.fromkeys([wanted, ANY])) if learner_trains else [wanted]
+        ports = list(dict.fromkeys([wanted, ANY_PORT])) if learner_trains else [wanted]
         token, addresses = secrets.token_hex(16), dict(self._addresses)
         listening = await self._ask_all(
             lambda contact: contact.ask(Listen(address=addresses[contact.name], ports=ports, token=token), Listening),

@@ -17,6 +17,7 @@ from asyncrl.core.printable import name_some
 from asyncrl.core.roles import role_of
 from asyncrl.launcher.checks.check_list import BUSY_SHARE
 from asyncrl.launcher.checks.findings import Finding, fail, ok, warn
+from asyncrl.launcher.checks.network import ANY_PORT
 from asyncrl.launcher.common.agent_messages import HostOffer
 from asyncrl.launcher.common.placement import Placed
 
@@ -216,9 +217,9 @@ def judge_links(links: Sequence[Link], ports: str, *, is_configured: bool = True
         suspect = (
             f"the firewall of {link.target}" if all(other.problem for other in incoming) else "firewalls and routes"
         )
-        wanted_ports = "every TCP port" if ports == "0" else f"TCP ports {ports}"
+        wanted_ports = "every TCP port" if ports == ANY_PORT else f"TCP ports {ports}"
         fix = f"see {suspect}: open {wanted_ports} of {link.target} for {link.source}"
-        if ports == "0" and is_configured:
+        if ports == ANY_PORT and is_configured:
             fix += ", or set network.ports to a range that is open"
         findings.append((fail if link.needed else warn)("reach", text, fix, link.source))
     return findings
