@@ -49,6 +49,7 @@ Exit codes: 0 nothing failed; 1 a check failed, no conversation is possible, or 
 usage; 78 wrong configuration; 130 Ctrl-C.
 """
 ANSWER_S = 60.0
+"""Default of --timeout (s)."""
 CONNECT_S = 10.0
 
 
@@ -101,6 +102,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _show_chat(configs: Sequence[str], overrides: dict[str, str], *, as_json: bool) -> int:
+    """Check the model's chat template, show the report, and return the exit code. Raises ConfigError."""
     from asyncrl.config.load import load_config
     from asyncrl.launcher.checks.hub import local_config
     from asyncrl.text.chat.renderer import make_renderer

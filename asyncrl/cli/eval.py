@@ -124,6 +124,7 @@ def chosen_model(config: Config, model: str | None, checkpoint: str | None) -> I
 
 
 def _split_step(text: str) -> tuple[str, int | None]:
+    """Return (RUN, STEP) of RUN@STEP, or (RUN, None) of a text that does not end in @ and a number."""
     run, _, step = text.rpartition("@")
     return (run, int(step)) if run and step.isdecimal() else (text, None)
 

@@ -264,6 +264,7 @@ def _check_generate(parser: Parser, given: argparse.Namespace, is_for_live_run: 
 
 
 def _submit(given: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """Write the batch script and submit it, or only print it for --dry-run. Raises AsyncRLError or OSError."""
     from asyncrl.config.load import load_config
     from asyncrl.launcher.slurm import batch_script, left_open, start_of, submit
 
@@ -333,6 +334,7 @@ def _check_live_run_flags(
 
 
 def _command_live_run(given: argparse.Namespace) -> int:
+    """Carry out --stop, --bring-back, --leave or --join, and return the exit code. Raises AsyncRLError or OSError."""
     import asyncio
 
     from asyncrl.cli.which_run import named
@@ -358,6 +360,7 @@ def _command_live_run(given: argparse.Namespace) -> int:
 
 
 def _with_allowed(given: argparse.Namespace, overrides: dict[str, str]) -> dict[str, str]:
+    """Return ``overrides`` with resume.allow set from the flags --allow-changed-X, if there are any."""
     allowed = [what for what, _ in ALLOWED if getattr(given, f"allow_changed_{what}")]
     return overrides | {"resume.allow": json.dumps(allowed)} if allowed else overrides
 

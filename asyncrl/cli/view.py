@@ -88,6 +88,7 @@ def _with_records(run_dir: Path) -> Path:
 
 
 def _serve(runs: Sequence[Path], port: int) -> int:
+    """Serve the page until the process is interrupted."""
     import asyncio
 
     if importlib.util.find_spec("aiohttp") is None:
@@ -112,6 +113,7 @@ def _serve(runs: Sequence[Path], port: int) -> int:
 
 
 def _export(run_dir: Path, out: Path, step: int | None) -> int:
+    """Write the page of a step; None is the newest one with groups. Raises UsageError or OSError."""
     from asyncrl.observe.report.report import check_writable, write_user_file
     from asyncrl.view.answers import NotFound
     from asyncrl.view.page import step_page

@@ -40,6 +40,7 @@ def _named(run: str) -> Path | None:
 
 
 def _newest_runs() -> list[Path]:
+    """Return the run folders under runs/, the newest first, without those that this user may not read."""
     by_time = []
     with contextlib.suppress(OSError):
         for path in Path(RUNS).iterdir():

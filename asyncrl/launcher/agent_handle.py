@@ -66,6 +66,7 @@ class AgentHandle:
     """True if the connection ended before the agent reported its end."""
     silence: Silence = field(default_factory=lambda: Silence(LOOK_S))
     _heard_since_look: bool = False
+    """True if the agent sent a line since the last ``look``."""
     _ever_heard: bool = False
     """True once the agent has sent a line. Before that, a silence shorter than FIRST_WORD_S is not reported."""
     _reported: bool = False

@@ -118,6 +118,7 @@ class Follower:
     # --- events ---
 
     async def _follow(self, member: AgentHandle) -> None:
+        """Read a member's events until its connection ends, find out how it ended, and handle that end."""
         await member.hear(self.folder.logs, self.progress, lambda event: self._handle_event(member, event))
         if member.ended is None and not member.lost and not self._killing:
             member.ended = await self._recover_end(member)
@@ -127,6 +128,7 @@ class Follower:
         self._handle_end(member)
 
     def _end_of_killed_run(self) -> EndedEvent:
+        """Return the result of a run that a second signal killed: preempted if it has a checkpoint, else stopped."""
         if find_left(self.config, self.folder).checkpoint is None:
             return EndedEvent(result="stopped", reason=AT_ONCE, exit_code=STOPPED_EXIT_CODE)
         return EndedEvent(result="preempted", reason=AT_ONCE, exit_code=PREEMPTED_EXIT_CODE)
@@ -255,6 +257,7 @@ class Follower:
             self.progress.say(f"{self._head.host}: is asked to preempt the run")
 
     async def _end_leftovers(self) -> None:
+        """End an agent that is left on this host, and check the other hosts whose end is unknown."""
         for member in self.members:
             if member.contact.is_here and member.contact.process.returncode is None:
                 # ``send`` writes only to an agent without an exit code.

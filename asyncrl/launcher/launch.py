@@ -153,9 +153,11 @@ class Launch:
     on_folder: Callable[[Path], None] = lambda folder: None
     reserved: Path | None = None
     head: str = ""
+    """Name of the head; empty before ``look_here``."""
     head_is_here: bool = False
     """Whether the head is this host, and its agent is started here and not by ``start``."""
     resumption: Resumption | None = None
+    """The run to resume; None for a new run."""
     facts: dict[str, HostOffer] = field(default_factory=dict)
     """Each host's report of its hardware and software by the host's name, the head first."""
     hosts: list[PlacementHost] = field(default_factory=list)
@@ -315,6 +317,7 @@ class Launch:
         return await self.reached.collect(orders, Checked, lambda order: check_part(order, facts), "checked")
 
     async def _addresses(self) -> dict[str, str]:
+        """Return each host's address: empty for one host, else by network.interface or the route to the head."""
         if len(self.facts) == 1:
             return {self.head: ""}
         interface = self.config.network.interface
@@ -409,6 +412,7 @@ class Launch:
             self.progress.warn(self.resumption.warnings)
 
     def _host_rows(self) -> list[str]:
+        """Return a row for each host with the command that starts its agent; no rows for a run on this host alone."""
         rows = []
         for index, host in enumerate(self.hosts if self.start is not None else []):
             here = index == 0 and self.head_is_here

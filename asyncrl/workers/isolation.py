@@ -157,10 +157,12 @@ def _enter_as_root() -> None:
 
 
 def unshare(flags: int) -> None:
+    """Call unshare(2). Raises OSError."""
     _check(_libc.unshare(flags), "a user namespace")
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str) -> None:
+    """Call mount(2). Raises OSError."""
     words = [os.fsencode(word) or None for word in (source, target, kind)]
     _check(_libc.mount(*words, ctypes.c_ulong(flags), data.encode() or None), f"mounting over {target}")
 

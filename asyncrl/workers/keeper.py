@@ -35,6 +35,7 @@ from asyncrl.workers.worker import IGNORED
 
 MOST_SETUP_BYTES = 1 << 30
 LINE_BYTES = 1 << 16
+"""Longest last line (bytes)."""
 LAST_LINES, LAST_BYTES = 5, 1 << 12
 """Number of last lines of both outputs, and the number of bytes that are searched for them."""
 OF_PROGRAM = frozenset(
@@ -43,6 +44,7 @@ OF_PROGRAM = frozenset(
 )
 """Errors at the start of a program that are its own fault and not the host's."""
 END_S = 0.8
+"""Longest wait for the end of killed processes (s)."""
 
 
 def main() -> None:
@@ -98,6 +100,7 @@ class OutputLines:
         os.set_blocking(pipe, False)
         self._held = b""
         self.tail = b""
+        """The last LINE_BYTES bytes of this output."""
 
     def copy(self) -> bool:
         """Copy output that is there. Returns False without output, or if it has ended."""

@@ -92,6 +92,7 @@ def _read(path: str) -> bytes:
 
 
 def _private_bytes() -> int:
+    """The memory of this process that RLIMIT_DATA limits (bytes)."""
     with contextlib.suppress(OSError):
         for line in _read("/proc/self/status").splitlines():
             if line.startswith(b"VmData:"):

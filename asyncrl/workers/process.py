@@ -71,6 +71,7 @@ class WorkerProcess:
         self._on_output, self._on_end = on_output, on_end
         self._memory_key, self._own_session = memory_key, own_session
         self._fault = ""
+        """Reason that the process was killed; empty before that."""
         self.killed = False
         self.exit_code: int | None = None
         """Exit code, negative for a signal; None until just before ``on_end`` is called."""

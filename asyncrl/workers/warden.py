@@ -29,6 +29,7 @@ MODULE = "asyncrl.workers.warden"
 END = signal.SIGRTMIN + 3
 """Signal to a warden: end the worker and all processes below it, now."""
 END_S = 3.0
+"""Longest wait for the end of killed processes (s)."""
 DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
 WAITED_FOR = (END, signal.SIGCHLD)
 

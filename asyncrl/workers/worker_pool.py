@@ -127,6 +127,7 @@ class WorkerPool(Generic[P]):
         """Set once no place has a process; ``close`` waits for it."""
         self._check_timer: asyncio.TimerHandle | None = None
         self._checked_at = loop.time()
+        """Loop time (s) of the last check of the workers."""
 
     # --- for the owner ---
 

@@ -71,6 +71,7 @@ class CheckedHost:
     order: CheckOrder
     interfaces: Mapping[str, str] = field(default_factory=dict)
     interface: str = ""
+    """The interface that actors use; empty if unknown."""
     has_gpus: bool = False
 
     @cached_property

@@ -102,6 +102,7 @@ class FetchOrder(UserOrder, frozen=True, kw_only=True, tag="fetch"):
 
     pins: list[Pin]
     limit_s: float
+    """Deadline of the download (s)."""
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True, tag="fetched"):

@@ -129,11 +129,13 @@ def is_path(pin: Pin) -> bool:
 
 
 def missing_bytes(pin: Pin) -> int:
+    """Return the bytes that this host's cache lacks."""
     folder = name_of(pin).folder
     return sum(size for file, size in pin.files.items() if not (folder / file).exists())
 
 
 async def _ask(function: str, answer: type[A], limit_s: float, **arguments: Any) -> tuple[A | None, str]:
+    """Return the answer of the process, or None and the reason."""
     try:
         return await call(function, answer, limit_s, env=QUIET, **arguments), ""
     except TimeoutError:

@@ -183,6 +183,7 @@ def first_rows(
 
 
 def _check_tokenizer(config: Config) -> tuple[Finding, Tokenizer | None]:
+    """Load the tokenizer and resolve the stop tokens. Returns the tokenizer too, if it loads."""
     model = config.model
     try:
         tokenizer = tokenizer_of(config)

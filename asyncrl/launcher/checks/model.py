@@ -128,4 +128,5 @@ def window_of(config: Config) -> int | None:
 
 
 def _settings(config: Config) -> dict[str, Any]:
+    """The model's config.json; empty without a model, and if it cannot be read."""
     return read_settings(config.model.path) if config.model.path is not None else {}

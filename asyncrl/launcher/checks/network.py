@@ -58,6 +58,7 @@ def _broadcast_transport(config: Config) -> str:
 
 
 def bind(address: str, port: int) -> socket.socket:
+    """Open a listening socket. Raises OSError."""
     family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
     try:

@@ -31,6 +31,7 @@ REFERENCE, TEACHER = "learner.kl.path", "learner.teacher"
 SAMPLES = ("Let f(x) = 3x^2 + 17.\n\nÄpfel, naïve 日本語: 'quoted' <b>words</b>\t42 %", "a", "0")
 """Texts to encode, in order of preference; a toy vocabulary cannot encode the first."""
 ASK_S = 20.0
+"""Deadline for all requests to a server (s)."""
 OTHERS = "take a model with the policy's own tokenizer, for example a larger one of its family"
 
 
@@ -160,5 +161,6 @@ def highest_id(config: Config, tokenizer: Tokenizer) -> int:
 
 
 def _vocabulary(folder: Path) -> int:
+    """Read vocab_size from config.json; 0 if unknown."""
     size = text_config(read_settings(folder)).get("vocab_size")
     return size if isinstance(size, int) else 0

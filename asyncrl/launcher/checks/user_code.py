@@ -119,6 +119,7 @@ class RewardTrial:
         return None
 
     async def score(self, request: Score) -> Scores:
+        """Call the reward function once. Raises RewardFailed."""
         return await self._pool.score(request)
 
     async def call(self, samples: Sequence[Sample]) -> Finding:

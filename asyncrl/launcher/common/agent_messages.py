@@ -108,6 +108,7 @@ class EndOrder(Struct, frozen=True, kw_only=True, tag="end"):
     kill: bool = True
     preempt: bool = False
     log_dir: str = ""
+    """Folder of the logs of an attempt; the answer reports how this attempt ended."""
 
 
 class HostEnded(Struct, frozen=True, kw_only=True, tag="gone"):
@@ -163,6 +164,7 @@ class AgentSpec(Struct, frozen=True, kw_only=True):
     actors: dict[str, dict[str, str]]
     """Name of each actor → environment variables that override the agent's own."""
     index: int = 0
+    """Index of the agent among those of the run; 0 is on the head."""
     host: str = ""
     """Address at which other hosts reach this one. Empty in a run on one host, which uses network.host."""
     name: str = ""

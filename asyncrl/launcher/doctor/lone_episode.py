@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 HOST = "episodes/0"
 ROOM = 1 << 20
+"""Limit of the tokens of an episode without a model."""
 MOST_PRINTED = 2000
 RETRY_S = 0.05
 """Pause before an episode whose worker died starts again (s)."""
@@ -113,6 +114,7 @@ async def play_scripted(config: Config, *, with_data: bool) -> Played:
 
 
 async def _task(config: Config) -> tuple[str, dict[str, Any], str]:
+    """Return prompt, row and source of the first training task. Raises CannotPlay."""
     inputs = await check_inputs(config)
     task = next((sample for sample in inputs.samples if sample.key in config.training_sets), None)
     if task is None:
@@ -183,6 +185,7 @@ class LoneEpisode(EpisodeObserver):
         self._session: Session | None = None
         """The policy's end of the newest session; None before the first start."""
         self.failure = ""
+        """Why the attempt gave no trajectory; empty if it gave one."""
         self.trajectory: Trajectory | None = None
         """The trajectory of the attempt; None until ``play`` ends, and after a failure."""
         self._notices: dict[str, str] = {}
@@ -253,6 +256,7 @@ class LoneEpisode(EpisodeObserver):
     # --- the player's interface to episode hosts ---
 
     def choose(self, at: Mapping[str, int], *, prefer: str, avoid: Collection[str]) -> str:
+        """Return the only host."""
         return HOST
 
     def send(self, host: str, delta: ChatDelta) -> None:

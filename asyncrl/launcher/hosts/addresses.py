@@ -133,6 +133,7 @@ def towards(head: str, routes: Mapping[str, Routes]) -> dict[str, str]:
 
 
 def interface_of(facts: HostOffer, address: str) -> str:
+    """Return the interface that has an address; empty if none has."""
     return next((name for name, held in facts.interfaces.items() if held == address), "")
 
 

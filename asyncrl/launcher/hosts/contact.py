@@ -53,9 +53,11 @@ class Contact:
         self.asked = ""
         """Type of the last order, in lower case; empty before the first."""
         self._errors = b""
+        """The end of the command's standard error, at most ERRORS_KEPT bytes."""
         self._log: Path | None = None
         """File that also gets standard error, from ``keep_errors`` on; None before."""
         self._reading: asyncio.Task[None] | None = None
+        """Task that reads standard error; None before ``reach`` and after ``exited``."""
 
     async def reach(self) -> None:
         """Start the command, and set ``facts`` to what the host offers.
@@ -137,6 +139,7 @@ class Contact:
         await self.exited(within_s)
 
     def kill(self) -> None:
+        """Kill the command, if it was started."""
         if hasattr(self, "process"):
             self._kill()
 

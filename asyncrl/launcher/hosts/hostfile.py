@@ -41,6 +41,7 @@ class HostLine:
 
 
 def read_hostfile(path: str | Path) -> list[HostLine]:
+    """Read the hosts of a file, in its order. Raises UsageError."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -117,6 +118,7 @@ def _is_address(name: str) -> bool:
 
 
 def _slots(settings: Sequence[str]) -> tuple[int | None, list[str]]:
+    """Parse the words after a host's name; returns (slots, problems). Without slots=N, slots is None."""
     slots: int | None = None
     problems = []
     for setting in settings:

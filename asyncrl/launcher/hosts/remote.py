@@ -216,6 +216,7 @@ def end(order: EndOrder) -> HostEnded:
 
 
 def _signal_agents(private: str, number: signal.Signals) -> bool:
+    """Send a signal to the agents of this private folder; returns whether there was one."""
     signalled = False
     for guard in pids_with(GUARD, private):
         for agent in children_of(guard):

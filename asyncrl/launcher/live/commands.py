@@ -106,6 +106,7 @@ async def stop_run(run: LiveRun) -> int:
 
 
 def _report_late(run: LiveRun, progress: TerminalProgress, what: str) -> int:
+    """Show what is late, and the agent that the user can kill to end the run; returns the exit code 1."""
     pids = pids_with(AGENT, str(run.folder.private))
     how = f"; kill -9 {pids[0]} ends it at once, with its last checkpoint" if pids else ""
     progress.warn([f"{run.folder.path}: {what}{how} (logs: {run.folder.logs})"])

@@ -114,6 +114,7 @@ class JoinedHosts:
         return hosts
 
     async def _fetch(self) -> None:
+        """Let the hosts download the run's model of the Hugging Face hub, if it has one. Raises ConfigError."""
         if not self.run.config.hub.pinned:
             return
         found = await pin(self.run.config, ["model.path"])

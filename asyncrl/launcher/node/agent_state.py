@@ -94,6 +94,7 @@ class AgentState:
     """Seconds that a preempted run has for its checkpoint."""
     failure: ActorFailed | None = None
     stopped: str = ""
+    """Reason that the run was stopped; empty if it was not."""
     preempted: bool = False
     """Whether the run was preempted, and left a checkpoint to resume from."""
     finished_run: bool = False
@@ -491,6 +492,7 @@ class AgentState:
             self.deadline = now + (grace if self._has_run else min(grace, NEVER_RAN_GRACE_S))
 
     def _kill(self, now: float) -> list[Instruction]:
+        """Begin the end, and kill everything without waiting for the deadline."""
         self._begin_end(now)
         self.deadline = None
         return [KillAll()]

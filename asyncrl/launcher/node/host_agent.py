@@ -81,6 +81,7 @@ class HostAgent:
         self._starts: dict[str, int] = {}
         """Number of times that each actor was started; roles whose incarnation is fixed are not counted."""
         self._address = ""
+        """Address of the controller; empty until it is known."""
         self._address_sent = asyncio.Event()
         self._has_own_folder = (self._run_dir / PART).exists()
         """Whether the run folder is this host's alone, so that its logs are sent to the launcher."""
@@ -201,6 +202,7 @@ class HostAgent:
             self._first_signal = number
 
     async def _read_commands(self, commands: asyncio.StreamReader) -> None:
+        """Turn the launcher's commands into events, until the launcher is gone."""
         while line := await commands.readline():
             self._log.info("command", line=line.decode(errors="replace").strip())
             if line == STOP:
@@ -254,6 +256,7 @@ class HostAgent:
         self._launcher.emit(ControllerEvent(address=self._address))
 
     async def _follow(self, link: AgentLink) -> None:
+        """Run the link to the controller, with heartbeats and measurements of this process, until it fails."""
         try:
             await live(link, self._address)
         except AsyncRLError as error:
@@ -285,6 +288,7 @@ class HostAgent:
     # --- instructions ---
 
     def _spawn(self, name: str) -> None:
+        """Start the process of an actor under its next incarnation. Raises OSError."""
         incarnation = self._incarnations.next(name)
         # Even if the process cannot be started, its end is reported under this incarnation.
         instructions = self._state.spawned(name, incarnation)

@@ -43,6 +43,7 @@ class LauncherLink:
             self._output.write(msgspec.json.encode(event) + b"\n")
 
     async def beat(self, every_s: float) -> None:
+        """Send heartbeats, until cancelled."""
         while True:
             self.emit(BeatEvent())
             await asyncio.sleep(every_s)
@@ -53,6 +54,7 @@ class LauncherLink:
         return -1 if self._output.is_closing() else max(0, UNREAD_BYTES - unread)
 
     async def send_logs(self) -> None:
+        """Send new log lines as they come, until cancelled."""
         while True:
             await self.send_new_lines()
             await asyncio.sleep(SHIP_S)

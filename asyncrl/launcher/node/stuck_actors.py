@@ -27,6 +27,7 @@ from asyncrl.rpc.stack_requests import TASKS_END
 
 LOOK_S = 0.05
 MOST_BYTES = 1 << 20
+"""Most bytes of stacks that are read."""
 KILL_S = 1.0
 
 

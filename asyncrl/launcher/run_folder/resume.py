@@ -51,6 +51,7 @@ class Resumption:
     prompts: KnownPrompts | None = None
     """Fingerprint and number of the prompts that the run must have; None if they may differ."""
     state: CheckpointState | None = None
+    """State of the run in the checkpoint; None without a checkpoint."""
 
     def describe(self) -> str:
         """One line for people."""
@@ -156,6 +157,7 @@ def _newest_of_name(config: Config) -> tuple[Path, list[Path]]:
 
 
 def _written_at(config: Config, path: Path) -> float:
+    """Return the time of a run's newest checkpoint (s since the epoch); 0 if it has none."""
     checkpoints = CheckpointFolder(checkpoint_dir(config, path)).candidates()
     if not checkpoints:
         return 0.0
@@ -195,6 +197,7 @@ def _locate(config: Config, place: Path) -> tuple[Path, Path | None]:
 
 
 def _require_same(config: Config, state: CheckpointState) -> None:
+    """Raise RunChanged or ConfigError if the checkpoint's seed, batches, adapters or backend differ from ``config``."""
     if state.seed != config.run.seed and "seed" not in config.resume.allow:
         raise RunChanged("seed", "run.seed", was=str(state.seed), now=str(config.run.seed))
     problems = [*_adapter_problems(state.adapters, Adapters.of(config)), *_backend_problems(config, state)]

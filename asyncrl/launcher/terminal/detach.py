@@ -141,6 +141,7 @@ class _Waiting:
             _write_to(chunk.decode(errors="replace"), sys.stderr)
 
     def _leave_running(self) -> int:
+        """Print where the run and its output are, and how to watch and end it. Returns the exit code 0."""
         self._show_output()
         run, head = self._run["run"], self._run["head"]
         there = f" (on {head})" if head else ""

@@ -146,6 +146,7 @@ class TerminalProgress:
                 pass
 
     def _show_ready(self, name: str) -> None:
+        """Show that an actor is ready, if it had died."""
         if name in self._died_at:
             self.say(f"{name} is ready again, {duration(self._now_s() - self._died_at.pop(name))} after it died")
 

@@ -56,6 +56,7 @@ def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Ter
 
 
 def _last_metrics(folder: RunFolder) -> dict[str, float]:
+    """Return the learner's metrics in the last snapshot of the recording; empty without a recording on this host."""
     try:
         recorded = last_recorded(folder.path, folder.attempt)
     except OSError:
@@ -136,6 +137,7 @@ def _steps(first: int, last: int) -> str:
 
 
 def _untrained(train: Sequence[Line]) -> str:
+    """Return the counts of what was not trained as text; counts of a learner are summed over the learner's starts."""
     last_line_by_start: dict[int, Line] = {line.get("start", 0): line for line in train}
     counts = {words: int(number_in(train[-1], key) or 0) for key, words in OF_THE_RUN.items()}
     for key, words in OF_A_LEARNER.items():
