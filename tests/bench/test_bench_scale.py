@@ -1,4 +1,4 @@
-"""Metrics of the benchmarks of scale and of idle rollouters, from snapshots."""
+"""Metrics of the benchmark of scale, from snapshots."""
 
 import asyncio
 
@@ -7,7 +7,6 @@ import pytest
 from asyncrl.core.errors import ActorFailed
 from asyncrl.messages.monitor import ActorView, Histogram, RunView, Snapshot
 from asyncrl.observe.catalogue import edges_of
-from tools.bench.idle import report_idle
 from tools.bench.report import Report
 from tools.bench.scale import CONTROL_PLANE, LAG, LAG_TARGET_S, lost, report_phase
 from tools.bench.scale_run import Watch
@@ -122,11 +121,3 @@ def test_a_wait_past_its_limit_or_a_dead_run_fails_and_reports_the_progress(run,
 def test_a_wait_ends_with_the_first_snapshot_that_is_done():
     seen = [snapshot(float(step), run={"step": step}) for step in range(4)]
     assert watch(lambda now, seconds: now.run.step >= 2, 60.0, *seen) is seen[2]
-
-
-def test_the_cost_of_an_idle_rollouter_is_the_median_of_the_slices():
-    report = Report("idle")
-    slices = [{"rollouters": cores, "controller": 0.1} for cores in (0.2, 0.4, 0.9)]
-    report_idle(report, slices, 400)
-    assert report.figures["idle"]["rollouters"] == {"ms_per_s": 1.0, "low": 0.5, "high": 2.25}
-    assert report.figures["idle"]["all"]["ms_per_s"] == 1.25

@@ -29,7 +29,6 @@ BENCHES = {
     "stall": "generation time lost to an update in each mode, simulated",
     "weights": "bytes/s of each weight transport against memcpy, TCP and bare gloo",
     "scale": "one control plane under many rollouters with 16,384 trajectories in flight",
-    "idle": "processor time of rollouters that have nothing to do",
     "episodes": "what a call of the policy costs, and steps without barriers",
     "fanout": "time of a version until all hosts have it, against one copy to one host",
 }
@@ -43,7 +42,6 @@ OPTIONS = {
     "up_to": "largest layout",
     "replicas": "simulated rollouters",
     "freeze_s": "seconds for which one process is then frozen",
-    "seconds": "measured",
     "hosts": "without that of the parameter server",
 }
 """Help of the options, which are the arguments of ``measure`` of the bench's module."""

@@ -35,11 +35,10 @@ from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rpc.actor import ActorContext
 from asyncrl.rpc.process import SWITCH_S
 from asyncrl.rpc.wire.keys import load_credentials
-from asyncrl.rpc.wire.zeromq import ZmqTransport
 from asyncrl.text.tokenizer import tokenizer_of
 from tools.bench.counterparts import Exchange, make_lease, serving_rollouter
 from tools.bench.paired import median_interval, ratio_of_means
-from tools.bench.processes import lines_of_run
+from tools.bench.processes import actor_context, lines_of_run
 from tools.bench.report import Report, Target
 from tools.bench.scale_run import Processes
 from tools.learn.chat_model import make_tokenizer
@@ -193,15 +192,7 @@ async def living(folder: Path) -> AsyncIterator[Agent]:
 
         def context(name: str, controller: str | None) -> ActorContext:
             credentials = load_credentials(run.private, name, 0)
-            return ActorContext(
-                config=chosen,
-                name=name,
-                incarnation=1,
-                run_dir=run.path,
-                transport=ZmqTransport(credentials, max_message_bytes=chosen.network.max_message_bytes),
-                credentials=credentials,
-                controller=controller,
-            )
+            return actor_context(chosen, name, run.path, credentials, controller=controller)
 
         trainer = SimTrainer(chosen, 0)
         with trainer.publish(0).result() as publication:

@@ -10,7 +10,6 @@ once.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 from asyncrl.config import Config
@@ -57,11 +56,10 @@ def config(setting: Setting) -> Config:
     return validate_config(simulated({**keys, "weights": weights}))
 
 
-def measure(report: Report, *, hosts: int = 16, pairs: int = 3) -> None:
+async def measure(report: Report, *, hosts: int = 16, pairs: int = 3) -> None:
     if reason := why_no_shaped_network():
         raise SystemExit(f"there can be no hosts here: {reason}")
-    # uvloop cannot start a process in a group of its own.
-    asyncio.run(measure_setting(report, Setting(hosts=hosts, pairs=pairs)))
+    await measure_setting(report, Setting(hosts=hosts, pairs=pairs))
 
 
 async def measure_setting(report: Report, setting: Setting) -> None:

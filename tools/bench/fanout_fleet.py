@@ -14,16 +14,15 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.config.load import config_to_json
 from asyncrl.core.errors import ActorFailed, DeadlineExceeded
 from tools.bench.fanout_host import name_of
+from tools.bench.processes import Worker, worker
 from tools.cluster.network import ShapedNetwork
 
 READY_S = 240.0
-END_S = 60.0
 ROOT = 0
 """The host of the parameter server."""
 
@@ -32,7 +31,7 @@ ROOT = 0
 class Host:
     """The known state of one host."""
 
-    process: asyncio.subprocess.Process
+    worker: Worker
     incarnation: int
     is_wanted: bool = True
     """Whether its process must not end."""
@@ -45,9 +44,13 @@ class Host:
 class Fleet:
     """All hosts of a network; hosts 1 and on are those that weights go to. Make it with ``fleet``."""
 
-    def __init__(self, network: ShapedNetwork, config: Config, folder: str, tasks: asyncio.TaskGroup) -> None:
-        self._network, self._config, self._folder, self._tasks = network, config_to_json(config), folder, tasks
-        self._secret = secrets.token_hex(16)
+    def __init__(
+        self, network: ShapedNetwork, config: Config, tasks: asyncio.TaskGroup, stack: contextlib.AsyncExitStack
+    ) -> None:
+        self._network, self._tasks, self._stack = network, tasks, stack
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-bench-"))
+        self._described = {"addresses": network.addresses, "config": config_to_json(config), "folder": folder}
+        self._described["secret"] = secrets.token_hex(16)
         self._hosts: dict[int, Host] = {}
         self._changed = asyncio.Condition()
         self._version = -1
@@ -61,31 +64,20 @@ class Fleet:
         starting = list(hosts)
         for number in starting:
             incarnation = self._hosts[number].incarnation + 1 if number in self._hosts else 1
-            described = {
-                "host": number,
-                "incarnation": incarnation,
-                "secret": self._secret,
-                "addresses": self._network.addresses,
-                "config": self._config,
-                "folder": self._folder,
-            }
-            pipe = asyncio.subprocess.PIPE
-            command = [sys.executable, "-m", "tools.bench.fanout_host", json.dumps(described)]
-            # A Ctrl-C is for us alone.
-            process = await asyncio.create_subprocess_exec(
-                *self._network.within(number, command), stdin=pipe, stdout=pipe, process_group=0
-            )
+            described = json.dumps({**self._described, "host": number, "incarnation": incarnation})
+            command = self._network.within(number, [sys.executable, "-m", "tools.bench.fanout_host", described])
+            process = await self._stack.enter_async_context(worker(name_of(number), command))
             host = self._hosts[number] = Host(process, incarnation)
-            self._tasks.create_task(self._listen(number, host))
+            self._tasks.create_task(self._listen(host))
         await self._until("ready", -1, starting, READY_S)
 
     async def publish(self, size: int, takers: Collection[int], within_s: float) -> int:
         """A new version, once all who are to take it have asked for it; returns its number."""
         for host in takers:
-            self._order(host, above=self._version)
+            self._hosts[host].worker.order(above=self._version)
         await self._until("asks", self._version, takers, within_s)
         self._version += 1
-        self._order(ROOT, version=self._version, bytes=size)
+        self._hosts[ROOT].worker.order(version=self._version, bytes=size)
         return self._version
 
     async def assigned(self, version: int, takers: Collection[int], within_s: float) -> dict[int, list[str]]:
@@ -109,35 +101,28 @@ class Fleet:
 
     async def kill(self, number: int) -> None:
         """SIGKILL to the process of a host. Its host stays in the network."""
-        host = self._hosts[number]
-        host.is_wanted = False
-        if host.process.returncode is None:
-            host.process.kill()
-        async with asyncio.timeout(END_S):
-            await host.process.wait()
+        self._hosts[number].is_wanted = False
+        await self._hosts[number].worker.kill()
 
     async def close(self) -> None:
         """End all processes. They have nothing to bring to an end."""
         for number in self._hosts:
             await self.kill(number)
 
-    def _order(self, host: int, **order: Any) -> None:
-        orders = self._hosts[host].process.stdin
-        assert orders is not None
-        orders.write(json.dumps(order).encode() + b"\n")
-
-    async def _listen(self, number: int, host: Host) -> None:
-        assert host.process.stdout is not None
-        while line := await host.process.stdout.readline():
-            reported = json.loads(line)
+    async def _listen(self, host: Host) -> None:
+        while True:
+            try:
+                reported = await host.worker.answer(None)
+            except ActorFailed:
+                if host.is_wanted:
+                    raise
+                return
             version = reported.get("version", -1)
             host.times[reported["event"], version] = reported["at"]
             if "sources" in reported:
                 host.sources[version] = reported["sources"]
             async with self._changed:
                 self._changed.notify_all()
-        if host.is_wanted:
-            raise ActorFailed(name_of(number), "has ended by itself")
 
     async def _until(self, event: str, version: int, hosts: Collection[int], within_s: float) -> None:
         def missing() -> list[int]:
@@ -154,11 +139,10 @@ class Fleet:
 @contextlib.asynccontextmanager
 async def fleet(network: ShapedNetwork, config: Config) -> AsyncIterator[Fleet]:
     """All hosts of a network, each with its process up."""
-    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
-        async with asyncio.TaskGroup() as tasks:
-            made = Fleet(network, config, folder, tasks)
-            try:
-                await made.start(range(len(network.addresses)))
-                yield made
-            finally:
-                await made.close()
+    async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+        made = Fleet(network, config, tasks, stack)
+        try:
+            await made.start(range(len(network.addresses)))
+            yield made
+        finally:
+            await made.close()

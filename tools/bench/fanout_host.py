@@ -34,8 +34,8 @@ from asyncrl.rollouter.updating.update_follower import UpdateFollower
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.rpc.process import tune_memory
 from asyncrl.rpc.wire.keys import Credentials
-from asyncrl.rpc.wire.zeromq import ZmqTransport
 from asyncrl.weights.segments import Segment, layout
+from tools.bench.processes import actor_context, live
 
 PORT = 7000
 NOWHERE_S = 1.0
@@ -46,8 +46,12 @@ def name_of(host: int) -> str:
     return f"rollouter/{host - 1}" if host else "parameter_server/0"
 
 
-def emit(event: str, **facts: Any) -> None:
-    print(json.dumps({"event": event, "at": time.monotonic(), **facts}), flush=True)
+def event(name: str, **facts: Any) -> dict[str, Any]:
+    return {"event": name, "at": time.monotonic(), **facts}
+
+
+def emit(name: str, **facts: Any) -> None:
+    print(json.dumps(event(name, **facts)), flush=True)
 
 
 class Root(ParameterServer):
@@ -144,17 +148,14 @@ class Replica(Actor):
         return None
 
 
-async def live(host: int, incarnation: int, secret: str, addresses: list[str], config: str, folder: str) -> None:
+async def serve(host: int, incarnation: int, secret: str, addresses: list[str], config: str, folder: str) -> None:
     """Live as the actor of a host, until the end of standard input."""
-    settings, credentials = config_from_json(config), Credentials("fanout", secret)
-    context = ActorContext(
-        config=settings,
-        name=name_of(host),
+    context = actor_context(
+        config_from_json(config),
+        name_of(host),
+        Path(folder),
+        Credentials("fanout", secret),
         incarnation=incarnation,
-        run_dir=Path(folder),
-        transport=ZmqTransport(credentials, max_message_bytes=settings.network.max_message_bytes),
-        credentials=credentials,
-        controller=None,
         bind_host=addresses[host],
     )
     records = {
@@ -162,19 +163,10 @@ async def live(host: int, incarnation: int, secret: str, addresses: list[str], c
         for index, address in enumerate(addresses)
     }
     actor = Replica(context, records) if host else Root(context)
-    orders = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
-    async with asyncio.TaskGroup() as tasks:
-        life = tasks.create_task(actor.main())
-        while not actor.ready and not life.done():  # noqa: ASYNC110 - an actor has no event for this
-            await asyncio.sleep(0.01)
-        emit("ready")
-        while line := await orders.readline():
-            actor.obey(json.loads(line))
-        actor.begin_drain()
+    await live(actor, lambda: event("ready"), actor.obey)
 
 
 if __name__ == "__main__":
     configure_logging("warning")
     tune_memory()
-    uvloop.run(live(**json.loads(sys.argv[1])))
+    uvloop.run(serve(**json.loads(sys.argv[1])))

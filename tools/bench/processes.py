@@ -1,7 +1,7 @@
 """Processes on the other side of a benchmark, and the environments of other packages that some of them run in.
 
 A worker gets each order as a line of JSON on stdin and answers with a line of JSON on stdout. It ends when stdin ends.
-A whole run is started with asyncrl-launch and gives its metrics.
+It may live as one real actor of asyncrl. A whole run is started with asyncrl-launch and gives its metrics.
 Other packages are never dependencies of asyncrl: their environments are made on demand under .bench. An environment is
 complete if its mark holds the requirements; an incomplete one is made again.
 """
@@ -21,7 +21,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config import Config
 from asyncrl.core.errors import ActorFailed
+from asyncrl.rpc.actor import Actor, ActorContext
+from asyncrl.rpc.wire.keys import Credentials
+from asyncrl.rpc.wire.transport import Transport
+from asyncrl.rpc.wire.zeromq import ZmqTransport
 from tools.live_run import run_to_end
 
 FOLDER = Path(__file__).resolve().parents[2] / ".bench"
@@ -35,7 +40,8 @@ class Worker:
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        self._name, self._stdin, self._stdout = name, process.stdin, process.stdout
+        self._name, self._process = name, process
+        self._stdin, self._stdout = process.stdin, process.stdout
 
     def order(self, **order: Any) -> None:
         """Send an order. Raises ActorFailed if the process has ended."""
@@ -45,14 +51,20 @@ class Worker:
             # uvloop's, for a pipe that is closed.
             raise ActorFailed(self._name, "ended before it measured; its output is above") from error
 
-    async def answer(self) -> dict[str, Any]:
+    async def answer(self, within_s: float | None = ANSWER_S) -> dict[str, Any]:
         """Receive the next answer. Raises ActorFailed if the process ended, TimeoutError if it does not answer."""
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(within_s):
             line = await self._stdout.readline()
         if not line:
             raise ActorFailed(self._name, "ended while it measured; its output is above")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    async def kill(self) -> None:
+        """End the process by SIGKILL."""
+        if self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
 
     async def ask(self, **order: Any) -> dict[str, Any]:
         self.order(**order)
@@ -66,16 +78,15 @@ async def worker(
     """A running process. It is gone when the context ends."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=variables, limit=LONGEST_LINE)
+    made = Worker(name, process)
     try:
-        yield Worker(name, process)
+        yield made
         assert process.stdin is not None
         process.stdin.close()
         async with asyncio.timeout(CLOSE_S):
             await process.wait()
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        await made.kill()
 
 
 def lines_of_run(tree: Mapping[str, Any], timeout: float) -> dict[str, list[dict[str, Any]]]:
@@ -91,6 +102,47 @@ def answer_orders(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
+
+
+def actor_context(
+    config: Config,
+    name: str,
+    run_dir: Path,
+    credentials: Credentials,
+    *,
+    incarnation: int = 1,
+    transport: Transport | None = None,
+    controller: str | None = None,
+    bind_host: str = "",
+) -> ActorContext:
+    """The context of an actor, on ZeroMQ unless another transport is given."""
+    return ActorContext(
+        config=config,
+        name=name,
+        incarnation=incarnation,
+        run_dir=run_dir,
+        transport=transport or ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes),
+        credentials=credentials,
+        controller=controller,
+        bind_host=bind_host,
+    )
+
+
+async def live(
+    actor: Actor, ready: Callable[[], Mapping[str, Any]], obey: Callable[[dict[str, Any]], None] | None = None
+) -> None:
+    """Be a worker that lives as this actor until stdin ends. Its first line is ``ready()``."""
+    orders = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    async with asyncio.TaskGroup() as tasks:
+        life = tasks.create_task(actor.main())
+        while not actor.ready and not life.done():  # noqa: ASYNC110 - an actor has no event for this
+            await asyncio.sleep(0.01)
+        print(json.dumps(ready()), flush=True)
+        while line := await orders.readline():
+            if obey is not None:
+                obey(json.loads(line))
+        actor.begin_drain()
 
 
 def environment(name: str, requirements: Sequence[str]) -> Path:

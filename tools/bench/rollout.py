@@ -30,6 +30,7 @@ from asyncrl.rpc.actor import ActorContext
 from asyncrl.rpc.wire.keys import Credentials
 from asyncrl.text.tokenizer import Tokenizer, load_tokenizer
 from tools.bench.counterparts import Exchange, make_lease, serving_rollouter
+from tools.bench.processes import actor_context
 from tools.bench.report import Report, Target
 from tools.bench.tiny_model import make_model
 from tools.memory_transport import MemoryNetwork
@@ -87,14 +88,9 @@ async def measure(report: Report, *, pairs: int = 30) -> None:
             (folder / "run" / "private").mkdir(parents=True)
 
             def context(name: str, controller: str | None) -> ActorContext:
-                return ActorContext(
-                    config=settings,
-                    name=name,
-                    incarnation=1,
-                    run_dir=folder / "run",
-                    transport=network.transport(),
-                    credentials=credentials,
-                    controller=controller,
+                transport = network.transport()
+                return actor_context(
+                    settings, name, folder / "run", credentials, transport=transport, controller=controller
                 )
 
             async with serving_rollouter(context, exchange, PASS_S) as rollouter:

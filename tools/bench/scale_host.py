@@ -37,7 +37,7 @@ from asyncrl.rpc.heartbeat import Heartbeats
 from asyncrl.rpc.linux import raise_descriptor_limit
 from asyncrl.rpc.process import SWITCH_S, tune_memory
 from asyncrl.rpc.wire.keys import load_credentials
-from asyncrl.rpc.wire.zeromq import ZmqTransport
+from tools.bench.processes import actor_context
 
 AUTOGROUP_S = 60.0
 """Time to get our turn where many sessions ask for less at a time."""
@@ -132,14 +132,8 @@ class Host:
 
     def _context(self, name: str, incarnation: int) -> ActorContext:
         credentials = load_credentials(self._run_dir / "private", name, 0)
-        return ActorContext(
-            config=self._config,
-            name=name,
-            incarnation=incarnation,
-            run_dir=self._run_dir,
-            transport=ZmqTransport(credentials, max_message_bytes=self._config.network.max_message_bytes),
-            credentials=credentials,
-            controller=self._controller,
+        return actor_context(
+            self._config, name, self._run_dir, credentials, incarnation=incarnation, controller=self._controller
         )
 
     def _on_state(self, state: RunState) -> None:

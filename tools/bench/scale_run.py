@@ -1,4 +1,4 @@
-"""The run that ``scale`` and ``idle`` measure: its configuration and its processes."""
+"""The run that ``scale`` measures: its configuration and its processes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ GROUPS_SHARE = 0.25
 STEPS = 1 << 20
 """Steps of the run, which is ended when everything is measured."""
 STALENESS_MAX = 11
-IDLE_TOKENS = 1 << 20
-"""Tokens of a response that takes hours."""
 READY_S = 600.0
 END_S = 60.0
 SAY_S = 5.0
@@ -46,9 +44,9 @@ def concurrency(rollouters: int) -> int:
     return max(SAMPLES, min(CONCURRENCY, MOST_IN_FLIGHT // rollouters))
 
 
-def config(folder: Path, rollouters: int, *, idle: bool = False) -> Config:
-    """Responses of some 450 tokens that take about 40 s each. With ``idle`` one group is leased, which takes hours."""
-    groups = 1 if idle else max(1, int(GROUPS_SHARE * rollouters * concurrency(rollouters) / SAMPLES))
+def config(folder: Path, rollouters: int) -> Config:
+    """Responses of some 450 tokens that take about 40 s each."""
+    groups = max(1, int(GROUPS_SHARE * rollouters * concurrency(rollouters) / SAMPLES))
     return validate_config(
         simulated(
             {
@@ -57,10 +55,10 @@ def config(folder: Path, rollouters: int, *, idle: bool = False) -> Config:
                 "rollout.replicas": rollouters,
                 "rollout.samples_per_prompt": SAMPLES,
                 "rollout.concurrency": concurrency(rollouters),
-                "rollout.max_tokens": IDLE_TOKENS if idle else 2048,
+                "rollout.max_tokens": 2048,
                 "rollout.stream_interval": 32,
-                "rollout.sim.length": "constant" if idle else "lognormal",
-                "rollout.sim.length_median": float(IDLE_TOKENS) if idle else 400.0,
+                "rollout.sim.length": "lognormal",
+                "rollout.sim.length_median": 400.0,
                 "rollout.sim.length_sigma": 0.5,
                 "rollout.sim.decode_step_s": 0.06,
                 "rollout.sim.decode_step_per_request_s": 0.0005,
@@ -69,7 +67,7 @@ def config(folder: Path, rollouters: int, *, idle: bool = False) -> Config:
                 "learner.steps": STEPS,
                 "learner.groups_per_step": groups,
                 "learner.sim": {"step_s": 1.0, "publish_bytes": 1 << 20},
-                "staleness": {"max": 0 if idle else STALENESS_MAX, "adapt": False},
+                "staleness": {"max": STALENESS_MAX, "adapt": False},
                 "weights.max_paused_fraction": 0.25,
                 "checkpoint.every_versions": 0,
                 "supervision": {"drain_s": 20.0, "start_timeout_s": READY_S},
@@ -177,12 +175,12 @@ def is_whole(snapshot: Snapshot) -> bool:
 
 
 @contextlib.contextmanager
-def running(rollouters: int, *, idle: bool = False) -> Iterator[tuple[Processes, WatchedRun]]:
+def running(rollouters: int) -> Iterator[tuple[Processes, WatchedRun]]:
     """A run whose processes are all started."""
     per_process = by_processors(rollouters)
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-bench-", ignore_cleanup_errors=True))
-        chosen = config(Path(place), rollouters, idle=idle)
+        chosen = config(Path(place), rollouters)
         folder = create_run_folder(chosen)
         stack.enter_context(private_folder(folder, chosen))
         processes = Processes(folder)

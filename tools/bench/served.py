@@ -1,18 +1,16 @@
-"""The process on the other side of the benchmarks of calls and of weights: ``python -m tools.bench.served``.
+"""The process on the other side of the benchmarks of calls and of weights: ``python -m tools.bench.served WHAT``.
 
 It runs one real actor without a controller on the event loop of every actor, and raw pyzmq servers for the same work on
-the same loop. Its first line of stdin names the actor and the secret. Its first line of stdout has the bound addresses.
-It ends when stdin ends.
+the same loop. WHAT, a JSON object, names the actor and the secret. Its first line of stdout has the bound addresses. It
+ends when stdin ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +24,10 @@ from asyncrl.messages import ANYBODY, Done, Message, Request
 from asyncrl.observe.logging import configure_logging
 from asyncrl.parameter_server.actor import ParameterServer
 from asyncrl.reward.actor import RewardActor
-from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
+from asyncrl.rpc.actor import Actor, Caller, handler
 from asyncrl.rpc.process import tune_memory
 from asyncrl.rpc.wire.keys import Credentials
-from asyncrl.rpc.wire.zeromq import ZmqTransport
+from tools.bench.processes import actor_context, live
 
 RUN_ID = "bench"
 
@@ -109,56 +107,28 @@ async def raw_echo(router: Any, *, copy: bool) -> None:
 
 async def serve(role: str, secret: str, config: str) -> None:
     """Live as this actor until stdin ends."""
-    loop = asyncio.get_running_loop()
     settings = config_from_json(config)
-    credentials = Credentials(RUN_ID, secret)
+    context = zmq.asyncio.Context()
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
-        actor = ACTORS[role](
-            ActorContext(
-                config=settings,
-                name=f"{role}/0",
-                incarnation=1,
-                run_dir=Path(folder),
-                transport=ZmqTransport(credentials, max_message_bytes=settings.network.max_message_bytes),
-                credentials=credentials,
-                controller=None,
-            )
-        )
-        loop.add_reader(0, _at_end_of_stdin, actor.begin_drain)
+        actor = ACTORS[role](actor_context(settings, f"{role}/0", Path(folder), Credentials(RUN_ID, secret)))
+        addresses: dict[str, str] = {}
         async with asyncio.TaskGroup() as tasks:
-            life = tasks.create_task(actor.main())
-            context = zmq.asyncio.Context()
-            addresses: dict[str, str] = {}
             echoes = []
             for name, copy in (("raw", True), ("raw_views", False)):
                 router = context.socket(zmq.ROUTER)
                 router.linger = 0
                 addresses[name] = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
                 echoes.append(tasks.create_task(raw_echo(router, copy=copy)))
-            while not actor.ready and not life.done():  # noqa: ASYNC110 - an actor has no event for this
-                await asyncio.sleep(0.01)
-            sys.stdout.write(json.dumps({"actor": actor.address, **addresses}) + "\n")
-            sys.stdout.flush()
-            await life
+            await live(actor, lambda: {"actor": actor.address, **addresses})
             for echo in echoes:
                 echo.cancel()
         context.destroy(linger=0)
 
 
-def _at_end_of_stdin(end: Callable[[], None]) -> None:
-    if not os.read(0, 4096):
-        asyncio.get_running_loop().remove_reader(0)
-        end()
-
-
 def main() -> None:
-    # Without a buffer, so that the end of stdin is left for the loop to see.
-    with open(0, "rb", buffering=0, closefd=False) as stdin:
-        first = json.loads(stdin.readline())
     configure_logging("warning")
     tune_memory()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(first["role"], first["secret"], first["config"]))
+    uvloop.run(serve(**json.loads(sys.argv[1])))
 
 
 if __name__ == "__main__":

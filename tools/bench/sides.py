@@ -7,6 +7,7 @@ return a median round trip in s, a rate in calls/s or bytes/s, or the seconds of
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import statistics
 import sys
@@ -35,8 +36,9 @@ from tools.bench.served import RUN_ID, Blob, Echo, EchoTask
 async def server(role: str, config: Config) -> AsyncIterator[tuple[dict[str, str], str]]:
     """A server process; gives its addresses and its secret. Raises ActorFailed if it does not come up."""
     secret = secrets.token_hex(16)
-    async with worker(f"{role}/0", [sys.executable, "-m", "tools.bench.served"]) as process:
-        yield await process.ask(role=role, secret=secret, config=config_to_json(config)), secret
+    what = json.dumps({"role": role, "secret": secret, "config": config_to_json(config)})
+    async with worker(f"{role}/0", [sys.executable, "-m", "tools.bench.served", what]) as process:
+        yield await process.answer(), secret
 
 
 class Ours:
@@ -72,10 +74,10 @@ class Ours:
             times.append(clock() - began)
         return statistics.median(times)
 
-    async def pipelined(self, calls: int, kind: type[Echo | EchoTask] = Echo) -> float:
+    async def pipelined(self, calls: int) -> float:
         """Calls a second with ``calls`` in flight at once."""
         began = time.perf_counter()
-        flying = [self._peer.call(kind(n=n)) for n in range(calls)]
+        flying = [self._peer.call(Echo(n=n)) for n in range(calls)]
         answers = [await call for call in flying]
         seconds = time.perf_counter() - began
         assert [answer.n for answer in answers] == list(range(calls))
