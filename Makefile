@@ -104,7 +104,7 @@ agents: $(COMPILED) ## Install agents' frameworks and verifiers in environments 
 		tests/e2e/test_agents_run.py::test_frameworks_fork_if_they_rewrite_answers
 
 soak: $(COMPILED) ## Update the real vLLM after every step, in every mode and by every transport
-	$(BIN)/python -m tools.soak
+	ASYNCRL_SOAK_STEPS=50 $(BIN)/python -m pytest -m slow tests/e2e/test_soak.py
 
 clean: ## Remove the environment and what was made; runs/ stays
 	rm -rf $(VENV) .bench .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
