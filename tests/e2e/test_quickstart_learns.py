@@ -8,10 +8,8 @@ import pytest
 from quick import needs_vllm
 from run_files import metrics
 
-from tools.quickstart.__main__ import CACHE
 from tools.quickstart.assets import ensure_assets
 from tools.quickstart.experts import upcycle
-from tools.quickstart.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -49,7 +47,7 @@ def run(folder, settings):
 
 
 def test_a_mixture_of_experts_learns_from_the_routes_of_its_engine(tmp_path):
-    folder = upcycle(ensure_assets(Settings(), CACHE).model, tmp_path / "experts")
+    folder = upcycle(ensure_assets().model, tmp_path / "experts")
     settings = {"model.path": folder, "learner.groups_per_step": 6, "learner.balance": 0.01, **FEW_STEPS}
     lines = metrics(run(tmp_path, settings), "train")
     rewards = [line["reward/mean"] for line in lines]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +23,7 @@ from asyncrl.gpu.memory_shares import GpuShares
 from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.startup import sharding
 from asyncrl.learner.fsdp.startup.loading import load_policy
+from tools.asset_cache import Assets
 from tools.gpu_check import __main__ as command
 from tools.gpu_check import checks, learner_rate
 from tools.gpu_check.checks import Host, run_check
@@ -179,8 +181,7 @@ def checks_toml(tree):
 
 def made_up(monkeypatch, run):
     """Let the checks start runs that are made up, without the quickstart's files."""
-    assets = SimpleNamespace(model="/m", train="/t.jsonl", heldout="/h.jsonl")
-    monkeypatch.setattr("tools.quickstart.assets.ensure_assets", lambda *_: assets)
+    monkeypatch.setattr("tools.quickstart.assets.ensure_assets", lambda: Assets(Path("/made-up")))
     monkeypatch.setattr("tools.live_run.LiveRun", run)
     Run.trees.clear()
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.asset_cache import Assets
+from tools.asset_cache import Assets, launch_command
 from tools.learn import guess_number, smollm2, tool_lookup
-from tools.learn.__main__ import RECIPES, launch_command
+from tools.learn.__main__ import RECIPES
 from tools.learn.assets import draw_rows, ensure_assets
 from tools.learn.guess_number import GUESSES, GuessNumber
 from tools.learn.tool_lookup import NOT_THERE, Table
@@ -83,7 +83,7 @@ def test_only_the_assistants_text_is_learned():
 
 
 def test_the_launcher_gets_the_paths_and_the_extra_arguments(tmp_path):
-    command = launch_command("guess-number", Assets(tmp_path), ["--run.seed", "1"])
+    command = launch_command("guess-number", Assets(tmp_path), ["heldout"], ["--run.seed", "1"])
     assert command[-2:] == ["--run.seed", "1"]
     assert str(tmp_path / "model") in command
 

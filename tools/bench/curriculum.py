@@ -20,9 +20,7 @@ from tools.asset_cache import Assets
 from tools.bench.quickstart import RUN_S, SEEDS, Point, race, report_median
 from tools.bench.report import Report, Target
 from tools.live_run import quickstart, run_to_end
-from tools.quickstart.__main__ import CACHE
 from tools.quickstart.assets import ensure_assets
-from tools.quickstart.settings import Settings
 
 PROMPTS = 128
 """Prompts of each third."""
@@ -33,7 +31,7 @@ SIDES: dict[str, Mapping[str, Any]] = {"without": {}, "with": {"data.curriculum"
 
 def measure(report: Report, *, seed: tuple[int, ...] = SEEDS, accuracy: float = 0.8, steps: int = 44) -> None:
     """Raises RunEnded when a run fails."""
-    assets = ensure_assets(Settings(), CACHE)
+    assets = ensure_assets()
     report.settings |= {"prompts": 3 * PROMPTS, "accuracy": accuracy, "steps": steps, "every": EVERY}
     sides = {side: partial(_run, assets, keys, steps) for side, keys in SIDES.items()}
     reached = race(report, sides, seed, accuracy, "tokens")

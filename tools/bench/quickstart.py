@@ -30,7 +30,6 @@ from tools.bench.learner import TRL
 from tools.bench.processes import environment, without_python_settings
 from tools.bench.report import Report, Target
 from tools.live_run import quickstart, run_to_end
-from tools.quickstart.__main__ import CACHE
 from tools.quickstart.assets import ensure_assets
 from tools.quickstart.settings import LOGNORMAL, Settings
 from tools.quickstart.task import DOT
@@ -149,7 +148,7 @@ def measure(
 ) -> None:
     """Raises RuntimeError or RunEnded when a run fails."""
     python, task = environment(vs, TRL), TASKS[lengths]
-    assets = ensure_assets(task.settings, CACHE)
+    assets = ensure_assets(task.settings)
     report.settings |= {"lengths": lengths, "accuracy": accuracy, "steps": steps, "every": EVERY}
     sides = {"asyncrl": partial(ours, assets, task.keys, steps), "trl": partial(trl, python, assets, task.keys, steps)}
     reached = race(report, sides, seed, accuracy, "seconds")

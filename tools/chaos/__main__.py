@@ -205,13 +205,11 @@ def _configuration(
         keys = {**playing(chosen.episodes), **(SLOW_UPDATES if chosen.in_updates else {}), **keys}
         tree = with_keys(sim_tree(seed, steps, data), keys)
         return tree, expected(tree, SIM_PROMPTS, [row["kind"] for row in made])
-    from tools.quickstart.__main__ import CACHE
     from tools.quickstart.assets import ensure_assets
-    from tools.quickstart.settings import Settings
+    from tools.quickstart.settings import SETTINGS
 
-    settings = Settings()
-    tree = with_keys(vllm_tree(seed, steps, ensure_assets(settings, CACHE)), keys)
-    return tree, expected(tree, settings.train)
+    tree = with_keys(vllm_tree(seed, steps, ensure_assets()), keys)
+    return tree, expected(tree, SETTINGS.train)
 
 
 def _last_words(run: LiveRun) -> str:

@@ -138,11 +138,9 @@ ON_ONE_GPU: Mapping[str, Any] = {
 
 def configuration(keys: Mapping[str, Any], *, evaluated: bool = False) -> dict[str, Any]:
     """The quickstart's run under ON_ONE_GPU with these keys."""
-    from tools.quickstart.__main__ import CACHE
     from tools.quickstart.assets import ensure_assets
-    from tools.quickstart.settings import Settings
 
-    tree = quickstart(ensure_assets(Settings(), CACHE), {**ON_ONE_GPU, "weights.verify": "full", **keys})
+    tree = quickstart(ensure_assets(), {**ON_ONE_GPU, "weights.verify": "full", **keys})
     if tree["rollout"]["on_update"] != "keep":
         del tree["rollout"]["keep_kv"]
     return tree if evaluated else {name: table for name, table in tree.items() if name != "eval"}

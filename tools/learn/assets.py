@@ -10,7 +10,7 @@ from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
-from tools.asset_cache import Assets, content_hash, ensure_folder
+from tools.asset_cache import CACHE, Assets, content_hash, ensure_folder
 from tools.learn.recipe import Recipe, Row
 
 
@@ -20,7 +20,7 @@ def draw_rows(recipe: Recipe) -> tuple[list[Row], list[Row]]:
     return list(islice(stream, recipe.settings.heldout)), list(islice(stream, recipe.settings.train))
 
 
-def ensure_assets(recipe: Recipe, cache: Path) -> Assets:
+def ensure_assets(recipe: Recipe, cache: Path = CACHE / "learn") -> Assets:
     """The assets of a recipe, made if they are not there yet."""
     described = asdict(recipe.settings) | {"recipe": recipe.name}
     name = content_hash(described, Path(__file__).parent)

@@ -8,35 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tools.asset_cache import ModelSettings
+
 Row = dict[str, Any]
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """Settings of data, model and warm-up."""
-
-    seed: int = 0
-    """Seed of rows, initial weights and demonstrations."""
-    heldout: int = 256
-    """Rows that neither the warm-up nor reinforcement learning sees."""
-    train: int = 1024
-    """Rows of reinforcement learning."""
-
-    layers: int = 3
-    width: int = 128
-    heads: int = 4
-    """Width / heads must be a head dimension that vLLM's CPU attention knows: 32, 64, ..."""
-    intermediate: int = 512
-    positions: int = 512
 
     steps: int = 400
     """Steps of the warm-up."""
-    batch: int = 32
-    """New demonstrations of each step."""
-    lr: float = 1e-3
-    """Peak learning rate of AdamW, after a linear rise over ``rise`` steps."""
-    rise: int = 20
 
     @property
     def kv_heads(self) -> int:

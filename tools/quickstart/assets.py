@@ -15,9 +15,12 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-from tools.asset_cache import Assets, ensure_folder
-from tools.quickstart.settings import Settings, content_hash
+from tools.asset_cache import CACHE, Assets, ensure_folder
+from tools.quickstart.settings import SETTINGS, Settings, content_hash
 from tools.quickstart.task import Problem, draw_problems
+
+EVALS = ("heldout", "heldout_greedy")
+"""Evaluation sets of configs/quickstart.toml."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +39,6 @@ def draw_splits(settings: Settings) -> Splits:
     heldout = list(islice(stream, settings.heldout))
     train = list(islice(stream, settings.train))
     return Splits(heldout, train, stream)
-
-
-def ensure_assets(settings: Settings, cache: Path, make: Callable[[Settings, Path], None] | None = None) -> Assets:
-    """The assets of ``settings`` in ``cache``, made by ``make`` if they are not there yet."""
-    made = make or make_assets
-    return Assets(ensure_folder(cache, content_hash(settings), lambda folder: made(settings, folder)))
 
 
 def make_assets(settings: Settings, folder: Path) -> None:
@@ -69,3 +66,12 @@ def make_assets(settings: Settings, folder: Path) -> None:
     warm_up(model, tokenizer, settings, splits.demonstrated, splits.train[: settings.probes])
     save(model, tokenizer, assets.model)
     (folder / "settings.json").write_text(json.dumps(asdict(settings), indent=2) + "\n")
+
+
+def ensure_assets(
+    settings: Settings = SETTINGS,
+    cache: Path = CACHE / "quickstart",
+    make: Callable[[Settings, Path], None] = make_assets,
+) -> Assets:
+    """The assets of ``settings`` in ``cache``, made by ``make`` if they are not there yet."""
+    return Assets(ensure_folder(cache, content_hash(settings), lambda folder: make(settings, folder)))

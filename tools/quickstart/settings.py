@@ -15,17 +15,13 @@ from tools.quickstart.task import CHARACTERS, DOT
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(asset_cache.ModelSettings):
     """Settings of data, model and warm-up."""
 
-    seed: int = 0
-    """Seed of problems, initial weights and demonstrations."""
     digits: tuple[int, int] = (3, 4)
     """Least and most digits of a number."""
     heldout: int = 512
-    """Problems that neither the warm-up nor reinforcement learning sees."""
     train: int = 8192
-    """Problems of reinforcement learning."""
     probes: int = 256
     """Training problems on which the warm-up looks for a signal."""
 
@@ -35,10 +31,6 @@ class Settings:
     """Sigma of their lognormal distribution."""
     most_dots: int = 256
 
-    layers: int = 3
-    width: int = 128
-    heads: int = 4
-    """Width / heads must be a head dimension that vLLM's CPU attention knows: 32, 64, ..."""
     kv_heads: int = 1
     """vLLM's CPU attention computes the queries of one of them together, in about the time of a single query."""
     intermediate: int = 640
@@ -48,11 +40,6 @@ class Settings:
     """Chance that the teacher of the warm-up forgets a carry: RL cannot win what the demonstrations already give."""
     signal: float = 0.25
     """The warm-up ends once this share of sampled responses is right: enough for most groups of 8 to hold both."""
-    batch: int = 32
-    """Demonstrations of a step, never shown twice."""
-    lr: float = 1e-3
-    """Peak learning rate of AdamW, after a linear rise over ``rise`` steps."""
-    rise: int = 20
     check_every: int = 20
     """Steps between two looks at the probes."""
     check_below: float = 0.2
@@ -66,6 +53,7 @@ class Settings:
         return CHARACTERS + DOT if self.dots else CHARACTERS
 
 
+SETTINGS = Settings()
 LOGNORMAL = Settings(dots=24.0, positions=320)
 
 
