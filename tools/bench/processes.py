@@ -27,6 +27,7 @@ from asyncrl.rpc.actor import Actor, ActorContext
 from asyncrl.rpc.wire.keys import Credentials
 from asyncrl.rpc.wire.transport import Transport
 from asyncrl.rpc.wire.zeromq import ZmqTransport
+from tools.bench.report import for_json_alone
 from tools.live_run import run_to_end
 
 FOLDER = Path(__file__).resolve().parents[2] / ".bench"
@@ -98,10 +99,9 @@ def lines_of_run(tree: Mapping[str, Any], timeout: float) -> dict[str, list[dict
 
 def answer_orders(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Be a worker until stdin ends. Other output of this process goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
+    with for_json_alone() as answers:
+        for line in sys.stdin:
+            print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
 
 
 def actor_context(

@@ -56,66 +56,64 @@ async def measure(report: Report, *, up_to: Literal["1M", "10M", "100M", "630M",
             for name in ("learner/0", "rollouter/0")
         )
         try:
+            transports = Transports(report, settings, sender, rollouter)
             for version, name in enumerate(sizes):
                 held = await sender.ask(do="hold", layout=name, version=version)
-                size = Size(report, settings, sender, rollouter, name, held)
-                await learner.call(Publish(manifest=size.manifest))
-                await size.measure(PAIRS[name])
+                manifest = msgspec.json.decode(held["manifest"], type=Manifest)
+                await learner.call(Publish(manifest=manifest))
+                await transports.measure(name, manifest, held["tcp_port"], held["store"])
         finally:
             learner.close()
             rollouter.close()
 
 
-class Size:
-    """All transports at one size."""
+class Transports:
+    """All transports, at one size after the other."""
 
-    group_epoch = 1
-    bare: tuple[Any, Any] | None = None
+    name: str
+    manifest: Manifest
 
-    def __init__(
-        self, report: Report, settings: Config, sender: Worker, ours: Ours, name: str, held: dict[str, Any]
-    ) -> None:
-        self.report, self.settings, self.sender, self.ours, self.name = report, settings, sender, ours, name
-        self.manifest = msgspec.json.decode(held["manifest"], type=Manifest)
-        self.tcp_port: int = held["tcp_port"]
-        self.bytes = self.manifest.bytes
-        self.group = BroadcastGroup(
-            backend="gloo", epoch=self.group_epoch, world_size=2, host=held["store"][0], port=held["store"][1]
-        )
+    def __init__(self, report: Report, settings: Config, sender: Worker, ours: Ours) -> None:
+        self.report, self.settings, self.sender, self.ours = report, settings, sender, ours
+        self.group_epoch = 0
+        self.bare: tuple[Any, Any] | None = None
 
-    async def measure(self, pairs: int) -> None:
+    async def measure(self, name: str, manifest: Manifest, tcp_port: int, store: tuple[str, int]) -> None:
         """Each transport against its floor."""
         import torch
 
-        target, source = (np.ones(self.bytes, np.uint8) for _ in range(2))
+        self.name, self.manifest = name, manifest
+        self.group_epoch += 1
+        host, port = store
+        group = BroadcastGroup(backend="gloo", epoch=self.group_epoch, world_size=2, host=host, port=port)
+        target, source = (np.ones(manifest.bytes, np.uint8) for _ in range(2))
         memcpy = partial(np.copyto, target, source)
-        await self._compare(pairs, {"shm": partial(self._fetch, "shm"), "memcpy": partial(in_thread, memcpy)})
+        await self._compare({"shm": partial(self._fetch, "shm"), "memcpy": partial(in_thread, memcpy)})
         del memcpy, source
-        tcp = partial(self._sent, partial(receive_by_tcp, self.tcp_port, target), do="tcp")
-        await self._compare(pairs, {"stream": partial(self._fetch, "stream"), "tcp": tcp})
+        tcp = partial(self._sent, partial(receive_by_tcp, tcp_port, target), do="tcp")
+        await self._compare({"stream": partial(self._fetch, "stream"), "tcp": tcp})
         receiver = Receiver()
-        part = BroadcastPart(manifest=self.manifest, group=self.group, first_rank=1, timeout_s=TIMEOUT_S)
-        order = {"do": "gloo", "version": self.manifest.version, "group": msgspec.to_builtins(self.group)}
+        part = BroadcastPart(manifest=manifest, group=group, first_rank=1, timeout_s=TIMEOUT_S)
+        order = {"do": "gloo", "version": manifest.version, "group": msgspec.to_builtins(group)}
         gloo = partial(self._sent, lambda: list(receiver.receive(part, worker=0)), **order)
         whole: Any = torch.from_numpy(target)
-        buckets = whole.split([bucket.size for bucket in self.manifest.buckets])
+        buckets = whole.split([bucket.size for bucket in manifest.buckets])
         try:
-            await self._compare(pairs, {"gloo": gloo, "bare gloo": partial(self._bare_gloo, buckets)})
+            await self._compare({"gloo": gloo, "bare gloo": partial(self._bare_gloo, buckets)})
         finally:
             await asyncio.to_thread(receiver.close)
-            Size.group_epoch += 1
 
-    async def _compare(self, pairs: int, sides: Mapping[str, Side]) -> None:
+    async def _compare(self, sides: Mapping[str, Side]) -> None:
         ours, floor = sides
         target = Target(">=", 0.6) if ours == "shm" and self.name in LARGE else None
         name = f"{ours}_vs_{floor.replace(' ', '_')}_{self.name}"
         rates = {side: partial(self._rate, seconds) for side, seconds in sides.items()}
-        await self.report.measure(name, rates, pairs, unit="bytes/s", target=target, control=False)
+        await self.report.measure(name, rates, PAIRS[self.name], unit="bytes/s", target=target, control=False)
         if target is None:
             self.report.ratios[name] = self.report.figures[name]["ratio"]["median"]
 
     async def _rate(self, seconds: Side) -> float:
-        return self.bytes / await seconds()
+        return self.manifest.bytes / await seconds()
 
     async def _fetch(self, transport: Transport) -> float:
         """Until every sealed segment is open and verified, or every chunk has come, was verified and sealed."""
@@ -138,13 +136,13 @@ class Size:
         return seconds
 
     async def _bare_gloo(self, buckets: Iterable[Any]) -> float:
-        if Size.bare is None:
+        if self.bare is None:
             store = bare_store()
             self.sender.order(do="bare_gloo", port=store.port)
-            Size.bare = store, await asyncio.to_thread(bare_group, 0, 1, store)
+            self.bare = store, await asyncio.to_thread(bare_group, 0, 1, store)
         else:
             self.sender.order(do="bare_gloo", port=0)
-        seconds = await in_thread(partial(broadcast, Size.bare[1], buckets))
+        seconds = await in_thread(partial(broadcast, self.bare[1], buckets))
         await self.sender.answer()
         return seconds
 

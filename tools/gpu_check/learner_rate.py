@@ -24,8 +24,8 @@ from asyncrl.config.load import validate_config
 from asyncrl.gpu.learner_memory import Checkpointing, ModelShape, estimate, training_shape
 from asyncrl.learner.fsdp.startup.sharding import shape_of
 from asyncrl.learner.fsdp.utilisation import peak_flops
+from tools.bench.learner_batch import random_groups
 from tools.bench.learner_side import new_trainer, plan_of
-from tools.random_groups import random_groups
 
 PROMPT, SAMPLES, GROUPS = 64, 2, 2
 STEPS = 3
