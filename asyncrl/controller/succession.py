@@ -1,8 +1,8 @@
 """The address file of a controller: it holds the state of the run that a successor needs.
 
 No other process knows which hosts are lost. If the file of the earlier controller is damaged, the node agent still
-knows the address. Then the largest incarnation of each actor that registers counts. If the file cannot be written,
-the user gets a notice, and the controller writes it again at the next change.
+knows the address. Then the largest incarnation of each actor that registers counts. If the file cannot be written
+later, the user gets a notice, and the controller writes it again at the next change. The first write raises OSError.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class AddressFile(msgspec.Struct, frozen=True, kw_only=True):
     newest: dict[str, int] = {}
     """Largest known incarnation of each actor and node agent."""
     generations: dict[str, int] = {}
-    """For each rank group, by its role: the oldest generation that is not over (lifecycle/registry.py)."""
+    """For each rank group, by its role: the oldest generation that is not over (rpc/lifecycle/registry.py)."""
 
 
 def read_address_file(path: Path) -> AddressFile | None:

@@ -211,6 +211,10 @@ class Heartbeats:
         counters["facts/cpu_s"] = self._cpu_s
 
     def _gather(self, beat: int) -> Heartbeat | None:
+        """Gather heartbeat number ``beat``. If the state cannot be read, return the last one under this number.
+
+        None if there is no last one.
+        """
         try:
             return gather_heartbeat(self._actor, beat)
         except Exception as error:

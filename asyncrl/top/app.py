@@ -322,7 +322,7 @@ class Top(App[int]):
 
     def action_filter(self) -> None:
         if self.focused is self._filter:
-            # A message keeps the slash in order with the keys typed before.
+            # Posted and not inserted, so that the slash comes after the typed keys that are still queued.
             self._filter.post_message(Key("slash", "/"))
         elif self.screen is self.screen_stack[0]:
             self._filter.display = True

@@ -1,10 +1,10 @@
 """Environments of Gymnasium with discrete actions, as text: env = "asyncrl.episodes.adapters.gymnasium:Gymnasium".
 
-episode.options: ``env_id`` (FrozenLake-v1), ``actions``, ``prompt``, and arguments of gymnasium.make. ``actions`` are
-names by number; by default the numbers. ``prompt`` is the text before the first observation; by default that of the
-row, whose messages begin the conversation. The last action that a message names is taken; a message without one costs a
-turn. Each step's reward is that of its turn. An observation without a text picture is shown as JSON. Source: gymnasium
-1.4.
+episode.options: ``env_id`` (FrozenLake-v1), ``actions``, ``prompt``, and arguments of gymnasium.make. ``actions[i]``
+names the i-th action, counted from the first of the space; by default each is its number. ``prompt`` is the text before
+the first observation; by default that of the row, whose messages begin the conversation. The last action that a message
+names is taken; a message without one costs a turn. Each step's reward is that of its turn. An observation without a
+text picture is shown as JSON. Source: gymnasium 1.4.
 """
 
 from __future__ import annotations

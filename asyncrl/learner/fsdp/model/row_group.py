@@ -172,10 +172,11 @@ for _operator, _transpose in ((all_tokens, all_parts), (all_parts, all_tokens)):
 
 
 def sharing_heads(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
-    """Let an attention implementation for whole rows work where a group shares them: ``row_group`` is then given.
+    """Let an attention implementation for whole rows work where a group of ranks shares them.
 
-    It gets this rank's slice of the tokens and all heads, computes all tokens of its share of the heads, and returns
-    its slice. Signature, shapes and result are those that transformers calls.
+    ``Policy.forward`` passes ``row_group`` there; without it, the implementation is called unchanged. The result gets
+    this rank's slice of the tokens and all heads, computes all tokens of its share of the heads, and returns its slice.
+    Signature, shapes and result are those that transformers calls.
     """
 
     @functools.wraps(attend)

@@ -3,8 +3,9 @@
 A weight is cut by rows over the ranks of a replica, as FSDP2 cuts dimension 0. Invariant: each row belongs to exactly
 one rank of a replica.
 
-If a model's files cannot be read by rows, rank 0 reads it whole: ``obstacle`` gives the reason. If a model cannot be
-trained, it is not read at all: ``refusal`` gives the reason.
+If a model's files cannot be read by rows, rank 0 reads the model whole and sends each rank its rows: ``obstacle`` gives
+the reason. A parameter that does not pass ``converts_rows`` is read whole by each rank, which keeps its own rows. If a
+model cannot be trained, it is not read at all: ``refusal`` gives the reason.
 """
 
 from __future__ import annotations
